@@ -1,0 +1,140 @@
+"""The seam between the worker's loop and what computes: no torch here, and no engine knows about sockets.
+
+An engine is constructed, loaded and stepped on one thread of one process. A fault of one request is a RequestError from
+``encode`` or ``submit``; any other exception, and any exception from ``step``, ends the process (law 9): there is no
+repair in place, so an engine need not be able to go on after one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from protocol.request import ChatMessage, SamplingParams
+from protocol.worker_spec import EngineSpec
+
+ProgressCallback = Callable[[str, int, int], None]
+"""(phase, done, total): "loading" counts modules or bytes, "warmup" steps. Called from load(), often."""
+
+
+class LoadError(Exception):
+    """The model cannot be loaded as configured, and trying again will not help. One line a person can act on."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine offers, read after load(). Asking for anything else is refused by name.
+
+    context        tokens of prompt and answer together
+    max_batch_size requests that are decoded together
+    sampling       names of SamplingParams fields that may differ from their neutral default
+    chat           the model has a chat template
+    device         for people: "cpu", "NVIDIA H200", ...
+    attention      for people: how attention is computed, and what is degraded about it
+    """
+
+    context: int
+    max_batch_size: int
+    sampling: frozenset[str]
+    chat: bool
+    device: str
+    attention: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request, ready for the engine. ``max_new_tokens`` >= 1 and prompt plus it fits ``Capabilities.context``."""
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Delta:
+    """New text of a job. ``text`` may be empty while characters or a possible stop string are held back."""
+
+    job: int
+    token_ids: Sequence[int]
+    text: str
+
+
+@dataclass(slots=True)
+class Finished:
+    """The last word on a job: nothing follows it. ``token_ids`` and ``text`` are what no Delta has delivered yet.
+
+    finish_reason      "stop" or "length" (FinishReason)
+    completion_tokens  tokens generated, the end-of-sequence token included
+    prefill_s, decode_s  seconds; prefill from the job's first computation to its first token
+    """
+
+    job: int
+    token_ids: Sequence[int]
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+EngineEvent = Delta | Finished
+
+
+@dataclass
+class EngineStats:
+    """A reading of the engine. ``pending`` jobs wait inside it, ``active`` ones are computed; both 0 when idle."""
+
+    pending: int = 0
+    active: int = 0
+    steps: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """One model. Constructed with an EngineSpec; the constructor does nothing heavy and raises LoadError for options it
+    does not know. Every call comes from the same thread."""
+
+    def __init__(self, spec: EngineSpec) -> None: ...
+
+    def load(self, progress: ProgressCallback) -> None:
+        """Load and warm up: when it returns, the first request is served at full speed. Raises LoadError for what a
+        person must mend; any other exception is a crash and is tried again."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Valid after load()."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, special tokens of the text not interpreted beyond the tokenizer's own rule, BOS added
+        where the model expects it."""
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of a conversation in the model's own template, ready for the assistant's turn. Raises RequestError
+        (field "messages") if there is no template or it refuses."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+
+    def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """Cache units (pages, slots) the job would hold, for admission and status."""
+
+    def submit(self, job: Job) -> None:
+        """Take a job; it is started by a later step(). Ids are unique among unfinished jobs. Raises RequestError."""
+
+    def step(self) -> list[EngineEvent]:
+        """Advance everything by one step and say what came of it; [] at once when there is nothing to do."""
+
+    def cancel(self, job_id: int) -> None:
+        """Forget a job wherever it is, freeing what it holds. No event follows. Unknown ids are ignored."""
+
+    def reset(self) -> None:
+        """Forget all jobs and cached prefixes."""
+
+    def stats(self) -> EngineStats:
+        """Cheap enough for every second."""
+
+    def close(self) -> None:
+        """Called before a voluntary exit. The process ends right after: nothing needs to be freed."""

@@ -1,0 +1,224 @@
+"""Bytes to messages and back, with limits; every failure is a FrameError, nothing else can escape.
+
+``decode`` is for frames, ``unpack_body`` for bodies. Both bound what hostile bytes can cost: msgpack itself caps announced
+lengths by the buffer and nesting at 1024, and a count of containers caps the amplification of many small ones.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from struct import Struct
+from typing import Any
+
+import msgpack
+
+from protocol import limits
+from protocol.errors import ErrorCode, FrameError, WireError
+from protocol.messages import (
+    MESSAGE_CLASSES,
+    VERSION,
+    EventEntry,
+    Events,
+    Kind,
+    Message,
+)
+
+_packb = partial(msgpack.packb, use_bin_type=True)
+_FIELD_TYPES: dict[Kind, tuple[tuple[str, type], ...]] = {
+    kind: tuple((name, {"int": int, "str": str, "bytes": bytes}.get(str(hint), dict)) for name, hint in
+                ((n, getattr(t, "__name__", t)) for n, t in cls.__annotations__.items() if n != "kind"))
+    for kind, cls in MESSAGE_CLASSES.items() if kind is not Kind.EVENTS
+}  # fmt: skip
+
+
+class _Budget:
+    """msgpack hook that counts containers and stops a frame made of very many of them."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, containers: int) -> None:
+        self.left = containers
+
+    def __call__(self, container: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("too many arrays and maps")
+        return container
+
+
+def encode(message: Message) -> bytes:
+    """The frame of a message. Does not check limits (the receiver does; clients call ``check_size`` first)."""
+    head: list[Any] = [VERSION, int(message.kind)]
+    if isinstance(message, Events):
+        head += [message.channel, message.generation, message.index, message.body]
+    else:
+        head += [getattr(message, name) for name, _ in _FIELD_TYPES[message.kind]]
+    frame: bytes = _packb(head)
+    return frame
+
+
+def check_size(frame: bytes, kind: Kind) -> None:
+    """Raises FrameError(TOO_LARGE) naming the size and the limit, if the frame is larger than its kind may be."""
+    limit = limits.MAX_FRAME[kind]
+    if len(frame) > limit:
+        raise FrameError(
+            ErrorCode.TOO_LARGE,
+            f"{kind.name} of {len(frame)} bytes: at most {limit} are allowed; shorten the request",
+            field="frame",
+        )
+
+
+def kind_of(frame: bytes) -> Kind:
+    """The kind of a frame, read from its first three bytes. Raises FrameError if it is not one of ours."""
+    if len(frame) < 3 or not 0x92 <= frame[0] <= 0x9F:
+        raise FrameError(ErrorCode.BAD_FRAME, "not a msgpack array of at most 15 elements [version, kind, ...]")
+    if frame[1] != VERSION:
+        raise FrameError(ErrorCode.BAD_VERSION, f"protocol version {frame[1]}: this side speaks {VERSION}")
+    try:
+        return Kind(frame[2])
+    except ValueError:
+        raise FrameError(ErrorCode.UNSUPPORTED, f"message kind {frame[2]} is unknown here") from None
+
+
+def decode(frame: bytes, allowed: frozenset[Kind]) -> Message:
+    """The message in a frame.
+
+    allowed  the kinds this socket takes in this direction
+
+    Raises FrameError: BAD_FRAME, BAD_VERSION, UNSUPPORTED (kind unknown or not for this socket), TOO_LARGE; never
+    another exception, whatever the bytes are.
+    """
+    kind = kind_of(frame)
+    if kind not in allowed:
+        raise FrameError(ErrorCode.UNSUPPORTED, f"{kind.name} is not taken here")
+    check_size(frame, kind)
+    if kind is Kind.EVENTS:
+        return _decode_events(frame)
+    try:
+        values = msgpack.unpackb(
+            frame,
+            max_array_len=16,
+            max_map_len=limits.MAX_ROUTE_KEYS,
+            max_str_len=4 * limits.MAX_STRING,
+            max_ext_len=0,
+            list_hook=(budget := _Budget(limits.MAX_HEAD_CONTAINERS)),
+            object_hook=budget,
+        )
+    except Exception as e:  # msgpack raises ValueError kin and, for odd keys, TypeError; hostile bytes must not get further
+        raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name}: {_reason(e)}") from None
+    return _build(kind, values)
+
+
+def _build(kind: Kind, values: list[Any]) -> Message:
+    fields = _FIELD_TYPES[kind]
+    if len(values) != 2 + len(fields):
+        raise FrameError(
+            ErrorCode.BAD_FRAME, f"{kind.name} has {len(values)} elements, not {2 + len(fields)}", request=_request(values)
+        )
+    for (name, wanted), value in zip(fields, values[2:], strict=True):
+        # bool is an int in Python, not on the wire
+        if type(value) is not wanted:
+            raise FrameError(
+                ErrorCode.BAD_FRAME,
+                f"{kind.name}: {name} is {_type_name(type(value))}, not {_type_name(wanted)}",
+                request=_request(values),
+                field=name,
+            )
+        if wanted is int and not 0 <= value <= limits.MAX_U64:
+            raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name}: {name} is not a u64", field=name)
+        if wanted is str and len(value) > limits.MAX_STRING:
+            raise FrameError(
+                ErrorCode.BAD_FRAME, f"{kind.name}: {name} is longer than {limits.MAX_STRING} characters",
+                request=_request(values), field=name,
+            )  # fmt: skip
+    return MESSAGE_CLASSES[kind](*values[2:])
+
+
+def _decode_events(frame: bytes) -> Events:
+    try:
+        values = msgpack.unpackb(
+            frame, max_array_len=limits.MAX_INDEX, max_map_len=0, max_ext_len=0, max_str_len=0, use_list=False
+        )
+    except Exception as e:
+        raise FrameError(ErrorCode.BAD_FRAME, f"EVENTS: {_reason(e)}") from None
+    try:
+        _, _, channel, generation, index, body = values
+        entries = [EventEntry(*entry) for entry in index]
+        total = 0
+        for entry in entries:
+            for number in entry:
+                if type(number) is not int or number < 0:
+                    raise ValueError("an index entry holds something else than five unsigned integers")
+            if 4 * entry.tokens > entry.length:
+                raise ValueError("an event is shorter than its token ids")
+            total += entry.length
+        if type(body) is not bytes or type(channel) is not int or type(generation) is not int:
+            raise ValueError("a field has the wrong type")
+        if total != len(body):
+            raise ValueError(f"the index accounts for {total} bytes, the body has {len(body)}")
+    except (TypeError, ValueError) as e:
+        raise FrameError(ErrorCode.BAD_FRAME, f"EVENTS: {_reason(e)}") from None
+    return Events(channel, generation, entries, body)
+
+
+def pack_body(value: dict[str, Any]) -> bytes:
+    """A body: one msgpack map."""
+    body: bytes = _packb(value)
+    return body
+
+
+def unpack_body(body: bytes) -> dict[str, Any]:
+    """The map in a body. Raises FrameError(BAD_FRAME) for anything else."""
+    try:
+        value = msgpack.unpackb(
+            body,
+            max_ext_len=0,
+            max_map_len=4096,
+            max_array_len=limits.MAX_INDEX,
+            list_hook=(budget := _Budget(limits.MAX_BODY_CONTAINERS)),
+            object_hook=budget,
+        )
+    except Exception as e:
+        raise FrameError(ErrorCode.BAD_FRAME, f"body: {_reason(e)}", field="body") from None
+    if type(value) is not dict:
+        raise FrameError(ErrorCode.BAD_FRAME, f"body: {_type_name(type(value))}, not a map", field="body")
+    return value
+
+
+def pack_error(error: WireError) -> bytes:
+    """The body of an ERROR message."""
+    return pack_body(error.to_wire())
+
+
+def pack_event(token_ids: Iterable[int], fields: dict[str, Any]) -> bytes:
+    """One event's bytes: the ids (u32, little endian), then the map."""
+    ids = tuple(token_ids)
+    return Struct(f"<{len(ids)}I").pack(*ids) + pack_body(fields)
+
+
+def split_events(message: Events) -> list[tuple[EventEntry, bytes]]:
+    """Every event of a frame with its own bytes, in order."""
+    slices, at = [], 0
+    for entry in message.index:
+        slices.append((entry, message.body[at : at + entry.length]))
+        at += entry.length
+    return slices
+
+
+def unpack_event(entry: EventEntry, event: bytes) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """(token ids, map) of one event's bytes. Raises FrameError(BAD_FRAME)."""
+    ids = Struct(f"<{entry.tokens}I").unpack_from(event)
+    return ids, unpack_body(event[4 * entry.tokens :])
+
+
+def _reason(e: Exception) -> str:
+    return str(e) or type(e).__name__
+
+
+def _request(values: list[Any]) -> int:
+    """The request id a broken frame seems to name, so that the error can be addressed to it."""
+    return values[2] if len(values) > 2 and type(values[2]) is int and 0 <= values[2] <= limits.MAX_U64 else 0
+
+
+def _type_name(kind: type) -> str:
+    names = {int: "an integer", str: "a string", bytes: "a bin", dict: "a map", list: "an array", bool: "a boolean"}
+    return names.get(kind, "nil" if kind is type(None) else kind.__name__)

@@ -1,0 +1,129 @@
+"""Errors as they stand on the wire, and the exceptions that carry them.
+
+WireError           an error with a code; what crosses a socket is ``WireError.to_wire()``
+├── FrameError      bytes that are not a message of this protocol (answered or dropped, always counted)
+├── RequestError    a request that cannot be served as asked; names the field
+└── ConnectionLost  the client's connection ended; raised by the client library only
+
+Messages say what to do. They never hold a prompt, an answer or a key.
+"""
+
+from enum import IntEnum
+from typing import Any
+
+
+class ErrorCode(IntEnum):
+    """Stable numbers. The name on the wire is the member's name in lower case."""
+
+    BAD_FRAME = 100
+    """The bytes are not a message of this protocol."""
+    BAD_VERSION = 101
+    """The frame speaks another major version of the protocol."""
+    INVALID_REQUEST = 102
+    """A field of the request is unknown, has the wrong type, or is out of range. ``field`` names it."""
+    UNSUPPORTED = 103
+    """The kind, verb or option is known to the protocol, but not offered here."""
+    TOO_LARGE = 104
+    """The frame is larger than its kind may be."""
+    DUPLICATE_REQUEST = 105
+    """The request id is already in use on this connection."""
+    CONTEXT_OVERFLOW = 106
+    """Prompt and max_tokens do not fit the model's context."""
+    MODEL_NOT_FOUND = 300
+    """No model of that name is configured."""
+    MODEL_NOT_RUNNING = 301
+    """The model is stopped; an operator has to start it."""
+    MODEL_FAILED = 302
+    """The model could not be loaded or crashed too often; an operator has to start it."""
+    OVERLOADED = 303
+    """The model's queue is full. Retry after ``retry_after_ms``."""
+    DRAINING = 305
+    """The model, or the supervisor, is being stopped and takes no new requests."""
+    SLOW_CONSUMER = 403
+    """The client read its stream too slowly and this stream was ended."""
+    WORKER_DIED = 500
+    """The process that computed the answer ended before it was finished."""
+    ENGINE_ERROR = 503
+    """The engine could not serve this one request."""
+    INTERNAL = 599
+    """A fault of the supervisor or worker itself. Its log says more."""
+    CONNECTION_LOST = 600
+    """The connection to the supervisor ended. Never on the wire: the client library raises it."""
+
+    @property
+    def wire_name(self) -> str:
+        return self.name.lower()
+
+
+RETRYABLE = frozenset({ErrorCode.OVERLOADED, ErrorCode.DRAINING, ErrorCode.WORKER_DIED, ErrorCode.CONNECTION_LOST})
+
+
+class WireError(Exception):
+    """An error with a code, as a client sees it.
+
+    code            see ErrorCode
+    message         one sentence for a person: what is wrong and what to do
+    field           the offending field of the request, or None
+    retry_after_ms  when a retry may help, in milliseconds, or None
+    """
+
+    def __init__(
+        self, code: ErrorCode, message: str, *, field: str | None = None, retry_after_ms: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.field = field
+        self.retry_after_ms = retry_after_ms
+
+    @property
+    def retryable(self) -> bool:
+        return self.code in RETRYABLE
+
+    def __str__(self) -> str:
+        return f"{self.code.wire_name}: {self.message}"
+
+    def to_wire(self) -> dict[str, Any]:
+        wire: dict[str, Any] = {
+            "code": int(self.code),
+            "name": self.code.wire_name,
+            "message": self.message,
+            "retryable": self.retryable,
+        }
+        if self.field is not None:
+            wire["field"] = self.field
+        if self.retry_after_ms is not None:
+            wire["retry_after_ms"] = self.retry_after_ms
+        return wire
+
+    @staticmethod
+    def from_wire(wire: dict[str, Any]) -> "WireError":
+        """The exception for an error map received. A code unknown here (a newer peer) becomes INTERNAL, its name kept."""
+        message = str(wire.get("message", ""))
+        try:
+            code = ErrorCode(wire.get("code", ErrorCode.INTERNAL))
+        except ValueError:
+            code, message = ErrorCode.INTERNAL, f"{wire.get('name')}: {message}"
+        return WireError(code, message, field=wire.get("field"), retry_after_ms=wire.get("retry_after_ms"))
+
+
+class FrameError(WireError):
+    """Bytes that are not a message of this protocol. ``request`` is the id they named, 0 if unreadable."""
+
+    def __init__(self, code: ErrorCode, message: str, *, request: int = 0, field: str | None = None) -> None:
+        super().__init__(code, message, field=field)
+        self.request = request
+
+
+class RequestError(WireError):
+    """A request that cannot be served as asked, by default INVALID_REQUEST naming the field."""
+
+    def __init__(self, message: str, *, field: str | None = None, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> None:
+        super().__init__(code, message, field=field)
+
+
+class ConnectionLost(WireError):
+    """The connection ended; raised exactly once per unfinished request, and by calls made afterwards."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorCode.CONNECTION_LOST, message)

@@ -1,0 +1,256 @@
+"""The wire contract, written once. Everything else about the wire follows from this file.
+
+One ZeroMQ frame per message; the frame is one msgpack array ``[version, kind, fields..., body]``. Fields are routing
+data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn and is decoded at the ends only.
+
+    client → supervisor                                     supervisor → client
+    HELLO     [1,  1, body{library}]                        WELCOME  [1, 16, body{server, session, window, ...}]
+    GENERATE  [1,  2, request, model, route{}, body{}]      ACCEPTED [1, 17, request, body{model, queue_position}]
+    CANCEL    [1,  3, request]                              EVENTS   [1, 18, channel, generation, index, body]
+    CREDIT    [1,  4, request, events]                      ERROR    [1, 19, request, body{code, name, message, ...}]
+    CALL      [1,  5, call, verb, body{}]                   REPLY    [1, 20, call, body{result} or body{error}]
+    PING      [1,  6, nonce]                                PONG     [1,  7, nonce]
+    PONG      [1,  7, nonce]                                PING     [1,  6, nonce]
+                                                            GOAWAY   [1, 22, body{reason}]
+    supervisor → worker                                     worker → supervisor
+    JOB        [1, 32, channel, request, body]              HELLO    [1,  1, body{pid, build}]
+    CANCEL_JOB [1, 33, channel, request]                    READY    [1, 34, body{context, max_jobs, ...}]
+    SHUTDOWN   [1, 35]                                      PROGRESS [1, 36, body{phase, done, total}]
+                                                            STATS    [1, 37, body{}]
+                                                            EVENTS   as above; the supervisor forwards it whole
+
+* ``request`` is the client's own number for a request: 1 to 2**64-1, unique among its unfinished requests of this
+  connection. 0 means the connection itself. ``channel`` is the supervisor's number for the connection.
+* The first message of a connection is HELLO; GENERATE may follow without waiting for WELCOME. A new connection is a new
+  session: nothing survives a reconnect.
+* GENERATE is answered by ERROR (no request came to be) or by ACCEPTED, then delta events, then exactly one event flagged
+  FINISHED or ERROR. Nothing follows it.
+* ``route`` of GENERATE: ``resume`` (bool, default false). Unknown keys are refused by name.
+* ``index`` is ``[[request, seq, flags, tokens, length], ...]``, one entry an event: its number within the request
+  (gapless from 0), EventFlag bits, how many token ids it holds, how many bytes of the body are its own. The events' bytes
+  lie one after the other; each is ``tokens`` ids (u32, little endian), then one msgpack map:
+    delta     {text}
+    FINISHED  {text?, finish_reason, usage{prompt_tokens, completion_tokens}, timings{...}}
+    ERROR     {error{code, name, message, retryable, field?, retry_after_ms?}, delivered_tokens?}
+* Credit: a stream starts with ``window`` events (WELCOME) and gains what CREDIT grants. A stream without credit has its
+  events held, up to a bound, and then ends with ``slow_consumer``; a terminal event needs no credit.
+* PING is answered by PONG with the same nonce, by either side.
+* Frames beyond 16 MiB are cut off by libzmq itself (the connection closes); see ``protocol.limits`` for the rest.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Any, ClassVar, NamedTuple
+
+VERSION = 1
+"""Major version of the protocol, first element of every frame."""
+
+
+class Kind(IntEnum):
+    """Second element of every frame."""
+
+    HELLO = 1
+    GENERATE = 2
+    CANCEL = 3
+    CREDIT = 4
+    CALL = 5
+    PING = 6
+    PONG = 7
+    WELCOME = 16
+    ACCEPTED = 17
+    EVENTS = 18
+    ERROR = 19
+    REPLY = 20
+    GOAWAY = 22
+    JOB = 32
+    CANCEL_JOB = 33
+    READY = 34
+    SHUTDOWN = 35
+    PROGRESS = 36
+    STATS = 37
+
+
+class EventFlag(IntFlag):
+    """Third element of an index entry."""
+
+    FIRST = 1
+    """The first event of its request that holds tokens."""
+    FINISHED = 2
+    """Terminal: the request ended as asked."""
+    ERROR = 4
+    """Terminal: the request ended with an error."""
+
+
+TERMINAL = EventFlag.FINISHED | EventFlag.ERROR
+
+
+class FinishReason:
+    """Values of ``finish_reason`` in a FINISHED event."""
+
+    STOP = "stop"
+    """An end-of-sequence token or a stop string."""
+    LENGTH = "length"
+    """max_tokens was reached."""
+    CANCELLED = "cancelled"
+    """The client cancelled."""
+
+
+class EventEntry(NamedTuple):
+    """One entry of an EVENTS index."""
+
+    request: int
+    seq: int
+    flags: int
+    tokens: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    kind: ClassVar[Kind] = Kind.HELLO
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    kind: ClassVar[Kind] = Kind.GENERATE
+    request: int
+    model: str
+    route: dict[str, Any]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    kind: ClassVar[Kind] = Kind.CANCEL
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    kind: ClassVar[Kind] = Kind.CREDIT
+    request: int
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    kind: ClassVar[Kind] = Kind.CALL
+    call: int
+    verb: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    kind: ClassVar[Kind] = Kind.PING
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    kind: ClassVar[Kind] = Kind.PONG
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    kind: ClassVar[Kind] = Kind.WELCOME
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    kind: ClassVar[Kind] = Kind.ACCEPTED
+    request: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    kind: ClassVar[Kind] = Kind.EVENTS
+    channel: int
+    generation: int
+    index: list[EventEntry]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    kind: ClassVar[Kind] = Kind.ERROR
+    request: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    kind: ClassVar[Kind] = Kind.REPLY
+    call: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GoAway:
+    kind: ClassVar[Kind] = Kind.GOAWAY
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class JobMessage:
+    kind: ClassVar[Kind] = Kind.JOB
+    channel: int
+    request: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CancelJob:
+    kind: ClassVar[Kind] = Kind.CANCEL_JOB
+    channel: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    kind: ClassVar[Kind] = Kind.READY
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    kind: ClassVar[Kind] = Kind.SHUTDOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    kind: ClassVar[Kind] = Kind.PROGRESS
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    kind: ClassVar[Kind] = Kind.STATS
+    body: bytes
+
+
+Message = (
+    Hello | Generate | Cancel | Credit | Call | Ping | Pong | Welcome | Accepted | Events | Error | Reply | GoAway
+    | JobMessage | CancelJob | Ready | Shutdown | Progress | Stats
+)  # fmt: skip
+
+MESSAGE_CLASSES: dict[Kind, type[Message]] = {
+    cls.kind: cls
+    for cls in (
+        Hello, Generate, Cancel, Credit, Call, Ping, Pong, Welcome, Accepted, Events, Error, Reply, GoAway,
+        JobMessage, CancelJob, Ready, Shutdown, Progress, Stats,
+    )
+}  # fmt: skip
+
+CLIENT_TO_SUPERVISOR = frozenset(
+    {Kind.HELLO, Kind.GENERATE, Kind.CANCEL, Kind.CREDIT, Kind.CALL, Kind.PING, Kind.PONG}
+)
+SUPERVISOR_TO_CLIENT = frozenset(
+    {Kind.WELCOME, Kind.ACCEPTED, Kind.EVENTS, Kind.ERROR, Kind.REPLY, Kind.GOAWAY, Kind.PING, Kind.PONG}
+)
+SUPERVISOR_TO_WORKER = frozenset({Kind.JOB, Kind.CANCEL_JOB, Kind.SHUTDOWN})
+WORKER_TO_SUPERVISOR = frozenset({Kind.HELLO, Kind.READY, Kind.PROGRESS, Kind.STATS, Kind.EVENTS})

@@ -1,0 +1,47 @@
+"""What the supervisor tells a worker process when it starts it: plain data, the same for every way of starting one."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine needs to load a model. ``options`` holds only what models.yaml set; engines own their defaults.
+
+    model          name in models.yaml
+    engine         "transformers", "exllamav2", or an import string "package.module:Class"
+    model_dir      absolute path of the model's directory
+    device         "cpu", or "cuda" (the devices are cut to the pinned ones before torch is imported)
+    max_seq_len    tokens of context, None for the model's own
+    max_batch_size requests decoded together
+    options        the engine's further keys from models.yaml (cache_size, cache_mode, chunk_size, threads, ...)
+    """
+
+    model: str
+    engine: str
+    model_dir: str
+    device: str = "cpu"
+    max_seq_len: int | None = None
+    max_batch_size: int = 8
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One worker process.
+
+    generation      number of this start of the model, from 1; part of every EVENTS frame
+    visible_devices value of CUDA_VISIBLE_DEVICES, "" for none
+    endpoint        ZeroMQ endpoint of the supervisor's worker socket
+    routing_id      unguessable identity of this generation on that socket
+    log_path        file that takes the worker's stdout and stderr
+    supervisor_pid  the worker ends itself when this is no longer its parent
+    """
+
+    engine: EngineSpec
+    generation: int
+    visible_devices: str
+    endpoint: str
+    routing_id: bytes
+    log_path: str
+    supervisor_pid: int
