@@ -1,0 +1,125 @@
+"""The worker process from its first line to its last. Nothing here, nor anything it imports, imports torch.
+
+Called in a process that the supervisor has spawned. The order matters: die with the parent, own group, own log, own
+devices; only then the engine's module, which is the first to import torch.
+"""
+
+import ctypes
+import faulthandler
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+
+from protocol.worker_spec import WorkerSpec
+
+EXIT_ASKED = 0
+"""SHUTDOWN was obeyed."""
+EXIT_ENGINE_FAULT = 70
+"""The engine raised (EX_SOFTWARE). Tried again."""
+EXIT_CONFIG = 78
+"""The model cannot be loaded as configured (EX_CONFIG). Never tried again by itself."""
+LOAD_ERROR_PREFIX = "cannot load: "
+"""The supervisor looks for this at the start of the log's last lines to say why in one line."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
+
+
+def main(spec: WorkerSpec) -> None:
+    """Run one worker until it is told to stop or its engine fails. Never returns."""
+    die_with_parent(spec.supervisor_pid)
+    os.setsid()
+    name_and_contain()
+    redirect_output(spec.log_path)
+    pin_devices(spec.visible_devices)
+    code = EXIT_ENGINE_FAULT
+    try:
+        code = run(spec)
+    except BaseException:
+        traceback.print_exc()
+    # Not sys.exit: an interpreter's own way out joins threads and runs destructors of a CUDA context that may be broken,
+    # and can hang there with the GPU's memory held.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def die_with_parent(supervisor_pid: int) -> None:
+    """Ask the kernel for SIGKILL when the thread that spawned us ends.
+
+    The parent may have died before the request was made, which the kernel does not tell: hence the second look.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != supervisor_pid:
+        os._exit(EXIT_ASKED)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def name_and_contain() -> None:
+    """Signals and limits of a worker: Ctrl-C is the supervisor's business, SIGUSR1 dumps all stacks into the log."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump holds prompts
+    try:
+        with open("/proc/self/oom_score_adj", "w") as f:
+            f.write("500")  # the kernel should take a worker before the supervisor
+    except OSError:
+        pass  # not allowed in some containers; only a preference
+
+
+def redirect_output(log_path: str) -> None:
+    """Everything this process and its libraries print goes to the model's log."""
+    fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def pin_devices(visible_devices: str) -> None:
+    """Cut the visible GPUs to this model's own. Has no effect once CUDA is initialised, hence the check."""
+    if "torch" in sys.modules:
+        raise RuntimeError("torch was imported before the device was pinned; the worker's GPU cannot be guaranteed")
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
+    # Model directories are local; a library that wants to fetch something should fail, not wait for a network.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def run(spec: WorkerSpec) -> int:
+    """Connect, load, serve. Returns the process's exit code."""
+    from model_worker.engine import LoadError
+    from model_worker.engines import build_engine
+    from model_worker.link import SupervisorLink
+    from model_worker.loop import WorkerLoop
+
+    link = SupervisorLink(spec)
+    link.hello()
+    started = time.monotonic()
+    try:
+        engine = build_engine(spec.engine)
+        engine.load(link.progress)
+    except LoadError as e:
+        print(LOAD_ERROR_PREFIX + " ".join(str(e).split()), file=sys.stderr)
+        link.close()
+        return EXIT_CONFIG
+    loop = WorkerLoop(engine, link)
+    link.ready(engine.capabilities, load_seconds=time.monotonic() - started, max_jobs=loop.max_jobs)
+    loop.run()
+    engine.close()
+    link.close()
+    return EXIT_ASKED

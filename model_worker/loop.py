@@ -1,0 +1,199 @@
+"""The worker's loop: receive, submit, step, send. One thread, one engine; it blocks on the socket only when idle."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from model_worker.engine import Delta, Engine, EngineEvent, Finished, Job
+from model_worker.link import SupervisorLink
+from protocol.codec import pack_event
+from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.messages import (
+    CancelJob,
+    EventEntry,
+    EventFlag,
+    FinishReason,
+    JobMessage,
+    Message,
+    Shutdown,
+)
+from protocol.request import GenerateRequest, SamplingParams, parse_generate
+
+IDLE_WAIT_MS = 200
+STATS_INTERVAL_S = 1.0
+SLACK_JOBS = 2
+"""Jobs held beyond a full batch, so that a freed place is taken at the next step and not a round trip later."""
+MAX_BYTES_PER_TOKEN = 16
+"""A prompt of more bytes per token of context than this is refused before it is tokenized, which would stall the loop.
+English text has 4 to 5."""
+
+_NEUTRAL = SamplingParams()
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A job of this worker as its client knows it."""
+
+    channel: int
+    request: int
+    prompt_tokens: int
+    seq: int = 0
+    tokens: int = 0
+
+
+class WorkerLoop:
+    """Serves one loaded engine until SHUTDOWN. An exception of the engine's step is not caught: it ends the process."""
+
+    def __init__(self, engine: Engine, link: SupervisorLink) -> None:
+        self._engine = engine
+        self._link = link
+        self._capabilities = engine.capabilities
+        self._ids = itertools.count(1)
+        self._jobs: dict[int, _Tracked] = {}
+        self._job_ids: dict[tuple[int, int], int] = {}
+        self._shutdown = False
+        self._stats_due = 0.0
+        self.max_jobs = self._capabilities.max_batch_size + SLACK_JOBS
+        """Jobs the supervisor may give to this worker at once."""
+
+    def run(self) -> None:
+        while not self._shutdown:
+            busy = bool(self._jobs) or bool(self._link.unsent)
+            for message in self._link.receive(0 if busy else IDLE_WAIT_MS):
+                self._apply(message)
+            if self._jobs:
+                for event in self._engine.step():
+                    self._emit(event)
+            if busy and not self._jobs:
+                self._stats_due = 0.0  # say at once that the engine is empty, so that `status` never shows a stale job
+            self._link.flush()
+            self._report(time.monotonic())
+
+    def _apply(self, message: Message) -> None:
+        match message:
+            case JobMessage(channel, request, body):
+                self._submit(channel, request, body)
+            case CancelJob(channel, request):
+                self._cancel(channel, request)
+            case Shutdown():
+                self._shutdown = True
+
+    def _submit(self, channel: int, request: int, body: bytes) -> None:
+        job_id = next(self._ids)
+        try:
+            job = self._job(job_id, parse_generate(body))
+            self._engine.submit(job)
+        except RequestError as e:
+            self._send_error(_Tracked(channel, request, 0), e)
+            return
+        self._jobs[job_id] = _Tracked(channel, request, len(job.prompt_ids))
+        self._job_ids[channel, request] = job_id
+
+    def _job(self, job_id: int, request: GenerateRequest) -> Job:
+        """The engine's job for a request: encoded, and checked against what this model can do. Raises RequestError."""
+        for name in SamplingParams.model_fields:
+            if name not in self._capabilities.sampling and getattr(request, name) != getattr(_NEUTRAL, name):
+                raise RequestError(f"{name}: this model's engine does not offer it", field=name, code=ErrorCode.UNSUPPORTED)
+        prompt_ids = self._encode(request)
+        context = self._capabilities.context
+        room = context - len(prompt_ids)
+        if not prompt_ids:
+            raise RequestError("the prompt has no tokens: send at least one", field="prompt")
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens: at most {context - 1} fit the context of {context}",
+                field=_prompt_field(request),
+                code=ErrorCode.CONTEXT_OVERFLOW,
+            )
+        max_tokens = room if request.max_tokens is None else request.max_tokens
+        if max_tokens > room:
+            raise RequestError(
+                f"max_tokens is {max_tokens}: at most {room} fit the context of {context} behind "
+                f"a prompt of {len(prompt_ids)} tokens",
+                field="max_tokens",
+                code=ErrorCode.CONTEXT_OVERFLOW,
+            )
+        return Job(job_id, tuple(prompt_ids), max_tokens, request, request.stop)
+
+    def _encode(self, request: GenerateRequest) -> list[int]:
+        if request.token_ids is not None:
+            return list(memoryview(request.token_ids).cast("I"))
+        limit = self._capabilities.context * MAX_BYTES_PER_TOKEN
+        texts = [request.prompt] if request.prompt is not None else [m.content for m in request.messages or ()]
+        size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+        if size > limit:
+            raise RequestError(
+                f"the prompt has {size} bytes: at most {limit} can fit the context of {self._capabilities.context} tokens",
+                field=_prompt_field(request),
+                code=ErrorCode.CONTEXT_OVERFLOW,
+            )
+        if request.messages is not None:
+            return self._engine.encode_chat(request.messages)
+        return self._engine.encode(texts[0])
+
+    def _cancel(self, channel: int, request: int) -> None:
+        """Free the job and confirm. A job unknown here has ended: its terminal event is on the way, and is the answer."""
+        job_id = self._job_ids.get((channel, request))
+        if job_id is None:
+            return
+        self._engine.cancel(job_id)
+        tracked = self._forget(job_id)
+        self._send_finished(tracked, (), "", FinishReason.CANCELLED, {})
+
+    def _emit(self, event: EngineEvent) -> None:
+        # An engine that names a job it does not hold has lost count of whose tokens are whose: better to die (law 2).
+        if isinstance(event, Delta):
+            tracked = self._jobs[event.job]
+            if event.token_ids or event.text:
+                self._send(tracked, event.token_ids, {"text": event.text}, 0)
+            return
+        tracked = self._forget(event.job)
+        self._send_finished(tracked, event.token_ids, event.text, event.finish_reason, _timings(event), event)
+
+    def _forget(self, job_id: int) -> _Tracked:
+        tracked = self._jobs.pop(job_id)
+        del self._job_ids[tracked.channel, tracked.request]
+        return tracked
+
+    def _send_finished(
+        self,
+        tracked: _Tracked,
+        token_ids: Sequence[int],
+        text: str,
+        reason: str,
+        timings: dict[str, float],
+        finished: Finished | None = None,
+    ) -> None:
+        completion = finished.completion_tokens if finished else tracked.tokens + len(token_ids)
+        usage = {"prompt_tokens": tracked.prompt_tokens, "completion_tokens": completion}
+        if finished and finished.cached_tokens:
+            usage["cached_tokens"] = finished.cached_tokens
+        fields = {"text": text, "finish_reason": reason, "usage": usage, "timings": timings}
+        self._send(tracked, token_ids, fields, EventFlag.FINISHED)
+
+    def _send_error(self, tracked: _Tracked, error: WireError) -> None:
+        self._send(tracked, (), {"error": error.to_wire(), "delivered_tokens": tracked.tokens}, EventFlag.ERROR)
+
+    def _send(self, tracked: _Tracked, ids: Sequence[int], fields: dict[str, object], flags: int) -> None:
+        if ids and not tracked.tokens:
+            flags |= EventFlag.FIRST
+        event = pack_event(ids, fields)
+        self._link.queue(tracked.channel, EventEntry(tracked.request, tracked.seq, int(flags), len(ids), len(event)), event)
+        tracked.seq += 1
+        tracked.tokens += len(ids)
+
+    def _report(self, now: float) -> None:
+        if now < self._stats_due:
+            return
+        self._stats_due = now + STATS_INTERVAL_S
+        stats = self._engine.stats()
+        self._link.stats({"pending": stats.pending, "active": stats.active, "steps": stats.steps, **stats.extra})
+
+
+def _prompt_field(request: GenerateRequest) -> str:
+    return next(name for name in ("prompt", "messages", "token_ids") if getattr(request, name) is not None)
+
+
+def _timings(event: Finished) -> dict[str, float]:
+    return {"prefill_ms": round(event.prefill_s * 1000, 3), "decode_ms": round(event.decode_s * 1000, 3)}

@@ -1,0 +1,1 @@
+"""Config, lifecycle, scheduling, processes, the loop, the command line. Never imports torch, never unpickles."""
