@@ -1,0 +1,107 @@
+"""A YAML file as plain data, remembering where each value stood, so that an error can name file, line and key path."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MAX_FILE_BYTES = 1 << 20
+MAX_NODES = 100_000
+"""Values in a file, aliases expanded: what a few nested aliases can multiply into is bounded here."""
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a file. ``path`` is the dotted key path, ``line`` counts from 1 (0: the file itself)."""
+
+    file: str
+    line: int
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{place}: {self.path}: {self.message}" if self.path else f"{place}: {self.message}"
+
+
+class ConfigError(Exception):
+    """A configuration that is not used. ``problems`` holds everything that was found."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = problems
+
+
+class YamlSource:
+    """Data and lines of one file. Raises ConfigError if it cannot be read, parsed, or holds a key twice."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = str(file)
+        self._lines: dict[KeyPath, int] = {}
+        self._problems: list[Problem] = []
+        self._nodes = 0
+        try:
+            with open(file, "rb") as f:
+                raw = f.read(MAX_FILE_BYTES + 1)
+        except OSError as e:
+            raise ConfigError([Problem(self.file, 0, "", f"cannot be read: {e.strerror}")]) from None
+        if len(raw) > MAX_FILE_BYTES:
+            raise ConfigError([Problem(self.file, 0, "", f"is larger than {MAX_FILE_BYTES} bytes")])
+        self.data = self._parse(raw)
+        if self._problems:
+            raise ConfigError(self._problems)
+
+    def problem(self, path: KeyPath, message: str) -> Problem:
+        """A problem at a key path, with the line of the path or of its nearest existing parent."""
+        line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), 0)
+        return Problem(self.file, line, ".".join(map(str, path)), message)
+
+    def _parse(self, raw: bytes) -> Any:
+        loader: yaml.SafeLoader | None = None
+        try:
+            loader = yaml.SafeLoader(raw)
+            node = loader.get_single_node()
+            return self._build(loader, node, ()) if node is not None else {}
+        except yaml.MarkedYAMLError as e:
+            mark = e.problem_mark or e.context_mark
+            line = mark.line + 1 if mark else 0
+            raise ConfigError([Problem(self.file, line, "", f"is not YAML: {e.problem or e.context}")]) from None
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as e:
+            raise ConfigError([Problem(self.file, 0, "", f"is not YAML: {str(e) or type(e).__name__}")]) from None
+        finally:
+            if loader is not None:
+                loader.dispose()
+
+    def _build(self, loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath) -> Any:
+        self._nodes += 1
+        if self._nodes > MAX_NODES:
+            raise ValueError(f"more than {MAX_NODES} values, aliases expanded")
+        self._lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            return self._build_mapping(loader, node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._build(loader, child, (*path, i)) for i, child in enumerate(node.value)]
+        return loader.construct_object(node)  # type: ignore[no-untyped-call]
+
+    def _build_mapping(self, loader: yaml.SafeLoader, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                line = key_node.start_mark.line + 1
+                if key_node.value in seen:
+                    message = f"stands here and in line {seen[key_node.value]}; each name may stand once"
+                    self._problems.append(Problem(self.file, line, ".".join(map(str, (*path, key_node.value))), message))
+                seen[key_node.value] = line
+        loader.flatten_mapping(node)
+        built: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+            if not isinstance(key, (str, int, float, bool)):
+                raise yaml.MarkedYAMLError(problem="a key is not a plain word", problem_mark=key_node.start_mark)
+            name = key if isinstance(key, str) else key_node.value
+            self._lines[(*path, name)] = key_node.start_mark.line + 1
+            built[name] = self._build(loader, value_node, (*path, name))
+        return built
