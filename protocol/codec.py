@@ -1,7 +1,7 @@
 """Bytes to messages and back, with limits; every failure is a FrameError, nothing else can escape.
 
-``decode`` is for frames, ``unpack_body`` for bodies. Both bound what hostile bytes can cost: msgpack itself caps announced
-lengths by the buffer and nesting at 1024, and a count of containers caps the amplification of many small ones.
+``decode`` is for frames, ``unpack_body`` for bodies. Both bound what hostile bytes can cost: msgpack itself caps
+announced lengths by the buffer and nesting at 1024, and a count of containers caps what many small ones amount to.
 """
 
 from collections.abc import Iterable
@@ -103,7 +103,7 @@ def decode(frame: bytes, allowed: frozenset[Kind]) -> Message:
             list_hook=(budget := _Budget(limits.MAX_HEAD_CONTAINERS)),
             object_hook=budget,
         )
-    except Exception as e:  # msgpack raises ValueError kin and, for odd keys, TypeError; hostile bytes must not get further
+    except Exception as e:  # ValueError and its kin, TypeError for odd keys: hostile bytes must not get further
         raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name}: {_reason(e)}") from None
     return _build(kind, values)
 
@@ -112,7 +112,9 @@ def _build(kind: Kind, values: list[Any]) -> Message:
     fields = _FIELD_TYPES[kind]
     if len(values) != 2 + len(fields):
         raise FrameError(
-            ErrorCode.BAD_FRAME, f"{kind.name} has {len(values)} elements, not {2 + len(fields)}", request=_request(values)
+            ErrorCode.BAD_FRAME,
+            f"{kind.name} has {len(values)} elements, not {2 + len(fields)}",
+            request=_request(values),
         )
     for (name, wanted), value in zip(fields, values[2:], strict=True):
         # bool is an int in Python, not on the wire
@@ -123,9 +125,9 @@ def _build(kind: Kind, values: list[Any]) -> Message:
                 request=_request(values),
                 field=name,
             )
-        if wanted is int and not 0 <= value <= limits.MAX_U64:
+        if isinstance(value, int) and not 0 <= value <= limits.MAX_U64:
             raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name}: {name} is not a u64", field=name)
-        if wanted is str and len(value) > limits.MAX_STRING:
+        if isinstance(value, str) and len(value) > limits.MAX_STRING:
             raise FrameError(
                 ErrorCode.BAD_FRAME, f"{kind.name}: {name} is longer than {limits.MAX_STRING} characters",
                 request=_request(values), field=name,

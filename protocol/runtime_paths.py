@@ -1,0 +1,53 @@
+"""Where the supervisor's sockets are: one place for the supervisor and everyone who wants to reach it."""
+
+import os
+from pathlib import Path
+
+from protocol.limits import IPC_PATH_MAX
+
+ENVIRONMENT_VARIABLE = "MODELCTL_RUNTIME_DIR"
+
+
+def default_runtime_dir() -> Path:
+    """``$MODELCTL_RUNTIME_DIR``, else ``$XDG_RUNTIME_DIR/modelctl``, else ``/tmp/modelctl-<uid>``. Not created here."""
+    if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
+        return Path(chosen).absolute()
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime).absolute() / "modelctl"
+    return Path(f"/tmp/modelctl-{os.getuid()}")
+
+
+def front_endpoint(runtime_dir: str | os.PathLike[str]) -> str:
+    """Endpoint of the socket for requests. Raises ValueError if the path is too long for a Unix socket."""
+    return _endpoint(runtime_dir, "front")
+
+
+def admin_endpoint(runtime_dir: str | os.PathLike[str]) -> str:
+    """Endpoint of the socket for operators. Raises ValueError if the path is too long for a Unix socket."""
+    return _endpoint(runtime_dir, "admin")
+
+
+def back_endpoint(runtime_dir: str | os.PathLike[str]) -> str:
+    """Endpoint of the socket for workers. Raises ValueError if the path is too long for a Unix socket."""
+    return _endpoint(runtime_dir, "back")
+
+
+def check_endpoint(endpoint: str) -> str:
+    """The endpoint itself. Raises ValueError naming path, length and remedy if it is ipc and its path too long."""
+    path = ipc_path(endpoint)
+    if path is not None and (length := len(os.fsencode(path))) > IPC_PATH_MAX:
+        raise ValueError(
+            f"the socket path {path} has {length} bytes, a Unix socket takes at most {IPC_PATH_MAX}: "
+            f"choose a shorter runtime directory (${ENVIRONMENT_VARIABLE})"
+        )
+    return endpoint
+
+
+def ipc_path(endpoint: str) -> str | None:
+    """The file behind an ipc endpoint; None for other transports and for abstract sockets (``ipc://@name``)."""
+    path = endpoint.removeprefix("ipc://")
+    return None if path == endpoint or path.startswith("@") else path
+
+
+def _endpoint(runtime_dir: str | os.PathLike[str], name: str) -> str:
+    return check_endpoint(f"ipc://{os.path.abspath(runtime_dir)}/{name}")

@@ -1,0 +1,389 @@
+"""The client's end of the protocol without any I/O: frames received go in, state changes and frames to send come out.
+
+``ClientSession`` holds the table of unfinished requests and calls of one connection. It belongs to one thread; the two
+clients differ only in how they wait for the next frame.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from struct import Struct
+from struct import error as StructError
+from typing import Any
+
+from protocol import limits
+from protocol.codec import check_size, decode, encode, pack_body, split_events, unpack_body, unpack_event
+from protocol.errors import ConnectionLost, ErrorCode, FrameError, RequestError, WireError
+from protocol.messages import (
+    SUPERVISOR_TO_CLIENT,
+    TERMINAL,
+    Accepted,
+    Call,
+    Cancel,
+    Credit,
+    Error,
+    EventEntry,
+    EventFlag,
+    Events,
+    Generate,
+    GoAway,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Reply,
+    Welcome,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of an answer and the ids of its tokens. Either may be empty while the other is not."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer.
+
+    finish_reason  "stop", "length" or "cancelled" (protocol.messages.FinishReason)
+    usage          {prompt_tokens, completion_tokens, ...}: counts of tokens
+    timings        what the worker measured, in the unit that each name ends with
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: dict[str, Any]
+    timings: dict[str, Any]
+
+
+@dataclass(slots=True)
+class StreamState:
+    """One request, from GENERATE to the last thing its reader took.
+
+    deltas    arrived, not yet taken
+    owed      events taken since the last CREDIT
+    ended     nothing more will arrive
+    error     how it ended, if badly; cleared when it was raised, so that it is raised once
+    """
+
+    id: int
+    next_seq: int = 0
+    owed: int = 0
+    arrivals: int = 0
+    deltas: deque[Delta] = field(default_factory=deque)
+    accepted: dict[str, Any] | None = None
+    cancel_sent: bool = False
+    abandoned: bool = False
+    ended: bool = False
+    error: WireError | None = None
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, Any] = field(default_factory=dict)
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class CallState:
+    """One CALL and its answer."""
+
+    id: int
+    ended: bool = False
+    error: WireError | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+Touched = StreamState | CallState
+
+
+class ClientSession:
+    """What one connection knows.
+
+    outbox   frames to send, in order
+    welcome  the body of WELCOME, None until it came
+    goaway   why the supervisor takes no new requests, None while it does
+    broken   why the connection is of no more use, None while it is
+    ignored  frames and events that were for nobody (newer kinds, events of requests given up after a fault)
+    """
+
+    def __init__(self, library: str) -> None:
+        self.outbox: deque[bytes] = deque([encode(Hello(pack_body({"library": library})))])
+        self.welcome: dict[str, Any] | None = None
+        self.goaway: str | None = None
+        self.broken: WireError | None = None
+        self.ignored = 0
+        self._window = limits.STREAM_WINDOW
+        # requests and calls share one sequence: an ERROR that answers a broken CALL cannot be taken for a request's
+        self._last_id = 0
+        self._streams: dict[int, StreamState] = {}
+        self._calls: dict[int, CallState] = {}
+
+    # ---- what the user asks for
+
+    def generate(self, model: str, body: dict[str, Any], *, resume: bool = False) -> StreamState:
+        """Queues GENERATE. Raises what ``broken`` holds, DRAINING after GOAWAY, TOO_LARGE, INVALID_REQUEST."""
+        self._check_usable()
+        if self.goaway is not None:
+            raise WireError(ErrorCode.DRAINING, f"the supervisor takes no new requests: {self.goaway}")
+        route = {"resume": True} if resume else {}
+        message = Generate(self._last_id + 1, model, route, _pack_fields(body))
+        self._send_checked(message)
+        state = self._streams[message.request] = StreamState(message.request)
+        return state
+
+    def call(self, verb: str, params: dict[str, Any]) -> CallState:
+        """Queues CALL. Raises what ``broken`` holds, TOO_LARGE, INVALID_REQUEST."""
+        self._check_usable()
+        message = Call(self._last_id + 1, verb, _pack_fields(params))
+        self._send_checked(message)
+        state = self._calls[message.call] = CallState(message.call)
+        return state
+
+    def take(self, state: StreamState) -> Delta | None:
+        """The next delta in order, None if there is none now. Raises what the request ended with, once."""
+        if state.deltas:
+            delta = state.deltas.popleft()
+            state.text.append(delta.text)
+            state.token_ids.extend(delta.token_ids)
+            self._consumed(state, 1)
+            return delta
+        if state.ended:
+            self._streams.pop(state.id, None)
+            error, state.error = state.error, None
+            if error is not None:
+                raise error
+        return None
+
+    def cancel(self, state: StreamState) -> None:
+        """Queues CANCEL, unless one was sent or the request has ended. Its terminal event still comes."""
+        if not (state.cancel_sent or state.ended or self.broken):
+            state.cancel_sent = True
+            self.outbox.append(encode(Cancel(state.id)))
+
+    def abandon(self, state: StreamState) -> None:
+        """Nobody will read this stream any more: cancels it, and drops what still arrives."""
+        if state.abandoned:
+            return
+        state.abandoned = True
+        self._consumed(state, len(state.deltas))
+        state.deltas.clear()
+        self.cancel(state)
+        if state.ended:
+            self._streams.pop(state.id, None)
+
+    def forget_call(self, state: CallState) -> None:
+        """Nobody waits for this call's REPLY any more."""
+        self._calls.pop(state.id, None)
+
+    # ---- what the connection brings
+
+    def receive(self, frame: bytes) -> list[Touched]:
+        """Takes in one frame; the requests and calls it changed. Never raises, whatever the frame holds."""
+        try:
+            message = decode(frame, SUPERVISOR_TO_CLIENT)
+            return self._on_message(message)
+        except FrameError as e:
+            if e.code is ErrorCode.UNSUPPORTED:
+                self.ignored += 1
+                return []
+            # the frame may have held somebody's terminal event: waiting on would be waiting for ever
+            return self.lose(f"the supervisor sent a frame that this client cannot read ({e})")
+
+    def lose(self, reason: str) -> list[Touched]:
+        """The connection ended: every unfinished request and call gets one ConnectionLost. May be repeated."""
+        return self._break(ConnectionLost(reason))
+
+    def _on_message(self, message: Message) -> list[Touched]:
+        if isinstance(message, Events):
+            return [s for entry, event in split_events(message) if (s := self._on_event(entry, event)) is not None]
+        if isinstance(message, Reply):
+            return self._on_reply(message)
+        if isinstance(message, Accepted):
+            return self._on_accepted(message)
+        if isinstance(message, Error):
+            return self._on_error(message)
+        if isinstance(message, Ping):
+            self.outbox.append(encode(Pong(message.nonce)))
+        elif isinstance(message, Welcome):
+            self.welcome = unpack_body(message.body)
+            window = self.welcome.get("window")
+            if type(window) is int and window > 0:
+                self._window = window
+        elif isinstance(message, GoAway):
+            self.goaway = str(unpack_body(message.body).get("reason", "it is shutting down"))
+        return []
+
+    def _on_event(self, entry: EventEntry, event: bytes) -> StreamState | None:
+        state = self._streams.get(entry.request)
+        if state is None:
+            self.ignored += 1
+            return None
+        state.arrivals += 1
+        if state.ended:
+            return self._fault(state, f"event {entry.seq} followed the terminal event")
+        if entry.seq != state.next_seq:
+            return self._fault(state, f"event {entry.seq} came where {state.next_seq} was due")
+        state.next_seq += 1
+        try:
+            self._apply(state, entry, event)
+        except FrameError as e:
+            return self._fault(state, f"event {entry.seq} cannot be read ({e.message})")
+        if state.ended and state.abandoned:
+            del self._streams[state.id]
+        return state
+
+    def _apply(self, state: StreamState, entry: EventEntry, event: bytes) -> None:
+        ids, fields = unpack_event(entry, event)
+        text = fields.get("text", "")
+        if type(text) is not str:
+            raise FrameError(ErrorCode.BAD_FRAME, "its text is not a string")
+        terminal = entry.flags & TERMINAL
+        if terminal == EventFlag.ERROR:
+            state.error = _error_in(fields)
+        elif terminal == EventFlag.FINISHED:
+            reason, usage, timings = fields.get("finish_reason"), fields.get("usage", {}), fields.get("timings", {})
+            if type(reason) is not str or type(usage) is not dict or type(timings) is not dict:
+                raise FrameError(ErrorCode.BAD_FRAME, "finish_reason, usage or timings has the wrong type")
+            state.finish_reason, state.usage, state.timings = reason, usage, timings
+        elif terminal:
+            raise FrameError(ErrorCode.BAD_FRAME, "it is flagged both FINISHED and ERROR")
+        state.ended = bool(terminal)
+        if (ids or text) and not state.abandoned:
+            state.deltas.append(Delta(text, ids))
+        else:
+            self._consumed(state, 1)
+
+    def _on_accepted(self, message: Accepted) -> list[Touched]:
+        if (state := self._streams.get(message.request)) is None:
+            return []
+        state.accepted = unpack_body(message.body)
+        state.arrivals += 1
+        return [state]
+
+    def _on_error(self, message: Error) -> list[Touched]:
+        error = WireError.from_wire(unpack_body(message.body))
+        if message.request == 0:
+            # it may be the answer to anything we sent, so nothing unfinished can be counted on any more
+            return self._break(error)
+        state: Touched | None = self._streams.get(message.request) or self._calls.pop(message.request, None)
+        if state is None:
+            self.ignored += 1
+            return []
+        if state.ended and isinstance(state, StreamState):
+            return [self._fault(state, "an ERROR followed the terminal event")]
+        state.error, state.ended = error, True
+        if isinstance(state, StreamState) and state.abandoned:
+            del self._streams[state.id]
+        return [state]
+
+    def _on_reply(self, message: Reply) -> list[Touched]:
+        if (state := self._calls.pop(message.call, None)) is None:
+            return []
+        try:
+            body = unpack_body(message.body)
+            if "error" in body:
+                state.error = _error_in(body)
+            elif type(result := body.get("result")) is dict:
+                state.result = result
+            else:
+                raise FrameError(ErrorCode.BAD_FRAME, "body: neither a result nor an error")
+        except FrameError as e:
+            state.error = WireError(ErrorCode.INTERNAL, f"the reply cannot be read ({e.message})")
+        state.ended = True
+        return [state]
+
+    # ---- bookkeeping
+
+    def _consumed(self, state: StreamState, events: int) -> None:
+        state.owed += events
+        if state.owed >= max(1, self._window // 2) and not (state.ended or self.broken):
+            self.outbox.append(encode(Credit(state.id, state.owed)))
+            state.owed = 0
+
+    def _fault(self, state: StreamState, what: str) -> StreamState:
+        """The stream broke the protocol: it ends here, with INTERNAL; events that follow are for nobody."""
+        self.cancel(state)
+        state.error = WireError(ErrorCode.INTERNAL, f"the supervisor broke the protocol: {what}")
+        state.finish_reason, state.ended = None, True
+        self._streams.pop(state.id, None)
+        return state
+
+    def _break(self, error: WireError) -> list[Touched]:
+        if self.broken is not None:
+            return []
+        self.broken = error
+        self.outbox.clear()
+        unfinished: list[Touched] = [*self._streams.values(), *self._calls.values()]
+        unfinished = [state for state in unfinished if not state.ended]
+        self._streams.clear()
+        self._calls.clear()
+        for state in unfinished:
+            # one exception object each: a traceback is part of it
+            state.error, state.ended = _again(error), True
+        return unfinished
+
+    def _check_usable(self) -> None:
+        if self.broken is not None:
+            raise _again(self.broken)
+
+    def _send_checked(self, message: Generate | Call) -> None:
+        frame = encode(message)
+        check_size(frame, message.kind)
+        self._last_id += 1
+        self.outbox.append(frame)
+
+
+def generate_body(
+    prompt: str | None,
+    messages: Sequence[dict[str, Any]] | None,
+    token_ids: Iterable[int] | bytes | None,
+    max_tokens: int | None,
+    stop: Sequence[str],
+    sampling: dict[str, Any],
+) -> dict[str, Any]:
+    """The map in GENERATE's body: what was given, None left out. The worker judges it; token_ids are packed here."""
+    if token_ids is not None and not isinstance(token_ids, bytes):
+        ids = tuple(token_ids)
+        try:
+            token_ids = Struct(f"<{len(ids)}I").pack(*ids)
+        except StructError:
+            raise RequestError(
+                "token_ids holds something else than integers from 0 to 4294967295", field="token_ids"
+            ) from None
+    given = {"prompt": prompt, "messages": messages, "token_ids": token_ids, "max_tokens": max_tokens}
+    body = {name: value for name, value in (given | sampling).items() if value is not None}
+    if stop:
+        # a lone string stays one, so that it is refused rather than read as a list of letters
+        body["stop"] = stop if isinstance(stop, str) else list(stop)
+    return body
+
+
+def _pack_fields(fields: dict[str, Any]) -> bytes:
+    try:
+        return pack_body(fields)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        for name, value in fields.items():
+            try:
+                pack_body({name: value})
+            except (TypeError, ValueError, OverflowError, RecursionError) as e:
+                # UnicodeEncodeError would quote the text
+                why = "text that is not valid Unicode" if isinstance(e, UnicodeError) else f"a {type(value).__name__}"
+                raise RequestError(f"{name} is {why}: msgpack cannot carry it", field=name) from None
+        raise
+
+
+def _error_in(fields: dict[str, Any]) -> WireError:
+    error = fields.get("error")
+    if type(error) is not dict:
+        raise FrameError(ErrorCode.BAD_FRAME, "its error is not a map")
+    return WireError.from_wire(error)
+
+
+def _again(error: WireError) -> WireError:
+    if isinstance(error, ConnectionLost):
+        return ConnectionLost(error.message)
+    return WireError(error.code, error.message, field=error.field, retry_after_ms=error.retry_after_ms)

@@ -1,0 +1,181 @@
+"""A supervisor's front socket that does what a test tells it to: a real ROUTER, in a thread of its own.
+
+A test gives it a script: ``script(peer, client, message)`` is called for each message received, in the peer's thread,
+and answers with ``peer.send(client, message)``. Everything received is recorded and can be waited for.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from protocol.codec import decode, encode, pack_body, pack_event
+from protocol.limits import SOCKET_MAX_FRAME
+from protocol.messages import (
+    CLIENT_TO_SUPERVISOR,
+    Accepted,
+    EventEntry,
+    EventFlag,
+    Events,
+    Generate,
+    Hello,
+    Message,
+    Welcome,
+)
+
+Script = Callable[["ScriptedPeer", bytes, Message], None]
+Event = tuple[int, int, int, tuple[int, ...], dict[str, Any]]
+"""(request, seq, flags, token ids, map)"""
+
+DEADLINE_S = 15.0
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.002)
+
+
+def events(*each: Event) -> Events:
+    """One EVENTS frame."""
+    index, body = [], b""
+    for request, seq, flags, ids, fields in each:
+        event = pack_event(ids, fields)
+        index.append(EventEntry(request, seq, flags, len(ids), len(event)))
+        body += event
+    return Events(1, 1, index, body)
+
+
+def delta(request: int, seq: int, text: str, ids: tuple[int, ...] = ()) -> Event:
+    return (request, seq, EventFlag.FIRST if seq == 0 else 0, ids, {"text": text})
+
+
+def finished(request: int, seq: int, reason: str = "stop", text: str = "", ids: tuple[int, ...] = ()) -> Event:
+    fields: dict[str, Any] = {
+        "finish_reason": reason,
+        "usage": {"prompt_tokens": 3, "completion_tokens": seq},
+        "timings": {"prefill_s": 0.5},
+    }
+    return (request, seq, EventFlag.FINISHED, ids, fields | ({"text": text} if text else {}))
+
+
+def failed(request: int, seq: int, error: dict[str, Any]) -> Event:
+    return (request, seq, EventFlag.ERROR, (), {"error": error})
+
+
+def accepted(request: int) -> Accepted:
+    return Accepted(request, pack_body({"model": "letters", "queue_position": 0}))
+
+
+def answers(text: Sequence[str], window: int = 256) -> Script:
+    """A script: every request is answered with these pieces of text, one event each, then finished."""
+
+    def script(peer: "ScriptedPeer", client: bytes, message: Message) -> None:
+        if isinstance(message, Generate):
+            peer.send(client, accepted(message.request))
+            for seq, piece in enumerate(text):
+                peer.send(client, events(delta(message.request, seq, piece, (seq,))))
+            peer.send(client, events(finished(message.request, len(text))))
+
+    return script
+
+
+class ScriptedPeer:
+    """Start it with ``with``. ``window`` is what WELCOME grants; ``welcome=False`` leaves HELLO unanswered."""
+
+    def __init__(self, path: Path, script: Script | None = None, *, window: int = 256, welcome: bool = True) -> None:
+        self.endpoint = f"ipc://{path}"
+        self.received: list[Message] = []
+        self.clients: list[bytes] = []
+        self.fault: BaseException | None = None
+        self._script, self._window, self._welcome = script, window, welcome
+        self._context = zmq.Context()
+        self._wake = self._context.socket(zmq.PAIR)
+        self._wake.bind("inproc://wake")
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scripted-peer")
+
+    def __enter__(self) -> "ScriptedPeer":
+        self._thread.start()
+        assert self._started.wait(DEADLINE_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        if self.fault is not None:
+            raise self.fault
+
+    def stop(self) -> None:
+        """Ends the socket and the thread, as a supervisor that ends does."""
+        if self._thread.is_alive():
+            self._wake.send(b"")
+            self._thread.join(DEADLINE_S)
+            assert not self._thread.is_alive()
+        self._wake.close(0)
+        self._context.term()
+
+    def send(self, client: bytes, message: Message | bytes) -> None:
+        """From the script only."""
+        frame = message if isinstance(message, bytes) else encode(message)
+        try:
+            self._router.send_multipart([client, frame], zmq.NOBLOCK)
+        except zmq.ZMQError as e:
+            if e.errno != zmq.EHOSTUNREACH:
+                raise
+
+    def inject(self, client: bytes, message: Message | bytes) -> None:
+        """From the test."""
+        self._wake.send_multipart([client, message if isinstance(message, bytes) else encode(message)])
+
+    def of(self, kind: type[Message]) -> list[Any]:
+        """What was received of one kind so far."""
+        return [m for m in list(self.received) if isinstance(m, kind)]
+
+    def wait_for(self, kind: type[Message], count: int = 1) -> list[Any]:
+        wait_until(lambda: len(self.of(kind)) >= count or self.fault is not None, f"{count} {kind.__name__}")
+        if self.fault is not None:
+            raise self.fault
+        return self.of(kind)
+
+    def _run(self) -> None:
+        self._router = self._context.socket(zmq.ROUTER)
+        wake = self._context.socket(zmq.PAIR)
+        try:
+            for option, value in (
+                (zmq.ROUTER_MANDATORY, 1), (zmq.LINGER, 200), (zmq.MAXMSGSIZE, SOCKET_MAX_FRAME), (zmq.SNDHWM, 0)
+            ):  # fmt: skip
+                self._router.setsockopt(option, value)
+            self._router.bind(self.endpoint)
+            wake.connect("inproc://wake")
+            self._started.set()
+            poller = zmq.Poller()
+            poller.register(self._router, zmq.POLLIN)
+            poller.register(wake, zmq.POLLIN)
+            while True:
+                ready = dict(poller.poll())
+                if wake in ready:
+                    frames = wake.recv_multipart()
+                    if len(frames) == 1:
+                        return
+                    self.send(frames[0], frames[1])
+                if self._router in ready:
+                    self._on_frame(*self._router.recv_multipart())
+        except BaseException as e:
+            self.fault = e
+        finally:
+            wake.close(0)
+            self._router.close()
+
+    def _on_frame(self, client: bytes, frame: bytes) -> None:
+        message = decode(frame, CLIENT_TO_SUPERVISOR)
+        if isinstance(message, Hello):
+            self.clients.append(client)
+            if self._welcome:
+                self.send(client, Welcome(pack_body({"server": "scripted", "session": "s", "window": self._window})))
+        if self._script is not None:
+            self._script(self, client, message)
+        self.received.append(message)
