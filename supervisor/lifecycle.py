@@ -97,10 +97,10 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[Effect, ..
     (_S.STOPPING, _E.STOP_NOW): (_S.STOPPING, (_X.CLIMB,)),  # impatience: the ladder begins anew, with shorter rungs
     (_S.BACKOFF, _E.STOP_NOW): (_S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW, _X.END_WAITING)),
     (_S.FAILED, _E.STOP_NOW): (_S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW)),
-    (_S.DRAINING, _E.DIED): (_S.STOPPED, (_X.END_ACTIVE,)),
-    (_S.DRAINING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.END_ACTIVE,)),
-    (_S.STOPPING, _E.DIED): (_S.STOPPED, (_X.END_ACTIVE,)),
-    (_S.STOPPING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.END_ACTIVE,)),
+    (_S.DRAINING, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
+    (_S.DRAINING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
+    (_S.STOPPING, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
+    (_S.STOPPING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
     # Deaths nobody asked for. Waiting requests wait on unless there will be no other try.
     (_S.STARTING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
     (_S.LOADING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),

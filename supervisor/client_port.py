@@ -1,0 +1,198 @@
+"""A ROUTER that clients connect to, and who is connected. Two of them exist: ``front`` for requests, ``admin`` for orders.
+
+Routing ids are libzmq's own (a client cannot choose one), so a new connection is always a new client. Its end is noticed
+three ways: the socket monitor (at once, but an event can be missed when a descriptor is reused), a failed send, and the
+loop's probe of clients with unfinished requests.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from protocol import limits
+from protocol.codec import decode, encode, pack_error
+from protocol.errors import ErrorCode, FrameError
+from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
+from supervisor.zap import ZAP_DOMAIN
+
+MAX_BAD_FRAMES = 16
+"""Malformed frames of one connection that are answered; further ones are only counted."""
+DRAIN_LIMIT = 64
+"""Frames taken per turn of the loop, so that one busy client cannot keep it from the others."""
+
+_MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_channels = count(1)
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@dataclass(slots=True)
+class Connection:
+    """One client connection. ``fd`` is its descriptor in this process, -1 if libzmq did not tell."""
+
+    routing_id: bytes
+    channel: int
+    fd: int
+    greeted: bool = False
+    bad_frames: int = 0
+
+
+@dataclass(slots=True)
+class PortCounters:
+    """Since the start. ``disconnected`` includes connections that libzmq cut for a frame beyond 16 MiB."""
+
+    accepted: int = 0
+    disconnected: int = 0
+    handshakes_failed: int = 0
+    bad_frames: int = 0
+
+
+@dataclass(slots=True)
+class ClientPort:
+    """The socket, its monitor and its connections."""
+
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    counters: PortCounters = field(default_factory=PortCounters)
+    _by_id: dict[bytes, Connection] = field(default_factory=dict)
+    _by_channel: dict[int, Connection] = field(default_factory=dict)
+    _by_fd: dict[int, Connection] = field(default_factory=dict)
+    _gone: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def bind(context: Context, endpoint: str) -> "ClientPort":
+        """Bind a private ipc ROUTER. The runtime directory's lock must be held."""
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, limits.SOCKET_MAX_FRAME)
+        # Credit bounds what a stream can have on the way; the marks are only the last fuse.
+        socket.setsockopt(zmq.SNDHWM, 100_000)
+        socket.setsockopt(zmq.RCVHWM, 1000)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)  # a frozen client (SIGSTOP) is cut off after the time-out
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
+        monitor = socket.get_monitor_socket(_MONITORED)
+        bind_private(socket, endpoint)
+        return ClientPort(socket, monitor)
+
+    def receive(self) -> Iterator[tuple[Connection, Message]]:
+        """Valid messages that are waiting, at most DRAIN_LIMIT. Malformed ones are answered or counted here."""
+        for _ in range(DRAIN_LIMIT):
+            try:
+                routing_id = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            connection = self._by_id.get(routing_id)
+            part = self.socket.recv(zmq.NOBLOCK, copy=False)
+            if connection is None:
+                connection = self._enter(routing_id, part)
+            if part.more:
+                while self.socket.getsockopt(zmq.RCVMORE):
+                    self.socket.recv(zmq.NOBLOCK)
+                self._refuse(connection, FrameError(ErrorCode.BAD_FRAME, "a message is one frame, not several"))
+                continue
+            try:
+                message = decode(part.bytes, CLIENT_TO_SUPERVISOR)
+                if not connection.greeted and not isinstance(message, Hello):
+                    request = getattr(message, "request", 0)
+                    raise FrameError(ErrorCode.BAD_FRAME, "the first message of a connection is HELLO", request=request)
+            except FrameError as e:
+                self._refuse(connection, e)
+                continue
+            yield connection, message
+
+    def send(self, channel: int, frame: bytes) -> bool:
+        """Put a frame on its way. False if the client is gone (or so far behind that it is treated as gone)."""
+        connection = self._by_channel.get(channel)
+        if connection is None:
+            return False
+        try:
+            self.socket.send(connection.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:  # EHOSTUNREACH: gone. EAGAIN: 100,000 frames behind.
+            self._leave(connection)
+            return False
+        return True
+
+    def watch(self) -> None:
+        """Take in the monitor's events. Called before frames are read, so that a reused descriptor is seen as free."""
+        while True:
+            try:
+                event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            kind = event["event"]
+            if kind == zmq.EVENT_ACCEPTED:
+                self.counters.accepted += 1
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self.counters.disconnected += 1
+                connection = self._by_fd.get(int(event["value"]))
+                if connection is not None:
+                    self._leave(connection)
+            else:
+                self.counters.handshakes_failed += 1
+
+    def take_gone(self) -> list[int]:
+        """Channels that ended since the last call."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def channels(self) -> list[int]:
+        return list(self._by_channel)
+
+    def owns(self, channel: int) -> bool:
+        return channel in self._by_channel
+
+    def close(self) -> None:
+        """Give the last frames half a second to leave."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=500)
+
+    def _enter(self, routing_id: bytes, part: zmq.Frame) -> Connection:
+        self.watch()  # a DISCONNECTED of this descriptor's former owner may be waiting
+        try:
+            fd = int(part.get(zmq.SRCFD))
+        except (zmq.ZMQError, ValueError):
+            fd = -1
+        if (former := self._by_fd.get(fd)) is not None:
+            self._leave(former)  # its event was missed: the descriptor has a new owner
+        connection = Connection(routing_id, next(_channels), fd)
+        self._by_id[routing_id] = connection
+        self._by_channel[connection.channel] = connection
+        if fd >= 0:
+            self._by_fd[fd] = connection
+        return connection
+
+    def _leave(self, connection: Connection) -> None:
+        if self._by_channel.pop(connection.channel, None) is None:
+            return
+        self._by_id.pop(connection.routing_id, None)
+        if self._by_fd.get(connection.fd) is connection:
+            del self._by_fd[connection.fd]
+        self._gone.append(connection.channel)
+
+    def _refuse(self, connection: Connection, error: FrameError) -> None:
+        self.counters.bad_frames += 1
+        connection.bad_frames += 1
+        if connection.bad_frames <= MAX_BAD_FRAMES:
+            self.send(connection.channel, encode(Error(error.request, pack_error(error))))
+
+
+def bind_private(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Bind an ipc socket that only our own user can connect to: mode 0600, and the ZAP domain for the uid check."""
+    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    previous = os.umask(0o177)
+    try:
+        socket.bind(endpoint)
+    finally:
+        os.umask(previous)
+    os.chmod(endpoint.removeprefix("ipc://"), 0o600)

@@ -1,0 +1,43 @@
+"""What the end of a worker process meant: asked for, worth another try, or not. Pure."""
+
+import signal
+from dataclasses import dataclass
+
+from model_worker.entry import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
+
+
+@dataclass(frozen=True)
+class ExitReport:
+    """reason   "asked", "config", "engine fault", "killed", "signal" or "exit"
+    message  one line for a person
+    retry    another try may help
+    """
+
+    code: int
+    reason: str
+    message: str
+    retry: bool
+
+
+def classify(code: int, *, asked: bool, log_tail: list[str]) -> ExitReport:
+    """The report of an exit.
+
+    code      exit code, or minus the signal's number
+    asked     the supervisor was stopping the worker
+    log_tail  the last lines of the worker's log
+    """
+    if asked:
+        return ExitReport(code, "asked", "stopped", retry=False)
+    if code == EXIT_CONFIG:
+        told = [line for line in log_tail if line.startswith(LOAD_ERROR_PREFIX)]
+        return ExitReport(code, "config", told[-1] if told else "cannot load the model as configured", retry=False)
+    last = next((line.strip() for line in reversed(log_tail) if line.strip()), "")
+    if code == EXIT_ENGINE_FAULT:
+        return ExitReport(code, "engine fault", last or "the engine raised", retry=True)
+    if code == -signal.SIGKILL:
+        return ExitReport(code, "killed", "killed by SIGKILL, not by us (out of memory?)", retry=True)
+    if code < 0:
+        return ExitReport(code, "signal", f"ended by {signal.Signals(-code).name}", retry=True)
+    if code == EXIT_ASKED:
+        return ExitReport(code, "exit", "left without being asked", retry=True)
+    return ExitReport(code, "exit", f"exit code {code}: {last}" if last else f"exit code {code}", retry=True)

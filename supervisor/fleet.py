@@ -1,0 +1,350 @@
+"""The models and their processes: what lifecycle decides is done here.
+
+``Fleet`` owns every model's record, its worker process and its timers. It is driven by the loop: worker messages, exits
+and timers come in; frames for clients and workers go out through ``Outlet``.
+"""
+
+import logging
+import os
+import random
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from protocol import __version__
+from protocol.codec import encode, unpack_body
+from protocol.errors import ErrorCode, FrameError, WireError
+from protocol.messages import Hello, Message, Progress, Ready, Shutdown, Stats
+from protocol.worker_spec import WorkerSpec
+from supervisor import logs, stop_ladder
+from supervisor.config import Config, ModelSpec
+from supervisor.exits import ExitReport, classify
+from supervisor.guard import Guard
+from supervisor.lifecycle import Effect, Event, ModelLife, WorkerState
+from supervisor.restart import RestartHistory
+from supervisor.scheduler import Effect as RequestEffect
+from supervisor.scheduler import Scheduler
+from supervisor.stop_ladder import LadderTimes, Rung
+from supervisor.timers import Timer, Timers
+from supervisor.worker_process import WorkerProcess
+
+RATE_WINDOW_S = 1.0
+
+
+class Outlet(Protocol):
+    """What the fleet needs of the loop."""
+
+    def perform(self, effects: list[RequestEffect]) -> None: ...
+    def send_worker(self, model: str, frame: bytes) -> None: ...
+    def watch_process(self, pidfd: int, callback: Callable[[], None]) -> None: ...
+    def unwatch_process(self, pidfd: int) -> None: ...
+
+
+class Model:
+    """One configured model: its state, and its present process if there is one."""
+
+    def __init__(self, spec: ModelSpec, history: RestartHistory) -> None:
+        self.spec = spec
+        self.life = ModelLife(spec.name)
+        self.history = history
+        self.wanted = False
+        """An operator wants it up; a START that came while it went down is repeated when it is stopped."""
+        self.generation = 0
+        self.process: WorkerProcess | None = None
+        self.routing_id = b""
+        self.last_exit: ExitReport | None = None
+        self.restarts = 0
+        self.progress: dict[str, Any] = {}
+        self.info: dict[str, Any] = {}
+        """What READY said: context, max_jobs, device, attention, ..."""
+        self.stats: dict[str, Any] = {}
+        self.ladder: list[Timer] = []
+        self.ladder_times: LadderTimes | None = None
+        self.drain_timer: Timer | None = None
+        self.backoff_timer: Timer | None = None
+        self.last_active = 0.0
+        self.tokens_per_s = 0.0
+        self.tokens_seen = 0
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def state(self) -> WorkerState:
+        return self.life.state
+
+
+class Fleet:
+    """All models. Every method runs on the supervisor's one thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        scheduler: Scheduler,
+        timers: Timers,
+        guard: Guard,
+        outlet: Outlet,
+        runtime_dir: Path,
+        back_endpoint: str,
+        log: logging.Logger,
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._timers = timers
+        self._guard = guard
+        self._outlet = outlet
+        self._runtime_dir = runtime_dir
+        self._back_endpoint = back_endpoint
+        self._log = log
+        self._by_routing_id: dict[bytes, Model] = {}
+        self.models: dict[str, Model] = {}
+        for name, spec in config.models.items():
+            self.models[name] = Model(spec, RestartHistory(config.supervisor.restart_policy))
+            scheduler.add_model(name, queue_limit=spec.config.max_queue, refusal=self._refusal(self.models[name]))
+
+    # --- orders -------------------------------------------------------------------------------------------------
+
+    def start(self, name: str, cause: str) -> None:
+        """Want a model up, whatever it is doing. A model on its way down is started again when it is stopped."""
+        model = self.models[name]
+        model.wanted = True
+        self._apply(model, Event.START, cause)
+
+    def stop(self, name: str, cause: str, *, now: bool = False) -> None:
+        """Want a model down: after its requests (bounded by the drain's time), or at once."""
+        model = self.models[name]
+        model.wanted = False
+        model.ladder_times = stop_ladder.IMPATIENT if now else self._config.supervisor.ladder
+        self._apply(model, Event.STOP_NOW if now else Event.STOP, cause)
+
+    def restart(self, name: str, cause: str) -> None:
+        """Stop, then start. A model that is down is just started."""
+        self.stop(name, cause)
+        self.start(name, cause)
+
+    @property
+    def all_stopped(self) -> bool:
+        return all(model.process is None for model in self.models.values())
+
+    # --- what workers say ---------------------------------------------------------------------------------------
+
+    def model_of(self, routing_id: bytes) -> Model | None:
+        """The model whose present worker has this identity; None for a former generation's or a stranger's."""
+        return self._by_routing_id.get(routing_id)
+
+    def on_worker_message(self, model: Model, message: Message) -> None:
+        """HELLO, PROGRESS, READY and STATS. Raises FrameError for a body that is no map."""
+        match message:
+            case Hello(body):
+                build = unpack_body(body).get("build")
+                if build != __version__:
+                    self._log.error("%s: worker of build %s, supervisor of %s", model.name, build, __version__)
+                self._apply(model, Event.HELLO, "connected")
+            case Progress(body):
+                model.progress = _checked_progress(unpack_body(body))
+            case Ready(body):
+                model.info = unpack_body(body)
+                model.progress = {}
+                if not isinstance(model.info.get("max_jobs"), int):
+                    raise FrameError(ErrorCode.BAD_FRAME, "READY without max_jobs")
+                self._apply(model, Event.LOADED, f"loaded in {model.info.get('load_seconds')} s")
+            case Stats(body):
+                model.stats = unpack_body(body)
+            case _:
+                raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")
+
+    def on_exit(self, model: Model) -> None:
+        """The pidfd is readable: the process is gone."""
+        process = model.process
+        assert process is not None
+        self._outlet.unwatch_process(process.pidfd)
+        asked = model.state in (WorkerState.DRAINING, WorkerState.STOPPING)
+        code = process.reap()
+        model.process = None
+        self._by_routing_id.pop(model.routing_id, None)
+        for timer in [*model.ladder, model.drain_timer]:
+            if timer is not None:
+                timer.cancel()
+        model.ladder.clear()
+        report = classify(code, asked=asked, log_tail=logs.tail(self._log_path(model)))
+        model.last_exit = report
+        model.stats, model.progress, model.tokens_per_s = {}, {}, 0.0
+        pause = 0.0
+        event = Event.DIED
+        if not asked:
+            again = model.history.failed(time.monotonic(), random.random()) if report.retry else None
+            event = Event.DIED if again is not None else Event.DIED_FOR_GOOD
+            pause = again or 0.0
+            verdict = f"next try in {pause:.1f} s" if again is not None else "not tried again"
+            self._log.warning("%s: pid %d: %s; %s", model.name, process.pid, report.message, verdict)
+        self._apply(model, event, report.message, pause=pause)
+        if model.wanted and model.state is WorkerState.STOPPED:
+            self._apply(model, Event.START, "started again")
+
+    def after_events(self, model: Model) -> None:
+        """Requests of a model have ended: a drain may be over."""
+        if model.state is WorkerState.DRAINING and self._scheduler.counts(model.name)[0] == 0:
+            self._apply(model, Event.DRAINED, "no request left")
+
+    def sample_rates(self, elapsed_s: float) -> None:
+        """Tokens per second of each model since the last sample, and when it was last busy."""
+        for name, model in self.models.items():
+            tokens = self._scheduler.totals(name)["tokens"]
+            model.tokens_per_s = (tokens - model.tokens_seen) / elapsed_s
+            model.tokens_seen = tokens
+            if any(self._scheduler.counts(name)):
+                model.last_active = time.monotonic()
+
+    # --- effects ------------------------------------------------------------------------------------------------
+
+    def _apply(self, model: Model, event: Event, cause: str, *, pause: float = 0.0) -> None:
+        before = model.state
+        now = time.monotonic()
+        effects = model.life.apply(event, now, cause)
+        if model.state is not before:
+            pid = f" pid {model.process.pid}" if model.process else ""
+            self._log.info("%s: %s -> %s (%s)%s", model.name, before, model.state, cause, pid)
+        for effect in effects:
+            self._do(model, effect, now, pause)
+
+    def _do(self, model: Model, effect: Effect, now: float, pause: float) -> None:
+        name = model.name
+        match effect:
+            case Effect.SPAWN:
+                self._spawn(model)
+            case Effect.OPEN:
+                model.last_active = now
+                self._outlet.perform(self._scheduler.open(name, model.generation, model.info["max_jobs"]))
+            case Effect.ACCEPT_NEW:
+                self._scheduler.accept_new(name)
+            case Effect.REFUSE_NEW:
+                self._scheduler.refuse_new(name, self._refusal(model))
+            case Effect.END_WAITING:
+                self._outlet.perform(self._scheduler.end_waiting(name, self._refusal(model)))
+            case Effect.END_ACTIVE:
+                message = f"model {name!r}: the worker process ended ({model.last_exit.reason if model.last_exit else 'gone'})"
+                code = ErrorCode.DRAINING if model.state is WorkerState.STOPPED else ErrorCode.WORKER_DIED
+                self._outlet.perform(self._scheduler.end_running(name, code, message))
+            case Effect.WATCH_DRAIN:
+                model.drain_timer = self._timers.at(
+                    now + self._config.supervisor.stop.drain, lambda: self._drain_expired(model)
+                )
+                self.after_events(model)
+            case Effect.CLIMB:
+                self._climb(model, now)
+            case Effect.ARM_BACKOFF:
+                model.restarts += 1
+                model.backoff_timer = self._timers.at(
+                    now + pause, lambda: self._apply(model, Event.BACKOFF_OVER, "pause over")
+                )
+            case Effect.FORGIVE:
+                model.history.forgive()
+                if model.backoff_timer is not None:
+                    model.backoff_timer.cancel()
+
+    def _spawn(self, model: Model) -> None:
+        model.generation += 1
+        model.routing_id = b"W" + secrets.token_bytes(16)
+        model.info, model.progress = {}, {}
+        path = self._log_path(model)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        logs.rotate(path)
+        spec = WorkerSpec(
+            engine=model.spec.engine_spec,
+            generation=model.generation,
+            visible_devices=model.spec.visible_devices,
+            endpoint=self._back_endpoint,
+            routing_id=model.routing_id,
+            log_path=str(path),
+            supervisor_pid=os.getpid(),
+        )
+        model.process = WorkerProcess(spec, self._guard)
+        self._by_routing_id[model.routing_id] = model
+        self._outlet.watch_process(model.process.pidfd, lambda: self.on_exit(model))
+
+    def _drain_expired(self, model: Model) -> None:
+        self._outlet.perform(self._scheduler.cancel_running(model.name))
+        self._apply(model, Event.DRAINED, "the drain's time is over")
+
+    def _climb(self, model: Model, now: float) -> None:
+        if model.drain_timer is not None:
+            model.drain_timer.cancel()
+        for timer in model.ladder:
+            timer.cancel()
+        times = model.ladder_times or self._config.supervisor.ladder
+        rungs = stop_ladder.plan(now, times, reads_messages=bool(model.info))
+        model.ladder = [self._timers.at(at, lambda rung=rung: self._rung(model, rung)) for at, rung in rungs]  # type: ignore[misc]
+
+    def _rung(self, model: Model, rung: Rung) -> None:
+        if model.process is None:
+            return
+        self._log.info("%s: %s to pid %d", model.name, rung, model.process.pid)
+        if rung is Rung.SHUTDOWN:
+            self._outlet.send_worker(model.name, encode(Shutdown()))
+        else:
+            model.process.signal(signal.SIGTERM if rung is Rung.SIGTERM else signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """The last resort of an impatient end: SIGKILL to every group, now."""
+        for model in self.models.values():
+            if model.process is not None:
+                model.process.signal(signal.SIGKILL)
+
+    def _log_path(self, model: Model) -> Path:
+        return logs.log_path(self._runtime_dir, model.name)
+
+    def _refusal(self, model: Model) -> WireError:
+        name = model.name
+        if model.state is WorkerState.FAILED:
+            why = model.last_exit.message if model.last_exit else "unknown"
+            return WireError(
+                ErrorCode.MODEL_FAILED, f"model {name!r} failed: {why}; mend that, then `modelctl start {name}`"
+            )
+        if model.state in (WorkerState.DRAINING, WorkerState.STOPPING):
+            return WireError(ErrorCode.DRAINING, f"model {name!r} is being stopped", retry_after_ms=1000)
+        return WireError(ErrorCode.MODEL_NOT_RUNNING, f"model {name!r} is stopped; start it with `modelctl start {name}`")
+
+    # --- for people ---------------------------------------------------------------------------------------------
+
+    def describe(self, model: Model, now: float) -> dict[str, Any]:
+        """One model as ``status`` shows it."""
+        running, waiting = self._scheduler.counts(model.name)
+        config = model.spec.config
+        idle = model.state is WorkerState.READY and not running
+        return {
+            "name": model.name,
+            "state": str(model.state),
+            "state_s": round(now - model.life.since, 1),
+            "engine": config.engine,
+            "gpu": model.spec.visible_devices or "cpu",
+            "device": model.info.get("device"),
+            "attention": model.info.get("attention"),
+            "context": model.info.get("context") or config.max_seq_len,
+            "max_batch_size": config.max_batch_size,
+            "chat": bool(model.info.get("chat")),
+            "active": running,
+            "queued": waiting,
+            "tokens_per_s": round(model.tokens_per_s, 1),
+            "idle_s": round(now - model.last_active, 1) if idle else None,
+            "pid": model.process.pid if model.process else None,
+            "generation": model.generation,
+            "restarts": model.restarts,
+            "load_seconds": model.info.get("load_seconds"),
+            "progress": model.progress or None,
+            "engine_stats": model.stats,
+            "totals": self._scheduler.totals(model.name),
+            "last_exit": asdict(model.last_exit) if model.last_exit else None,
+            "log": str(self._log_path(model)),
+        }
+
+
+def _checked_progress(body: dict[str, Any]) -> dict[str, Any]:
+    phase, done, total = body.get("phase"), body.get("done"), body.get("total")
+    if not isinstance(phase, str) or not isinstance(done, int) or not isinstance(total, int):
+        raise FrameError(ErrorCode.BAD_FRAME, "PROGRESS without phase, done and total")
+    return {"phase": phase[:64], "done": done, "total": total}

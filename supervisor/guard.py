@@ -1,0 +1,95 @@
+"""The guard: a tiny process that kills the workers' groups when the supervisor is gone, however it went.
+
+PR_SET_PDEATHSIG already kills each worker, but is cleared on fork: what a worker started (a compiler, a data loader)
+would live on and hold the GPU. The guard holds the read end of a pipe whose write end only the supervisor has; the
+kernel closes it with the supervisor.
+
+``Guard`` runs in the supervisor. The rest of the file is also the guard's own program, run with ``python -I -S``: it
+imports the standard library only.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+
+
+class Guard:
+    """The supervisor's end. ``pid`` and ``pidfd`` let the loop notice if somebody kills the guard."""
+
+    def __init__(self) -> None:
+        self._groups: set[int] = set()
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", os.path.abspath(__file__)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C, or a kill of the supervisor's group, must not take the guard along
+            cwd="/",
+        )
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+
+    def watch(self, group: int) -> None:
+        """Kill this process group when the supervisor dies."""
+        self._groups.add(group)
+        self._tell(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        """The group is gone; its number may be given to others."""
+        self._groups.discard(group)
+        self._tell(f"-{group}\n")
+
+    def restart(self) -> None:
+        """Somebody killed the guard: start another that knows the same groups."""
+        os.close(self.pidfd)
+        self._process.wait()
+        self._start()
+        for group in self._groups:
+            self._tell(f"+{group}\n")
+
+    def close(self) -> None:
+        """End the guard once nothing is left to be killed, and reap it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            os.write(self._process.stdin.fileno(), line.encode())
+        except BrokenPipeError:
+            pass  # the guard is dead; its pidfd is readable and restart() follows
+
+
+def kill_group(group: int, signal_number: int) -> None:
+    """Signal a whole process group, or just its future leader if it has not called setsid yet. Gone is fine."""
+    try:
+        os.killpg(group, signal_number)
+    except (ProcessLookupError, PermissionError):
+        try:
+            os.kill(group, signal_number)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def _main() -> None:
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(ignored, signal.SIG_IGN)
+    groups: set[int] = set()
+    rest = b""
+    while chunk := os.read(0, 65536):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        kill_group(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _main()

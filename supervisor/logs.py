@@ -1,0 +1,67 @@
+"""Where logs are, and how they are kept small. Logs hold no prompts, no answers and no keys."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from protocol.runtime_paths import default_runtime_dir
+
+MAX_LOG_BYTES = 8 << 20
+"""A log larger than this is set aside (one former log is kept) when its writer starts."""
+SUPERVISOR_LOG = "supervisor"
+
+
+def log_dir(runtime_dir: Path) -> Path:
+    """``$XDG_STATE_HOME/modelctl/logs`` (it survives a logout) for the default runtime directory, else its ``logs``."""
+    if runtime_dir != default_runtime_dir() or "MODELCTL_RUNTIME_DIR" in os.environ:
+        return runtime_dir / "logs"
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "modelctl" / "logs"
+
+
+def log_path(runtime_dir: Path, name: str) -> Path:
+    """The log of a model, or of the supervisor itself (SUPERVISOR_LOG). ``name`` is a checked model name."""
+    return log_dir(runtime_dir) / f"{name}.log"
+
+
+def rotate(path: Path) -> None:
+    """Set a log that has grown too large aside as ``NAME.log.1``."""
+    try:
+        if path.stat().st_size > MAX_LOG_BYTES:
+            path.rename(path.with_name(path.name + ".1"))
+    except OSError:
+        pass  # no log yet; or a full or read-only disk, which must not keep a model from starting
+
+
+def tail(path: Path, size: int = 8192) -> list[str]:
+    """The last lines of a log, as far as the last ``size`` bytes hold them."""
+    try:
+        with open(path, "rb") as f:
+            f.seek(max(0, os.fstat(f.fileno()).st_size - size))
+            return f.read(size).decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def set_up_logging(runtime_dir: Path) -> logging.Logger:
+    """The supervisor's own log: to stderr, and to its file where that can be written."""
+    logger = logging.getLogger("modelctl")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    path = log_path(runtime_dir, SUPERVISOR_LOG)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        rotate(path)
+        handlers.append(logging.FileHandler(path))
+        path.chmod(0o600)
+    except OSError as e:
+        logger.addHandler(handlers[0])
+        logger.warning("no log file: %s", e)
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        logger.addHandler(handler)
+    logging.raiseExceptions = False  # a full disk must not stop the supervisor
+    return logger

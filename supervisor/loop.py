@@ -1,0 +1,326 @@
+"""The supervisor: one process, one thread, one loop over plain sockets, pidfds, signals and a heap of timers.
+
+It only carries: what a frame means for requests is decided in ``scheduler``, what an event means for a model in
+``lifecycle``, and both are done here and in ``fleet``.
+"""
+
+import gc
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from protocol import __version__, limits
+from protocol.codec import decode, encode, pack_body, pack_error
+from protocol.errors import ErrorCode, FrameError, WireError
+from protocol.messages import (
+    WORKER_TO_SUPERVISOR,
+    Call,
+    Cancel,
+    Credit,
+    Error,
+    Events,
+    Generate,
+    GoAway,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Reply,
+    Welcome,
+)
+from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
+from supervisor import calls
+from supervisor.client_port import ClientPort, Connection, Context, bind_private
+from supervisor.config import Config
+from supervisor.fleet import RATE_WINDOW_S, Fleet
+from supervisor.guard import Guard
+from supervisor.lifecycle import IllegalTransition
+from supervisor.runtime_dir import RuntimeDir
+from supervisor.scheduler import Effect, Scheduler, ToClient
+from supervisor.timers import Timers
+from supervisor.zap import ZapHandler
+
+PROBE_INTERVAL_S = 1.0
+BACK_DRAIN_LIMIT = 256
+"""Worker frames taken per turn of the loop."""
+
+
+class Supervisor:
+    """Everything a running supervisor has. Construct and run on the main thread (workers die with their spawning thread)."""
+
+    def __init__(self, config: Config, runtime: RuntimeDir, log: logging.Logger) -> None:
+        self._log = log
+        self._config = config
+        self._runtime = runtime
+        self._started = time.monotonic()
+        self._session = secrets.token_hex(8)
+        self._timers = Timers()
+        self._scheduler = Scheduler()
+        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._poller = zmq.Poller()
+        self._shutting_down = False
+        self._worker_frames_dropped = 0
+        self._context: Context = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, 4096)
+        self._zap = ZapHandler(self._context, os.getuid())  # before the first bind
+        self._front = ClientPort.bind(self._context, front_endpoint(runtime.path))
+        self._admin = ClientPort.bind(self._context, admin_endpoint(runtime.path))
+        self._back = self._bind_back(back_endpoint(runtime.path))
+        self._guard = Guard()
+        self._signals = self._catch_signals()
+        self.fleet = Fleet(
+            config, self._scheduler, self._timers, self._guard, self, runtime.path, back_endpoint(runtime.path), log
+        )
+        self._watch(self._zap.socket, self._zap.handle)
+        self._watch(self._back, self._on_back)
+        for port in (self._front, self._admin):
+            self._watch(port.socket, lambda port=port: self._on_port(port))
+            self._watch(port.monitor, lambda port=port: self._on_port(port))
+        self._watch(self._signals, self._on_signals)
+        self._watch(self._guard.pidfd, self._on_guard_exit)
+
+    def _bind_back(self, endpoint: str) -> zmq.Socket[bytes]:
+        back = self._context.socket(zmq.ROUTER)
+        back.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        back.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        back.setsockopt(zmq.LINGER, 0)
+        back.setsockopt(zmq.MAXMSGSIZE, limits.SOCKET_MAX_FRAME)
+        back.setsockopt(zmq.SNDHWM, 10_000)
+        back.setsockopt(zmq.RCVHWM, 10_000)
+        bind_private(back, endpoint)
+        return back
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serve until told to stop. Returns the process's exit code; the caller leaves with ``os._exit``."""
+        self._log.info("modelctl %s, pid %d, serving %s in %s", __version__, os.getpid(), self._config.file, self._runtime.path)
+        for name, model in self.fleet.models.items():
+            if model.spec.config.autostart:
+                self.fleet.start(name, "autostart")
+        self._every(PROBE_INTERVAL_S, self._probe)
+        self._every(RATE_WINDOW_S, lambda: self.fleet.sample_rates(RATE_WINDOW_S))
+        gc.collect()
+        gc.freeze()
+        while not (self._shutting_down and self.fleet.all_stopped):
+            wait = self._timers.wait_s(time.monotonic())
+            for ready, _ in self._poller.poll(None if wait is None else int(wait * 1000) + 1):
+                handler = self._handlers.get(ready)
+                if handler is not None:  # an earlier handler of this turn may have ended it
+                    handler()
+            for timer in self._timers.due(time.monotonic()):
+                if not timer.cancelled:
+                    timer.callback()
+        self._log.info("every model is stopped; leaving")
+        self._close()
+        return 0
+
+    def _close(self) -> None:
+        for port in (self._front, self._admin):
+            port.close()
+        self._back.close(linger=0)
+        self._zap.socket.close(linger=0)
+        self._context.term()
+        self._guard.close()
+        self._runtime.release()
+
+    def _watch(self, source: Any, handler: Callable[[], None]) -> None:
+        # zmq.Poller gives sockets back as they are, and everything else as its descriptor
+        key = source if isinstance(source, (zmq.Socket, int)) else source.fileno()
+        self._handlers[key] = handler
+        self._poller.register(source, zmq.POLLIN)
+
+    def _every(self, interval_s: float, callback: Callable[[], None]) -> None:
+        def run() -> None:
+            callback()
+            self._timers.at(time.monotonic() + interval_s, run)
+
+        self._timers.at(time.monotonic() + interval_s, run)
+
+    # --- Outlet and Host: what fleet and calls need of the loop -------------------------------------------------
+
+    def perform(self, effects: list[Effect]) -> None:
+        """Put frames on their way. A client found gone on the way has its requests ended in the same turn."""
+        for effect in effects:
+            if isinstance(effect, ToClient):
+                self._front.send(effect.channel, effect.frame)
+            else:
+                self.send_worker(effect.model, effect.frame)
+        self._end_gone()
+
+    def send_worker(self, model: str, frame: bytes) -> None:
+        try:
+            self._back.send(self.fleet.models[model].routing_id, zmq.SNDMORE | zmq.NOBLOCK)
+            self._back.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            # Not connected any more: its exit is about to be seen, and ends every request it held. A worker that is
+            # 10,000 frames behind is beyond help and would lose a request silently: end it.
+            process = self.fleet.models[model].process
+            if process is not None:
+                self._log.error("%s: pid %d cannot be reached; killing it", model, process.pid)
+                process.signal(signal.SIGKILL)
+
+    def watch_process(self, pidfd: int, callback: Callable[[], None]) -> None:
+        self._watch(pidfd, callback)
+
+    def unwatch_process(self, pidfd: int) -> None:
+        self._handlers.pop(pidfd, None)
+        self._poller.unregister(pidfd)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def describe(self) -> dict[str, Any]:
+        """The supervisor as ``status`` shows it."""
+        front, admin = self._front.counters, self._admin.counters
+        return {
+            "pid": os.getpid(),
+            "version": __version__,
+            "uptime_s": round(time.monotonic() - self._started, 1),
+            "config": str(self._config.file),
+            "runtime_dir": str(self._runtime.path),
+            "shutting_down": self._shutting_down,
+            "connections": len(self._front.channels()) + len(self._admin.channels()),
+            "counters": {
+                "connections_accepted": front.accepted + admin.accepted,
+                "connections_closed": front.disconnected + admin.disconnected,
+                "handshakes_failed": front.handshakes_failed + admin.handshakes_failed,
+                "connections_denied": self._zap.denied,
+                "bad_frames": front.bad_frames + admin.bad_frames,
+                "worker_frames_dropped": self._worker_frames_dropped + self._scheduler.dropped_frames,
+            },
+        }
+
+    def begin_shutdown(self, cause: str, *, now: bool = False) -> None:
+        """Stop every model and leave when all are down. A second, impatient call skips the waiting."""
+        self._log.info("shutting down%s: %s", " now" if now else "", cause)
+        if not self._shutting_down:
+            self._shutting_down = True
+            frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
+            for channel in self._front.channels():
+                self._front.send(channel, frame)
+        for name in self.fleet.models:
+            self.fleet.stop(name, cause, now=now)
+
+    # --- handlers -----------------------------------------------------------------------------------------------
+
+    def _on_port(self, port: ClientPort) -> None:
+        port.watch()
+        for connection, message in port.receive():
+            self._on_client_message(port, connection, message)
+        self._end_gone()
+
+    def _on_client_message(self, port: ClientPort, connection: Connection, message: Message) -> None:
+        channel = connection.channel
+        match message:
+            case Credit(request, events):
+                self.perform(self._scheduler.credit(channel, request, events))
+            case Generate(request):
+                if port is self._admin:
+                    error = WireError(ErrorCode.UNSUPPORTED, "requests go to the front socket", field="request")
+                    port.send(channel, encode(Error(request, pack_error(error))))
+                else:
+                    self.perform(self._scheduler.submit(channel, message))
+            case Cancel(request):
+                self.perform(self._scheduler.cancel(channel, request))
+            case Call(call, verb, body):
+                try:
+                    reply = {"result": calls.answer(self, verb, body, admin=port is self._admin)}
+                except WireError as e:
+                    reply = {"error": e.to_wire()}
+                port.send(channel, encode(Reply(call, pack_body(reply))))
+            case Ping(nonce):
+                port.send(channel, encode(Pong(nonce)))
+            case Hello():
+                connection.greeted = True
+                port.send(channel, encode(Welcome(pack_body(self._welcome()))))
+            case _:
+                pass  # PONG: the probe served its purpose by being sent
+
+    def _welcome(self) -> dict[str, Any]:
+        return {
+            "server": f"modelctl {__version__}",
+            "session": self._session,
+            "window": limits.STREAM_WINDOW,
+            "max_frame": limits.SOCKET_MAX_FRAME,
+            "models": calls.answer(self, "models", pack_body({}), admin=False)["models"],
+        }
+
+    def _on_back(self) -> None:
+        for _ in range(BACK_DRAIN_LIMIT):
+            try:
+                routing_id = self._back.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            frame = self._back.recv(zmq.NOBLOCK)
+            model = self.fleet.model_of(routing_id)
+            if model is None:  # a former generation's last words
+                self._worker_frames_dropped += 1
+                continue
+            try:
+                message = decode(frame, WORKER_TO_SUPERVISOR)
+                if isinstance(message, Events):
+                    self.perform(self._scheduler.events(model.name, frame, message))
+                    self.fleet.after_events(model)
+                else:
+                    self.fleet.on_worker_message(model, message)
+            except FrameError as e:
+                self._worker_frames_dropped += 1
+                self._log.error("%s: dropped a frame: %s", model.name, e)
+            except IllegalTransition as e:
+                # A worker that says HELLO twice, or READY before HELLO, is out of its mind; the others need not suffer.
+                self._log.error("%s; killing the worker", e)
+                if model.process is not None:
+                    model.process.signal(signal.SIGKILL)
+
+    def _end_gone(self) -> None:
+        while gone := self._front.take_gone():
+            for channel in gone:
+                self.perform(self._scheduler.gone(channel))
+        self._admin.take_gone()
+
+    def _probe(self) -> None:
+        """Third way of noticing a client's end, for when the monitor's event was missed and nothing is sent to it."""
+        frame = encode(Ping(0))
+        for channel in self._scheduler.channels():
+            self._front.send(channel, frame)
+        self._end_gone()
+
+    def _on_guard_exit(self) -> None:
+        self._log.warning("the guard process ended; starting another")
+        self.unwatch_process(self._guard.pidfd)
+        self._guard.restart()
+        self._watch(self._guard.pidfd, self._on_guard_exit)
+
+    # --- signals ------------------------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> socket.socket:
+        """Signals become bytes on a socket: what they mean is decided in the loop, not in a handler."""
+        receiver, sender = socket.socketpair()
+        receiver.setblocking(False)
+        sender.setblocking(False)
+        self._signal_sender = sender
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        return receiver
+
+    def _on_signals(self) -> None:
+        for number in self._signals.recv(64):
+            name = signal.Signals(number).name
+            if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                self.begin_shutdown(name, now=self._shutting_down)
+
+
+def serve(config: Config, runtime_dir: Path, log: logging.Logger) -> int:
+    """Run a supervisor. Raises RuntimeDirError. Returns the exit code for ``os._exit``."""
+    runtime = RuntimeDir(runtime_dir)
+    return Supervisor(config, runtime, log).run()

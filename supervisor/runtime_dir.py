@@ -1,0 +1,58 @@
+"""The directory with the sockets and the lock: private, and one supervisor's at a time."""
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+
+class RuntimeDirError(Exception):
+    """The directory cannot be used, or somebody else uses it. One line that says what to do."""
+
+
+class AlreadyRunning(RuntimeDirError):
+    """Another supervisor holds the lock."""
+
+
+class RuntimeDir:
+    """An acquired runtime directory. Binding an ipc socket silently takes over a path in use, hence the lock first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._make_private(path)
+        self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(self._lock_fd, 32).decode(errors="replace").strip()
+            raise AlreadyRunning(
+                f"a supervisor (pid {pid or 'unknown'}) is already running in {path}; "
+                "use it, stop it with `modelctl shutdown`, or give another --runtime-dir"
+            ) from None
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        for name in ("front", "admin", "back"):
+            (path / name).unlink(missing_ok=True)  # left by a killed supervisor; the lock says that nobody listens
+
+    @staticmethod
+    def _make_private(path: Path) -> None:
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = path.lstat()
+        except OSError as e:
+            raise RuntimeDirError(f"cannot make the runtime directory {path}: {e.strerror}; give --runtime-dir") from None
+        if not stat.S_ISDIR(status.st_mode):
+            raise RuntimeDirError(f"the runtime directory {path} is no directory; remove it or give --runtime-dir")
+        if status.st_uid != os.getuid():
+            raise RuntimeDirError(f"the runtime directory {path} belongs to uid {status.st_uid}; give --runtime-dir")
+        if status.st_mode & 0o077:
+            raise RuntimeDirError(
+                f"the runtime directory {path} has mode {stat.S_IMODE(status.st_mode):04o}, so others could reach the "
+                f"sockets; run `chmod 700 {path}`"
+            )
+
+    def release(self) -> None:
+        """Remove the sockets and give the directory up. The lock file stays: removing it would race with the next holder."""
+        for name in ("front", "admin", "back"):
+            (self.path / name).unlink(missing_ok=True)
+        os.close(self._lock_fd)

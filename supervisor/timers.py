@@ -1,0 +1,45 @@
+"""One heap of deadlines for the whole loop. Times are monotonic seconds, handed in."""
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+
+class Timer:
+    """A pending call. ``cancel`` is idempotent, and works also between becoming due and being run."""
+
+    __slots__ = ("at", "callback", "cancelled")
+
+    def __init__(self, at: float, callback: Callable[[], None]) -> None:
+        self.at = at
+        self.callback = callback
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Timers:
+    """Calls at times. Equal times run in the order in which they were set."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+
+    def at(self, when: float, callback: Callable[[], None]) -> Timer:
+        timer = Timer(when, callback)
+        heapq.heappush(self._heap, (when, next(self._order), timer))
+        return timer
+
+    def due(self, now: float) -> list[Timer]:
+        """Take out every timer whose time has come."""
+        timers = []
+        while self._heap and self._heap[0][0] <= now:
+            timers.append(heapq.heappop(self._heap)[2])
+        return timers
+
+    def wait_s(self, now: float) -> float | None:
+        """Seconds until the next one; None if there is none."""
+        while self._heap and self._heap[0][2].cancelled:
+            heapq.heappop(self._heap)
+        return max(0.0, self._heap[0][0] - now) if self._heap else None
