@@ -141,7 +141,7 @@ class AsyncClient:
         endpoint, runtime_dir, admin = self._where
         connection = Connection(endpoint, runtime_dir=runtime_dir, admin=admin, on_change=self._wake)
         self._connected, self._loop = connection, asyncio.get_running_loop()
-        # Edge-triggered: readable once for all that happened, so every callback has to take in everything. ``pump`` does.
+        # Edge-triggered: readable once for all that happened, so a callback has to take in everything. ``pump`` does.
         self._descriptors = (int(connection.socket.get(zmq.FD)), int(connection.monitor.get(zmq.FD)))
         for descriptor in self._descriptors:
             self._loop.add_reader(descriptor, connection.pump)

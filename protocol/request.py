@@ -1,18 +1,17 @@
 """What a client may ask of a model: the body of GENERATE, validated.
 
-The worker is the authority; clients send what they are given and get an error that names the field. Defaults are neutral
-(the engines' own are not) and stand here once.
+The worker is the authority; clients send what they are given and get an error that names the field. Defaults are
+neutral (the engines' own are not) and stand here once.
 """
 
 import difflib
+from functools import cache
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from protocol.codec import unpack_body
 from protocol.errors import FrameError, RequestError
-
-Finite = Field(allow_inf_nan=False)
 
 
 class SamplingParams(BaseModel):
@@ -67,13 +66,18 @@ class GenerateRequest(SamplingParams):
     ] = ()
     """Strings that end the answer; they are not part of it."""
 
+    @field_validator("token_ids")
+    @classmethod
+    def _whole_ids(cls, token_ids: bytes | None) -> bytes | None:
+        if token_ids is not None and (not token_ids or len(token_ids) % 4):
+            raise ValueError("must be at least one id of 4 bytes (u32, little endian)")
+        return token_ids
+
     @model_validator(mode="after")
     def _one_prompt(self) -> "GenerateRequest":
         given = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of prompt, messages and token_ids, not {len(given)}")
-        if self.token_ids is not None and (not self.token_ids or len(self.token_ids) % 4):
-            raise ValueError("token_ids: give at least one id, 4 bytes (u32, little endian) each")
         return self
 
 
@@ -89,20 +93,78 @@ def parse_generate(body: bytes) -> GenerateRequest:
         raise _request_error(e.errors(include_url=False)[0]) from None
 
 
-_SAFE_TO_SHOW = (int, float, bool, type(None))
+_MUST_BE = {
+    "string_type": "a string",
+    "string_pattern_mismatch": "system, user, assistant or tool",
+    "bytes_type": "a bin of token ids (u32, little endian)",
+    "model_type": "a map of role and content",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "string_too_short": "at least {min_length} character long",
+    "string_too_long": "at most {max_length} characters long",
+    "too_short": "at least {min_length} long",
+    "too_long": "at most {max_length} long",
+}
+"""What a value must be, by pydantic's name for what is wrong with it."""
+
+_SHOWN_NAME = 64
+"""Characters of an unknown field's name that an error repeats."""
 
 
 def _request_error(error: Any) -> RequestError:
-    # tuple fields carry the member's index in loc; a union's branch names are noise to the reader
-    path = [str(part) for part in error["loc"] if not str(part).startswith(("constrained", "function", "tuple["))]
+    """One sentence that names the field, its value and its limit. Text is never shown, only its length."""
+    path = [str(part) for part in error["loc"]]
     field = ".".join(path) or None
-    if error["type"] == "extra_forbidden":
-        known = list(GenerateRequest.model_fields) if len(path) == 1 else list(ChatMessage.model_fields)
-        near = difflib.get_close_matches(path[-1], known, n=1)
+    kind = error["type"]
+    if kind in ("extra_forbidden", "invalid_key"):
+        known = list(GenerateRequest.model_fields if len(path) == 1 else ChatMessage.model_fields)
+        field = f"{field[:_SHOWN_NAME]}..." if field and len(field) > _SHOWN_NAME else field
+        near = difflib.get_close_matches(path[-1][:_SHOWN_NAME], known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
         return RequestError(f"unknown field {field!r}: {hint}", field=field)
-    value = error["input"]
-    # prompts and messages must not end up in an error: show numbers only, else the type
-    shown = f"{value!r}" if isinstance(value, _SAFE_TO_SHOW) else f"a {type(value).__name__}"
-    message = error["msg"].removeprefix("Value error, ")
-    return RequestError(f"{field} is {shown}: {message}" if field else message, field=field)
+    if kind == "missing":
+        return RequestError(f"{field} is missing", field=field)
+    if kind == "value_error":
+        rule = error["msg"].removeprefix("Value error, ")
+    elif kind in ("finite_number", "float_type", "int_type"):
+        rule = f"must be {_number_rule(path[-1])}"
+    elif kind == "tuple_type":
+        rule = f"must be a list of {'messages' if field == 'messages' else 'strings'}"
+    elif kind in _MUST_BE:
+        limits = {name: f"{v:.15g}" if isinstance(v, float) else v for name, v in error.get("ctx", {}).items()}
+        rule = f"must be {_MUST_BE[kind].format(**limits)}"
+    else:
+        rule = error["msg"]
+    return RequestError(f"{field} is {_show(error['input'])}: {rule}" if field else rule, field=field)
+
+
+@cache
+def _number_rule(name: str) -> str:
+    """ "a finite number from 0 to 10", from the field's own bounds."""
+    schema = GenerateRequest.model_json_schema()["properties"].get(name, {})
+    schema = schema.get("anyOf", [schema])[0]
+    rule = "a whole number" if schema.get("type") == "integer" else "a finite number"
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        return f"{rule} from {low:.15g} to {high:.15g}"
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    bounds = [
+        f"{word} {bound if isinstance(bound, int) else format(bound, '.15g')}"
+        for word, bound in (("at least", low), ("more than", above), ("at most", high), ("less than", below))
+        if bound is not None
+    ]
+    return ", ".join([rule, *([" and ".join(bounds)] if bounds else [])])
+
+
+def _show(value: Any) -> str:
+    """A number as it is; of all else, which may be somebody's text, the type and the length only."""
+    if value is None:
+        return "nil"
+    if isinstance(value, int | float):
+        return repr(value)
+    for kind, name, unit in ((str, "string", "character"), (bytes, "bin", "byte"), (list, "list", "element")):
+        if isinstance(value, kind):
+            return f"a {name} of {len(value)} {unit}{'' if len(value) == 1 else 's'}"
+    return "a map" if isinstance(value, dict) else f"a {type(value).__name__}"
