@@ -4,7 +4,7 @@
 announced lengths by the buffer and nesting at 1024, and a count of containers caps what many small ones amount to.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from struct import Struct
 from typing import Any
@@ -23,6 +23,8 @@ from protocol.messages import (
 )
 
 _packb = partial(msgpack.packb, use_bin_type=True)
+# what EventEntry(*entry) does, without a call into Python: this is the supervisor's hottest path
+_as_entry: Callable[[tuple[int, ...]], EventEntry] = partial(tuple.__new__, EventEntry)
 _FIELD_TYPES: dict[Kind, tuple[tuple[str, type], ...]] = {
     kind: tuple((name, {"int": int, "str": str, "bytes": bytes}.get(str(hint), dict)) for name, hint in
                 ((n, getattr(t, "__name__", t)) for n, t in cls.__annotations__.items() if n != "kind"))
@@ -90,7 +92,11 @@ def decode(frame: bytes, allowed: frozenset[Kind]) -> Message:
     kind = kind_of(frame)
     if kind not in allowed:
         raise FrameError(ErrorCode.UNSUPPORTED, f"{kind.name} is not taken here")
-    check_size(frame, kind)
+    try:
+        check_size(frame, kind)
+    except FrameError as e:
+        e.request = _peek_request(frame)
+        raise
     if kind is Kind.EVENTS:
         return _decode_events(frame)
     try:
@@ -104,7 +110,7 @@ def decode(frame: bytes, allowed: frozenset[Kind]) -> Message:
             object_hook=budget,
         )
     except Exception as e:  # ValueError and its kin, TypeError for odd keys: hostile bytes must not get further
-        raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name}: {_reason(e)}") from None
+        raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name}: {_reason(e)}", request=_peek_request(frame)) from None
     return _build(kind, values)
 
 
@@ -126,7 +132,9 @@ def _build(kind: Kind, values: list[Any]) -> Message:
                 field=name,
             )
         if isinstance(value, int) and not 0 <= value <= limits.MAX_U64:
-            raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name}: {name} is not a u64", field=name)
+            raise FrameError(
+                ErrorCode.BAD_FRAME, f"{kind.name}: {name} is not a u64", request=_request(values), field=name
+            )
         if isinstance(value, str) and len(value) > limits.MAX_STRING:
             raise FrameError(
                 ErrorCode.BAD_FRAME, f"{kind.name}: {name} is longer than {limits.MAX_STRING} characters",
@@ -138,26 +146,34 @@ def _build(kind: Kind, values: list[Any]) -> Message:
 def _decode_events(frame: bytes) -> Events:
     try:
         values = msgpack.unpackb(
-            frame, max_array_len=limits.MAX_INDEX, max_map_len=0, max_ext_len=0, max_str_len=0, use_list=False
+            frame,
+            max_array_len=limits.MAX_INDEX,
+            max_map_len=0,
+            max_ext_len=0,
+            max_str_len=0,
+            use_list=False,
+            # counting costs more than the rest of a small frame, which cannot amount to much anyway
+            list_hook=_Budget(limits.MAX_INDEX + 2) if len(frame) > limits.UNCOUNTED_EVENTS else None,
         )
-    except Exception as e:
-        raise FrameError(ErrorCode.BAD_FRAME, f"EVENTS: {_reason(e)}") from None
-    try:
         _, _, channel, generation, index, body = values
-        entries = [EventEntry(*entry) for entry in index]
-        total = 0
-        for entry in entries:
-            for number in entry:
-                if type(number) is not int or number < 0:
-                    raise ValueError("an index entry holds something else than five unsigned integers")
-            if 4 * entry.tokens > entry.length:
-                raise ValueError("an event is shorter than its token ids")
-            total += entry.length
         if type(body) is not bytes or type(channel) is not int or type(generation) is not int:
             raise ValueError("a field has the wrong type")
+        if type(index) is not tuple or channel < 0 or generation < 0:
+            raise ValueError("a field has the wrong type")
+        entries, total = [], 0
+        for entry in index:
+            request, seq, flags, tokens, length = entry
+            whole = type(request) is type(seq) is type(flags) is type(tokens) is type(length) is int
+            # the sign bit of any of them is that of their union
+            if type(entry) is not tuple or not whole or request | seq | flags | tokens | length < 0:
+                raise ValueError("an index entry holds something else than five unsigned integers")
+            if 4 * tokens > length:
+                raise ValueError("an event is shorter than its token ids")
+            total += length
+            entries.append(_as_entry(entry))
         if total != len(body):
             raise ValueError(f"the index accounts for {total} bytes, the body has {len(body)}")
-    except (TypeError, ValueError) as e:
+    except Exception as e:  # as in decode
         raise FrameError(ErrorCode.BAD_FRAME, f"EVENTS: {_reason(e)}") from None
     return Events(channel, generation, entries, body)
 
@@ -219,6 +235,17 @@ def _reason(e: Exception) -> str:
 def _request(values: list[Any]) -> int:
     """The request id a broken frame seems to name, so that the error can be addressed to it."""
     return values[2] if len(values) > 2 and type(values[2]) is int and 0 <= values[2] <= limits.MAX_U64 else 0
+
+
+def _peek_request(frame: bytes) -> int:
+    """As ``_request``, of a frame that cannot or must not be unpacked."""
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(frame[:16])
+    try:
+        unpacker.read_array_header()
+        return _request([unpacker.unpack() for _ in range(3)])
+    except Exception:
+        return 0
 
 
 def _type_name(kind: type) -> str:

@@ -41,6 +41,8 @@ MAX_BODY_CONTAINERS: Final = 20_000
 MAX_ROUTE_KEYS: Final = 16
 MAX_INDEX: Final = 65_536
 """Events in one EVENTS frame."""
+UNCOUNTED_EVENTS: Final = 64 << 10
+"""Size of an EVENTS frame up to which its arrays need not be counted: the worst becomes 2 MiB of objects."""
 
 MAX_STRING: Final = 256
 """Characters of a string in a frame's head: a model's name, a verb."""
