@@ -12,7 +12,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -262,6 +261,10 @@ class Supervisor:
                 return
             frame = self._back.recv(zmq.NOBLOCK)
             model = self.fleet.model_of(routing_id)
+            if self._back.getsockopt(zmq.RCVMORE):  # left unread, the rest would be taken for the next routing id
+                while self._back.getsockopt(zmq.RCVMORE):
+                    self._back.recv(zmq.NOBLOCK)
+                model = None
             if model is None:  # a former generation's last words
                 self._worker_frames_dropped += 1
                 continue
@@ -320,7 +323,3 @@ class Supervisor:
                 self.begin_shutdown(name, now=self._shutting_down)
 
 
-def serve(config: Config, runtime_dir: Path, log: logging.Logger) -> int:
-    """Run a supervisor. Raises RuntimeDirError. Returns the exit code for ``os._exit``."""
-    runtime = RuntimeDir(runtime_dir)
-    return Supervisor(config, runtime, log).run()

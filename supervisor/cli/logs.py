@@ -1,0 +1,62 @@
+"""logs: what a model's worker, or the supervisor, has written. Works also when no supervisor runs."""
+
+import re
+import time
+from pathlib import Path
+
+import click
+
+from protocol.limits import MODEL_NAME_PATTERN
+from supervisor.cli import exit_codes
+from supervisor.cli.options import runtime_dir_option
+from supervisor.logs import SUPERVISOR_LOG, log_path, tail
+
+POLL_S = 0.1
+BYTES_PER_LINE = 400
+
+
+@click.command()
+@click.argument("model", default=SUPERVISOR_LOG)
+@click.option("-f", "--follow", is_flag=True, help="Go on printing as the log grows.")
+@click.option("-n", "--lines", default=50, show_default=True, help="How many of the last lines.")
+@runtime_dir_option
+def logs(model: str, follow: bool, lines: int, runtime_dir: Path) -> int:
+    """Show the log of MODEL, or the supervisor's own."""
+    if not re.match(MODEL_NAME_PATTERN, model):  # never joined into a path unchecked
+        raise click.UsageError(f"{model!r} is no model name")
+    path = log_path(runtime_dir, model)
+    if not path.exists():
+        click.echo(f"modelctl: no log at {path}; was {model!r} ever started here?", err=True)
+        return exit_codes.FAILED
+    position = path.stat().st_size
+    for line in tail(path, max(8192, lines * BYTES_PER_LINE))[-lines:] if lines > 0 else []:
+        click.echo(line)
+    if follow:
+        _follow(path, position)
+    return exit_codes.OK
+
+
+def _follow(path: Path, position: int) -> None:
+    """Print what is added, also across the rotation that a new start may bring. Ends by Ctrl-C."""
+    file = open(path, errors="replace")  # noqa: SIM115
+    file.seek(position)
+    while True:
+        chunk = file.read()
+        if chunk:
+            click.echo(chunk, nl=False)
+            continue
+        try:
+            rotated = path.stat().st_ino != _inode(file.fileno())
+        except FileNotFoundError:
+            rotated = False  # being rotated right now: the next look finds the new file
+        if rotated:
+            file.close()
+            file = open(path, errors="replace")  # noqa: SIM115
+            continue
+        time.sleep(POLL_S)
+
+
+def _inode(fd: int) -> int:
+    import os
+
+    return os.fstat(fd).st_ino

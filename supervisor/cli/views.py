@@ -1,0 +1,65 @@
+"""ps and status."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from supervisor.cli.options import as_json, connect, runtime_dir_option
+from supervisor.cli.tables import table
+
+PS_HEADER = ("NAME", "STATE", "GPU", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "PID")
+
+
+@click.command()
+@as_json
+@runtime_dir_option
+def ps(as_json: bool, runtime_dir: Path) -> None:
+    """List the models."""
+    with connect(runtime_dir) as client:
+        models = client.status()["models"]
+    if as_json:
+        click.echo(json.dumps(models, indent=2))
+    else:
+        click.echo(table(PS_HEADER, [_ps_row(m) for m in models]))
+
+
+@click.command()
+@click.argument("model", required=False)
+@as_json
+@runtime_dir_option
+def status(model: str | None, as_json: bool, runtime_dir: Path) -> None:
+    """Show the supervisor and its models, or one MODEL, in full."""
+    with connect(runtime_dir) as client:
+        answer = client.status(model)
+    if as_json:
+        click.echo(json.dumps(answer, indent=2))
+        return
+    if model is None:
+        _print_map("supervisor", answer["supervisor"])
+    for entry in answer["models"]:
+        _print_map(entry.pop("name"), entry)
+
+
+def _ps_row(m: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        m["name"], m["state"], m["gpu"], m["context"], m["active"], m["queued"], m["tokens_per_s"],
+        _age(m["idle_s"]), m["pid"],
+    )  # fmt: skip
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 120:
+        return f"{seconds:.0f}s"
+    return f"{seconds / 60:.0f}m" if seconds < 7200 else f"{seconds / 3600:.0f}h"
+
+
+def _print_map(title: str, values: dict[str, Any]) -> None:
+    click.echo(title)
+    for key, value in values.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {v}" for k, v in value.items())
+        click.echo(f"  {key:<15} {'-' if value in (None, '') else value}")

@@ -1,0 +1,188 @@
+"""A torch-free engine whose answers can be computed by a test, and its misbehaving kin. Named by import string.
+
+They run in real workers. The answer to a prompt is a function of the prompt alone: token k of prompt p is a letter drawn
+from a hash of (p, k), so a token that reached the wrong stream, came twice or is missing shows.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from model_worker.engine import (
+    Capabilities,
+    Delta,
+    EngineEvent,
+    EngineStats,
+    Finished,
+    Job,
+    LoadError,
+    ProgressCallback,
+)
+from protocol.errors import RequestError
+from protocol.request import ChatMessage, SamplingParams
+from protocol.worker_spec import EngineSpec
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+
+def answer(prompt: str, tokens: int) -> str:
+    """What DeterministicEngine says to a prompt."""
+    return "".join(_token(prompt.encode(), k) for k in range(tokens))
+
+
+def _token(prompt: bytes, k: int) -> str:
+    digest = blake2b(prompt, digest_size=4, salt=k.to_bytes(8, "little")).digest()
+    return LETTERS[int.from_bytes(digest, "little") % len(LETTERS)]
+
+
+class DeterministicEngine:
+    """Ids are bytes; every step gives each active job one token. Options: step_s (seconds a step takes), context."""
+
+    KNOWN_OPTIONS = frozenset({"step_s", "context"})
+
+    def __init__(self, spec: EngineSpec) -> None:
+        unknown = set(spec.options) - self.KNOWN_OPTIONS
+        if unknown:
+            raise LoadError(f"unknown options {sorted(unknown)}")
+        self.spec = spec
+        self.step_s = float(spec.options.get("step_s", 0.0))
+        self.jobs: dict[int, tuple[Job, int]] = {}
+        self.pending: list[Job] = []
+        self.steps = 0
+
+    def load(self, progress: ProgressCallback) -> None:
+        for done in range(4):
+            progress("loading", done, 3)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            context=int(self.spec.options.get("context", 4096)),
+            max_batch_size=self.spec.max_batch_size,
+            sampling=frozenset(SamplingParams.model_fields),
+            chat=True,
+            device="none",
+            attention="none",
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return self.encode("\n".join(f"{m.role}: {m.content}" for m in messages))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        return 1
+
+    def submit(self, job: Job) -> None:
+        if any(token > 255 for token in job.prompt_ids):
+            raise RequestError("token_ids: ids are below 256", field="token_ids")
+        self.pending.append(job)
+
+    def step(self) -> list[EngineEvent]:
+        self.steps += 1
+        if self.step_s:
+            time.sleep(self.step_s)
+        while self.pending and len(self.jobs) < self.spec.max_batch_size:
+            job = self.pending.pop(0)
+            self.jobs[job.id] = (job, 0)
+        events: list[EngineEvent] = []
+        for job_id, (job, k) in list(self.jobs.items()):
+            text = _token(bytes(job.prompt_ids), k)
+            self.before_token(job, k)
+            if k + 1 == job.max_new_tokens:
+                del self.jobs[job_id]
+                events.append(Finished(job_id, [ord(text)], text, "length", len(job.prompt_ids), k + 1))
+            else:
+                self.jobs[job_id] = (job, k + 1)
+                events.append(Delta(job_id, [ord(text)], text))
+        return events
+
+    def before_token(self, job: Job, k: int) -> None:
+        """Where the kin go wrong."""
+
+    def cancel(self, job_id: int) -> None:
+        self.jobs.pop(job_id, None)
+        self.pending = [job for job in self.pending if job.id != job_id]
+
+    def reset(self) -> None:
+        self.jobs.clear()
+        self.pending.clear()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(pending=len(self.pending), active=len(self.jobs), steps=self.steps)
+
+    def close(self) -> None:
+        pass
+
+
+class RaisesAtToken(DeterministicEngine):
+    """An exception out of step(), at token 5 of any prompt that begins with ``bad``."""
+
+    def before_token(self, job: Job, k: int) -> None:
+        if k == 5 and bytes(job.prompt_ids).startswith(b"bad"):
+            raise ValueError("the engine broke")
+
+
+class HangsAtToken(DeterministicEngine):
+    """Never returns from step(), at token 5 of any prompt that begins with ``bad``."""
+
+    def before_token(self, job: Job, k: int) -> None:
+        while k == 5 and bytes(job.prompt_ids).startswith(b"bad"):
+            time.sleep(3600)
+
+
+class HangsDeaf(HangsAtToken):
+    """The same, and deaf to SIGTERM."""
+
+    def load(self, progress: ProgressCallback) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        super().load(progress)
+
+
+class CannotLoad(DeterministicEngine):
+    """A model that an operator has to mend."""
+
+    def load(self, progress: ProgressCallback) -> None:
+        raise LoadError("config.json says the moon\nis made of cheese")
+
+
+class CrashesInLoad(DeterministicEngine):
+    """A load that fails in a way that another try might mend."""
+
+    def load(self, progress: ProgressCallback) -> None:
+        raise OSError("the disk hiccupped")
+
+
+class SlowLoad(DeterministicEngine):
+    """Loads for 30 seconds, with progress."""
+
+    def load(self, progress: ProgressCallback) -> None:
+        for done in range(300):
+            progress("loading", done, 300)
+            time.sleep(0.1)
+
+
+class ForksChild(DeterministicEngine):
+    """Starts a child that would live for an hour. Its pid stands in the model's log."""
+
+    def load(self, progress: ProgressCallback) -> None:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        print(f"child pid {child.pid}", flush=True)
+        super().load(progress)
+
+
+class ListsModules(DeterministicEngine):
+    """Prints the names of the worker's imported modules, and its view of the devices, into the model's log."""
+
+    def load(self, progress: ProgressCallback) -> None:
+        super().load(progress)
+        print("devices", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), flush=True)
+        print("modules", " ".join(sorted(sys.modules)), flush=True)
