@@ -1,0 +1,40 @@
+"""The engines, by name. Nothing here imports torch: an engine's module is imported when it is built."""
+
+import difflib
+import importlib
+
+from model_worker.engine import Engine, LoadError
+from protocol.worker_spec import EngineSpec
+
+BUILT_IN = {
+    "transformers": "model_worker.engines.transformers_engine:TransformersEngine",
+    "exllamav2": "model_worker.engines.exllamav2_engine:ExLlamaV2Engine",
+}
+
+
+def build_engine(spec: EngineSpec) -> Engine:
+    """The engine that ``spec.engine`` names: a key of BUILT_IN, or an import string "package.module:Class".
+
+    The engine is constructed, not loaded. Raises LoadError for an unknown name, a module that cannot be imported, a
+    class that is not there, and options that the engine does not know.
+    """
+    target = BUILT_IN.get(spec.engine, spec.engine)
+    module_name, colon, class_name = target.partition(":")
+    if not colon or not module_name or not class_name:
+        near = difflib.get_close_matches(spec.engine, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(BUILT_IN)}, or package.module:Class"
+        raise LoadError(f"unknown engine {spec.engine!r}: {hint}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as e:  # a module may fail at import with anything
+        raise LoadError(f"engine {spec.engine!r} cannot be imported: {type(e).__name__}: {one_line(e)}") from e
+    factory = getattr(module, class_name, None)
+    if factory is None:
+        raise LoadError(f"engine {spec.engine!r}: module {module_name} has no class {class_name}")
+    engine: Engine = factory(spec)
+    return engine
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error that says something: foreign messages may span pages."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

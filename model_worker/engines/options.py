@@ -1,0 +1,41 @@
+"""An engine's own keys from models.yaml, checked by name and type before anything heavy happens."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from model_worker.engine import LoadError
+
+
+class Options:
+    """The options given, read one by one. Raises LoadError for a key that is not in ``known``, naming the nearest."""
+
+    def __init__(self, engine: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+        self._engine, self._given = engine, given
+        for key in given:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+                raise LoadError(f"engine {engine} knows no option {key!r}: {hint}")
+
+    def integer(self, key: str, default: int, *, minimum: int = 1, multiple_of: int = 1) -> int:
+        """An integer option. Raises LoadError for another type, a smaller value, or no multiple."""
+        value = self._given.get(key, default)
+        # bool is an int in Python, and `threads: yes` a bool in YAML
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise LoadError(f"option {key} of engine {self._engine} is {value!r}: it must be an integer")
+        if value < minimum:
+            raise LoadError(f"option {key} of engine {self._engine} is {value}: it must be at least {minimum}")
+        if value % multiple_of:
+            raise LoadError(
+                f"option {key} of engine {self._engine} is {value}: it must be a multiple of {multiple_of}, "
+                f"such as {-(-value // multiple_of) * multiple_of}"
+            )
+        return value
+
+    def choice(self, key: str, default: str, choices: Iterable[str]) -> str:
+        """One of several words. Raises LoadError otherwise."""
+        value = self._given.get(key, default)
+        if value not in choices:
+            raise LoadError(f"option {key} of engine {self._engine} is {value!r}: it must be {', '.join(choices)}")
+        return str(value)

@@ -1,0 +1,97 @@
+"""A transformers model stepped by hand: many sequences in one forward pass, each at its own position."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from model_worker.engine import LoadError
+from model_worker.engines.slot_cache import SlotCache
+
+
+class SlotModel:
+    """A causal language model over a SlotCache. Call under ``torch.inference_mode()``.
+
+    model   an AutoModelForCausalLM in eval mode on ``device``
+    rows    sequences at once
+    length  tokens of a sequence, at most
+    """
+
+    def __init__(self, model: Any, device: torch.device, rows: int, length: int) -> None:
+        self._model, self._device = model, device
+        # only the last position's logits are wanted, and in prefill none; not every architecture can be asked
+        self._keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        self.cache = SlotCache(rows, length)
+        self._places = torch.arange(length + 1, device=device)
+        self._masked = torch.finfo(model.dtype).min
+        self._zero = torch.zeros((), dtype=model.dtype, device=device)
+        self._hidden = torch.full((), self._masked, dtype=model.dtype, device=device)
+
+    def prefill(self, rows: Sequence[int], ids: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
+        """Put prompt tokens into rows: ``ids[i]`` at positions ``starts[i]`` and on. Ragged prompts are padded."""
+        longest = max(map(len, ids))
+        tokens = torch.zeros((len(ids), longest), dtype=torch.int64)
+        for i, row in enumerate(ids):
+            tokens[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        first = torch.tensor(starts, device=self._device)
+        positions = first[:, None] + self._places[:longest]
+        for i, row in enumerate(ids):  # padding goes to the position that is never read
+            positions[i, len(row) :] = self._places[-1]
+        span = max(start + len(row) for start, row in zip(starts, ids, strict=True))
+        # only the first rows in order can be read without a copy
+        dense = list(rows) == list(range(len(rows)))
+        self._forward(tokens.to(self._device), list(rows), positions, span, dense=dense)
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Logits [n, vocab] after one more token in each of the rows 0 to n-1, at the given positions."""
+        placed = torch.tensor(positions, device=self._device)[:, None]
+        ids = torch.tensor(tokens, device=self._device)[:, None]
+        logits = self._forward(ids, range(len(tokens)), placed, max(positions) + 1, dense=True)
+        return logits[:, -1]
+
+    def _forward(
+        self, ids: torch.Tensor, rows: Sequence[int], positions: torch.Tensor, span: int, *, dense: bool
+    ) -> torch.Tensor:
+        index = self._places[: len(rows)] if dense else torch.tensor(rows, device=self._device)
+        self.cache.select(index, positions, span, dense=dense)
+        visible = self._places[:span] <= positions[:, :, None]
+        # an additive mask: a boolean one is turned into one by every layer
+        mask = torch.where(visible, self._zero, self._hidden)[:, None]
+        output = self._model(
+            input_ids=ids,
+            attention_mask=mask,
+            # padding stands at a position that the model's tables may not have
+            position_ids=positions.clamp(max=self._places.shape[0] - 2),
+            past_key_values=self.cache,
+            use_cache=True,
+            **self._keep,
+        )
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def check(self, name: str, vocab_size: int) -> None:
+        """Compare with the model's own computation without a cache. Raises LoadError if they differ.
+
+        The one test that holds for every architecture: one that keeps state elsewhere, reads positions from its cache
+        or ignores the mask is found here, not by a user.
+        """
+        generator = torch.Generator().manual_seed(0)
+        length = max(2, min(12, self._places.shape[0] - 1))
+        ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
+        own = self._model(input_ids=torch.tensor([ids], device=self._device), use_cache=False).logits[0]
+        others = ids[::-1]
+        rows = min(2, self.cache.rows)  # the second row is ragged and out of step with the first
+        cut, short = length // 2, max(1, length // 4)
+        self.prefill(range(rows), [ids[:cut], others[:short]][:rows], [0] * rows)
+        self.prefill([0], [ids[cut : cut + 1]], [cut])
+        worst = 0.0
+        for step, at in enumerate(range(cut + 1, length)):
+            tokens, positions = [ids[at], others[short + step]][:rows], [at, short + step][:rows]
+            worst = max(worst, float((self.decode(tokens, positions)[0] - own[at]).abs().max()))
+        scale = max(1.0, float(own.abs().max()))
+        if not worst <= 1e-3 * scale:  # also for NaN
+            raise LoadError(
+                f"architecture {name} does not compute the same with a slot cache (off by {worst:.3g}): "
+                "it is not supported by engine transformers"
+            )

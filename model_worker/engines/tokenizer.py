@@ -1,0 +1,117 @@
+"""The model's own tokenizer.json and chat template, the same for every engine. No torch.
+
+tokenizer.json is read as it is. The transformers library would rebuild some tokenizers from their vocabulary, and then
+count other tokens than the engine computes.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+
+from model_worker.engine import LoadError
+from model_worker.engines.model_dir import ModelDir, token_text
+from protocol.errors import RequestError
+from protocol.request import ChatMessage
+
+
+class Tokenizer:
+    """Text to ids and back. Raises LoadError for a tokenizer.json or a chat template that cannot be read."""
+
+    def __init__(self, directory: ModelDir) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(directory.tokenizer_path))
+        except Exception as e:  # the library raises bare Exception
+            raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        config = directory.tokenizer_config
+        self._add_bos = config.get("add_bos_token")
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        self._special = {name: text for name in names if (text := token_text(config.get(name)))}
+        self._bos_id = self.token_id(self._special.get("bos_token", ""))
+        self.eos_ids = directory.eos_ids(self.token_id)
+        self._template = _chat_template(directory)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text, None if there is none."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text as the tokenizer cuts it, with BOS where the tokenizer's configuration asks for it.
+
+        Raises RequestError (field "prompt") for text that is not valid Unicode.
+        """
+        ids = self._encode(text, "prompt", special=self._add_bos is not False)
+        if self._add_bos and self._bos_id is not None and ids[:1] != [self._bos_id]:
+            ids.insert(0, self._bos_id)
+        return ids
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Ids of a conversation in the model's template, up to where the assistant speaks next.
+
+        Raises RequestError (field "messages") if there is no template or it refuses.
+        """
+        if self._template is None:
+            raise RequestError("the model has no chat template: send prompt instead of messages", field="messages")
+        turns = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            text = self._template.render(messages=turns, add_generation_prompt=True, tools=None, **self._special)
+        except _Refused as e:
+            raise RequestError(f"the model's chat template refuses: {e}", field="messages") from None
+        except Exception as e:  # a template is a program; its message could quote the conversation
+            raise RequestError(f"the model's chat template fails: {type(e).__name__}", field="messages") from None
+        return self._encode(text, "messages", special=False)  # the template writes BOS itself
+
+    def _encode(self, text: str, field: str, *, special: bool) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        except (TypeError, UnicodeEncodeError):  # a lone surrogate is a str, but no text
+            raise RequestError(f"{field} is not valid Unicode text", field=field) from None
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out, incomplete UTF-8 as U+FFFD. Ids beyond the vocabulary have no text."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+class _Refused(Exception):
+    """raise_exception() of a chat template."""
+
+
+def _refuse(message: str) -> NoReturn:
+    raise _Refused(message)
+
+
+def _chat_template(directory: ModelDir) -> jinja2.Template | None:
+    file = directory.path / "chat_template.jinja"
+    source: Any = (
+        file.read_text(encoding="utf-8") if file.is_file() else directory.tokenizer_config.get("chat_template")
+    )
+    if isinstance(source, list):  # several by name
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        source = named.get("default")
+    if not isinstance(source, str) or not source:
+        return None
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    # what the library that templates are written for offers them
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as e:
+        raise LoadError(f"the chat template of {directory.path} cannot be read: {e}") from None

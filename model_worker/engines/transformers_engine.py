@@ -1,0 +1,287 @@
+"""The embedded engine: any AutoModelForCausalLM with standard attention, in float32, on the CPU or another device.
+
+It steps the model's own forward pass over a cache of slots: all running answers advance by one token in one pass, and
+at most ``chunk_size`` prompt tokens are computed before it, so a long prompt does not stall running answers.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from model_worker.engine import (
+    Capabilities,
+    Delta,
+    EngineEvent,
+    EngineStats,
+    Finished,
+    Job,
+    ProgressCallback,
+)
+from model_worker.engines.admission import check_job
+from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.options import Options
+from model_worker.engines.sampling import Sampler
+from model_worker.engines.slot_model import SlotModel
+from model_worker.engines.tokenizer import Tokenizer
+from model_worker.engines.transformers_load import check_room, device_name, load_model
+from model_worker.text import TextStream
+from protocol.request import ChatMessage, SamplingParams
+from protocol.worker_spec import EngineSpec
+
+DEFAULT_CHUNK_SIZE = 256
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A job that holds a row of the cache. ``cached`` of its tokens are there; the newest one never is."""
+
+    job: Job
+    row: int
+    text: TextStream
+    sampler: Sampler
+    newest: int
+    cached: int = 0
+    generated: int = 0
+    started: float = 0.0
+    first_token: float = 0.0
+
+    @property
+    def to_prefill(self) -> int:
+        return len(self.job.prompt_ids) - 1 - self.cached
+
+
+@dataclass(slots=True)
+class _Counters:
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    decode_steps: int = 0
+
+
+class TransformersEngine:
+    """See the module. Options: ``chunk_size`` (prompt tokens per step, default 256) and ``threads`` (CPU threads of
+    this process, default 1, so that the workers of several models do not fight for cores)."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        options = Options("transformers", spec.options, ("chunk_size", "threads"))
+        self._chunk_size = options.integer("chunk_size", DEFAULT_CHUNK_SIZE)
+        self._threads = options.integer("threads", 1)
+        self._spec = spec
+        self._pending: deque[Job] = deque()
+        # rows of the cache: the first _decoding ones advance together, those behind are prefilling
+        self._rows: list[_Running] = []
+        self._decoding = 0
+        self._prefilling: deque[_Running] = deque()  # in the order of arrival, which rows may lose
+        self._by_id: dict[int, Job | _Running] = {}
+        self._steps = 0
+        self._counters = _Counters()
+        self._capabilities: Capabilities | None = None
+
+    def load(self, progress: ProgressCallback) -> None:
+        """Load and warm up. Raises LoadError; the process's number of torch threads is set here."""
+        torch.set_num_threads(self._threads)
+        directory = ModelDir(self._spec.model_dir)
+        context = directory.context(self._spec.max_seq_len)
+        device = torch.device(self._spec.device)
+        check_room(directory, device, self._spec.max_batch_size, context)
+        self._tokenizer = Tokenizer(directory)
+        model = load_model(directory, device, context, progress)
+        self._vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self._model = SlotModel(model, device, self._spec.max_batch_size, context)
+        self._capabilities = Capabilities(
+            context=context,
+            max_batch_size=self._spec.max_batch_size,
+            sampling=frozenset(SamplingParams.model_fields),
+            chat=self._tokenizer.has_chat_template,
+            device=device_name(device, self._threads),
+            attention="PyTorch SDPA over a cache of slots, float32",
+        )
+        progress("warmup", 0, 1)
+        with torch.inference_mode():
+            self._model.check(directory.architecture, min(self._vocab_size, self._tokenizer.vocab_size))
+        self._warm_up()
+        progress("warmup", 1, 1)
+
+    def _warm_up(self) -> None:
+        """Run as many jobs as there are rows, of a chunk each where it fits: every allocation is made here."""
+        context = self.capabilities.context
+        new = min(4, context - 1)
+        prompt = (0,) * max(1, min(self._chunk_size, context - new))
+        for number in range(self._spec.max_batch_size):
+            self.submit(Job(-1 - number, prompt, new, SamplingParams(temperature=0)))
+        while self._by_id:
+            self.step()
+        self._steps, self._counters = 0, _Counters()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        assert self._capabilities is not None, "load() first"
+        return self._capabilities
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return self._tokenizer.encode_chat(messages)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids)
+
+    def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """One slot, whatever the length."""
+        return 1
+
+    def submit(self, job: Job) -> None:
+        """Queue a job, first come first served. Raises RequestError for what cannot be computed."""
+        if job.id in self._by_id:
+            raise ValueError(f"job id {job.id} is in use")
+        check_job(job, self.capabilities, self._vocab_size)
+        self._by_id[job.id] = job
+        self._pending.append(job)
+
+    def cancel(self, job_id: int) -> None:
+        entry = self._by_id.pop(job_id, None)
+        if isinstance(entry, Job):
+            self._pending.remove(entry)
+        elif entry is not None:
+            self._release(entry)
+
+    def reset(self) -> None:
+        for job_id in list(self._by_id):
+            self.cancel(job_id)
+
+    @torch.inference_mode()
+    def step(self) -> list[EngineEvent]:
+        """Start what fits, compute at most one chunk of prompts, then one token for every running answer."""
+        if not self._by_id:
+            return []
+        self._steps += 1
+        self._admit()
+        self._prefill()
+        return self._decode() if self._decoding else []
+
+    def _admit(self) -> None:
+        now = time.monotonic()
+        while self._pending and len(self._rows) < self._spec.max_batch_size:
+            job = self._pending.popleft()
+            running = _Running(
+                job,
+                row=len(self._rows),
+                text=TextStream(self.decode, job.prompt_ids, job.stop),
+                sampler=Sampler(job),
+                newest=job.prompt_ids[-1],
+                started=now,
+            )
+            self._rows.append(running)
+            self._prefilling.append(running)
+            self._by_id[job.id] = running
+
+    def _prefill(self) -> None:
+        """One forward pass over the next prompts, padded to the longest of them, of at most chunk_size tokens in all.
+
+        A prompt's last token is left to decoding: it gives the logits that prefilling would throw away.
+        """
+        group: list[_Running] = []
+        longest = 0
+        for running in self._prefilling:
+            widest = max(longest, running.to_prefill)
+            if group and widest * (len(group) + 1) > self._chunk_size:
+                break
+            group.append(running)
+            longest = widest
+        if longest:
+            some = [r for r in group if r.to_prefill]
+            ids = [r.job.prompt_ids[r.cached : -1][: self._chunk_size] for r in some]
+            self._model.prefill([r.row for r in some], ids, [r.cached for r in some])
+            for running, done in zip(some, ids, strict=True):
+                running.cached += len(done)
+                self._counters.prefill_tokens += len(done)
+        for running in group:
+            if not running.to_prefill:
+                self._prefilling.popleft()
+                self._swap(running.row, self._decoding)
+                self._decoding += 1
+
+    def _decode(self) -> list[EngineEvent]:
+        batch = self._rows[: self._decoding]
+        logits = self._model.decode([r.newest for r in batch], [r.cached for r in batch])
+        likeliest: list[int] = logits.argmax(-1).tolist()
+        self._counters.decode_steps += 1
+        self._counters.decode_tokens += len(batch)
+        now = time.monotonic()
+        events: list[EngineEvent] = []
+        for i, running in enumerate(batch):
+            token = likeliest[i] if running.sampler.plain else running.sampler.draw(logits[i])
+            running.cached += 1
+            running.newest = token
+            running.generated += 1
+            if running.generated == 1:
+                running.first_token = now
+            events.append(self._take(running, token, now))
+        return events
+
+    def _take(self, running: _Running, token: int, now: float) -> EngineEvent:
+        """What a new token means for its answer: more text, or the end."""
+        job = running.job
+        if token in self._tokenizer.eos_ids:
+            text, reason = running.text.finish(), "stop"
+        else:
+            text, stopped = running.text.push(token)
+            if stopped:
+                reason = "stop"
+            elif running.generated < job.max_new_tokens:
+                return Delta(job.id, (token,), text)
+            else:
+                text, reason = text + running.text.finish(), "length"
+        del self._by_id[job.id]
+        self._release(running)
+        return Finished(
+            job.id,
+            (token,),
+            text,
+            reason,
+            prompt_tokens=len(job.prompt_ids),
+            completion_tokens=running.generated,
+            prefill_s=running.first_token - running.started,
+            decode_s=now - running.first_token,
+        )
+
+    def _release(self, running: _Running) -> None:
+        """Free a row and close the gap: the decoding rows stay the first ones."""
+        if running.row < self._decoding:
+            self._decoding -= 1
+            self._swap(running.row, self._decoding)
+        else:
+            self._prefilling.remove(running)
+        self._swap(running.row, len(self._rows) - 1)
+        self._rows.pop()
+
+    def _swap(self, a: int, b: int) -> None:
+        if a == b:
+            return
+        one, other = self._rows[a], self._rows[b]
+        self._model.cache.swap(a, b, max(one.cached, other.cached))
+        self._rows[a], self._rows[b] = other, one
+        one.row, other.row = b, a
+
+    def stats(self) -> EngineStats:
+        """``extra``: rows in use and in all, prompt and answer tokens computed, mean answers per decode step."""
+        counters = self._counters
+        return EngineStats(
+            pending=len(self._pending),
+            active=len(self._rows),
+            steps=self._steps,
+            extra={
+                "slots_used": len(self._rows),
+                "slots_total": self._spec.max_batch_size,
+                "prefilling": len(self._prefilling),
+                "prefill_tokens": counters.prefill_tokens,
+                "decode_tokens": counters.decode_tokens,
+                "jobs_per_step": round(counters.decode_tokens / max(1, counters.decode_steps), 2),
+            },
+        )
+
+    def close(self) -> None:
+        """Nothing to do: the process ends right after."""

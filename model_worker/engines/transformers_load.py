@@ -1,0 +1,165 @@
+"""Loading a model with the transformers library: what is refused, and how far it is."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from model_worker.engine import LoadError, ProgressCallback
+from model_worker.engines import one_line
+from model_worker.engines.model_dir import ModelDir
+
+_FULL_ATTENTION = ("full_attention",)
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
+
+
+def load_model(directory: ModelDir, device: torch.device, context: int, progress: ProgressCallback) -> Any:
+    """The model in float32 on ``device``, in eval mode. Local safetensors only, never code from the directory.
+
+    progress counts tensors where the library tells, else the one load. Raises LoadError.
+    """
+    _check_supported(directory, context)
+    done_before = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with _loading(progress, len(directory.tensors)):
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                str(directory.path),
+                dtype=torch.float32,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+            model, info = loaded
+            model = model.to(device).eval()
+    except torch.OutOfMemoryError as e:
+        raise LoadError(f"not enough memory on {device} for the weights: {one_line(e)}") from None
+    except (ValueError, KeyError, ImportError, RuntimeError, OSError) as e:
+        raise LoadError(f"{directory.path} cannot be loaded: {one_line(e)}") from e
+    finally:
+        if done_before:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    # the library fills what is missing with random numbers and goes on
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if info.get(what):
+            raise LoadError(
+                f"{directory.path}: the weights do not fit config.json: {what} {sorted(map(str, info[what]))[0]}"
+            )
+    missing = {"position_ids", "attention_mask", "past_key_values"} - set(inspect.signature(model.forward).parameters)
+    if missing:
+        raise LoadError(f"architecture {directory.architecture} takes no {min(missing)}: it is not supported")
+    return model
+
+
+def _check_supported(directory: ModelDir, context: int) -> None:
+    """Refuse by name what the slot cache cannot compute."""
+    if directory.quantization:
+        remedy = "use engine exllamav2" if directory.quantization in ("exl2", "gptq") else "use unquantized weights"
+        raise LoadError(
+            f"{directory.path} is quantized ({directory.quantization}), engine transformers loads none: {remedy}"
+        )
+    config, name = directory.text_config, directory.architecture
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise LoadError(
+            f"architecture {name} is no causal language model known to transformers {transformers.__version__}"
+        )
+    odd = sorted(set(config.get("layer_types") or ()) - set(_FULL_ATTENTION))
+    window = config.get("sliding_window")
+    if config.get("use_sliding_window") is False:
+        window = None
+    windowed = isinstance(window, int) and window < context
+    if windowed and (not config.get("layer_types") or "sliding_attention" in odd):
+        raise LoadError(
+            f"{directory.path} attends over a sliding window of {window} tokens, which engine transformers does not "
+            f"support: set max_seq_len to at most {window}"
+        )
+    odd = [kind for kind in odd if kind != "sliding_attention"]
+    if odd:
+        raise LoadError(f"{directory.path} has layers of type {odd[0]}, which engine transformers does not support")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key)
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+        if kind in _LENGTH_DEPENDENT_ROPE:
+            raise LoadError(
+                f"{directory.path} has {key} of type {kind}, whose positions depend on the length of a sequence: "
+                "engine transformers batches sequences of different lengths and does not support it"
+            )
+
+
+def check_room(directory: ModelDir, device: torch.device, rows: int, context: int) -> None:
+    """Raise LoadError if weights and cache cannot fit the device's free memory, with the arithmetic."""
+    config = directory.text_config
+    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    hidden = config.get("hidden_size")
+    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
+        return  # other names: the load itself will tell
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    cache = rows * (context + 1) * layers * kv_heads * head_dim * 2 * 4
+    free = _free_bytes(device)
+    weights = directory.weight_bytes  # at least: 16-bit weights double in float32
+    if free is not None and cache + weights > free:
+        raise LoadError(
+            f"not enough memory on {device}: the cache of {rows} sequences of {context} tokens takes {_gib(cache)}, "
+            f"the weights {_gib(weights)} or more, {_gib(free)} are free: lower max_seq_len or max_batch_size"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise LoadError("no CUDA device is visible to this process: set gpu: cpu, or mend the driver")
+        return int(torch.cuda.mem_get_info()[0])
+    if device.type != "cpu":
+        return None
+    try:
+        with open("/proc/meminfo", encoding="ascii") as f:
+            fields = dict(line.split(":", 1) for line in f)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def device_name(device: torch.device, threads: int) -> str:
+    """For people: "cpu (2 threads)", or the GPU's name."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{device.type} ({threads} thread{'s' if threads > 1 else ''})"
+
+
+class _loading:
+    """Reports the library's own loop over tensors, where it offers a hook for it, else the start and the end."""
+
+    def __init__(self, progress: ProgressCallback, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._set_hook: Callable[[Any], Any] | None = getattr(transformers_logging, "set_tqdm_hook", None)
+
+    def __enter__(self) -> None:
+        self._progress("loading", 0, self._total)
+        if self._set_hook:
+            self._previous = self._set_hook(self._hook)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._set_hook:
+            self._set_hook(self._previous)
+        if exc[0] is None:
+            self._progress("loading", self._total, self._total)
+
+    def _hook(self, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bar = factory(*args, **kwargs)
+        return self._counted(bar) if kwargs.get("desc") == "Loading weights" else bar
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        for done, item in enumerate(items, 1):
+            yield item
+            self._progress("loading", min(done, self._total), self._total)
