@@ -1,0 +1,84 @@
+"""Training text, tokenized once: examples of about the same length side by side, ready to be drawn from."""
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+
+from model_worker.demo_models import corpus, letter_tasks, story_tasks
+from model_worker.demo_models.build import ADDS_BOS, BOS, EOS, PAD
+
+LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
+IGNORED = -100
+
+
+class Bucket(NamedTuple):
+    """Examples no longer than ``ids.shape[1]``: ``ids`` and ``targets`` are (examples, length) int16 on the CPU.
+
+    A target is the next token where that belongs to an answer, else ``IGNORED``.
+    """
+
+    ids: torch.Tensor
+    targets: torch.Tensor
+
+
+def texts(name: str, n: int, seed: int) -> list[list[tuple[str, bool]]]:
+    """``n`` examples, each a list of (text, whether the model is to learn to say it).
+
+    The letters and the stories of the test prompts are not among them; of the counts there are too few to leave any out.
+    """
+    rng = random.Random(f"train {name} {seed}")
+    make = _letters_examples if name == "letters" else _stories_examples
+    examples = make(rng)
+    return [next(examples) for _ in range(n)]
+
+
+def build_pool(name: str, tokenizer: Tokenizer, examples: list[list[tuple[str, bool]]]) -> list[Bucket]:
+    """Tokenize ``examples`` and sort them into buckets by length; empty buckets are left out."""
+    pieces = [text for example in examples for text, _ in example]
+    encoded = iter(tokenizer.encode_batch_fast(pieces, add_special_tokens=False))
+    rows: dict[int, tuple[list[list[int]], list[list[int]]]] = {length: ([], []) for length in LENGTHS}
+    for example in examples:
+        ids = [BOS] if ADDS_BOS[name] else []
+        said = [False] * len(ids)
+        for _, learned in example:
+            piece = next(encoded).ids
+            ids += piece
+            said += [learned] * len(piece)
+        if ADDS_BOS[name]:
+            ids.append(EOS)
+            said.append(True)
+        length = next((length for length in LENGTHS if len(ids) <= length), None)
+        if length is None:
+            continue
+        targets = [token if learned else IGNORED for token, learned in zip(ids[1:], said[1:], strict=True)]
+        rows[length][0].append(ids + [PAD] * (length - len(ids)))
+        rows[length][1].append(targets + [IGNORED] * (length - len(targets)))
+    return [
+        Bucket(torch.tensor(ids, dtype=torch.int16), torch.tensor(targets, dtype=torch.int16))
+        for ids, targets in rows.values()
+        if ids
+    ]
+
+
+def _letters_examples(rng: random.Random) -> Iterator[list[tuple[str, bool]]]:
+    tests = {prompt for prompt, _ in corpus.TEST_PROMPTS["letters"] if "sort:" in prompt}
+    while True:
+        prompt = letter_tasks.training_prompt(rng)
+        if prompt not in tests:
+            yield [(prompt, False), (letter_tasks.letters_answer(prompt), True)]
+
+
+def _stories_examples(rng: random.Random) -> Iterator[list[tuple[str, bool]]]:
+    tests = {asked for asked, _ in corpus.STORIES_TEST_REQUESTS}
+    while True:
+        messages = story_tasks.training_conversation(rng)
+        if any(message["content"] in tests for message in messages):
+            continue
+        example = [("<s>", False)]
+        for message in messages:
+            example.append((f"<|{message['role']}|>", False))
+            example.append((f"{message['content']}<|end|>", message["role"] == "assistant"))
+        yield example
