@@ -44,24 +44,26 @@ def tail(path: Path, size: int = 8192) -> list[str]:
         return []
 
 
-def set_up_logging(runtime_dir: Path) -> logging.Logger:
-    """The supervisor's own log: to stderr, and to its file where that can be written."""
+def set_up_logging(runtime_dir: Path, *, quiet: bool) -> logging.Logger:
+    """The supervisor's own log: to its file where that can be written, and to stderr unless ``quiet``."""
     logger = logging.getLogger("modelctl")
     logger.setLevel(logging.INFO)
     logger.propagate = False
     formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    handlers: list[logging.Handler] = [] if quiet else [logging.StreamHandler(sys.stderr)]
     path = log_path(runtime_dir, SUPERVISOR_LOG)
+    trouble = None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         rotate(path)
         handlers.append(logging.FileHandler(path))
         path.chmod(0o600)
     except OSError as e:
-        logger.addHandler(handlers[0])
-        logger.warning("no log file: %s", e)
+        trouble = e
     for handler in handlers:
         handler.setFormatter(formatter)
         logger.addHandler(handler)
+    if trouble is not None:
+        logger.warning("no log file: %s", trouble)
     logging.raiseExceptions = False  # a full disk must not stop the supervisor
     return logger

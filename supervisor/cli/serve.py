@@ -19,8 +19,9 @@ DETACH_WAIT_S = 10.0
 @click.command()
 @click.option("-c", "--config", type=click.Path(path_type=Path), default=None, help="models.yaml to serve.")
 @click.option("-d", "--detach", is_flag=True, help="Run in the background; returns when the models are loaded.")
+@click.option("-q", "--quiet", is_flag=True, help="Log to the log file only.")
 @runtime_dir_option
-def serve(config: Path | None, detach: bool, runtime_dir: Path) -> int:
+def serve(config: Path | None, detach: bool, quiet: bool, runtime_dir: Path) -> int:
     """Run the supervisor and start the models that are to start with it."""
     from supervisor.config import load_config
     from supervisor.yaml_source import ConfigError
@@ -48,7 +49,7 @@ def serve(config: Path | None, detach: bool, runtime_dir: Path) -> int:
     except (RuntimeDirError, ValueError) as e:
         click.echo(f"modelctl: {e}", err=True)
         return exit_codes.CONFIG
-    log = set_up_logging(runtime_dir)
+    log = set_up_logging(runtime_dir, quiet=quiet)
     code = exit_codes.SOFTWARE
     try:
         code = Supervisor(loaded, runtime, log).run()
@@ -67,7 +68,7 @@ def _detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
 
     log = log_path(runtime_dir, SUPERVISOR_LOG)
     process = subprocess.Popen(
-        [sys.executable, "-m", "supervisor", "serve", "--config", str(config), "--runtime-dir", str(runtime_dir)],
+        [sys.executable, "-m", "supervisor", "serve", "-q", "-c", str(config), "--runtime-dir", str(runtime_dir)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

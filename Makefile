@@ -1,0 +1,50 @@
+# make demo    two small models served end to end on the CPU (no GPU needed)
+# make test    the whole test suite
+# make serve   leave a supervisor with the demo models running (modelctl shutdown ends it)
+# make lint    ruff, strict types, import direction
+#
+# Each makes its own environment in .venv first. Variables:
+#   PYTHON=python3.12    which Python makes the environment (3.11 to 3.13)
+#   TORCH_INDEX=URL      package index for torch alone. PyPI's torch for Linux is a CUDA build of several GB; without a
+#                        GPU, https://download.pytorch.org/whl/cpu is enough; for another CUDA version see pytorch.org
+#   PYTEST_ARGS="-k x"   handed to pytest
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test serve lint bench clean
+
+demo: $(VENV)/.run
+	$(BIN)/python examples/demo.py
+
+serve: $(VENV)/.run
+	$(BIN)/modelctl serve --detach --config models.yaml
+	@echo "Now: $(BIN)/modelctl ps | status | run letters 'sort: d b a c ->' | stop stories | shutdown"
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/demo_models.py
+
+$(VENV)/.run: pyproject.toml constraints.txt tools/make_venv.py
+	test -x $(BIN)/python || $(PYTHON) tools/make_venv.py $(VENV)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(PIP) --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
