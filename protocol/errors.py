@@ -98,7 +98,7 @@ class WireError(Exception):
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> "WireError":
-        """The exception for an error map received. A code unknown here (a newer peer) becomes INTERNAL, its name kept."""
+        """The exception for an error map received. A code unknown here becomes INTERNAL, its name in the message."""
         message = str(wire.get("message", ""))
         try:
             code = ErrorCode(wire.get("code", ErrorCode.INTERNAL))

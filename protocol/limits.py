@@ -30,7 +30,7 @@ MAX_FRAME: Final[dict[Kind, int]] = {
     Kind.PROGRESS: 64 << 10,
     Kind.STATS: 64 << 10,
 }
-"""Largest frame of each kind; a larger one is answered with TOO_LARGE (or dropped and counted) and costs nobody else."""
+"""Largest frame of each kind; a larger one is answered with TOO_LARGE (or dropped and counted), alone."""
 
 MAX_HEAD_CONTAINERS: Final = 4
 """Arrays and maps in a frame's head (the frame itself, GENERATE's route). 1 MiB of empty maps would become 72 MiB."""

@@ -23,12 +23,12 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
   connection. 0 means the connection itself. ``channel`` is the supervisor's number for the connection.
 * The first message of a connection is HELLO; GENERATE may follow without waiting for WELCOME. A new connection is a new
   session: nothing survives a reconnect.
-* GENERATE is answered by ERROR (no request came to be) or by ACCEPTED, then delta events, then exactly one event flagged
-  FINISHED or ERROR. Nothing follows it.
+* GENERATE is answered by ERROR (no request came to be) or by ACCEPTED, then delta events, then exactly one event
+  flagged FINISHED or ERROR. Nothing follows it.
 * ``route`` of GENERATE: ``resume`` (bool, default false). Unknown keys are refused by name.
 * ``index`` is ``[[request, seq, flags, tokens, length], ...]``, one entry an event: its number within the request
-  (gapless from 0), EventFlag bits, how many token ids it holds, how many bytes of the body are its own. The events' bytes
-  lie one after the other; each is ``tokens`` ids (u32, little endian), then one msgpack map:
+  (gapless from 0), EventFlag bits, how many token ids it holds, how many bytes of the body are its own. The events'
+  bytes lie one after the other; each is ``tokens`` ids (u32, little endian), then one msgpack map:
     delta     {text}
     FINISHED  {text?, finish_reason, usage{prompt_tokens, completion_tokens}, timings{...}}
     ERROR     {error{code, name, message, retryable, field?, retry_after_ms?}, delivered_tokens?}
@@ -246,9 +246,7 @@ MESSAGE_CLASSES: dict[Kind, type[Message]] = {
     )
 }  # fmt: skip
 
-CLIENT_TO_SUPERVISOR = frozenset(
-    {Kind.HELLO, Kind.GENERATE, Kind.CANCEL, Kind.CREDIT, Kind.CALL, Kind.PING, Kind.PONG}
-)
+CLIENT_TO_SUPERVISOR = frozenset({Kind.HELLO, Kind.GENERATE, Kind.CANCEL, Kind.CREDIT, Kind.CALL, Kind.PING, Kind.PONG})
 SUPERVISOR_TO_CLIENT = frozenset(
     {Kind.WELCOME, Kind.ACCEPTED, Kind.EVENTS, Kind.ERROR, Kind.REPLY, Kind.GOAWAY, Kind.PING, Kind.PONG}
 )

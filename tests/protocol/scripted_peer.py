@@ -4,19 +4,25 @@ A test gives it a script: ``script(peer, client, message)`` is called for each m
 and answers with ``peer.send(client, message)``. Everything received is recorded and can be waited for.
 """
 
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from protocol import Client
 from protocol.codec import decode, encode, pack_body, pack_event
 from protocol.limits import SOCKET_MAX_FRAME
 from protocol.messages import (
     CLIENT_TO_SUPERVISOR,
     Accepted,
+    Cancel,
+    Credit,
     EventEntry,
     EventFlag,
     Events,
@@ -31,6 +37,7 @@ Event = tuple[int, int, int, tuple[int, ...], dict[str, Any]]
 """(request, seq, flags, token ids, map)"""
 
 DEADLINE_S = 15.0
+REPOSITORY = Path(__file__).parents[2]
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -38,6 +45,16 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEA
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
         time.sleep(0.002)
+
+
+def pump_until(client: Client, condition: Callable[[], bool], what: str) -> None:
+    """As ``wait_until``, while the client takes in what arrives, as it does in any of its methods."""
+
+    def pumped() -> bool:
+        client._connection.pump()
+        return condition()
+
+    wait_until(pumped, what)
 
 
 def events(*each: Event) -> Events:
@@ -71,7 +88,7 @@ def accepted(request: int) -> Accepted:
     return Accepted(request, pack_body({"model": "letters", "queue_position": 0}))
 
 
-def answers(text: Sequence[str], window: int = 256) -> Script:
+def answers(text: Sequence[str]) -> Script:
     """A script: every request is answered with these pieces of text, one event each, then finished."""
 
     def script(peer: "ScriptedPeer", client: bytes, message: Message) -> None:
@@ -179,3 +196,71 @@ class ScriptedPeer:
         if self._script is not None:
             self._script(self, client, message)
         self.received.append(message)
+
+
+class HoldingScript:
+    """Accepts each request, sends ``first`` deltas, and holds it open until it is cancelled; then says so."""
+
+    def __init__(self, first: int = 1) -> None:
+        self._first = first
+
+    def __call__(self, peer: ScriptedPeer, client: bytes, message: Message) -> None:
+        if isinstance(message, Generate):
+            peer.send(client, accepted(message.request))
+            for seq in range(self._first):
+                peer.send(client, events(delta(message.request, seq, f"{seq} ", (seq,))))
+        elif isinstance(message, Cancel):
+            # what was on its way when the CANCEL came
+            peer.send(client, events(delta(message.request, self._first, "late ")))
+            peer.send(client, events(finished(message.request, self._first + 1, "cancelled")))
+
+
+class CreditScript:
+    """Sends ``total`` events a request, never more than it was granted, and keeps the books."""
+
+    def __init__(self, total: int, window: int) -> None:
+        self._total, self._window = total, window
+        self.sent: dict[int, int] = {}
+        self.granted: dict[int, int] = {}
+
+    def __call__(self, peer: ScriptedPeer, client: bytes, message: Message) -> None:
+        if isinstance(message, Generate):
+            self.sent[message.request], self.granted[message.request] = 0, self._window
+            peer.send(client, accepted(message.request))
+        elif isinstance(message, Credit):
+            self.granted[message.request] += message.events
+        else:
+            return
+        request = message.request
+        while self.sent[request] < min(self._total, self.granted[request]):
+            peer.send(client, events(delta(request, self.sent[request], "x", (self.sent[request],))))
+            self.sent[request] += 1
+            if self.sent[request] == self._total:
+                peer.send(client, events(finished(request, self._total, "length")))
+
+
+def _serve_until_killed(path: str) -> None:
+    with ScriptedPeer(Path(path), HoldingScript(first=3)) as peer:
+        print("ready", flush=True)
+        threading.Event().wait()
+        peer.stop()
+
+
+@contextmanager
+def peer_process(path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A peer that can be killed: every request gets three deltas and never an end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.protocol.scripted_peer", str(path)], stdout=subprocess.PIPE, cwd=REPOSITORY
+    )
+    # leaving Popen's own block closes the pipe and waits
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+if __name__ == "__main__":
+    _serve_until_killed(sys.argv[1])

@@ -1,0 +1,226 @@
+"""What goes wrong with the connection: said at once, once per request, with what to do."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol import Client
+from protocol.codec import encode, pack_body, pack_error
+from protocol.errors import ConnectionLost, ErrorCode, WireError
+from protocol.messages import Call, Cancel, Error, Events, Generate, Hello, Message, Reply, Welcome
+from tests.protocol.scripted_peer import (
+    HoldingScript,
+    ScriptedPeer,
+    accepted,
+    delta,
+    events,
+    finished,
+    peer_process,
+    pump_until,
+    wait_until,
+)
+
+
+def test_no_supervisor(runtime_dir: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*front.*`modelctl serve`"):
+        Client(runtime_dir=runtime_dir)
+    assert time.monotonic() - start < 1
+
+
+def test_nobody_listens_on_the_socket_left_behind(runtime_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(runtime_dir / "front"))
+    start = time.monotonic()
+    with pytest.raises(ConnectionLost, match="no supervisor is running here"):
+        Client(runtime_dir=runtime_dir)
+    assert time.monotonic() - start < 1
+
+
+def test_a_listener_that_never_greets(runtime_dir: Path) -> None:
+    with ScriptedPeer(runtime_dir / "front", welcome=False) as peer:
+        with pytest.raises(ConnectionLost, match=r"did not answer within 0.2 s"):
+            Client(peer.endpoint, timeout=0.2)
+        peer.wait_for(Hello)
+
+
+def test_a_listener_that_is_no_zeromq_socket(runtime_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(runtime_dir / "front"))
+        server.listen()
+        with pytest.raises(ConnectionLost, match=r"did not answer within 0.2 s"):
+            Client(runtime_dir=runtime_dir, timeout=0.2)
+
+
+def test_a_supervisor_that_refuses_in_its_greeting(runtime_dir: Path) -> None:
+    def script(peer: ScriptedPeer, client: bytes, message: Message) -> None:
+        peer.send(client, Error(0, pack_error(WireError(ErrorCode.BAD_VERSION, "this side speaks 2"))))
+
+    with (
+        ScriptedPeer(runtime_dir / "front", script, welcome=False) as peer,
+        pytest.raises(WireError, match="speaks 2") as raised,
+    ):
+        Client(peer.endpoint)
+    assert raised.value.code is ErrorCode.BAD_VERSION
+
+
+def test_a_killed_supervisor_ends_every_request_once_and_at_once(runtime_dir: Path) -> None:
+    with peer_process(runtime_dir / "front") as process, Client(runtime_dir=runtime_dir) as client:
+        streams = [client.generate("letters", str(i)) for i in range(3)]
+        for stream in streams:
+            assert [next(stream).text for _ in range(3)] == ["0 ", "1 ", "2 "]
+        process.kill()
+        start = time.monotonic()
+        for stream in streams:
+            with pytest.raises(ConnectionLost, match=r"the connection to the supervisor ended .*`modelctl serve`"):
+                next(stream)
+            assert list(stream) == []
+        assert time.monotonic() - start < 1
+        for attempt in (lambda: client.generate("letters", "x"), lambda: client.call("status")):
+            with pytest.raises(ConnectionLost):
+                attempt()
+
+
+def test_what_came_before_the_end_is_delivered_before_it_is_raised(runtime_dir: Path) -> None:
+    with peer_process(runtime_dir / "front") as process, Client(runtime_dir=runtime_dir) as client:
+        stream = client.generate("letters", "x")
+        pump_until(client, lambda: len(stream._state.deltas) == 3, "three deltas")
+        process.kill()
+        process.wait()
+        assert [next(stream).text for _ in range(3)] == ["0 ", "1 ", "2 "]
+        with pytest.raises(ConnectionLost):
+            next(stream)
+
+
+def test_a_call_waits_no_longer_than_the_connection(runtime_dir: Path) -> None:
+    with peer_process(runtime_dir / "front") as process, Client(runtime_dir=runtime_dir) as client:
+        process.kill()
+        with pytest.raises(ConnectionLost):
+            client.call("never answered")
+
+
+@pytest.mark.parametrize(
+    ("frames", "what"),
+    [
+        ([events(delta(1, 0, "a"), delta(1, 2, "c"), finished(1, 3))], "event 2 came where 1 was due"),
+        ([events(delta(1, 0, "a")), events(delta(1, 0, "a"))], "event 0 came where 1 was due"),
+        ([events(delta(1, 0, "a"), finished(1, 1), delta(1, 2, "b"))], "event 2 followed the terminal event"),
+        ([events(delta(1, 0, "a"), (1, 1, 6, (), {"finish_reason": "stop"}))], "flagged both FINISHED and ERROR"),
+        ([events(delta(1, 0, "a"), (1, 1, 2, (), {}))], "finish_reason"),
+        ([events(delta(1, 0, "a"), (1, 1, 4, (), {"error": 5}))], "error is not a map"),
+        ([events(delta(1, 0, "a"), (1, 1, 0, (), {"text": 5}))], "text is not a string"),
+        ([Events(1, 1, [*events(delta(1, 0, "a")).index[:0], (1, 0, 0, 0, 1)], b"\xc1")], "cannot be read"),  # type: ignore[list-item]
+    ],
+    ids=["gap", "repeated", "after terminal", "two ends", "no reason", "bad error", "bad text", "bad map"],
+)
+def test_a_stream_that_breaks_the_protocol_ends_alone(runtime_dir: Path, frames: list[Events], what: str) -> None:
+    """It ends with INTERNAL; the other stream goes on; what still comes of it is ignored."""
+
+    def script(peer: ScriptedPeer, client: bytes, message: Message) -> None:
+        if isinstance(message, Generate) and message.request == 2:
+            for frame in frames:
+                peer.send(client, frame)
+            peer.send(client, events(delta(1, 9, "ignored"), delta(2, 0, "fine"), finished(2, 1)))
+
+    with ScriptedPeer(runtime_dir / "front", script) as peer, Client(peer.endpoint) as client:
+        broken, fine = client.generate("letters", "1"), client.generate("letters", "2")
+        assert [d.text for d in fine] == ["fine"]
+        with pytest.raises(WireError, match=what) as raised:
+            list(broken)
+        assert raised.value.code is ErrorCode.INTERNAL
+        assert list(broken) == []
+        assert broken.finish_reason is None
+        assert client._connection.session.ignored >= 1
+        if "followed" not in what:
+            assert peer.wait_for(Cancel) == [Cancel(1)]
+
+
+def test_a_frame_that_cannot_be_read_ends_the_connection(runtime_dir: Path) -> None:
+    """It may have held anybody's terminal event: nobody may wait for it for ever."""
+    with ScriptedPeer(runtime_dir / "front", HoldingScript()) as peer, Client(peer.endpoint) as client:
+        streams = [client.generate("letters", str(i)) for i in range(2)]
+        assert [next(s).text for s in streams] == ["0 ", "0 "]
+        peer.inject(peer.clients[0], b"\x93\x01\x12garbage")
+        for stream in streams:
+            with pytest.raises(ConnectionLost, match="cannot read"):
+                next(stream)
+
+
+def test_a_kind_from_the_future_is_ignored(runtime_dir: Path) -> None:
+    def script(peer: ScriptedPeer, client: bytes, message: Message) -> None:
+        if isinstance(message, Call):
+            peer.send(client, b"\x92\x01\x7f")
+            peer.send(client, encode(Reply(message.call, pack_body({"result": {"ok": True}}))))
+
+    with ScriptedPeer(runtime_dir / "front", script) as peer, Client(peer.endpoint) as client:
+        assert client.call("status") == {"ok": True}
+        assert client._connection.session.ignored == 1
+
+
+def test_a_request_refused_for_the_connection_as_a_whole_ends_all(runtime_dir: Path) -> None:
+    with ScriptedPeer(runtime_dir / "front", HoldingScript()) as peer, Client(peer.endpoint) as client:
+        stream = client.generate("letters", "x")
+        next(stream)
+        peer.inject(peer.clients[0], Error(0, pack_error(WireError(ErrorCode.BAD_FRAME, "not a frame"))))
+        with pytest.raises(WireError, match="not a frame") as raised:
+            next(stream)
+        assert raised.value.code is ErrorCode.BAD_FRAME
+
+
+def test_waiting_long_is_no_error_while_the_connection_lives(runtime_dir: Path) -> None:
+    """ACCEPTED, then nothing for several time-outs' worth of other requests, then the answer."""
+    with ScriptedPeer(runtime_dir / "front", HoldingScript(first=0)) as peer, Client(peer.endpoint) as client:
+        patient = client.generate("letters", "x")
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                client.complete("letters", "y", timeout=0.05)
+        peer.inject(peer.clients[0], events(delta(1, 0, "at last"), finished(1, 1)))
+        assert [d.text for d in patient] == ["at last"]
+
+
+def test_accepted_counts_as_a_sign_of_life(runtime_dir: Path) -> None:
+    with ScriptedPeer(runtime_dir / "front") as peer, Client(peer.endpoint) as client:
+        stream = client.generate("letters", "x", timeout=5)
+        peer.wait_for(Generate)
+        peer.inject(peer.clients[0], accepted(1))
+        peer.inject(peer.clients[0], events(delta(1, 0, "a"), finished(1, 1)))
+        assert [d.text for d in stream] == ["a"]
+
+
+def test_the_window_of_the_greeting_holds(runtime_dir: Path) -> None:
+    with ScriptedPeer(runtime_dir / "front", welcome=False) as peer:
+
+        def script(peer: ScriptedPeer, client: bytes, message: Message) -> None:
+            if isinstance(message, Hello):
+                peer.send(client, Welcome(pack_body({"window": "nonsense"})))
+
+        peer._script = script
+        with Client(peer.endpoint) as client:
+            assert client._connection.session._window == 256
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Nothing is left of a client that was closed: no descriptor, no thread of libzmq."""
+
+    def count(what: str) -> int:
+        return len(os.listdir(f"/proc/self/{what}"))
+
+    before = count("task"), count("fd")
+    yield
+    wait_until(lambda: (count("task"), count("fd")) <= before, "threads and descriptors to be given back")
+
+
+@pytest.mark.usefixtures("threads")
+def test_nothing_is_left_behind(runtime_dir: Path) -> None:
+    with ScriptedPeer(runtime_dir / "front", HoldingScript()) as peer:
+        for _ in range(5):
+            with Client(peer.endpoint) as client:
+                next(client.generate("letters", "x"))
+        for _ in range(5):
+            with pytest.raises(ConnectionLost):
+                Client(f"ipc://{runtime_dir}/none")

@@ -1,0 +1,260 @@
+"""However a stream is left, its request is cancelled: exactly one CANCEL, and nothing of it is heard of again."""
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol import Client
+from protocol.client import Stream
+from protocol.errors import ConnectionLost
+from protocol.messages import Cancel, Generate
+from tests.protocol.scripted_peer import REPOSITORY, HoldingScript, ScriptedPeer, answers, pump_until
+
+
+class Boom(Exception):
+    pass
+
+
+def leave_by_break(client: Client) -> object:
+    for _ in client.generate("letters", "x"):
+        break
+    return None
+
+
+def leave_by_break_while_holding_the_stream(client: Client) -> object:
+    stream = client.generate("letters", "x")
+    for _ in stream:
+        break
+    return stream
+
+
+def leave_by_exception(client: Client) -> object:
+    stream = client.generate("letters", "x")
+    try:
+        for _ in stream:
+            raise Boom
+    except Boom:
+        pass
+    return stream
+
+
+def leave_by_close(client: Client) -> object:
+    stream = client.generate("letters", "x")
+    next(stream)
+    stream.close()
+    stream.close()
+    return stream
+
+
+def leave_by_with(client: Client) -> object:
+    with client.generate("letters", "x") as stream:
+        next(stream)
+    return stream
+
+
+def leave_by_dropping(client: Client) -> object:
+    stream = client.generate("letters", "x")
+    next(stream)
+    del stream
+    return None
+
+
+def leave_by_dropping_unread(client: Client) -> object:
+    client.generate("letters", "x")
+    return None
+
+
+def leave_by_dropping_a_cycle(client: Client) -> object:
+    stream = client.generate("letters", "x")
+    next(stream)
+    cycle: list[object] = [stream]
+    cycle.append(cycle)
+    del stream, cycle
+    gc.collect()
+    return None
+
+
+def leave_by_cancel_then_break(client: Client) -> object:
+    for stream in [client.generate("letters", "x")]:
+        for _ in stream:
+            stream.cancel()
+            break
+    return None
+
+
+def leave_by_timeout(client: Client) -> object:
+    stream = client.generate("letters", "x", timeout=0.05)
+    next(stream)
+    with pytest.raises(TimeoutError, match=r"within 0.05 s"):
+        next(stream)
+    return stream
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        leave_by_break,
+        leave_by_break_while_holding_the_stream,
+        leave_by_exception,
+        leave_by_close,
+        leave_by_with,
+        leave_by_dropping,
+        leave_by_dropping_unread,
+        leave_by_dropping_a_cycle,
+        leave_by_cancel_then_break,
+        leave_by_timeout,
+    ],
+    ids=lambda leave: leave.__name__.removeprefix("leave_by_"),
+)
+def test_leaving_cancels_once(runtime_dir: Path, leave: Callable[[Client], object]) -> None:
+    hold = HoldingScript()
+    answer = answers(["fine"])
+
+    def script(peer: ScriptedPeer, client: bytes, message: object) -> None:
+        (answer if getattr(message, "request", 0) == 2 else hold)(peer, client, message)  # type: ignore[arg-type]
+
+    with ScriptedPeer(runtime_dir / "front", script) as peer, Client(peer.endpoint) as client:
+        kept = leave(client)
+        # a second request on the same connection is behind the CANCEL, and its answer behind the late events
+        assert client.complete("letters", "y").text == "fine"
+        assert peer.of(Cancel) == [Cancel(1)]
+        session = client._connection.session
+        pump_until(client, lambda: not session._streams, "the table of requests to be empty")
+        assert session.ignored == 0
+        if isinstance(kept, Stream):
+            assert list(kept) == []
+            kept.cancel()
+            kept.close()
+        del kept
+    assert peer.of(Cancel) == [Cancel(1)]
+
+
+def test_cancel_lets_the_reader_see_the_end(runtime_dir: Path) -> None:
+    with ScriptedPeer(runtime_dir / "front", HoldingScript()) as peer, Client(peer.endpoint) as client:
+        stream = client.generate("letters", "x")
+        texts = []
+        for delta in stream:
+            texts.append(delta.text)
+            stream.cancel()
+        assert texts == ["0 ", "late "]
+        assert stream.finish_reason == "cancelled"
+        stream.cancel()
+        assert peer.of(Cancel) == [Cancel(1)]
+
+
+def test_leaving_at_the_end_cancels_nothing(runtime_dir: Path) -> None:
+    with ScriptedPeer(runtime_dir / "front", answers(["a", "b"])) as peer, Client(peer.endpoint) as client:
+        for delta in (stream := client.generate("letters", "x")):
+            if delta.text == "b":
+                pump_until(client, lambda: stream._state.ended, "the terminal event")
+                break
+        client.complete("letters", "y")
+    assert peer.of(Cancel) == []
+
+
+def test_a_stream_dropped_in_another_thread_is_cancelled_by_the_next_use(runtime_dir: Path) -> None:
+    with ScriptedPeer(runtime_dir / "front", HoldingScript()) as peer, Client(peer.endpoint) as client:
+        streams = [client.generate("letters", "x")]
+        next(streams[0])
+        other = threading.Thread(target=streams.clear)
+        other.start()
+        other.join()
+        client._connection.pump()
+        assert peer.wait_for(Cancel) == [Cancel(1)]
+
+
+def test_a_finalizer_in_the_midst_of_receiving_disturbs_nothing(runtime_dir: Path) -> None:
+    """The collector may drop a stream while the session is at work on another; the CANCEL then waits its turn."""
+    with ScriptedPeer(runtime_dir / "front", HoldingScript(first=50)) as peer, Client(peer.endpoint) as client:
+        connection = client._connection
+        victims = [client.generate("letters", str(i)) for i in range(20)]
+        receive = connection.session.receive
+
+        def receive_and_drop(frame: bytes) -> list[object]:
+            if victims:
+                victims.pop()
+            return receive(frame)  # type: ignore[return-value]
+
+        connection.session.receive = receive_and_drop  # type: ignore[method-assign, assignment]
+        pump_until(client, lambda: not victims, "frames")
+        peer.wait_for(Cancel, 20)
+        assert sorted(c.request for c in peer.of(Cancel)) == list(range(1, 21))
+        connection.session.receive = receive  # type: ignore[method-assign]
+        pump_until(client, lambda: not connection.session._streams, "all terminal events")
+
+
+def test_closing_the_client_ends_its_streams_once(runtime_dir: Path) -> None:
+    with ScriptedPeer(runtime_dir / "front", HoldingScript()) as peer:
+        client = Client(peer.endpoint)
+        stream = client.generate("letters", "x")
+        next(stream)
+        client.close()
+        client.close()
+        with pytest.raises(ConnectionLost, match="this client was closed"):
+            next(stream)
+        assert list(stream) == []
+        with pytest.raises(RuntimeError, match="was closed"):
+            client.generate("letters", "x")
+
+
+def run_script(source: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", source, *arguments],
+        capture_output=True, text=True, timeout=30, cwd=REPOSITORY,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def holding(runtime_dir: Path) -> Iterator[ScriptedPeer]:
+    with ScriptedPeer(runtime_dir / "front", HoldingScript()) as peer:
+        yield peer
+
+
+def test_a_program_may_end_with_a_stream_open(holding: ScriptedPeer) -> None:
+    source = """
+import sys
+from protocol import Client
+with Client(sys.argv[1]) as client:
+    stream = client.generate("letters", "x")
+    print(next(stream).text)
+other = Client(sys.argv[1])
+kept = other.generate("letters", "x")
+next(kept)
+"""
+    ended = run_script(source, holding.endpoint)
+    assert (ended.returncode, ended.stdout) == (0, "0 \n"), ended.stderr
+    assert ended.stderr == ""
+    assert len(holding.of(Generate)) == 2
+
+
+def test_a_fork_is_refused(holding: ScriptedPeer) -> None:
+    source = """
+import os, sys
+from protocol import Client
+with Client(sys.argv[1]) as client:
+    stream = client.generate("letters", "x")
+    next(stream)
+    child = os.fork()
+    if child == 0:
+        for use in (lambda: client.generate("letters", "y"), lambda: next(stream)):
+            try:
+                use()
+            except RuntimeError as e:
+                assert f"process {os.getppid()}" in str(e), e
+            else:
+                os._exit(3)
+        del stream
+        client.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    stream.cancel()
+    print([delta.text for delta in stream], stream.finish_reason)
+"""
+    ended = run_script(source, holding.endpoint)
+    assert (ended.returncode, ended.stdout) == (0, "['late '] cancelled\n"), ended.stderr
+    assert len(holding.of(Cancel)) == 1
