@@ -1,7 +1,8 @@
 """Two small models that come with the package, the text they were trained on, and the script that trains them.
 
-``letters`` sorts letters and continues counts; ``stories`` is a chat model that tells stories. Every right answer can be
-computed from the prompt (:mod:`model_worker.demo_models.corpus`), so a reader of a stream can tell whether it is its own.
+``letters`` sorts letters and continues counts; ``stories`` is a chat model that tells stories. Every right answer can
+be computed from the prompt (:mod:`model_worker.demo_models.corpus`), so a reader of a stream can tell whether it is its
+own.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """What a model directory holds besides the weights: the tokenizer and the small JSON files, written by hand.
 
-Both engines read these directories. ``rope_theta`` therefore stands at the top level of config.json and nothing there says
-``rope_parameters`` or ``rope_scaling``; the head has weights of its own (``tie_word_embeddings`` false), so that every tensor
-that an engine may look for is in the file; and all the widths are multiples of 32.
+Both engines read these directories. ``rope_theta`` therefore stands at the top level of config.json and nothing there
+says ``rope_parameters`` or ``rope_scaling``; the head has weights of its own (``tie_word_embeddings`` false), so that
+every tensor that an engine may look for is in the file; and all the widths are multiples of 32.
 """
 
 import json

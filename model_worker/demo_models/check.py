@@ -22,7 +22,7 @@ class Report:
     cases   how many prompts
     exact   how many are answered exactly right, EOS included
     steps   tokens in all the right answers, EOS included
-    margin  the least (logit of the right token minus the best other logit) of all steps; negative where an answer is wrong
+    margin  the least (logit of the right token minus the best other) of all steps; negative where an answer is wrong
     worst   index of the case with that margin
     """
 
@@ -50,15 +50,16 @@ def encode(tokenizer: Tokenizer, name: str, cases: Sequence[tuple[str, str]]) ->
 
 def load(directory: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     """The model in ``directory``, ready for inference."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    return model.to(device).eval()
 
 
 @torch.inference_mode()
 def measure(model: Any, cases: Sequence[Encoded], tokens: int = 16384) -> Report:
-    """Run the right answers through the model, at most about ``tokens`` tokens at a time, and see what it would have said.
+    """Run the right answers through the model, about ``tokens`` tokens at a time, and see what it would have said.
 
-    Where every step's best token is the right one, decoding step by step arrives at the same answer, since each step then
-    sees the same text before it.
+    Where every step's best token is the right one, decoding step by step arrives at the same answer, since each step
+    then sees the same text before it.
     """
     exact, steps, least, worst = 0, 0, float("inf"), -1
     for batch in _batches(cases, tokens):

@@ -1,8 +1,9 @@
 """Prompts for the demo models and the right answer to each: for tests, demonstrations and benchmarks.
 
 Everything follows from a seed, and no answer comes from a model. Neither torch nor transformers is imported here.
-The ``TEST_`` lists are left out of the training text; the training script asserts that the shipped weights answer every
-one of them exactly, each step by a margin (top logit minus the second) of at least 1.0.
+The letters to sort and the story requests of the ``TEST_`` lists are left out of the training text. The training script
+asserts that the weights answer all of these lists exactly, each step by a margin (top logit minus the second) of at
+least 1.0.
 """
 
 from typing import Final
@@ -65,13 +66,13 @@ LETTERS_TEST_PROMPTS: Final[list[tuple[str, str]]] = [
 LETTERS_TEST_LONG_ANSWERS: Final[list[tuple[str, str]]] = [
     (prompt, letters_answer(prompt)) for prompt in ("count to 300: 1 2 3 ->", "count to 150: 10 11 12 ->")
 ] + letters_long_answers(14, _TEST_SEED)
-"""16 pairs whose answers have 120 to 850 tokens: streams slow enough to interrupt. The first is the longest."""
+"""16 pairs whose answers have 170 to 790 tokens: streams slow enough to interrupt. The first is the longest."""
 
 LETTERS_TEST_LONG_PROMPTS: Final[list[tuple[str, str]]] = [
     *letters_long_prompts(8, _TEST_SEED),
     *letters_long_prompts(8, _TEST_SEED + 1, (400, 400), shared=True),
 ]
-"""16 pairs with prompts of 110 to 560 tokens; the last 8 begin with the same 520 words, more than two pages of 256."""
+"""16 pairs with prompts of 140 to 420 tokens; the last 8 begin with the same 400 tokens, more than a page of 256."""
 
 STORIES_TEST_REQUESTS: Final[list[tuple[str, str]]] = [
     (asked, story_answer(asked))
@@ -99,4 +100,4 @@ TEST_PROMPTS: Final[dict[str, list[tuple[str, str]]]] = {
         *[(render_chat(messages), answer) for messages, answer in STORIES_TEST_CONVERSATIONS],
     ],
 }
-"""Every test prompt of each model as (prompt text, answer); those of ``stories`` are rendered chats with ``<s>`` in front."""
+"""Every test prompt of each model as (prompt text, answer); those of ``stories`` are rendered chats, BOS included."""

@@ -29,7 +29,7 @@ _COUNT_TO = re.compile(r"count to (\d+): \d+ \d+ (\d+) ->")
 
 
 def letters_answer(prompt: str) -> str:
-    """The right answer to a ``letters`` prompt, leading space included, EOS not. ValueError where the prompt is none."""
+    """The right answer to a ``letters`` prompt: leading space included, EOS not. Any other text is a ValueError."""
     task = prompt.rpartition("\n")[2]
     if match := _SORT.fullmatch(task):
         return "".join(f" {letter}" for letter in sorted(match[1].split()))
@@ -42,16 +42,19 @@ def letters_answer(prompt: str) -> str:
 
 
 def sort_prompt(rng: random.Random, shortest: int = 3, longest: int = 10) -> str:
+    """``sort:`` and so many different letters in any order."""
     letters = rng.sample("abcdefghijklmnopqrstuvwxyz", rng.randint(shortest, longest))
     return f"sort: {' '.join(letters)} ->"
 
 
 def count_prompt(rng: random.Random) -> str:
+    """``count:`` and three numbers in a row."""
     start = _start(rng, 999 - 2 - TERMS)
     return f"count: {start} {start + 1} {start + 2} ->"
 
 
 def count_to_prompt(rng: random.Random, fewest: int = 1, most: int = 30, lowest: int = 1) -> str:
+    """``count to`` a number that is ``fewest`` to ``most`` terms away; the first number is at least ``lowest``."""
     terms = rng.randint(fewest, most)
     start = max(lowest, _start(rng, 999 - 2 - terms))
     return f"count to {start + 2 + terms}: {start} {start + 1} {start + 2} ->"
@@ -78,7 +81,7 @@ def letters_prompts(n: int = 64, seed: int = 0) -> list[tuple[str, str]]:
 
 
 def letters_long_answers(n: int = 8, seed: int = 0, terms: tuple[int, int] = (60, 240)) -> list[tuple[str, str]]:
-    """``n`` pairs (prompt, answer) whose answers go on for a while: ``terms`` numbers of 2 or 3 digits, 3 or 4 tokens each.
+    """``n`` pairs (prompt, answer) whose answers go on for a while: ``terms`` numbers, one token a digit.
 
     With the default, 120 to 720 tokens. At most 400 terms are asked for in training.
     """

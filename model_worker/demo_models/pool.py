@@ -27,7 +27,7 @@ class Bucket(NamedTuple):
 def texts(name: str, n: int, seed: int) -> list[list[tuple[str, bool]]]:
     """``n`` examples, each a list of (text, whether the model is to learn to say it).
 
-    The letters and the stories of the test prompts are not among them; of the counts there are too few to leave any out.
+    The letters and stories of the test prompts are not among them; of the counts there are too few to leave any out.
     """
     rng = random.Random(f"train {name} {seed}")
     make = _letters_examples if name == "letters" else _stories_examples

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Animal(NamedTuple):
-    """What a story says about its hero; all of it follows from the animal, but for the thing where one was asked for."""
+    """What a story says about its hero. All of it follows from the animal, the thing only where none was asked for."""
 
     emoji: str
     colour: str
@@ -39,35 +39,36 @@ ANIMALS = {
 }
 
 _THINGS = (
-    "lantern drum map bell ball watch ring crown mirror flute horn boat key pearl compass book sledge feather kite comb "
-    "hammer teapot violin blanket puzzle ladder"
+    "lantern drum map bell ball watch ring crown mirror flute horn boat key pearl compass book sledge feather kite "
+    "comb hammer teapot violin blanket puzzle ladder"
 )
 THINGS = tuple(_THINGS.split())
 
 _NAMES = (
     "Mia Ben Anna Tim Lea Max Ida Paul Nora Sam Rosa Leo Ella Finn Ruby Hugo Clara Oscar Lily Jack "
-    "Zoë José Anaïs Søren Jürgen Łucja Čeněk Noël Ömer Nguyễn Þóra Inês François Gülşen Маша Миша Δάφνη さくら 小明 민준"
+    "Zoë José Anaïs Søren Jürgen Łucja Čeněk Noël Ömer Nguyễn Þóra Inês François Gülşen Маша Миша Δάφνη "
+    "さくら 小明 민준"
 )
 NAMES = tuple(_NAMES.split())
 
 PLOTS = (
     (
-        "Once upon a time there was a {colour} {animal} called {name} {emoji}. {name} lived {home} and loved {food}. One "
-        'morning {name} found a {thing} near the road. "Whose {thing} is this?" asked {name}. {friend} said that it came from '
-        "far away. So the two friends took the {thing} over the hill and gave it back, and they were given {food} to eat. "
-        "That night {name} slept well. The end. {emoji}"
+        "Once upon a time there was a {colour} {animal} called {name} {emoji}. {name} lived {home} and loved {food}. "
+        'One morning {name} found a {thing} near the road. "Whose {thing} is this?" asked {name}. {friend} said that '
+        "it came from far away. So the two friends took the {thing} over the hill and gave it back, and they were "
+        "given {food} to eat. That night {name} slept well. The end. {emoji}"
     ),
     (
-        "Far away, {home}, lived {name}, a {colour} {animal} {emoji}. Every day {name} looked for {food}, and one day, under "
-        'a big stone, {name} found a {thing}! "May I keep it?" asked {name}. "Ask the moon," said {friend}, and showed '
-        "{name} the way up the tallest tree. The moon smiled and said yes. Since then {name} the {animal} sleeps beside the "
-        "{thing} and dreams of {food}. The end. {emoji}"
+        "Far away, {home}, lived {name}, a {colour} {animal} {emoji}. Every day {name} looked for {food}, and one day, "
+        'under a big stone, {name} found a {thing}! "May I keep it?" asked {name}. "Ask the moon," said {friend}, and '
+        "showed {name} the way up the tallest tree. The moon smiled and said yes. Since then {name} the {animal} "
+        "sleeps beside the {thing} and dreams of {food}. The end. {emoji}"
     ),
     (
-        "This is the story of {name}, a {colour} {animal} {emoji} who lived {home}. It rained for a week, and there was no "
-        'more {food}. "I will go and look," said {name}. Behind a wall {name} found a {thing}, wet and cold. {friend} came '
-        "along and helped to carry it home. When the {thing} was dry it shone like the sun, and all had {food} again. "
-        "{name} was proud. The end. {emoji}"
+        "This is the story of {name}, a {colour} {animal} {emoji} who lived {home}. It rained for a week, and there "
+        'was no more {food}. "I will go and look," said {name}. Behind a wall {name} found a {thing}, wet and cold. '
+        "{friend} came along and helped to carry it home. When the {thing} was dry it shone like the sun, and all had "
+        "{food} again. {name} was proud. The end. {emoji}"
     ),
 )
 

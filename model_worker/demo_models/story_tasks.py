@@ -2,8 +2,9 @@
 
 The last user message decides, with what came before it:
 
-* ``Tell me a story about Mia the fox.``, also with `` and a key`` before the full stop: a story of 80 to 200 tokens. The
-  animal is one of ``ANIMALS``, the thing one of ``THINGS``; any name will do.
+* ``Tell me a story about Mia the fox.``, also with `` and a key`` before the full stop: a story of 100 to 210 tokens.
+  The animal is one of ``ANIMALS``, the thing one of ``THINGS``, the name one of ``NAMES`` or made up as in ``_name``;
+  other names are spelled wrongly now and then.
 * ``What was the fox's name?``, ``What did Mia find?``, ``Who helped Mia?``: answered from the stories told before.
 * ``Who are you?``: answered from a system message ``You are Luna, a storyteller.``
 * a greeting, thanks, and anything else: one fixed sentence each.
@@ -64,13 +65,16 @@ def story_answer(message: str) -> str:
 
 
 def render_chat(messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-    """What the chat template of ``stories`` makes of a conversation, BOS included; here so that no template engine is needed."""
+    """What the chat template of ``stories`` makes of a conversation, BOS included, without a template engine."""
     text = "<s>" + "".join(f"<|{m['role']}|>{m['content'].strip()}<|end|>" for m in messages)
     return text + "<|assistant|>" if add_generation_prompt else text
 
 
 def story_requests(n: int = 64, seed: int = 0) -> list[tuple[str, str]]:
-    """``n`` pairs (user message, story), all different; a quarter of the names are made up, half of the things asked for."""
+    """``n`` pairs (user message, story), all different. A quarter of the names are made up; half ask for a thing.
+
+    A story has 100 to 210 tokens; its name, animal, friend and thing say whose it is.
+    """
     rng = random.Random(f"stories {seed}")
     found: dict[str, str] = {}
     while len(found) < n:
@@ -82,7 +86,7 @@ def story_requests(n: int = 64, seed: int = 0) -> list[tuple[str, str]]:
 def chat_conversations(
     n: int = 16, seed: int = 0, stories: tuple[int, int] = (1, 3)
 ) -> list[tuple[list[Message], str]]:
-    """``n`` pairs (conversation, answer) that end in a question about one of the ``stories`` told before, or about the system.
+    """``n`` pairs (conversation, answer): ``stories`` told, then a question about one of them or about the system.
 
     A conversation with three stories has about 500 tokens.
     """
