@@ -99,7 +99,11 @@ async def wait_until_ready(client: AsyncClient) -> None:
         models = (await client.status())["models"]
         for model in models:
             progress = model["progress"]
-            text = f"{model['state']:<9} {progress['phase']} {bar(progress['done'], progress['total'])}" if progress else model["state"]
+            text = (
+                f"{model['state']:<9} {progress['phase']} {bar(progress['done'], progress['total'])}"
+                if progress
+                else model["state"]
+            )
             if shown.get(model["name"]) != text:
                 shown[model["name"]] = text
                 print(f"  {model['name']:<10} {text}", flush=True)
@@ -163,7 +167,14 @@ def main() -> int:
 def print_results(asked: list[Question]) -> None:
     header = ("STREAM", "FIRST TOKEN MS", "TOK/S", "TOKENS", "FINISH", "ITS OWN ANSWER")
     rows = [
-        (q.label, round(q.first_token_s * 1000), round(q.tokens_per_s), q.tokens, q.finish_reason, "yes" if q.right else "NO")
+        (
+            q.label,
+            round(q.first_token_s * 1000),
+            round(q.tokens_per_s),
+            q.tokens,
+            q.finish_reason,
+            "yes" if q.right else "NO",
+        )
         for q in asked
     ]
     print(f"\n{table(header, rows)}")

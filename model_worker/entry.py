@@ -40,8 +40,8 @@ def main(spec: WorkerSpec) -> None:
         code = run(spec)
     except BaseException:
         traceback.print_exc()
-    # Not sys.exit: an interpreter's own way out joins threads and runs destructors of a CUDA context that may be broken,
-    # and can hang there with the GPU's memory held.
+    # Not sys.exit: an interpreter's own way out joins threads and runs destructors of a CUDA context that may be
+    # broken, and can hang there with the GPU's memory held.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

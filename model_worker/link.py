@@ -49,7 +49,7 @@ class SupervisorLink:
         self._socket.send(encode(Hello(pack_body({"pid": os.getpid(), "build": __version__}))))
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Report load progress; called by the engine as often as it likes, sent at most every 50 ms and at phase ends."""
+        """Report load progress; called as often as the engine likes, sent at most every 50 ms and at phase ends."""
         self.exit_if_orphaned()
         now = time.monotonic()
         last_phase, last_time = self._last_progress
@@ -116,7 +116,7 @@ class SupervisorLink:
         return tuple(self._unsent)
 
     def exit_if_orphaned(self) -> None:
-        """Leave at once if the supervisor is gone. The kernel's SIGKILL normally comes first; this covers its absence."""
+        """Leave at once if the supervisor is gone. The kernel's SIGKILL comes first; this covers its absence."""
         if os.getppid() != self._supervisor_pid:
             os._exit(0)
 

@@ -94,7 +94,9 @@ class WorkerLoop:
         """The engine's job for a request: encoded, and checked against what this model can do. Raises RequestError."""
         for name in SamplingParams.model_fields:
             if name not in self._capabilities.sampling and getattr(request, name) != getattr(_NEUTRAL, name):
-                raise RequestError(f"{name}: this model's engine does not offer it", field=name, code=ErrorCode.UNSUPPORTED)
+                raise RequestError(
+                    f"{name}: this model's engine does not offer it", field=name, code=ErrorCode.UNSUPPORTED
+                )
         prompt_ids = self._encode(request)
         context = self._capabilities.context
         room = context - len(prompt_ids)
@@ -169,7 +171,7 @@ class WorkerLoop:
         usage = {"prompt_tokens": tracked.prompt_tokens, "completion_tokens": completion}
         if finished and finished.cached_tokens:
             usage["cached_tokens"] = finished.cached_tokens
-        fields = {"text": text, "finish_reason": reason, "usage": usage, "timings": timings}
+        fields: dict[str, object] = {"text": text, "finish_reason": reason, "usage": usage, "timings": timings}
         self._send(tracked, token_ids, fields, EventFlag.FINISHED)
 
     def _send_error(self, tracked: _Tracked, error: WireError) -> None:
@@ -179,7 +181,9 @@ class WorkerLoop:
         if ids and not tracked.tokens:
             flags |= EventFlag.FIRST
         event = pack_event(ids, fields)
-        self._link.queue(tracked.channel, EventEntry(tracked.request, tracked.seq, int(flags), len(ids), len(event)), event)
+        self._link.queue(
+            tracked.channel, EventEntry(tracked.request, tracked.seq, int(flags), len(ids), len(event)), event
+        )
         tracked.seq += 1
         tracked.tokens += len(ids)
 

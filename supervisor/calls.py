@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
-from supervisor.fleet import Fleet, Model
+from supervisor.fleet import Fleet
 from supervisor.lifecycle import WorkerState
+from supervisor.model import Model
+from supervisor.scheduler import Scheduler
 
 Params = dict[str, Any]
 Result = dict[str, Any]
@@ -19,6 +21,7 @@ class Host(Protocol):
     """What the verbs need of the loop."""
 
     fleet: Fleet
+    scheduler: Scheduler
 
     def describe(self) -> dict[str, Any]: ...
     def now(self) -> float: ...
@@ -29,7 +32,9 @@ def answer(host: Host, verb: str, body: bytes, *, admin: bool) -> Result:
     """The result of one CALL. Raises WireError naming verb or parameter."""
     entry = _VERBS.get(verb)
     if entry is None:
-        raise WireError(ErrorCode.UNSUPPORTED, f"unknown verb {verb!r}: known are {', '.join(sorted(_VERBS))}", field="verb")
+        raise WireError(
+            ErrorCode.UNSUPPORTED, f"unknown verb {verb!r}: known are {', '.join(sorted(_VERBS))}", field="verb"
+        )
     handler, is_order = entry
     if is_order and not admin:
         raise WireError(ErrorCode.UNSUPPORTED, f"{verb!r} is an order: send it to the admin socket", field="verb")
@@ -49,7 +54,7 @@ def _models(host: Host, params: Params) -> Result:
 def _status(host: Host, params: Params) -> Result:
     name = _take(params, model=str).get("model")
     models = list(host.fleet.models.values()) if name is None else [_model(host, name)]
-    return {"supervisor": host.describe(), "models": [host.fleet.describe(m, host.now()) for m in models]}
+    return {"supervisor": host.describe(), "models": [m.describe(host.scheduler, host.now()) for m in models]}
 
 
 def _start(host: Host, params: Params) -> Result:
@@ -108,5 +113,3 @@ def _model(host: Host, name: str | None) -> Model:
             ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured: there is {known}", field="model"
         )
     return model
-
-

@@ -1,8 +1,8 @@
-"""A ROUTER that clients connect to, and who is connected. Two of them exist: ``front`` for requests, ``admin`` for orders.
+"""A ROUTER that clients connect to, and who is connected. Two exist: ``front`` for requests, ``admin`` for orders.
 
-Routing ids are libzmq's own (a client cannot choose one), so a new connection is always a new client. Its end is noticed
-three ways: the socket monitor (at once, but an event can be missed when a descriptor is reused), a failed send, and the
-loop's probe of clients with unfinished requests.
+Routing ids are libzmq's own (a client cannot choose one), so a new connection is always a new client. Its end is
+noticed three ways: the socket monitor (at once, but an event can be missed when a descriptor is reused), a failed
+send, and the loop's probe of clients with unfinished requests.
 """
 
 import os

@@ -7,141 +7,24 @@ started, each with its line. Nothing is clamped and nothing is ignored.
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from protocol import limits
 from protocol.worker_spec import EngineSpec
-from supervisor.restart import RestartPolicy
-from supervisor.stop_ladder import LadderTimes
+from supervisor.config_schema import (
+    ENGINE_KEYS,
+    FileConfig,
+    ModelConfig,
+    RestartConfig,
+    StopConfig,
+    SupervisorConfig,
+)
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"
 DEMO_DIR = Path(__file__).resolve().parent.parent / "model_worker" / "demo_models"
-
-ENGINE_KEYS: dict[str, frozenset[str]] = {
-    "exllamav2": frozenset({"cache_size", "cache_mode", "chunk_size"}),
-    "transformers": frozenset({"chunk_size", "threads"}),
-}
-"""Keys of models.yaml that only some engines know. An engine named by an import string takes ``options`` instead."""
-
-_DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)$")
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def parse_duration(value: object) -> float:
-    """Seconds of ``5m``, ``90s``, ``250ms``, ``1h``, or of a number of seconds. Raises ValueError."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
-        return float(value)
-    if isinstance(value, str) and (match := _DURATION.match(value)):
-        return float(match[1]) * _SECONDS[match[2]]
-    raise ValueError("must be a duration such as 250ms, 30s, 5m or 1h")
-
-
-def parse_gpu(value: object) -> str | int | tuple[int | str, ...]:
-    """``cpu``, an index of nvidia-smi, a GPU's UUID, or a list of indices or UUIDs. Raises ValueError."""
-    one = f"{value!r} is no GPU: must be cpu, an index as nvidia-smi counts, GPU-<uuid>, or a list of those"
-    if value == "cpu":
-        return "cpu"
-    if isinstance(value, list):
-        if not value or len(set(map(str, value))) != len(value):
-            raise ValueError("must name at least one GPU, and none twice")
-        parsed = [parse_gpu(item) for item in value]
-        if any(item == "cpu" or isinstance(item, tuple) for item in parsed):
-            raise ValueError(one)
-        return tuple(item for item in parsed if not isinstance(item, tuple))
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1024:
-        return value
-    if isinstance(value, str) and re.fullmatch(r"GPU-[0-9a-fA-F-]{8,64}", value):
-        return value
-    raise ValueError(one)
-
-
-Duration = Annotated[float, BeforeValidator(parse_duration)]
-Gpu = Annotated[Any, BeforeValidator(parse_gpu)]
-Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
-
-_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class ModelConfig(BaseModel):
-    """One entry under ``models``. The keys are those that EXL2 users know from elsewhere."""
-
-    model_config = _STRICT
-
-    model_dir: str
-    """Directory of the model: absolute, relative to the file, or demo:NAME for a model that is shipped."""
-    engine: str = "exllamav2"
-    """exllamav2, transformers, or an import string package.module:Class."""
-    gpu: Gpu = None
-    """The GPU or GPUs this model is pinned to; required for exllamav2, cpu by default for the others."""
-    max_seq_len: Tokens | None = None
-    """Tokens of context; the model's own by default."""
-    max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Requests decoded together."""
-    cache_size: Tokens | None = None
-    """exllamav2: tokens of all running requests together; max_seq_len by default."""
-    cache_mode: Literal["FP16", "Q8", "Q6", "Q4"] | None = None
-    """exllamav2: FP16 by default."""
-    chunk_size: Tokens | None = None
-    """Prompt tokens computed in one step."""
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """transformers on the CPU: 1 by default, so that several models do not fight for the cores."""
-    max_queue: Annotated[int, Field(ge=1, le=100_000)] = 256
-    """Requests that may wait for this model; more are refused as overloaded."""
-    autostart: bool = True
-    """Start with the supervisor."""
-    options: dict[str, Any] | None = None
-    """For an engine named by an import string: its own settings."""
-
-
-class RestartConfig(BaseModel):
-    """When to give up on a model that keeps ending."""
-
-    model_config = _STRICT
-
-    limit: Annotated[int, Field(ge=1, le=1000)] = 5
-    window: Duration = 60.0
-    initial: Duration = 0.5
-    max: Duration = 30.0
-
-
-class StopConfig(BaseModel):
-    """How long each rung of the stop ladder is given."""
-
-    model_config = _STRICT
-
-    drain: Duration = 30.0
-    shutdown: Duration = 5.0
-    sigterm: Duration = 2.0
-
-
-class SupervisorConfig(BaseModel):
-    """The ``supervisor`` section."""
-
-    model_config = _STRICT
-
-    restart: RestartConfig = RestartConfig()
-    stop: StopConfig = StopConfig()
-
-    @property
-    def restart_policy(self) -> RestartPolicy:
-        r = self.restart
-        return RestartPolicy(limit=r.limit, window_s=r.window, initial_s=r.initial, max_s=r.max)
-
-    @property
-    def ladder(self) -> LadderTimes:
-        return LadderTimes(shutdown_s=self.stop.shutdown, sigterm_s=self.stop.sigterm)
-
-
-class FileConfig(BaseModel):
-    """The whole file."""
-
-    model_config = _STRICT
-
-    models: dict[str, ModelConfig]
-    supervisor: SupervisorConfig = SupervisorConfig()
 
 
 class ModelSpec:
@@ -199,24 +82,32 @@ def load_config(file: Path) -> Config:
     for name, config in parsed.models.items():
         path: KeyPath = ("models", name)
         if not re.match(limits.MODEL_NAME_PATTERN, name):
-            message = "is no model name: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a letter or digit"
+            message = (
+                "is no model name: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a letter or digit"
+            )
             problems.append(source.problem(path, message))
         problems += [source.problem((*path, key), message) for key, message in _combination_problems(config)]
-        model_dir = _resolve(config.model_dir, Path(file).resolve().parent)
-        if not model_dir.is_dir():
-            message = f"{config.model_dir!r} is no directory (looked for {model_dir}); give the directory with config.json"
-            problems.append(source.problem((*path, "model_dir"), message))
-        models[name] = ModelSpec(name, config, model_dir)
+        try:
+            models[name] = ModelSpec(name, config, _resolve(config.model_dir, Path(file).resolve().parent))
+        except ValueError as e:
+            problems.append(source.problem((*path, "model_dir"), str(e)))
     if problems:
         raise ConfigError(problems)
     return Config(Path(file).resolve(), models, parsed.supervisor)
 
 
 def _resolve(model_dir: str, base: Path) -> Path:
+    """The model's directory. Raises ValueError if there is none."""
     if model_dir.startswith(DEMO_PREFIX):
-        # A single name, never a path: demo:../../x must not leave the package.
-        return DEMO_DIR / Path(model_dir.removeprefix(DEMO_PREFIX)).name
-    return (base / Path(model_dir).expanduser()).resolve()
+        # Looked up, never joined into a path: demo:../../x must not leave the package.
+        shipped = {path.parent.name: path.parent for path in DEMO_DIR.glob("*/config.json")}
+        if (name := model_dir.removeprefix(DEMO_PREFIX)) not in shipped:
+            raise ValueError(f"{model_dir!r} is no demo model; shipped are {', '.join(sorted(shipped))}")
+        return shipped[name]
+    path = (base / Path(model_dir).expanduser()).resolve()
+    if not path.is_dir():
+        raise ValueError(f"{model_dir!r} is no directory (looked for {path}); give the directory with config.json")
+    return path
 
 
 def _combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
@@ -229,13 +120,15 @@ def _combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
         problems.append(("engine", f"{config.engine!r} is no engine: {hint}"))
         return problems
     known = ENGINE_KEYS.get(config.engine, frozenset())
-    for key in sorted(frozenset[str]().union(*ENGINE_KEYS.values()) - known):
-        if getattr(config, key) is not None:
-            problems.append((key, f"is not a key of engine {config.engine!r}; remove it"))
+    foreign = sorted(frozenset[str]().union(*ENGINE_KEYS.values()) - known)
+    message = f"is not a key of engine {config.engine!r}; remove it"
+    problems += [(key, message) for key in foreign if getattr(config, key) is not None]
     if config.options is not None and not custom:
         problems.append(("options", "is only for an engine named by an import string; remove it"))
     if config.engine == "exllamav2" and config.gpu in (None, "cpu"):
-        problems.append(("gpu", "engine exllamav2 needs the GPU this model is pinned to: add gpu: 0, [0, 1] or GPU-<uuid>"))
+        problems.append(
+            ("gpu", "engine exllamav2 needs the GPU this model is pinned to: add gpu: 0, [0, 1] or GPU-<uuid>")
+        )
     return problems
 
 

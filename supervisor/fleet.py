@@ -11,25 +11,24 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from protocol import __version__
 from protocol.codec import encode, unpack_body
-from protocol.errors import ErrorCode, FrameError, WireError
+from protocol.errors import ErrorCode, FrameError
 from protocol.messages import Hello, Message, Progress, Ready, Shutdown, Stats
 from protocol.worker_spec import WorkerSpec
 from supervisor import logs, stop_ladder
-from supervisor.config import Config, ModelSpec
-from supervisor.exits import ExitReport, classify
+from supervisor.config import Config
+from supervisor.exits import classify
 from supervisor.guard import Guard
-from supervisor.lifecycle import Effect, Event, ModelLife, WorkerState
-from supervisor.restart import RestartHistory
-from supervisor.scheduler import Effect as RequestEffect
+from supervisor.in_flight import Effect as RequestEffect
+from supervisor.lifecycle import Effect, Event, WorkerState
+from supervisor.model import Model
 from supervisor.scheduler import Scheduler
-from supervisor.stop_ladder import LadderTimes, Rung
-from supervisor.timers import Timer, Timers
+from supervisor.stop_ladder import Rung
+from supervisor.timers import Timers
 from supervisor.worker_process import WorkerProcess
 
 RATE_WINDOW_S = 1.0
@@ -42,41 +41,6 @@ class Outlet(Protocol):
     def send_worker(self, model: str, frame: bytes) -> None: ...
     def watch_process(self, pidfd: int, callback: Callable[[], None]) -> None: ...
     def unwatch_process(self, pidfd: int) -> None: ...
-
-
-class Model:
-    """One configured model: its state, and its present process if there is one."""
-
-    def __init__(self, spec: ModelSpec, history: RestartHistory) -> None:
-        self.spec = spec
-        self.life = ModelLife(spec.name)
-        self.history = history
-        self.wanted = False
-        """An operator wants it up; a START that came while it went down is repeated when it is stopped."""
-        self.generation = 0
-        self.process: WorkerProcess | None = None
-        self.routing_id = b""
-        self.last_exit: ExitReport | None = None
-        self.restarts = 0
-        self.progress: dict[str, Any] = {}
-        self.info: dict[str, Any] = {}
-        """What READY said: context, max_jobs, device, attention, ..."""
-        self.stats: dict[str, Any] = {}
-        self.ladder: list[Timer] = []
-        self.ladder_times: LadderTimes | None = None
-        self.drain_timer: Timer | None = None
-        self.backoff_timer: Timer | None = None
-        self.last_active = 0.0
-        self.tokens_per_s = 0.0
-        self.tokens_seen = 0
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def state(self) -> WorkerState:
-        return self.life.state
 
 
 class Fleet:
@@ -98,14 +62,13 @@ class Fleet:
         self._timers = timers
         self._guard = guard
         self._outlet = outlet
-        self._runtime_dir = runtime_dir
         self._back_endpoint = back_endpoint
         self._log = log
         self._by_routing_id: dict[bytes, Model] = {}
         self.models: dict[str, Model] = {}
         for name, spec in config.models.items():
-            self.models[name] = Model(spec, RestartHistory(config.supervisor.restart_policy))
-            scheduler.add_model(name, queue_limit=spec.config.max_queue, refusal=self._refusal(self.models[name]))
+            self.models[name] = Model(spec, config.supervisor.restart_policy, logs.log_path(runtime_dir, name))
+            scheduler.add_model(name, queue_limit=spec.config.max_queue, refusal=self.models[name].refusal())
 
     # --- orders -------------------------------------------------------------------------------------------------
 
@@ -171,7 +134,7 @@ class Fleet:
             if timer is not None:
                 timer.cancel()
         model.ladder.clear()
-        report = classify(code, asked=asked, log_tail=logs.tail(self._log_path(model)))
+        report = classify(code, asked=asked, log_tail=logs.tail(model.log_path))
         model.last_exit = report
         model.stats, model.progress, model.tokens_per_s = {}, {}, 0.0
         pause = 0.0
@@ -223,11 +186,12 @@ class Fleet:
             case Effect.ACCEPT_NEW:
                 self._scheduler.accept_new(name)
             case Effect.REFUSE_NEW:
-                self._scheduler.refuse_new(name, self._refusal(model))
+                self._scheduler.refuse_new(name, model.refusal())
             case Effect.END_WAITING:
-                self._outlet.perform(self._scheduler.end_waiting(name, self._refusal(model)))
+                self._outlet.perform(self._scheduler.end_waiting(name, model.refusal()))
             case Effect.END_ACTIVE:
-                message = f"model {name!r}: the worker process ended ({model.last_exit.reason if model.last_exit else 'gone'})"
+                reason = model.last_exit.reason if model.last_exit else "gone"
+                message = f"model {name!r}: the worker process ended ({reason})"
                 code = ErrorCode.DRAINING if model.state is WorkerState.STOPPED else ErrorCode.WORKER_DIED
                 self._outlet.perform(self._scheduler.end_running(name, code, message))
             case Effect.WATCH_DRAIN:
@@ -251,7 +215,7 @@ class Fleet:
         model.generation += 1
         model.routing_id = b"W" + secrets.token_bytes(16)
         model.info, model.progress = {}, {}
-        path = self._log_path(model)
+        path = model.log_path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         logs.rotate(path)
         spec = WorkerSpec(
@@ -294,53 +258,6 @@ class Fleet:
         for model in self.models.values():
             if model.process is not None:
                 model.process.signal(signal.SIGKILL)
-
-    def _log_path(self, model: Model) -> Path:
-        return logs.log_path(self._runtime_dir, model.name)
-
-    def _refusal(self, model: Model) -> WireError:
-        name = model.name
-        if model.state is WorkerState.FAILED:
-            why = model.last_exit.message if model.last_exit else "unknown"
-            return WireError(
-                ErrorCode.MODEL_FAILED, f"model {name!r} failed: {why}; mend that, then `modelctl start {name}`"
-            )
-        if model.state in (WorkerState.DRAINING, WorkerState.STOPPING):
-            return WireError(ErrorCode.DRAINING, f"model {name!r} is being stopped", retry_after_ms=1000)
-        return WireError(ErrorCode.MODEL_NOT_RUNNING, f"model {name!r} is stopped; start it with `modelctl start {name}`")
-
-    # --- for people ---------------------------------------------------------------------------------------------
-
-    def describe(self, model: Model, now: float) -> dict[str, Any]:
-        """One model as ``status`` shows it."""
-        running, waiting = self._scheduler.counts(model.name)
-        config = model.spec.config
-        idle = model.state is WorkerState.READY and not running
-        return {
-            "name": model.name,
-            "state": str(model.state),
-            "state_s": round(now - model.life.since, 1),
-            "engine": config.engine,
-            "gpu": model.spec.visible_devices or "cpu",
-            "device": model.info.get("device"),
-            "attention": model.info.get("attention"),
-            "context": model.info.get("context") or config.max_seq_len,
-            "max_batch_size": config.max_batch_size,
-            "chat": bool(model.info.get("chat")),
-            "active": running,
-            "queued": waiting,
-            "tokens_per_s": round(model.tokens_per_s, 1),
-            "idle_s": round(now - model.last_active, 1) if idle else None,
-            "pid": model.process.pid if model.process else None,
-            "generation": model.generation,
-            "restarts": model.restarts,
-            "load_seconds": model.info.get("load_seconds"),
-            "progress": model.progress or None,
-            "engine_stats": model.stats,
-            "totals": self._scheduler.totals(model.name),
-            "last_exit": asdict(model.last_exit) if model.last_exit else None,
-            "log": str(self._log_path(model)),
-        }
 
 
 def _checked_progress(body: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import zmq
@@ -41,9 +42,10 @@ from supervisor.client_port import ClientPort, Connection, Context, bind_private
 from supervisor.config import Config
 from supervisor.fleet import RATE_WINDOW_S, Fleet
 from supervisor.guard import Guard
+from supervisor.in_flight import Effect, ToClient
 from supervisor.lifecycle import IllegalTransition
 from supervisor.runtime_dir import RuntimeDir
-from supervisor.scheduler import Effect, Scheduler, ToClient
+from supervisor.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.zap import ZapHandler
 
@@ -53,7 +55,7 @@ BACK_DRAIN_LIMIT = 256
 
 
 class Supervisor:
-    """Everything a running supervisor has. Construct and run on the main thread (workers die with their spawning thread)."""
+    """Everything a running supervisor has. Lives on the main thread: workers die with the thread that spawned them."""
 
     def __init__(self, config: Config, runtime: RuntimeDir, log: logging.Logger) -> None:
         self._log = log
@@ -62,7 +64,7 @@ class Supervisor:
         self._started = time.monotonic()
         self._session = secrets.token_hex(8)
         self._timers = Timers()
-        self._scheduler = Scheduler()
+        self.scheduler = Scheduler()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._poller = zmq.Poller()
         self._shutting_down = False
@@ -76,13 +78,13 @@ class Supervisor:
         self._guard = Guard()
         self._signals = self._catch_signals()
         self.fleet = Fleet(
-            config, self._scheduler, self._timers, self._guard, self, runtime.path, back_endpoint(runtime.path), log
+            config, self.scheduler, self._timers, self._guard, self, runtime.path, back_endpoint(runtime.path), log
         )
         self._watch(self._zap.socket, self._zap.handle)
         self._watch(self._back, self._on_back)
         for port in (self._front, self._admin):
-            self._watch(port.socket, lambda port=port: self._on_port(port))
-            self._watch(port.monitor, lambda port=port: self._on_port(port))
+            self._watch(port.socket, partial(self._on_port, port))
+            self._watch(port.monitor, partial(self._on_port, port))
         self._watch(self._signals, self._on_signals)
         self._watch(self._guard.pidfd, self._on_guard_exit)
 
@@ -101,7 +103,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until told to stop. Returns the process's exit code; the caller leaves with ``os._exit``."""
-        self._log.info("modelctl %s, pid %d, serving %s in %s", __version__, os.getpid(), self._config.file, self._runtime.path)
+        self._log.info(
+            "modelctl %s, pid %d, serving %s in %s", __version__, os.getpid(), self._config.file, self._runtime.path
+        )
         for name, model in self.fleet.models.items():
             if model.spec.config.autostart:
                 self.fleet.start(name, "autostart")
@@ -194,7 +198,7 @@ class Supervisor:
                 "handshakes_failed": front.handshakes_failed + admin.handshakes_failed,
                 "connections_denied": self._zap.denied,
                 "bad_frames": front.bad_frames + admin.bad_frames,
-                "worker_frames_dropped": self._worker_frames_dropped + self._scheduler.dropped_frames,
+                "worker_frames_dropped": self._worker_frames_dropped + self.scheduler.dropped_frames,
             },
         }
 
@@ -221,15 +225,15 @@ class Supervisor:
         channel = connection.channel
         match message:
             case Credit(request, events):
-                self.perform(self._scheduler.credit(channel, request, events))
+                self.perform(self.scheduler.credit(channel, request, events))
             case Generate(request):
                 if port is self._admin:
                     error = WireError(ErrorCode.UNSUPPORTED, "requests go to the front socket", field="request")
                     port.send(channel, encode(Error(request, pack_error(error))))
                 else:
-                    self.perform(self._scheduler.submit(channel, message))
+                    self.perform(self.scheduler.submit(channel, message))
             case Cancel(request):
-                self.perform(self._scheduler.cancel(channel, request))
+                self.perform(self.scheduler.cancel(channel, request))
             case Call(call, verb, body):
                 try:
                     reply = {"result": calls.answer(self, verb, body, admin=port is self._admin)}
@@ -271,7 +275,7 @@ class Supervisor:
             try:
                 message = decode(frame, WORKER_TO_SUPERVISOR)
                 if isinstance(message, Events):
-                    self.perform(self._scheduler.events(model.name, frame, message))
+                    self.perform(self.scheduler.events(model.name, frame, message))
                     self.fleet.after_events(model)
                 else:
                     self.fleet.on_worker_message(model, message)
@@ -287,13 +291,13 @@ class Supervisor:
     def _end_gone(self) -> None:
         while gone := self._front.take_gone():
             for channel in gone:
-                self.perform(self._scheduler.gone(channel))
+                self.perform(self.scheduler.gone(channel))
         self._admin.take_gone()
 
     def _probe(self) -> None:
         """Third way of noticing a client's end, for when the monitor's event was missed and nothing is sent to it."""
         frame = encode(Ping(0))
-        for channel in self._scheduler.channels():
+        for channel in self.scheduler.channels():
             self._front.send(channel, frame)
         self._end_gone()
 
@@ -321,5 +325,3 @@ class Supervisor:
             name = signal.Signals(number).name
             if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self.begin_shutdown(name, now=self._shutting_down)
-
-

@@ -40,7 +40,9 @@ class RuntimeDir:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = path.lstat()
         except OSError as e:
-            raise RuntimeDirError(f"cannot make the runtime directory {path}: {e.strerror}; give --runtime-dir") from None
+            raise RuntimeDirError(
+                f"cannot make the runtime directory {path}: {e.strerror}; give --runtime-dir"
+            ) from None
         if not stat.S_ISDIR(status.st_mode):
             raise RuntimeDirError(f"the runtime directory {path} is no directory; remove it or give --runtime-dir")
         if status.st_uid != os.getuid():
@@ -52,7 +54,7 @@ class RuntimeDir:
             )
 
     def release(self) -> None:
-        """Remove the sockets and give the directory up. The lock file stays: removing it would race with the next holder."""
+        """Remove the sockets and give the directory up. The lock file stays: removing it would race with the next."""
         for name in ("front", "admin", "back"):
             (self.path / name).unlink(missing_ok=True)
         os.close(self._lock_fd)

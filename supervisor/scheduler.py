@@ -1,13 +1,9 @@
 """Requests from acceptance to their one terminal event. Pure: messages in, effects out; no sockets, no clock.
 
-Law 1 lives here. A request enters the table when it is ACCEPTED and leaves it when its terminal event has been put on
-the way *and* the worker no longer holds its job (it said so, or it is dead). Removing it earlier is how zombies are made:
-a later cancel would find nothing to cancel.
+Law 1 lives here. A request enters the table when it is ACCEPTED and leaves it when its terminal event has been put
+on the way *and* the worker no longer holds its job (it said so, or it is dead). Removing it earlier is how zombies
+are made: a later cancel would find nothing to cancel.
 """
-
-from collections import deque
-from dataclasses import dataclass, field
-from enum import Enum
 
 from protocol import limits
 from protocol.codec import encode, pack_body, pack_error, pack_event
@@ -24,6 +20,7 @@ from protocol.messages import (
     Generate,
     JobMessage,
 )
+from supervisor.in_flight import Effect, InFlight, ModelQueue, Phase, ToClient, ToWorker
 
 MAX_HELD_BYTES = 256 << 10
 """Bytes held for one stream whose client grants no credit, before the stream is ended with slow_consumer."""
@@ -32,78 +29,12 @@ MAX_WAITING_BYTES = 64 << 20
 RETRY_AFTER_MS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class ToClient:
-    """Effect: send a frame to a client connection."""
-
-    channel: int
-    frame: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ToWorker:
-    """Effect: send a frame to the present worker of a model."""
-
-    model: str
-    frame: bytes
-
-
-Effect = ToClient | ToWorker
-
-
-class Phase(Enum):
-    WAITING = "waiting"
-    """In the model's queue."""
-    RUNNING = "running"
-    """The worker has its job."""
-    ENDED = "ended"
-    """The client has its terminal event, or is gone; the worker still has to let go of the job."""
-    HELD = "held"
-    """The worker has finished; the client still has to grant credit for the last events."""
-
-
-@dataclass(slots=True, eq=False)
-class InFlight:
-    """One accepted request. ``sent`` events have gone to the client; ``held`` ones wait for credit, in order."""
-
-    channel: int
-    request: int
-    model: str
-    body: bytes
-    credit: int
-    phase: Phase = Phase.WAITING
-    sent: int = 0
-    delivered_tokens: int = 0
-    held: list[tuple[EventEntry, bytes]] = field(default_factory=list)
-    held_bytes: int = 0
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.channel, self.request
-
-
-@dataclass(slots=True)
-class _ModelQueue:
-    """What one model has to do. ``refusal`` is None while new requests are taken."""
-
-    limit: int
-    refusal: WireError | None
-    capacity: int = 0
-    generation: int = 0
-    waiting: deque[InFlight] = field(default_factory=deque)
-    waiting_bytes: int = 0
-    running: dict[tuple[int, int], InFlight] = field(default_factory=dict)
-    tokens: int = 0
-    finished: int = 0
-    errors: int = 0
-
-
 class Scheduler:
     """The table of requests of all models and connections. One writer: the supervisor's loop."""
 
     def __init__(self, *, window: int = limits.STREAM_WINDOW) -> None:
         self._window = window
-        self._models: dict[str, _ModelQueue] = {}
+        self._models: dict[str, ModelQueue] = {}
         self._live: dict[tuple[int, int], InFlight] = {}
         self.dropped_frames = 0
         """EVENTS frames of a former generation, or events of requests that are over: dropped, counted."""
@@ -111,7 +42,7 @@ class Scheduler:
     # --- models -------------------------------------------------------------------------------------------------
 
     def add_model(self, name: str, *, queue_limit: int, refusal: WireError) -> None:
-        self._models[name] = _ModelQueue(queue_limit, refusal)
+        self._models[name] = ModelQueue(queue_limit, refusal)
 
     def accept_new(self, model: str) -> None:
         """Queue new requests of a model from now on (it is, or soon will be, running)."""
@@ -151,7 +82,9 @@ class Scheduler:
     def cancel_running(self, model: str) -> list[Effect]:
         """The drain's time is over: end what is left with DRAINING."""
         effects: list[Effect] = []
-        error = WireError(ErrorCode.DRAINING, f"model {model!r} is being stopped; the request was ended before its time")
+        error = WireError(
+            ErrorCode.DRAINING, f"model {model!r} is being stopped; the request was ended before its time"
+        )
         for request in list(self._models[model].running.values()):
             if request.phase is Phase.RUNNING:
                 effects += self._abandon(request)
@@ -185,7 +118,7 @@ class Scheduler:
         effects: list[Effect] = [ToClient(channel, encode(Accepted(message.request, body)))]
         return effects + self._dispatch(message.model, queue)
 
-    def _admit(self, channel: int, message: Generate) -> _ModelQueue:
+    def _admit(self, channel: int, message: Generate) -> ModelQueue:
         for key, value in message.route.items():
             if key != "resume":
                 raise RequestError(f"unknown routing key {key!r}: known is 'resume'", field=f"route.{key}")
@@ -212,7 +145,7 @@ class Scheduler:
         if len(queue.waiting) >= queue.limit or queue.waiting_bytes + len(message.body) > MAX_WAITING_BYTES:
             raise WireError(
                 ErrorCode.OVERLOADED,
-                f"model {message.model!r} has {len(queue.waiting)} requests waiting (at most {queue.limit}); try again later",
+                f"model {message.model!r} has {len(queue.waiting)} requests waiting (at most {queue.limit}): try later",
                 retry_after_ms=RETRY_AFTER_MS,
             )
         return queue
@@ -233,7 +166,7 @@ class Scheduler:
             self._models[request.model].finished += 1
             self._remove(request)
             return [ToClient(channel, encode(Events(channel, 0, [entry], event)))]
-        # Whoever cancels may not go on granting credit: what is held, and the terminal event behind it, must not wait for it.
+        # Whoever cancels may not go on granting credit: what is held, and the terminal event behind it, must not wait.
         request.credit += 1 << 32
         abandon = self._abandon(request) if request.phase is Phase.RUNNING else []
         return self._release(request) + abandon
@@ -264,8 +197,8 @@ class Scheduler:
     # --- workers ------------------------------------------------------------------------------------------------
 
     def events(self, model: str, frame: bytes, message: Events) -> list[Effect]:
-        """What one engine step brought for one connection. ``frame`` is the message as it came: where every stream in it
-        has credit, it is passed on whole, which is what makes the router cheap."""
+        """What one engine step brought for one connection. ``frame`` is the message as it came: where every stream in
+        it has credit, it is passed on whole, which is what makes the router cheap."""
         queue = self._models[model]
         if message.generation != queue.generation:
             self.dropped_frames += 1
@@ -284,7 +217,7 @@ class Scheduler:
         return effects + self._dispatch(model, queue)
 
     @staticmethod
-    def _passes_whole(queue: _ModelQueue, message: Events) -> bool:
+    def _passes_whole(queue: ModelQueue, message: Events) -> bool:
         count = len(message.index)
         for entry in message.index:
             request = queue.running.get((message.channel, entry.request))
@@ -294,7 +227,7 @@ class Scheduler:
                 return False
         return True
 
-    def _slice(self, queue: _ModelQueue, message: Events) -> list[Effect]:
+    def _slice(self, queue: ModelQueue, message: Events) -> list[Effect]:
         """Pass on what may go and hold the rest, event by event."""
         effects: list[Effect] = []
         index: list[EventEntry] = []
@@ -336,7 +269,7 @@ class Scheduler:
             request,
             WireError(
                 ErrorCode.SLOW_CONSUMER,
-                f"{request.held_bytes} bytes of this stream were waiting for the client to read them (at most {MAX_HELD_BYTES})",
+                f"{request.held_bytes} bytes of this stream waited for its client to read (at most {MAX_HELD_BYTES})",
             ),
         )
 
@@ -361,7 +294,7 @@ class Scheduler:
 
     # --- shared -------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, model: str, queue: _ModelQueue) -> list[Effect]:
+    def _dispatch(self, model: str, queue: ModelQueue) -> list[Effect]:
         effects: list[Effect] = []
         while queue.waiting and len(queue.running) < queue.capacity:
             request = queue.waiting.popleft()

@@ -84,7 +84,7 @@ class YamlSource:
             return self._build_mapping(loader, node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self._build(loader, child, (*path, i)) for i, child in enumerate(node.value)]
-        return loader.construct_object(node)  # type: ignore[no-untyped-call]
+        return loader.construct_object(node)
 
     def _build_mapping(self, loader: yaml.SafeLoader, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -93,12 +93,14 @@ class YamlSource:
                 line = key_node.start_mark.line + 1
                 if key_node.value in seen:
                     message = f"stands here and in line {seen[key_node.value]}; each name may stand once"
-                    self._problems.append(Problem(self.file, line, ".".join(map(str, (*path, key_node.value))), message))
+                    self._problems.append(
+                        Problem(self.file, line, ".".join(map(str, (*path, key_node.value))), message)
+                    )
                 seen[key_node.value] = line
         loader.flatten_mapping(node)
         built: dict[Any, Any] = {}
         for key_node, value_node in node.value:
-            key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+            key = loader.construct_object(key_node)
             if not isinstance(key, (str, int, float, bool)):
                 raise yaml.MarkedYAMLError(problem="a key is not a plain word", problem_mark=key_node.start_mark)
             name = key if isinstance(key, str) else key_node.value

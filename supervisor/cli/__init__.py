@@ -8,9 +8,9 @@ def main() -> int:
         import sys
 
         print(
-            f"modelctl: the distribution 'supervisor' (supervisord) is installed in this environment, in {clash}. It owns "
-            "the same import name 'supervisor' and overwrites files of modelctl. Uninstall it, or install modelctl "
-            "into an environment of its own.",
+            f"modelctl: the distribution 'supervisor' (supervisord) is installed in this environment, in {clash}. "
+            "It owns the same import name 'supervisor' and overwrites files of modelctl. Uninstall it, or install "
+            "modelctl into an environment of its own.",
             file=sys.stderr,
         )
         return 78

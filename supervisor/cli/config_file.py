@@ -23,4 +23,6 @@ def find_config(given: Path | None) -> Path:
         if candidate.exists():
             return candidate
     looked = " and ".join(map(str, candidates))
-    raise ConfigError([Problem(NAME, 0, "", f"not found (looked for {looked}); name one with --config or $MODELCTL_CONFIG")])
+    raise ConfigError(
+        [Problem(NAME, 0, "", f"not found (looked for {looked}); name one with --config or $MODELCTL_CONFIG")]
+    )

@@ -55,8 +55,8 @@ def serve(config: Path | None, detach: bool, quiet: bool, runtime_dir: Path) -> 
         code = Supervisor(loaded, runtime, log).run()
     except BaseException:
         log.exception("the supervisor stops because of a fault of its own")
-    # Not a return: an interpreter's own exit would wait for the workers (multiprocessing joins its children). Whoever is
-    # still there after a fault is killed by the kernel and by the guard.
+    # Not a return: an interpreter's own exit would wait for the workers (multiprocessing joins its children). Whoever
+    # is still there after a fault is killed by the kernel and by the guard.
     sys.stderr.flush()
     os._exit(code)
 
@@ -94,5 +94,7 @@ def _detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
                 process.wait()  # another supervisor holds the lock; ours is about to say so and leave
                 continue
             models = wait_for(client, autostart, settled_up)
-        click.echo(f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it", err=True)
+        click.echo(
+            f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it", err=True
+        )
         return exit_codes.OK if all(m["state"] == "ready" for m in models) else exit_codes.FAILED

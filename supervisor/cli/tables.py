@@ -7,7 +7,9 @@ from collections.abc import Sequence
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns padded to their widest cell; None shows as '-'. Numbers are right-aligned."""
     cells = [[("-" if cell is None else str(cell)) for cell in row] for row in rows]
-    right = [bool(rows) and all(isinstance(row[i], (int, float, type(None))) for row in rows) for i in range(len(header))]
+    right = [
+        bool(rows) and all(isinstance(row[i], (int, float, type(None))) for row in rows) for i in range(len(header))
+    ]
     widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
 
     def line(values: Sequence[str]) -> str:

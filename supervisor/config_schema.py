@@ -1,0 +1,132 @@
+"""What may stand in a models.yaml: keys, types, defaults. What follows from them is ``supervisor.config``."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from supervisor.restart import RestartPolicy
+from supervisor.stop_ladder import LadderTimes
+
+ENGINE_KEYS: dict[str, frozenset[str]] = {
+    "exllamav2": frozenset({"cache_size", "cache_mode", "chunk_size"}),
+    "transformers": frozenset({"chunk_size", "threads"}),
+}
+"""Keys of models.yaml that only some engines know. An engine named by an import string takes ``options`` instead."""
+
+_DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)$")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of ``5m``, ``90s``, ``250ms``, ``1h``, or of a number of seconds. Raises ValueError."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    if isinstance(value, str) and (match := _DURATION.match(value)):
+        return float(match[1]) * _SECONDS[match[2]]
+    raise ValueError("must be a duration such as 250ms, 30s, 5m or 1h")
+
+
+def parse_gpu(value: object) -> str | int | tuple[int | str, ...]:
+    """``cpu``, an index of nvidia-smi, a GPU's UUID, or a list of indices or UUIDs. Raises ValueError."""
+    one = f"{value!r} is no GPU: must be cpu, an index as nvidia-smi counts, GPU-<uuid>, or a list of those"
+    if value == "cpu":
+        return "cpu"
+    if isinstance(value, list):
+        if not value or len(set(map(str, value))) != len(value):
+            raise ValueError("must name at least one GPU, and none twice")
+        parsed = [parse_gpu(item) for item in value]
+        if any(item == "cpu" or isinstance(item, tuple) for item in parsed):
+            raise ValueError(one)
+        return tuple(item for item in parsed if not isinstance(item, tuple))
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1024:
+        return value
+    if isinstance(value, str) and re.fullmatch(r"GPU-[0-9a-fA-F-]{8,64}", value):
+        return value
+    raise ValueError(one)
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+Gpu = Annotated[Any, BeforeValidator(parse_gpu)]
+Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
+
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(BaseModel):
+    """One entry under ``models``. The keys are those that EXL2 users know from elsewhere."""
+
+    model_config = _STRICT
+
+    model_dir: str
+    """Directory of the model: absolute, relative to the file, or demo:NAME for a model that is shipped."""
+    engine: str = "exllamav2"
+    """exllamav2, transformers, or an import string package.module:Class."""
+    gpu: Gpu = None
+    """The GPU or GPUs this model is pinned to; required for exllamav2, cpu by default for the others."""
+    max_seq_len: Tokens | None = None
+    """Tokens of context; the model's own by default."""
+    max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Requests decoded together."""
+    cache_size: Tokens | None = None
+    """exllamav2: tokens of all running requests together; max_seq_len by default."""
+    cache_mode: Literal["FP16", "Q8", "Q6", "Q4"] | None = None
+    """exllamav2: FP16 by default."""
+    chunk_size: Tokens | None = None
+    """Prompt tokens computed in one step."""
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """transformers on the CPU: 1 by default, so that several models do not fight for the cores."""
+    max_queue: Annotated[int, Field(ge=1, le=100_000)] = 256
+    """Requests that may wait for this model; more are refused as overloaded."""
+    autostart: bool = True
+    """Start with the supervisor."""
+    options: dict[str, Any] | None = None
+    """For an engine named by an import string: its own settings."""
+
+
+class RestartConfig(BaseModel):
+    """When to give up on a model that keeps ending."""
+
+    model_config = _STRICT
+
+    limit: Annotated[int, Field(ge=1, le=1000)] = 5
+    window: Duration = 60.0
+    initial: Duration = 0.5
+    max: Duration = 30.0
+
+
+class StopConfig(BaseModel):
+    """How long each rung of the stop ladder is given."""
+
+    model_config = _STRICT
+
+    drain: Duration = 30.0
+    shutdown: Duration = 5.0
+    sigterm: Duration = 2.0
+
+
+class SupervisorConfig(BaseModel):
+    """The ``supervisor`` section."""
+
+    model_config = _STRICT
+
+    restart: RestartConfig = RestartConfig()
+    stop: StopConfig = StopConfig()
+
+    @property
+    def restart_policy(self) -> RestartPolicy:
+        r = self.restart
+        return RestartPolicy(limit=r.limit, window_s=r.window, initial_s=r.initial, max_s=r.max)
+
+    @property
+    def ladder(self) -> LadderTimes:
+        return LadderTimes(shutdown_s=self.stop.shutdown, sigterm_s=self.stop.sigterm)
+
+
+class FileConfig(BaseModel):
+    """The whole file."""
+
+    model_config = _STRICT
+
+    models: dict[str, ModelConfig]
+    supervisor: SupervisorConfig = SupervisorConfig()

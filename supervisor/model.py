@@ -1,0 +1,96 @@
+"""The record of one configured model, and what people and clients are told of it."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import ErrorCode, WireError
+from supervisor.config import ModelSpec
+from supervisor.exits import ExitReport
+from supervisor.lifecycle import ModelLife, WorkerState
+from supervisor.restart import RestartHistory, RestartPolicy
+from supervisor.scheduler import Scheduler
+from supervisor.stop_ladder import LadderTimes
+from supervisor.timers import Timer
+from supervisor.worker_process import WorkerProcess
+
+
+class Model:
+    """One configured model: its state, and its present process if there is one."""
+
+    def __init__(self, spec: ModelSpec, policy: RestartPolicy, log_path: Path) -> None:
+        self.spec = spec
+        self.life = ModelLife(spec.name)
+        self.history = RestartHistory(policy)
+        self.log_path = log_path
+        self.wanted = False
+        """An operator wants it up; a START that came while it went down is repeated when it is stopped."""
+        self.generation = 0
+        self.process: WorkerProcess | None = None
+        self.routing_id = b""
+        self.last_exit: ExitReport | None = None
+        self.restarts = 0
+        self.progress: dict[str, Any] = {}
+        self.info: dict[str, Any] = {}
+        """What READY said: context, max_jobs, device, attention, ..."""
+        self.stats: dict[str, Any] = {}
+        self.ladder: list[Timer] = []
+        self.ladder_times: LadderTimes | None = None
+        self.drain_timer: Timer | None = None
+        self.backoff_timer: Timer | None = None
+        self.last_active = 0.0
+        self.tokens_per_s = 0.0
+        self.tokens_seen = 0
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def state(self) -> WorkerState:
+        return self.life.state
+
+    def refusal(self) -> WireError:
+        """What a new request is told while the model takes none."""
+        name = self.name
+        if self.state is WorkerState.FAILED:
+            why = self.last_exit.message if self.last_exit else "unknown"
+            return WireError(
+                ErrorCode.MODEL_FAILED, f"model {name!r} failed: {why}; mend that, then `modelctl start {name}`"
+            )
+        if self.state in (WorkerState.DRAINING, WorkerState.STOPPING):
+            return WireError(ErrorCode.DRAINING, f"model {name!r} is being stopped", retry_after_ms=1000)
+        return WireError(
+            ErrorCode.MODEL_NOT_RUNNING, f"model {name!r} is stopped; start it with `modelctl start {name}`"
+        )
+
+    def describe(self, scheduler: Scheduler, now: float) -> dict[str, Any]:
+        """The model as ``status`` shows it."""
+        running, waiting = scheduler.counts(self.name)
+        config = self.spec.config
+        idle = self.state is WorkerState.READY and not running
+        return {
+            "name": self.name,
+            "state": str(self.state),
+            "state_s": round(now - self.life.since, 1),
+            "engine": config.engine,
+            "gpu": self.spec.visible_devices or "cpu",
+            "device": self.info.get("device"),
+            "attention": self.info.get("attention"),
+            "context": self.info.get("context") or config.max_seq_len,
+            "max_batch_size": config.max_batch_size,
+            "chat": bool(self.info.get("chat")),
+            "active": running,
+            "queued": waiting,
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "idle_s": round(now - self.last_active, 1) if idle else None,
+            "pid": self.process.pid if self.process else None,
+            "generation": self.generation,
+            "restarts": self.restarts,
+            "load_seconds": self.info.get("load_seconds"),
+            "progress": self.progress or None,
+            "engine_stats": self.stats,
+            "totals": scheduler.totals(self.name),
+            "last_exit": asdict(self.last_exit) if self.last_exit else None,
+            "log": str(self.log_path),
+        }
