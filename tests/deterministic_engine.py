@@ -162,12 +162,16 @@ class CrashesInLoad(DeterministicEngine):
 
 
 class SlowLoad(DeterministicEngine):
-    """Loads for 30 seconds, with progress."""
+    """Loads for 30 seconds, or as long as the option load_s says, with progress."""
+
+    KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"load_s"}
 
     def load(self, progress: ProgressCallback) -> None:
-        for done in range(300):
-            progress("loading", done, 300)
-            time.sleep(0.1)
+        began = time.monotonic()
+        load_s = float(self.spec.options.get("load_s", 30.0))
+        while (past := time.monotonic() - began) < load_s:
+            progress("loading", int(past * 1000), int(load_s * 1000))
+            time.sleep(0.01)
 
 
 class ForksChild(DeterministicEngine):

@@ -1,0 +1,33 @@
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from tests.serving import Serving, describe, marked_processes, wait_until
+
+SESSION_MARK = "MODELCTL_TEST_SESSION"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_survives() -> Iterator[None]:
+    """Whatever tests start inherits the mark; when the last test is over, no process may carry it."""
+    mark = os.environ[SESSION_MARK] = uuid4().hex
+    yield
+    try:
+        wait_until(lambda: not marked_processes(SESSION_MARK, mark), 5, "the end of every process started by tests")
+    except AssertionError:
+        pytest.fail(f"processes survived the tests:\n{describe(marked_processes(SESSION_MARK, mark))}")
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Serving]]:
+    """Starts supervisors as ``tests.serving.Serving`` does; each ends with the test and leaves no process."""
+    with ExitStack() as stack:
+
+        def start(models: dict[str, dict[str, Any]], **settings: Any) -> Serving:
+            return stack.enter_context(Serving(models, **settings))
+
+        yield start

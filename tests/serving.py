@@ -1,0 +1,273 @@
+"""A supervisor in a process of its own, with real workers, for tests; and how tests wait."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from uuid import uuid4
+
+import psutil
+import yaml
+
+from protocol import Client
+from protocol.errors import ConnectionLost
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINES = "tests.deterministic_engine"
+MARK = "MODELCTL_TEST_SERVING"
+T = TypeVar("T")
+
+
+def engine(kind: str = "DeterministicEngine", *, step_s: float = 0.002, **keys: Any) -> dict[str, Any]:
+    """An entry of models.yaml for a class of ``tests.deterministic_engine``. ``load_s`` and ``context`` are its options."""
+    options = {name: keys.pop(name) for name in ("load_s", "context") if name in keys}
+    return {"model_dir": ".", "engine": f"{ENGINES}:{kind}", "options": {"step_s": step_s, **options}, **keys}
+
+
+def wait_until(condition: Callable[[], T], within: float = 10.0, what: str = "") -> T:
+    """The first true value of ``condition``. Fails the test after ``within`` seconds, saying ``what`` was waited for."""
+    deadline = time.monotonic() + within
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within} s: {what or 'the condition'} (last value: {value!r})")
+        time.sleep(0.005)
+
+
+def marked_processes(mark: str, value: str | None = None) -> list[psutil.Process]:
+    """Living processes whose environment holds ``mark``: unlike a walk of the process tree, this finds orphans too."""
+    wanted = f"{mark}=".encode() if value is None else f"{mark}={value}\0".encode()
+    found = []
+    for pid in psutil.pids():
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            if wanted in environment and pid != os.getpid():
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        except (OSError, psutil.NoSuchProcess):
+            continue  # gone meanwhile
+    return found
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def describe(processes: Sequence[psutil.Process]) -> str:
+    lines = []
+    for process in processes:
+        try:
+            lines.append(f"{process.pid} ({process.status()}): {' '.join(process.cmdline())[:200]}")
+        except psutil.NoSuchProcess:
+            continue
+    return "\n".join(lines)
+
+
+class Serving:
+    """``modelctl serve`` with these models. A context manager: at its end nothing of it may be left.
+
+    models      name → entry of models.yaml, see ``engine``
+    stop, restart  sections of models.yaml
+    wait        return only when every model that starts by itself is ready
+    script      run this Python file instead of ``-m supervisor`` (it must call the same main)
+    """
+
+    def __init__(
+        self,
+        models: dict[str, dict[str, Any]],
+        *,
+        stop: dict[str, Any] | None = None,
+        restart: dict[str, Any] | None = None,
+        wait: bool = True,
+        script: Path | None = None,
+    ) -> None:
+        self._mark = uuid4().hex
+        self._models = models
+        self._wait = wait
+        self._queries: Client | None = None
+        self._killed = False
+        # pytest's own temporary paths can be too long for a socket
+        self.directory = Path(tempfile.mkdtemp(prefix="mctl-", dir="/tmp"))
+        self.runtime_dir = self.directory / "run"
+        self.config = self.directory / "models.yaml"
+        sections = {
+            "stop": {"drain": "10s", "shutdown": "2s", "sigterm": "2s", **(stop or {})},
+            "restart": restart or {},
+        }
+        self.config.write_text(yaml.safe_dump({"models": models, "supervisor": sections}))
+        self.environment = {**os.environ, MARK: self._mark, "PYTHONPATH": str(ROOT)}
+        program = ["-m", "supervisor"] if script is None else [str(script)]
+        self._stderr = open(self.directory / "stderr", "wb")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, *program, "serve", "-c", str(self.config), "--runtime-dir", str(self.runtime_dir)],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._stderr,
+            stderr=self._stderr,
+            cwd=self.directory,
+        )
+
+    # --- talking to it ------------------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def client(self, *, admin: bool = False) -> Client:
+        return Client(runtime_dir=self.runtime_dir, admin=admin)
+
+    def order(self, verb: str, **params: Any) -> dict[str, Any]:
+        with self.client(admin=True) as client:
+            return client.call(verb, reply_timeout=10, **params)
+
+    def overview(self) -> dict[str, Any]:
+        """The whole answer to ``status``. For the test's main thread."""
+        if self._queries is None:
+            self._queries = self.client()
+        return self._queries.status()
+
+    def status(self, model: str) -> dict[str, Any]:
+        return next(m for m in self.overview()["models"] if m["name"] == model)
+
+    def counters(self) -> dict[str, int]:
+        counters: dict[str, int] = self.overview()["supervisor"]["counters"]
+        return counters
+
+    def wait_state(self, model: str, state: str, within: float = 15.0) -> dict[str, Any]:
+        def reached() -> dict[str, Any] | None:
+            status = self.status(model)
+            return status if status["state"] == state else None
+
+        return wait_until(reached, within, f"{model} {state}")
+
+    def wait_idle(self, model: str, within: float = 5.0) -> None:
+        """Nothing is left of any request: not in the queue, not with the worker, not in the engine."""
+
+        def idle() -> bool:
+            s = self.status(model)
+            engine = s["engine_stats"]
+            return not (s["active"] or s["queued"] or engine.get("active") or engine.get("pending")) and bool(engine)
+
+        wait_until(idle, within, f"{model} idle")
+
+    def log(self, name: str = "supervisor") -> str:
+        path = self.runtime_dir / "logs" / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def stderr(self) -> str:
+        return (self.directory / "stderr").read_text(errors="replace")
+
+    def modelctl(
+        self, *arguments: str, input: str | None = None, timeout: float = 30
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command against this supervisor."""
+        return subprocess.run(
+            [sys.executable, "-m", "supervisor", *arguments],
+            env={**self.environment, "MODELCTL_RUNTIME_DIR": str(self.runtime_dir)},
+            cwd=self.directory,
+            input=input,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    # --- its processes ------------------------------------------------------------------------------------------
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of it: itself, workers, their children, guard, resource tracker, clients started here."""
+        return marked_processes(MARK, self._mark)
+
+    def worker(self, model: str) -> psutil.Process:
+        return psutil.Process(self.status(model)["pid"])
+
+    def guard(self) -> psutil.Process:
+        return next(p for p in psutil.Process(self.pid).children() if any("guard.py" in a for a in p.cmdline()))
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """End the supervisor from outside, and collect it."""
+        self._killed = True
+        self.process.send_signal(number)
+        self.process.wait(10)
+
+    # --- its life -----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        try:
+            wait_until(self._answers, 20, "an answer to status")
+            if self._wait:
+                for name, entry in self._models.items():
+                    if entry.get("autostart", True):
+                        self.wait_state(name, "ready")
+        except BaseException:
+            print(self.stderr())
+            self.process.kill()
+            self._killed = True
+            self._clean_up()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        if kind is not None:
+            print(self.stderr())
+        try:
+            if self.process.poll() is None:
+                self.order("shutdown", now=True)
+                self.process.wait(10)
+        except (ConnectionLost, TimeoutError, subprocess.TimeoutExpired):
+            self.process.kill()
+            if kind is None:
+                raise
+        finally:
+            left = self._clean_up()
+        if kind is None:
+            assert not left, f"left behind:\n{left}"
+            assert self._killed or self.process.returncode == 0, f"exit code {self.process.returncode}"
+
+    def _clean_up(self) -> str:
+        """Free everything; what was still running, for people."""
+        if self._queries is not None:
+            self._queries.close()
+        self.process.wait()
+        self._stderr.close()
+        deadline = time.monotonic() + 3
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        told = describe(left)
+        for process in left:
+            process.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        return told
+
+    def _answers(self) -> bool:
+        if (code := self.process.poll()) is not None:
+            raise AssertionError(f"the supervisor ended with {code}: {self.stderr()}")
+        try:
+            self.overview()
+        except ConnectionLost:
+            self._queries = None
+            return False
+        return True
+
+    def spawn_client(self, *arguments: object) -> "subprocess.Popen[str]":
+        """A client in a process of its own: ``python -m tests.client_process RUNTIME_DIR ARGUMENTS``."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.client_process", str(self.runtime_dir), *(json.dumps(a) for a in arguments)],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
