@@ -13,16 +13,8 @@ import sys
 import time
 import traceback
 
+from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 from protocol.worker_spec import WorkerSpec
-
-EXIT_ASKED = 0
-"""SHUTDOWN was obeyed."""
-EXIT_ENGINE_FAULT = 70
-"""The engine raised (EX_SOFTWARE). Tried again."""
-EXIT_CONFIG = 78
-"""The model cannot be loaded as configured (EX_CONFIG). Never tried again by itself."""
-LOAD_ERROR_PREFIX = "cannot load: "
-"""The supervisor looks for this at the start of the log's last lines to say why in one line."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38

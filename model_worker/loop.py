@@ -121,12 +121,13 @@ class WorkerLoop:
     def _encode(self, request: GenerateRequest) -> list[int]:
         if request.token_ids is not None:
             return list(memoryview(request.token_ids).cast("I"))
-        limit = self._capabilities.context * MAX_BYTES_PER_TOKEN
+        context = self._capabilities.context
+        limit = context * MAX_BYTES_PER_TOKEN
         texts = [request.prompt] if request.prompt is not None else [m.content for m in request.messages or ()]
         size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
         if size > limit:
             raise RequestError(
-                f"the prompt has {size} bytes: at most {limit} can fit the context of {self._capabilities.context} tokens",
+                f"the prompt has {size} bytes: at most {limit} can fit the context of {context} tokens",
                 field=_prompt_field(request),
                 code=ErrorCode.CONTEXT_OVERFLOW,
             )
@@ -135,7 +136,7 @@ class WorkerLoop:
         return self._engine.encode(texts[0])
 
     def _cancel(self, channel: int, request: int) -> None:
-        """Free the job and confirm. A job unknown here has ended: its terminal event is on the way, and is the answer."""
+        """Free the job and confirm. A job unknown here has ended: its terminal event is on its way."""
         job_id = self._job_ids.get((channel, request))
         if job_id is None:
             return

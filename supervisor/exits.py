@@ -3,7 +3,7 @@
 import signal
 from dataclasses import dataclass
 
-from model_worker.entry import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
+from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""The directions in which packages may import each other, read from the source of every module."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("protocol", "model_worker", "supervisor")
+DECISIONS = ("lifecycle", "restart", "scheduler", "in_flight", "stop_ladder", "exits")
+"""Modules of supervisor that decide: no sockets, no clock, no processes."""
+
+
+def modules(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every imported module name in a file, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield str(node.module)
+
+
+def top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+@pytest.mark.parametrize("path", modules("protocol"), ids=str)
+def test_protocol_imports_neither_of_the_others(path: Path) -> None:
+    assert not {top(name) for name in imports(path)} & {"supervisor", "model_worker", "torch", "transformers", "click"}
+
+
+@pytest.mark.parametrize("path", modules("model_worker"), ids=str)
+def test_model_worker_does_not_import_the_supervisor(path: Path) -> None:
+    assert "supervisor" not in {top(name) for name in imports(path)}
+
+
+@pytest.mark.parametrize("path", modules("model_worker"), ids=str)
+def test_only_engine_modules_import_torch(path: Path) -> None:
+    # the training of the demo models is a program of its own, which no worker imports
+    if "engines" not in path.parts and "demo_models" not in path.parts:
+        assert not {top(name) for name in imports(path)} & {"torch", "transformers", "exllamav2"}
+
+
+def test_supervisor_and_worker_meet_in_one_place() -> None:
+    meeting = {
+        path.relative_to(ROOT / "supervisor").as_posix()
+        for path in modules("supervisor")
+        for name in imports(path)
+        if top(name) == "model_worker" and name != "model_worker.exit_codes"
+    }
+    assert meeting == {"worker_process.py"}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_what_decides_does_no_io(name: str) -> None:
+    found = {top(imported) for imported in imports(ROOT / "supervisor" / f"{name}.py")}
+    assert not found & {"zmq", "os", "time", "multiprocessing", "socket", "subprocess", "threading", "random"}
+
+
+@pytest.mark.parametrize("path", [p for package in PACKAGES for p in modules(package)], ids=str)
+def test_nothing_unpickles(path: Path) -> None:
+    assert not {top(name) for name in imports(path)} & {"pickle", "marshal", "cloudpickle", "shelve", "dill"}
+    text = path.read_text()
+    assert "recv_pyobj" not in text
+    assert "send_pyobj" not in text
+    calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    called = {function.id for function in calls if isinstance(function, ast.Name)}
+    assert not called & {"eval", "exec"}
+
+
+def test_the_console_script_imports_nothing_at_module_level() -> None:
+    """A spawned worker imports the script's module again, before its devices are pinned."""
+    for path in (ROOT / "supervisor/cli/__init__.py", ROOT / "supervisor/__init__.py"):
+        body = ast.parse(path.read_text()).body
+        assert not [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))], path
