@@ -56,6 +56,7 @@ class SlotCache(Cache):
             return keys[: self._batch, :, : self._span], values[: self._batch, :, : self._span]
         return keys[self._index, :, : self._span], values[self._index, :, : self._span]
 
+    @torch.inference_mode()  # for a cancel, which comes between steps
     def swap(self, a: int, b: int, length: int) -> None:
         """Exchange two rows up to ``length`` tokens."""
         if a == b or not length:
