@@ -189,13 +189,14 @@ class ScriptedPeer:
 
     def _on_frame(self, client: bytes, frame: bytes) -> None:
         message = decode(frame, CLIENT_TO_SUPERVISOR)
+        # before anything is sent: whoever has the answer must find the question here
+        self.received.append(message)
         if isinstance(message, Hello):
             self.clients.append(client)
             if self._welcome:
                 self.send(client, Welcome(pack_body({"server": "scripted", "session": "s", "window": self._window})))
         if self._script is not None:
             self._script(self, client, message)
-        self.received.append(message)
 
 
 class HoldingScript:
