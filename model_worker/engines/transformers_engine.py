@@ -211,10 +211,11 @@ class TransformersEngine:
         self._counters.decode_steps += 1
         self._counters.decode_tokens += len(batch)
         now = time.monotonic()
+        for running in batch:  # all of them before one ends: its end moves others' rows, with what `cached` counts
+            running.cached += 1
         events: list[EngineEvent] = []
         for i, running in enumerate(batch):
             token = likeliest[i] if running.sampler.plain else running.sampler.draw(logits[i])
-            running.cached += 1
             running.newest = token
             running.generated += 1
             if running.generated == 1:
