@@ -34,7 +34,8 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 bench: $(VENV)/.test
-	$(BIN)/python benchmarks/demo_models.py
+	$(BIN)/python -m benchmarks.serving
+	$(BIN)/python -m benchmarks.report
 
 $(VENV)/.run: pyproject.toml constraints.txt tools/make_venv.py
 	test -x $(BIN)/python || $(PYTHON) tools/make_venv.py $(VENV)

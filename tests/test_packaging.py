@@ -1,0 +1,96 @@
+"""The wheel: what is in it, and that it runs outside the tree. Built and installed for real."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPECTED_DATA = {
+    f"model_worker/demo_models/{model}/{file}"
+    for model in ("letters", "stories")
+    for file in (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    # a copy of what git tracks: a build in the tree would leave its own traces there, and could pick up stray files
+    source = tmp_path_factory.mktemp("source")
+    archive = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, archive.decode().split("\0")):
+        if (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", str(out), str(source)], check=True, capture_output=True
+    )
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bin directory of an environment that holds the wheel, and our own environment's packages but not our tree."""
+    home = tmp_path_factory.mktemp("env")
+    venv.create(home, with_pip=False, symlinks=True)
+    python = home / "bin" / "python"
+    command = ["-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "-q", str(wheel)]
+    subprocess.run([sys.executable, *command], check=True)
+    (site,) = (home / "lib").glob("python*/site-packages")
+    # A .pth inside a directory that a .pth names is not read: the editable install of the tree stays out.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return home / "bin"
+
+
+def test_the_wheel_holds_the_packages_and_the_demo_models(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert names >= EXPECTED_DATA
+    tops = {name.partition("/")[0] for name in names if ".dist-info" not in name}
+    assert tops == {"model_worker", "protocol", "supervisor"}
+    for package in ("supervisor", "supervisor/cli", "model_worker", "model_worker/engines", "protocol"):
+        tracked = subprocess.run(
+            ["git", "ls-files", f"{package}/*.py"], cwd=ROOT, capture_output=True, check=True, text=True
+        )
+        assert names >= set(tracked.stdout.split())
+    assert not [name for name in names if name.endswith((".pkl", ".pt", ".bin", ".pth"))]
+
+
+def test_the_wheel_serves_outside_the_tree(installed: Path, tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MODELCTL_CONFIG")}
+    environment["MODELCTL_RUNTIME_DIR"] = str(tmp_path / "run")
+    (tmp_path / "models.yaml").write_text((ROOT / "models.yaml").read_text())
+
+    def modelctl(*arguments: str, ok: bool = True) -> str:
+        done = subprocess.run(
+            [str(installed / "modelctl"), *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode == 0) is ok, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    where = subprocess.run(
+        [str(installed / "python"), "-c", "import supervisor, protocol, model_worker; print(supervisor.__file__)"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert str(installed.parent) in where
+    assert "modelctl, version" in modelctl("--version")
+    modelctl("check")
+    modelctl("serve", "--detach")
+    try:
+        assert modelctl("run", "letters", "sort: d b a c ->", "--temperature", "0").strip() == "a b c d"
+        assert "letters" in modelctl("ps")
+    finally:
+        modelctl("shutdown")
+    modelctl("ps", ok=False)
