@@ -9,6 +9,7 @@ import pytest
 from tests.serving import Serving, describe, marked_processes, wait_until
 
 SESSION_MARK = "MODELCTL_TEST_SESSION"
+Serve = Callable[..., Serving]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,7 +24,7 @@ def no_process_survives() -> Iterator[None]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Serving]]:
+def serve() -> Iterator[Serve]:
     """Starts supervisors as ``tests.serving.Serving`` does; each ends with the test and leaves no process."""
     with ExitStack() as stack:
 

@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 
 def engine(kind: str = "DeterministicEngine", *, step_s: float = 0.002, **keys: Any) -> dict[str, Any]:
-    """An entry of models.yaml for a class of ``tests.deterministic_engine``. ``load_s`` and ``context`` are its options."""
+    """An entry of models.yaml for a class of ``tests.deterministic_engine``; load_s and context are its options."""
     options = {name: keys.pop(name) for name in ("load_s", "context") if name in keys}
     return {"model_dir": ".", "engine": f"{ENGINES}:{kind}", "options": {"step_s": step_s, **options}, **keys}
 
 
 def wait_until(condition: Callable[[], T], within: float = 10.0, what: str = "") -> T:
-    """The first true value of ``condition``. Fails the test after ``within`` seconds, saying ``what`` was waited for."""
+    """The first true value of ``condition``. After ``within`` seconds fails, saying ``what`` was waited for."""
     deadline = time.monotonic() + within
     while True:
         value = condition()
@@ -188,7 +188,7 @@ class Serving:
     # --- its processes ------------------------------------------------------------------------------------------
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of it: itself, workers, their children, guard, resource tracker, clients started here."""
+        """Every living process of it: itself, workers and their children, guard, resource tracker, clients."""
         return marked_processes(MARK, self._mark)
 
     def worker(self, model: str) -> psutil.Process:

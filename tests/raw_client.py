@@ -1,0 +1,117 @@
+"""A client without the client library: sends any bytes, and shows every frame that comes."""
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import zmq
+
+from protocol.codec import decode, encode, pack_body, split_events, unpack_body, unpack_event
+from protocol.errors import WireError
+from protocol.messages import (
+    SUPERVISOR_TO_CLIENT,
+    TERMINAL,
+    Error,
+    EventFlag,
+    Events,
+    Generate,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+)
+
+
+@dataclass
+class Heard:
+    """All events of one request so far. ``ends`` are terminal events: finish reasons or names of errors."""
+
+    seqs: list[int] = field(default_factory=list)
+    text: str = ""
+    tokens: int = 0
+    ends: list[str] = field(default_factory=list)
+    error: dict[str, object] = field(default_factory=dict)
+    delivered: int | None = None
+    after_end: int = 0
+
+
+class RawClient:
+    """One DEALER. ``heard`` is filled while ``receive`` and its kin run."""
+
+    def __init__(self, runtime_dir: Path, *, hello: bool = True, admin: bool = False) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.connect(f"ipc://{runtime_dir}/{'admin' if admin else 'front'}")
+        self.heard: dict[int, Heard] = {}
+        self.errors: list[tuple[int, dict[str, object]]] = []
+        if hello:
+            self.send(Hello(pack_body({"library": "raw"})))
+
+    def send(self, message: Message | bytes) -> None:
+        self.socket.send(message if isinstance(message, bytes) else encode(message))
+
+    def generate(self, request: int, model: str, prompt: str, **fields: object) -> None:
+        route = fields.pop("route", {})
+        assert isinstance(route, dict)
+        self.send(Generate(request, model, route, pack_body({"prompt": prompt, **fields})))
+
+    def receive(self, within: float = 5.0) -> Message:
+        """The next message. Pings are answered and passed over."""
+        deadline = time.monotonic() + within
+        while True:
+            if not self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+                raise AssertionError(f"no message within {within} s")
+            message = decode(self.socket.recv(), SUPERVISOR_TO_CLIENT)
+            if isinstance(message, Ping):
+                self.send(Pong(message.nonce))
+                continue
+            self._note(message)
+            return message
+
+    def barrier(self, within: float = 5.0) -> None:
+        """Take in everything that was sent before the answer to this."""
+        nonce = int.from_bytes(os.urandom(4), "big")
+        self.send(Ping(nonce))
+        while self.receive(within) != Pong(nonce):
+            pass
+
+    def read_until_ended(self, *requests: int, within: float = 10.0) -> None:
+        """Read until each of these has ended, and then see whether anything follows."""
+        deadline = time.monotonic() + within
+        while not all(self.heard.get(r, Heard()).ends for r in requests):
+            self.receive(deadline - time.monotonic())
+        self.barrier()
+
+    def _note(self, message: Message) -> None:
+        if isinstance(message, Error):
+            self.errors.append((message.request, unpack_body(message.body)))
+        if not isinstance(message, Events):
+            return
+        for entry, event in split_events(message):
+            ids, fields = unpack_event(entry, event)
+            heard = self.heard.setdefault(entry.request, Heard())
+            heard.after_end += bool(heard.ends)
+            heard.seqs.append(entry.seq)
+            heard.text += fields.get("text", "")
+            heard.tokens += len(ids)
+            if entry.flags & TERMINAL:
+                if entry.flags & EventFlag.ERROR:
+                    heard.error = fields["error"]
+                    heard.delivered = fields["delivered_tokens"]
+                heard.ends.append(str(WireError.from_wire(fields["error"]).code.wire_name) if heard.error else fields["finish_reason"])
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
