@@ -25,6 +25,8 @@ class Host(Protocol):
 
     def describe(self) -> dict[str, Any]: ...
     def now(self) -> float: ...
+    @property
+    def shutting_down(self) -> bool: ...
     def begin_shutdown(self, cause: str, *, now: bool = False) -> None: ...
 
 
@@ -59,6 +61,7 @@ def _status(host: Host, params: Params) -> Result:
 
 def _start(host: Host, params: Params) -> Result:
     model = _model(host, _take(params, model=str).get("model"))
+    _refuse_when_leaving(host)
     host.fleet.start(model.name, "start ordered")
     return {"state": str(model.state), "generation": model.generation}
 
@@ -72,6 +75,7 @@ def _stop(host: Host, params: Params) -> Result:
 
 def _restart(host: Host, params: Params) -> Result:
     model = _model(host, _take(params, model=str).get("model"))
+    _refuse_when_leaving(host)
     before = model.generation
     host.fleet.restart(model.name, "restart ordered")
     return {"state": str(model.state), "generation": before + 1 if model.state is not WorkerState.STOPPED else before}
@@ -101,6 +105,11 @@ def _take(params: Params, **known: type) -> Params:
         if type(value) is not known[key]:
             raise RequestError(f"{key} must be a {known[key].__name__}", field=str(key))
     return params
+
+
+def _refuse_when_leaving(host: Host) -> None:
+    if host.shutting_down:
+        raise WireError(ErrorCode.DRAINING, "the supervisor is shutting down and starts nothing")
 
 
 def _model(host: Host, name: str | None) -> Model:

@@ -8,7 +8,7 @@ from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, 
 
 @dataclass(frozen=True)
 class ExitReport:
-    """reason   "asked", "config", "engine fault", "killed", "signal" or "exit"
+    """reason   "asked", "config", "engine fault", "killed", "signal", "spawn" or "exit"
     message  one line for a person
     retry    another try may help
     """
@@ -17,6 +17,11 @@ class ExitReport:
     reason: str
     message: str
     retry: bool
+
+
+def not_spawned(error: OSError) -> ExitReport:
+    """The report of a process that could not even be started."""
+    return ExitReport(-1, "spawn", f"cannot start a process: {error.strerror or error}", retry=True)
 
 
 def classify(code: int, *, asked: bool, log_tail: list[str]) -> ExitReport:

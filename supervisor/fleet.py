@@ -21,7 +21,7 @@ from protocol.messages import Hello, Message, Progress, Ready, Shutdown, Stats
 from protocol.worker_spec import WorkerSpec
 from supervisor import logs, stop_ladder
 from supervisor.config import Config
-from supervisor.exits import classify
+from supervisor.exits import ExitReport, classify, not_spawned
 from supervisor.guard import Guard
 from supervisor.in_flight import Effect as RequestEffect
 from supervisor.lifecycle import Effect, Event, WorkerState
@@ -130,21 +130,24 @@ class Fleet:
         code = process.reap()
         model.process = None
         self._by_routing_id.pop(model.routing_id, None)
+        self._ended(model, classify(code, asked=asked, log_tail=logs.tail(model.log_path)), process.pid)
+
+    def _ended(self, model: Model, report: ExitReport, pid: int | None) -> None:
+        """There is no process any more, or there never was one: what follows from that."""
         for timer in [*model.ladder, model.drain_timer]:
             if timer is not None:
                 timer.cancel()
         model.ladder.clear()
-        report = classify(code, asked=asked, log_tail=logs.tail(model.log_path))
         model.last_exit = report
         model.stats, model.progress, model.tokens_per_s = {}, {}, 0.0
         pause = 0.0
         event = Event.DIED
-        if not asked:
+        if report.reason != "asked":
             again = model.history.failed(time.monotonic(), random.random()) if report.retry else None
             event = Event.DIED if again is not None else Event.DIED_FOR_GOOD
             pause = again or 0.0
             verdict = f"next try in {pause:.1f} s" if again is not None else "not tried again"
-            self._log.warning("%s: pid %d: %s; %s", model.name, process.pid, report.message, verdict)
+            self._log.warning("%s: pid %s: %s; %s", model.name, pid or "none", report.message, verdict)
         self._apply(model, event, report.message, pause=pause)
         if model.wanted and model.state is WorkerState.STOPPED:
             self._apply(model, Event.START, "started again")
@@ -190,10 +193,12 @@ class Fleet:
             case Effect.END_WAITING:
                 self._outlet.perform(self._scheduler.end_waiting(name, model.refusal()))
             case Effect.END_ACTIVE:
-                reason = model.last_exit.reason if model.last_exit else "gone"
-                message = f"model {name!r}: the worker process ended ({reason})"
-                code = ErrorCode.DRAINING if model.state is WorkerState.STOPPED else ErrorCode.WORKER_DIED
-                self._outlet.perform(self._scheduler.end_running(name, code, message))
+                if model.state is WorkerState.STOPPED:
+                    error = WireError(ErrorCode.DRAINING, f"model {name!r} was stopped before the answer was finished")
+                else:
+                    reason = model.last_exit.reason if model.last_exit else "gone"
+                    error = WireError(ErrorCode.WORKER_DIED, f"model {name!r}: the worker process ended ({reason})")
+                self._outlet.perform(self._scheduler.end_running(name, error))
             case Effect.WATCH_DRAIN:
                 model.drain_timer = self._timers.at(
                     now + self._config.supervisor.stop.drain, lambda: self._drain_expired(model)
@@ -215,19 +220,24 @@ class Fleet:
         model.generation += 1
         model.routing_id = b"W" + secrets.token_bytes(16)
         model.info, model.progress = {}, {}
-        path = model.log_path
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        logs.rotate(path)
         spec = WorkerSpec(
             engine=model.spec.engine_spec,
             generation=model.generation,
             visible_devices=model.spec.visible_devices,
             endpoint=self._back_endpoint,
             routing_id=model.routing_id,
-            log_path=str(path),
+            log_path=str(model.log_path),
             supervisor_pid=os.getpid(),
         )
-        model.process = WorkerProcess(spec, self._guard)
+        try:
+            model.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            logs.rotate(model.log_path)
+            model.process = WorkerProcess(spec, self._guard)
+        except OSError as e:
+            # Not from here: we are in the middle of the transition to STARTING. The next turn counts it as a death.
+            report = not_spawned(e)
+            self._timers.at(time.monotonic(), lambda: self._ended(model, report, None))
+            return
         self._by_routing_id[model.routing_id] = model
         self._outlet.watch_process(model.process.pidfd, lambda: self.on_exit(model))
 

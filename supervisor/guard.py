@@ -43,9 +43,11 @@ class Guard:
         self._tell(f"-{group}\n")
 
     def restart(self) -> None:
-        """Somebody killed the guard: start another that knows the same groups."""
-        os.close(self.pidfd)
-        self._process.wait()
+        """Somebody killed the guard: start another that knows the same groups. Raises OSError; may be repeated."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+            self._process.wait()
         self._start()
         for group in self._groups:
             self._tell(f"+{group}\n")

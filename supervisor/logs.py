@@ -3,12 +3,13 @@
 import logging
 import os
 import sys
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from protocol.runtime_paths import default_runtime_dir
 
 MAX_LOG_BYTES = 8 << 20
-"""A log larger than this is set aside (one former log is kept) when its writer starts."""
+"""A log larger than this is set aside as NAME.log.1, a worker's when it starts, the supervisor's at once."""
 SUPERVISOR_LOG = "supervisor"
 
 
@@ -55,8 +56,7 @@ def set_up_logging(runtime_dir: Path, *, quiet: bool) -> logging.Logger:
     trouble = None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        rotate(path)
-        handlers.append(logging.FileHandler(path))
+        handlers.append(RotatingFileHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1))
         path.chmod(0o600)
     except OSError as e:
         trouble = e

@@ -52,6 +52,9 @@ from supervisor.zap import ZapHandler
 PROBE_INTERVAL_S = 1.0
 BACK_DRAIN_LIMIT = 256
 """Worker frames taken per turn of the loop."""
+LAST_WORDS_TURNS = 16
+"""Turns of that kind before a dead worker's requests are ended."""
+GUARD_RETRY_S = 1.0
 
 
 class Supervisor:
@@ -65,9 +68,9 @@ class Supervisor:
         self._session = secrets.token_hex(8)
         self._timers = Timers()
         self.scheduler = Scheduler()
-        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._handlers: dict[Any, Callable[[], object]] = {}
         self._poller = zmq.Poller()
-        self._shutting_down = False
+        self.shutting_down = False
         self._worker_frames_dropped = 0
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
@@ -113,7 +116,7 @@ class Supervisor:
         self._every(RATE_WINDOW_S, lambda: self.fleet.sample_rates(RATE_WINDOW_S))
         gc.collect()
         gc.freeze()
-        while not (self._shutting_down and self.fleet.all_stopped):
+        while not (self.shutting_down and self.fleet.all_stopped):
             wait = self._timers.wait_s(time.monotonic())
             for ready, _ in self._poller.poll(None if wait is None else int(wait * 1000) + 1):
                 handler = self._handlers.get(ready)
@@ -135,7 +138,7 @@ class Supervisor:
         self._guard.close()
         self._runtime.release()
 
-    def _watch(self, source: Any, handler: Callable[[], None]) -> None:
+    def _watch(self, source: Any, handler: Callable[[], object]) -> None:
         # zmq.Poller gives sockets back as they are, and everything else as its descriptor
         key = source if isinstance(source, (zmq.Socket, int)) else source.fileno()
         self._handlers[key] = handler
@@ -172,7 +175,15 @@ class Supervisor:
                 process.signal(signal.SIGKILL)
 
     def watch_process(self, pidfd: int, callback: Callable[[], None]) -> None:
-        self._watch(pidfd, callback)
+        def gone() -> None:
+            # What the worker sent before it died may lie in our socket: an answer that is complete there must not turn
+            # into worker_died because the descriptor was looked at first.
+            for _ in range(LAST_WORDS_TURNS):
+                if not self._on_back():
+                    break
+            callback()
+
+        self._watch(pidfd, gone)
 
     def unwatch_process(self, pidfd: int) -> None:
         self._handlers.pop(pidfd, None)
@@ -190,7 +201,7 @@ class Supervisor:
             "uptime_s": round(time.monotonic() - self._started, 1),
             "config": str(self._config.file),
             "runtime_dir": str(self._runtime.path),
-            "shutting_down": self._shutting_down,
+            "shutting_down": self.shutting_down,
             "connections": len(self._front.channels()) + len(self._admin.channels()),
             "counters": {
                 "connections_accepted": front.accepted + admin.accepted,
@@ -205,8 +216,8 @@ class Supervisor:
     def begin_shutdown(self, cause: str, *, now: bool = False) -> None:
         """Stop every model and leave when all are down. A second, impatient call skips the waiting."""
         self._log.info("shutting down%s: %s", " now" if now else "", cause)
-        if not self._shutting_down:
-            self._shutting_down = True
+        if not self.shutting_down:
+            self.shutting_down = True
             frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
             for channel in self._front.channels():
                 self._front.send(channel, frame)
@@ -257,12 +268,13 @@ class Supervisor:
             "models": calls.answer(self, "models", pack_body({}), admin=False)["models"],
         }
 
-    def _on_back(self) -> None:
+    def _on_back(self) -> bool:
+        """Take in workers' frames; whether there may be more."""
         for _ in range(BACK_DRAIN_LIMIT):
             try:
                 routing_id = self._back.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return False
             frame = self._back.recv(zmq.NOBLOCK)
             model = self.fleet.model_of(routing_id)
             if self._back.getsockopt(zmq.RCVMORE):  # left unread, the rest would be taken for the next routing id
@@ -287,6 +299,7 @@ class Supervisor:
                 self._log.error("%s; killing the worker", e)
                 if model.process is not None:
                     model.process.signal(signal.SIGKILL)
+        return True
 
     def _end_gone(self) -> None:
         while gone := self._front.take_gone():
@@ -304,7 +317,15 @@ class Supervisor:
     def _on_guard_exit(self) -> None:
         self._log.warning("the guard process ended; starting another")
         self.unwatch_process(self._guard.pidfd)
-        self._guard.restart()
+        self._restart_guard()
+
+    def _restart_guard(self) -> None:
+        try:
+            self._guard.restart()
+        except OSError as e:  # no processes or descriptors left; the kernel's own SIGKILL still protects meanwhile
+            self._log.error("no guard process: %s; trying again", e)
+            self._timers.at(time.monotonic() + GUARD_RETRY_S, self._restart_guard)
+            return
         self._watch(self._guard.pidfd, self._on_guard_exit)
 
     # --- signals ------------------------------------------------------------------------------------------------
@@ -324,4 +345,4 @@ class Supervisor:
         for number in self._signals.recv(64):
             name = signal.Signals(number).name
             if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                self.begin_shutdown(name, now=self._shutting_down)
+                self.begin_shutdown(name, now=self.shutting_down)

@@ -58,15 +58,15 @@ class Scheduler:
         queue.generation, queue.capacity = generation, capacity
         return self._dispatch(model, queue)
 
-    def end_running(self, model: str, code: ErrorCode, message: str) -> list[Effect]:
-        """The worker is gone: end everything it held. The error says how many tokens were delivered."""
+    def end_running(self, model: str, error: WireError) -> list[Effect]:
+        """The worker is gone: end everything it held. The event says how many tokens were delivered."""
         queue = self._models[model]
         queue.capacity = 0
         queue.generation = 0
         effects: list[Effect] = []
         for request in list(queue.running.values()):
             if request.phase is Phase.RUNNING:
-                effects += self._end_with_error(request, WireError(code, message))
+                effects += self._end_with_error(request, error)
             self._remove(request)
         return effects
 

@@ -18,7 +18,8 @@ _SPAWN = multiprocessing.get_context("spawn")
 class WorkerProcess:
     """A running worker. ``pidfd`` becomes readable when it is gone, whatever its children do.
 
-    ``Process.sentinel`` would not do: a surviving grandchild keeps it silent.
+    ``Process.sentinel`` would not do: a surviving grandchild keeps it silent. The constructor raises OSError if the
+    system has no process or descriptor left.
     """
 
     def __init__(self, spec: WorkerSpec, guard: Guard) -> None:
@@ -30,7 +31,12 @@ class WorkerProcess:
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+        except OSError:  # out of descriptors: a process that nobody watches must not stay
+            self._process.kill()
+            self._process.join()
+            raise
         guard.watch(self.pid)
 
     def signal(self, number: int) -> None:
