@@ -32,7 +32,9 @@ class Detokenizer:
         self._decode = decode
         self._ids = list(context[-_CONTEXT:])
         self._known = len(self._ids)  # ids at the window's start whose text is out
-        self._shown = _complete(decode(self._ids)) if self._ids else ""  # text of the window that is out
+        told = decode(self._ids) if self._ids else ""
+        self._shown = _complete(told)  # text of the window that is out
+        self._told = len(told) - len(self._shown)  # U+FFFD of the prompt's end, which are not the answer's to repeat
 
     def push(self, token_id: int) -> str:
         """The text that this id completes; "" while a character is incomplete."""
@@ -55,12 +57,20 @@ class Detokenizer:
         elif len(self._ids) - self._known > _LONGEST_HOLD:
             del self._ids[: -_LONGEST_HOLD // 2]
             self._known, self._shown = 0, _complete(self._decode(self._ids))
-        return new
+        return self._own(new)
 
     def flush(self) -> str:
         """The text still held, incomplete characters as U+FFFD. Nothing may be pushed afterwards."""
         text = self._decode(self._ids) if self._ids else ""
-        return text[len(self._shown) :]
+        return self._own(text[len(self._shown) :])
+
+    def _own(self, new: str) -> str:
+        """New text without the prompt's U+FFFD at its beginning. None are left of a character that was completed."""
+        if not self._told or not new:
+            return new
+        own = new.removeprefix(_REPLACEMENT * min(self._told, len(new) - len(new.lstrip(_REPLACEMENT))))
+        self._told = self._told - (len(new) - len(own)) if not own else 0
+        return own
 
     def _advance(self, grew: bool) -> None:
         """Nothing is held: cut the window to the newest ids, which are the next ones' context."""

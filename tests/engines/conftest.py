@@ -1,0 +1,83 @@
+"""Loaded engines, once a session each. ``-m gpu`` runs the same suite on the engines that need a CUDA device."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import model_worker.demo_models
+from model_worker.engine import Engine
+from model_worker.engines import build_engine
+from protocol.worker_spec import EngineSpec
+
+DEMO_MODELS = Path(model_worker.demo_models.__file__).parent
+
+ENGINES = [
+    "transformers",
+    pytest.param("transformers-cuda", marks=pytest.mark.gpu),
+    pytest.param("exllamav2", marks=pytest.mark.gpu),
+]
+
+
+def demo_spec(engine: str, model: str, **changes: Any) -> EngineSpec:
+    """A demo model with 8 places and chunks of 256 tokens."""
+    options: dict[str, Any] = {"chunk_size": 256}
+    if engine == "exllamav2":
+        options["cache_size"] = 8 * 2048
+    device = "cpu" if engine == "transformers" else "cuda"
+    name = engine.removesuffix("-cuda")
+    fields: dict[str, Any] = {"device": device, "max_batch_size": 8, "options": options} | changes
+    return EngineSpec(model, name, str(DEMO_MODELS / model), **fields)
+
+
+def need_gpu(engine: str) -> None:
+    """Skip, saying why, where the engine cannot run."""
+    if engine == "transformers":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip(f"{engine}: no CUDA device is visible")
+    if engine == "exllamav2" and importlib.util.find_spec("exllamav2") is None:
+        pytest.skip("exllamav2: the package is not installed")
+
+
+@pytest.fixture(scope="session")
+def load() -> Callable[[str, str], Engine]:
+    """Loaded demo engines by (engine, model)."""
+    loaded: dict[tuple[str, str], Engine] = {}
+
+    def get(engine: str, model: str) -> Engine:
+        need_gpu(engine)
+        if (engine, model) not in loaded:
+            built = build_engine(demo_spec(engine, model))
+            built.load(lambda phase, done, total: None)
+            loaded[engine, model] = built
+        return loaded[engine, model]
+
+    return get
+
+
+@pytest.fixture(params=ENGINES)
+def engine_name(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    need_gpu(name)
+    return name
+
+
+@pytest.fixture
+def letters(load: Callable[[str, str], Engine], engine_name: str) -> Iterator[Engine]:
+    engine = load(engine_name, "letters")
+    engine.reset()
+    yield engine
+    engine.reset()
+
+
+@pytest.fixture
+def stories(load: Callable[[str, str], Engine], engine_name: str) -> Iterator[Engine]:
+    engine = load(engine_name, "stories")
+    engine.reset()
+    yield engine
+    engine.reset()

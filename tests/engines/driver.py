@@ -1,0 +1,99 @@
+"""Drives an engine through its interface and holds it to the contract at every event."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from model_worker.engine import Delta, Engine, Finished, Job
+from protocol.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0)
+_MAX_STEPS = 20_000
+
+_job_ids = itertools.count(1)
+
+
+@dataclass
+class Outcome:
+    """What one job delivered. ``text`` and ``ids`` are everything, in order, the final event included."""
+
+    job: Job
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    deltas: list[str] = field(default_factory=list)
+    finished: Finished | None = None
+    cancelled: bool = False
+
+    @property
+    def reason(self) -> str:
+        assert self.finished is not None
+        return self.finished.finish_reason
+
+
+class Driver:
+    """Jobs by id; asserts that each ends once, that nothing follows, and that no event names an unknown job."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.outcomes: dict[int, Outcome] = {}
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 64,
+        sampling: SamplingParams = GREEDY,
+        stop: Sequence[str] = (),
+    ) -> Outcome:
+        ids = self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        job = Job(next(_job_ids), tuple(ids), max_new_tokens, sampling, tuple(stop))
+        self.engine.submit(job)
+        outcome = self.outcomes[job.id] = Outcome(job)
+        return outcome
+
+    def cancel(self, outcome: Outcome) -> None:
+        self.engine.cancel(outcome.job.id)
+        outcome.cancelled = True
+
+    def step(self) -> None:
+        for event in self.engine.step():
+            outcome = self.outcomes[event.job]
+            assert not outcome.cancelled, "event of a cancelled job"
+            assert outcome.finished is None, "event after the last one"
+            outcome.text += event.text
+            outcome.ids += event.token_ids
+            if isinstance(event, Delta):
+                assert event.token_ids or event.text
+                outcome.deltas.append(event.text)
+            else:
+                outcome.finished = event
+                assert event.completion_tokens == len(outcome.ids)
+                assert event.prompt_tokens == len(outcome.job.prompt_ids)
+                assert event.prefill_s >= 0
+                assert event.decode_s >= 0
+
+    @property
+    def unfinished(self) -> list[Outcome]:
+        return [o for o in self.outcomes.values() if o.finished is None and not o.cancelled]
+
+    def run(self) -> None:
+        """Step until every job has ended."""
+        for _ in range(_MAX_STEPS):
+            if not self.unfinished:
+                return
+            self.step()
+        raise AssertionError(f"{len(self.unfinished)} jobs did not end in {_MAX_STEPS} steps")
+
+    def assert_idle(self) -> None:
+        stats = self.engine.stats()
+        assert (stats.pending, stats.active) == (0, 0)
+        assert stats.extra.get("slots_used", 0) == 0
+        assert stats.extra.get("pages_used", 0) == 0
+        assert self.engine.step() == []
+
+
+def answer(engine: Engine, prompt: str | Sequence[int], max_new_tokens: int = 64, **kwargs: object) -> Outcome:
+    """One job, alone, to its end."""
+    driver = Driver(engine)
+    outcome = driver.submit(prompt, max_new_tokens, **kwargs)  # type: ignore[arg-type]
+    driver.run()
+    return outcome

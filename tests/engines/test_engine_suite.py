@@ -1,0 +1,435 @@
+"""The suite that every engine passes, through the interface only."""
+
+import random
+
+import pytest
+
+from model_worker.demo_models.corpus import (
+    LETTERS_TEST_LONG_ANSWERS,
+    LETTERS_TEST_LONG_PROMPTS,
+    LETTERS_TEST_PROMPTS,
+    STORIES_TEST_CONVERSATIONS,
+    STORIES_TEST_REQUESTS,
+)
+from model_worker.engine import Engine, Finished, Job
+from model_worker.engines import build_engine
+from protocol.errors import ErrorCode, RequestError
+from protocol.request import ChatMessage, SamplingParams
+from tests.engines.conftest import demo_spec
+from tests.engines.driver import GREEDY, Driver, answer
+
+COUNT, COUNTED = LETTERS_TEST_LONG_ANSWERS[1]
+"""A prompt whose answer has some hundred tokens."""
+PROMPT, ANSWER = "count: 7 8 9 ->", " 10 11 12 13 14 15 16 17"
+
+
+def chat(engine: Engine, *contents: str) -> list[int]:
+    roles = ("user", "assistant")
+    return engine.encode_chat([ChatMessage(role=roles[i % 2], content=c) for i, c in enumerate(contents)])
+
+
+# what it says about itself
+
+
+def test_loads_with_progress_and_reports_capabilities(engine_name: str) -> None:
+    engine = build_engine(demo_spec(engine_name, "letters", max_batch_size=2, max_seq_len=512))
+    seen: list[tuple[str, int, int]] = []
+    engine.load(lambda *event: seen.append(event))
+    phases = [phase for phase, _, _ in seen]
+    assert phases == sorted(phases), "loading comes before warmup"
+    assert set(phases) == {"loading", "warmup"}
+    for phase in ("loading", "warmup"):
+        done = [d for p, d, _ in seen if p == phase]
+        assert done == sorted(done)
+        assert done[-1] == next(total for p, _, total in seen if p == phase), "ends at the total"
+    capabilities = engine.capabilities
+    assert capabilities.context == 512
+    assert capabilities.max_batch_size == 2
+    assert capabilities.sampling == set(SamplingParams.model_fields)
+    assert capabilities.chat is False
+    assert capabilities.device
+    assert capabilities.attention
+    Driver(engine).assert_idle()
+    assert answer(engine, LETTERS_TEST_PROMPTS[0][0]).text == LETTERS_TEST_PROMPTS[0][1]
+
+
+def test_step_is_empty_when_idle(letters: Engine) -> None:
+    assert letters.step() == []
+    Driver(letters).assert_idle()
+
+
+def test_pages_needed_grows_with_the_request(letters: Engine) -> None:
+    assert 1 <= letters.pages_needed(1, 1) <= letters.pages_needed(1500, 500)
+
+
+def test_encode_and_decode_are_inverse(letters: Engine, stories: Engine) -> None:
+    for engine in (letters, stories):
+        for text in ("sort: d b a c ->", "Zoë and さくら 🐻‍❄️", " leading space", "", "a\nb\tc"):
+            assert engine.decode(engine.encode(text)) == text
+
+
+# greedy answers
+
+
+def test_answers_the_demo_prompts(letters: Engine) -> None:
+    driver = Driver(letters)
+    expected = {driver.submit(prompt).job.id: text for prompt, text in LETTERS_TEST_PROMPTS[:24]}
+    driver.run()
+    for job_id, text in expected.items():
+        assert driver.outcomes[job_id].text == text
+        assert driver.outcomes[job_id].reason == "stop"
+    driver.assert_idle()
+
+
+def test_answers_chats(stories: Engine) -> None:
+    driver = Driver(stories)
+    pairs = STORIES_TEST_CONVERSATIONS[:4]
+    expected = {
+        driver.submit(chat(stories, *(m["content"] for m in messages)), 300).job.id: text for messages, text in pairs
+    }
+    driver.run()
+    for job_id, text in expected.items():
+        assert driver.outcomes[job_id].text == text
+        assert driver.outcomes[job_id].reason == "stop"
+
+
+def test_long_prompts_are_computed_in_chunks_and_share_prefixes(letters: Engine) -> None:
+    driver = Driver(letters)
+    # longer than chunk_size; the last ones begin alike for more than a page
+    pairs = [*LETTERS_TEST_LONG_PROMPTS[:3], *LETTERS_TEST_LONG_PROMPTS[-4:]]
+    expected = {driver.submit(prompt, 40).job.id: text for prompt, text in pairs}
+    assert max(len(o.job.prompt_ids) for o in driver.outcomes.values()) > 256
+    driver.run()
+    for job_id, text in expected.items():
+        assert driver.outcomes[job_id].text == text
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_answers_do_not_depend_on_company(letters: Engine, seed: int) -> None:
+    """16 jobs in another order each time, 8 more cancelled in between, each as it is alone."""
+    rng = random.Random(seed)
+    pairs = [*LETTERS_TEST_PROMPTS[24:36], *LETTERS_TEST_LONG_ANSWERS[:2], *LETTERS_TEST_LONG_PROMPTS[:2]]
+    doomed = [LETTERS_TEST_LONG_ANSWERS[i % 3] for i in range(6)] + LETTERS_TEST_LONG_PROMPTS[4:6]
+    jobs = [(*pair, True) for pair in pairs] + [(*pair, False) for pair in doomed]
+    rng.shuffle(jobs)
+    driver = Driver(letters)
+    expected, to_cancel = {}, []
+    for prompt, text, kept in jobs:
+        outcome = driver.submit(prompt, 100)
+        if kept:
+            expected[outcome.job.id] = text
+        else:
+            to_cancel.append(outcome)
+        for _ in range(rng.randrange(3)):
+            driver.step()
+        if to_cancel and rng.random() < 0.4:
+            driver.cancel(to_cancel.pop(rng.randrange(len(to_cancel))))
+    for outcome in to_cancel:
+        for _ in range(rng.randrange(8)):
+            driver.step()
+        driver.cancel(outcome)
+    driver.run()
+    for job_id, text in expected.items():
+        outcome = driver.outcomes[job_id]
+        assert outcome.text == (text if outcome.reason == "stop" else text[: len(outcome.text)])
+        assert outcome.reason == "stop" or len(outcome.ids) == 100
+    driver.assert_idle()
+
+
+# the stream
+
+
+def test_deltas_join_to_the_answer_and_ids_decode_to_it(letters: Engine, stories: Engine) -> None:
+    for engine, prompt, text in (
+        (letters, letters.encode(COUNT), COUNTED),
+        (stories, chat(stories, STORIES_TEST_REQUESTS[1][0]), STORIES_TEST_REQUESTS[1][1]),
+    ):
+        outcome = answer(engine, prompt, 400)
+        assert outcome.text == text
+        assert engine.decode(outcome.ids) == text
+        assert len(outcome.deltas) > len(text) / 20, "it is a stream"
+
+
+def test_characters_that_span_tokens_arrive_whole(stories: Engine) -> None:
+    for request, text in STORIES_TEST_REQUESTS[:3]:
+        outcome = answer(stories, chat(stories, request), 400)
+        assert outcome.text == text
+        assert not any("\ufffd" in delta for delta in outcome.deltas)
+        # the limit falls on every token around the first emoji: half of it is U+FFFD, the whole of it is not
+        first = next(i for i in range(len(outcome.ids)) if "\ufffd" in stories.decode(outcome.ids[: i + 1]))
+        for size in range(first + 1, first + 6):
+            cut = answer(stories, chat(stories, request), size)
+            assert cut.ids == outcome.ids[:size]
+            whole = stories.decode(cut.ids)
+            if "\ufffd" in whole:
+                assert cut.text.rstrip("\ufffd") == whole.rstrip("\ufffd")
+                assert cut.text.endswith("\ufffd")
+            else:
+                assert cut.text == whole
+
+
+@pytest.mark.parametrize("size", [1, 2, 17])
+def test_max_new_tokens_is_exact(letters: Engine, size: int) -> None:
+    full = answer(letters, COUNT, 40)
+    outcome = answer(letters, COUNT, size)
+    assert outcome.reason == "length"
+    assert outcome.ids == full.ids[:size]
+    assert outcome.text == letters.decode(outcome.ids)
+
+
+def test_the_whole_context_can_be_used(engine_name: str) -> None:
+    engine = build_engine(demo_spec(engine_name, "letters", max_batch_size=1, max_seq_len=260, options={}))
+    engine.load(lambda *_: None)
+    prompt = engine.encode(LETTERS_TEST_LONG_PROMPTS[0][0])[:250]
+    outcome = answer(engine, prompt, 260 - len(prompt))
+    assert outcome.finished is not None
+    with pytest.raises(RequestError, match="261 tokens"):
+        answer(engine, prompt, 261 - len(prompt))
+
+
+# stop strings
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ((" 13",), " 10 11 12"),
+        (("2 13 1",), " 10 11 1"),  # spans tokens
+        (("99", "11 12", "2 13"), " 10 "),
+        ((" 10",), ""),
+        (("17 18",), ANSWER),  # held to the end token, then delivered
+        (("7\n", "\n\n", "not there"), ANSWER),
+    ],
+)
+def test_stop_strings_end_the_answer_and_are_no_part_of_it(letters: Engine, stop: tuple[str, ...], text: str) -> None:
+    outcome = answer(letters, PROMPT, stop=stop)
+    assert outcome.text == text
+    assert outcome.reason == "stop"
+    assert all(text.startswith("".join(outcome.deltas[:i])) for i in range(len(outcome.deltas)))
+
+
+def test_a_stop_string_that_the_last_token_completes_is_found(letters: Engine) -> None:
+    stop = "11 12 13"
+    ids = answer(letters, PROMPT).ids
+    size = next(n for n in range(len(ids)) if stop in letters.decode(ids[:n]))
+    outcome = answer(letters, PROMPT, size, stop=(stop,))
+    assert (outcome.text, outcome.reason) == (" 10 ", "stop")
+    before = answer(letters, PROMPT, size - 1, stop=(stop,))
+    assert (before.text, before.reason) == (letters.decode(ids[: size - 1]), "length")  # held text is delivered
+
+
+def test_stop_strings_in_chats(stories: Engine) -> None:
+    request, text = STORIES_TEST_REQUESTS[0]
+    for stop in (". Mia", "🦊", "lantern near", "Once"):
+        outcome = answer(stories, chat(stories, request), 300, stop=(stop,))
+        assert outcome.text == text[: text.index(stop)]
+
+
+# cancelling
+
+
+def test_cancel_pending(letters: Engine) -> None:
+    driver = Driver(letters)
+    running = [driver.submit(COUNT, 30) for _ in range(8)]
+    waiting = driver.submit(COUNT, 30)
+    driver.step()
+    assert letters.stats().pending == 1
+    driver.cancel(waiting)
+    assert letters.stats().pending == 0
+    driver.run()
+    assert all(o.finished for o in running)
+    driver.assert_idle()
+
+
+def test_cancel_prefilling(letters: Engine) -> None:
+    driver = Driver(letters)
+    prompt, text = LETTERS_TEST_LONG_PROMPTS[-1]
+    outcome = driver.submit(prompt, 30)
+    driver.step()
+    assert letters.stats().extra["prefilling"] == 1
+    driver.cancel(outcome)
+    driver.assert_idle()
+    again = driver.submit(prompt, 30)  # half of it was computed: nothing wrong is left behind
+    driver.run()
+    assert again.text == text
+
+
+def test_cancel_decoding(letters: Engine) -> None:
+    driver = Driver(letters)
+    outcomes = [driver.submit(prompt, 300) for prompt, _ in LETTERS_TEST_LONG_ANSWERS[:8]]
+    while not all(o.deltas for o in outcomes):
+        driver.step()
+    for outcome in outcomes[:-1]:
+        driver.cancel(outcome)
+    driver.run()
+    assert outcomes[-1].text == LETTERS_TEST_LONG_ANSWERS[7][1][: len(outcomes[-1].text)]
+    driver.assert_idle()
+
+
+def test_cancel_before_the_first_step_twice_and_of_unknown_jobs(letters: Engine) -> None:
+    driver = Driver(letters)
+    outcome = driver.submit(COUNT)
+    driver.cancel(outcome)
+    driver.cancel(outcome)
+    letters.cancel(10**9)
+    driver.assert_idle()
+
+
+def test_reset_forgets_everything(letters: Engine) -> None:
+    driver = Driver(letters)
+    for prompt, _ in LETTERS_TEST_LONG_PROMPTS[:12]:
+        driver.submit(prompt, 30)
+    driver.step()
+    driver.step()
+    letters.reset()
+    Driver(letters).assert_idle()
+    for prompt, text in LETTERS_TEST_PROMPTS[:2]:
+        assert answer(letters, prompt).text == text
+
+
+def test_more_jobs_than_places_wait_their_turn(letters: Engine) -> None:
+    driver = Driver(letters)
+    outcomes = [driver.submit(prompt) for prompt, _ in LETTERS_TEST_PROMPTS[:20]]
+    assert letters.stats().pending == 20
+    most = 0
+    while driver.unfinished:
+        driver.step()
+        most = max(most, letters.stats().active)
+    assert 0 < most <= 8
+    assert [o.text for o in outcomes] == [text for _, text in LETTERS_TEST_PROMPTS[:20]]
+
+
+def test_a_long_prompt_does_not_stall_running_answers(letters: Engine) -> None:
+    driver = Driver(letters)
+    running = driver.submit(COUNT, 200)
+    driver.step()
+    driver.submit(LETTERS_TEST_LONG_PROMPTS[-1][0], 4)
+    for _ in range(3):
+        before = len(running.ids)
+        driver.step()
+        assert len(running.ids) > before
+
+
+# sampling
+
+
+HOT = SamplingParams(temperature=5.0, seed=11)
+
+
+def test_seeds_reproduce(letters: Engine) -> None:
+    first = answer(letters, PROMPT, 24, sampling=HOT)
+    letters.reset()
+    assert answer(letters, PROMPT, 24, sampling=HOT).ids == first.ids
+    others = [answer(letters, PROMPT, 24, sampling=HOT.model_copy(update={"seed": s})).ids for s in range(3)]
+    assert any(ids != first.ids for ids in others)
+    unseeded = [answer(letters, PROMPT, 24, sampling=SamplingParams(temperature=5.0)).ids for _ in range(3)]
+    assert len({tuple(ids) for ids in unseeded}) > 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 1},
+        {"temperature": 0.0},
+        {"temperature": 0.0, "top_p": 0.5, "min_p": 0.5, "top_k": 7},
+        {"temperature": 1e-300},
+        {"min_p": 1.0},
+        {"top_p": 1e-6},
+    ],
+)
+def test_options_that_leave_one_token_are_greedy(letters: Engine, options: dict[str, float]) -> None:
+    sampling = SamplingParams(**({"temperature": 5.0} | options))  # type: ignore[arg-type]
+    prompt, text = LETTERS_TEST_PROMPTS[2]
+    assert answer(letters, prompt, sampling=sampling).text == text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 8.0, "seed": 3},
+        {"temperature": 0.0, "repetition_penalty": 8.0},
+        {"temperature": 0.0, "frequency_penalty": 2.0},
+    ],
+)
+def test_options_change_the_answer(letters: Engine, options: dict[str, float]) -> None:
+    sampling = SamplingParams(**options)  # type: ignore[arg-type]
+    assert answer(letters, COUNT, 120, sampling=sampling).text != COUNTED[:120]
+
+
+def test_answer_penalties_do_not_count_the_prompt(letters: Engine) -> None:
+    for prompt, _ in LETTERS_TEST_PROMPTS[2:6]:
+        plain = answer(letters, prompt, 1)
+        penalized = SamplingParams(temperature=0, frequency_penalty=2.0, presence_penalty=2.0)
+        assert answer(letters, prompt, 1, sampling=penalized).ids == plain.ids
+
+
+def test_extreme_options_do_not_break_the_batch(letters: Engine) -> None:
+    driver = Driver(letters)
+    kept = driver.submit(PROMPT)
+    for options in (
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 10.0, "frequency_penalty": -2.0, "presence_penalty": -2.0},
+        {"temperature": 10.0, "top_k": 1_000_000, "top_p": 1e-300, "min_p": 1e-300},
+        {"temperature": 0.01, "min_p": 1.0, "seed": (1 << 63) - 1},
+    ):
+        driver.submit(PROMPT, 20, SamplingParams(**options))  # type: ignore[arg-type]
+    driver.run()
+    assert kept.text == ANSWER
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("ids", "size", "field", "code"),
+    [
+        ((), 1, "prompt", ErrorCode.INVALID_REQUEST),
+        ((5,) * 2049, 1, "prompt", ErrorCode.CONTEXT_OVERFLOW),
+        ((5,) * 2048, 1, "prompt", ErrorCode.CONTEXT_OVERFLOW),
+        ((5,) * 10, 2039, "max_tokens", ErrorCode.CONTEXT_OVERFLOW),
+        ((5, 10**9), 1, "token_ids", ErrorCode.INVALID_REQUEST),
+        ((5, -1), 1, "token_ids", ErrorCode.INVALID_REQUEST),
+        ((5,), 0, "max_tokens", ErrorCode.INVALID_REQUEST),
+    ],
+)
+def test_refuses_what_cannot_be_computed(
+    letters: Engine, ids: tuple[int, ...], size: int, field: str, code: ErrorCode
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        letters.submit(Job(1, ids, size, GREEDY))
+    assert caught.value.field == field
+    assert caught.value.code == code
+    Driver(letters).assert_idle()
+
+
+def test_refuses_text_that_is_none(letters: Engine) -> None:
+    with pytest.raises(RequestError, match="Unicode") as caught:
+        letters.encode("lone surrogate \ud800")
+    assert caught.value.field == "prompt"
+
+
+def test_chat_without_a_template_and_chats_that_it_refuses(letters: Engine, stories: Engine) -> None:
+    assert not letters.capabilities.chat
+    assert stories.capabilities.chat
+    secret = "the butler did it"
+    for engine, role in ((letters, "user"), (stories, "tool")):
+        with pytest.raises(RequestError) as caught:
+            engine.encode_chat([ChatMessage(role=role, content=secret)])
+        assert caught.value.field == "messages"
+        assert secret not in str(caught.value)
+
+
+def test_one_token_prompts(letters: Engine) -> None:
+    driver = Driver(letters)
+    for _ in range(3):
+        driver.submit([5], 5)
+    driver.run()
+    assert len({tuple(o.ids) for o in driver.outcomes.values()}) == 1
+
+
+def test_finished_says_where_the_time_went(letters: Engine) -> None:
+    finished = answer(letters, COUNT, 30).finished
+    assert isinstance(finished, Finished)
+    assert finished.prefill_s > 0
+    assert finished.decode_s > 0
+    assert finished.cached_tokens <= finished.prompt_tokens

@@ -1,0 +1,229 @@
+"""What cannot be loaded is refused in one line that says what to do."""
+
+import json
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model_worker.engine import LoadError
+from model_worker.engines import build_engine
+from model_worker.engines.exllamav2_load import check_directory
+from model_worker.engines.model_dir import ModelDir
+from protocol.worker_spec import EngineSpec
+from tests.engines.random_model import edit_json, write_model, write_tokenizer
+
+
+def load(path: Path, **fields: Any) -> None:
+    build_engine(EngineSpec("m", "transformers", str(path), **fields)).load(lambda *_: None)
+
+
+def refused(call: Callable[[], object], *words: str) -> None:
+    with pytest.raises(LoadError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert re.search(word, message), message
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "llama"
+    write_model(path)
+    return path
+
+
+@pytest.fixture
+def model(original: Path, tmp_path: Path) -> Path:
+    for file in original.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def write_safetensors(file: Path, names: list[str]) -> None:
+    """A file whose tensors are single bytes."""
+    header = json.dumps({n: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i, n in enumerate(names)})
+    file.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(len(names)))
+
+
+# by name
+
+
+def test_unknown_engines() -> None:
+    refused(lambda: build_engine(EngineSpec("m", "exlamav2", "/x")), "exlamav2", "did you mean 'exllamav2'")
+    refused(lambda: build_engine(EngineSpec("m", "tea", "/x")), "known are transformers, exllamav2")
+    refused(lambda: build_engine(EngineSpec("m", "no.such.module:Engine", "/x")), "cannot be imported")
+    refused(lambda: build_engine(EngineSpec("m", "json:Engine", "/x")), "no class Engine")
+
+
+def test_unknown_and_wrong_options() -> None:
+    def build(engine: str, **options: Any) -> Callable[[], object]:
+        return lambda: build_engine(EngineSpec("m", engine, "/x", device="cuda", options=options))
+
+    refused(build("transformers", chunksize=1), "chunksize", "did you mean 'chunk_size'")
+    refused(build("transformers", cache_mode="Q4"), "knows no option 'cache_mode'")
+    refused(build("transformers", threads=0), "threads", "at least 1")
+    refused(build("transformers", threads=True), "threads", "integer")
+    refused(build("exllamav2", cache_size=1000), "cache_size", "multiple of 256", "1024")
+    refused(build("exllamav2", chunk_size=100), "chunk_size", "multiple of 256")
+    refused(build("exllamav2", cache_mode="FP8"), "cache_mode", "FP16, Q8, Q6, Q4")
+    refused(lambda: build_engine(EngineSpec("m", "exllamav2", "/x", device="cpu")), "CUDA", "engine: transformers")
+
+
+# the directory
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (["config.json"], "no config.json"),
+        (["tokenizer.json"], "no tokenizer.json"),
+        (["model.safetensors"], "no weights"),
+    ],
+)
+def test_missing_files(model: Path, missing: list[str], words: str) -> None:
+    for name in missing:
+        (model / name).unlink()
+    refused(lambda: load(model), words)
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    refused(lambda: load(tmp_path / "gone"), "gone", "no directory")
+
+
+def test_pickles_are_not_loaded(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    refused(lambda: load(model), "pytorch_model.bin", "safetensors")
+
+
+def test_broken_files(model: Path) -> None:
+    weights = model / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    refused(lambda: load(model), "cut off")
+    weights.write_bytes(b"\xff" * 64)
+    refused(lambda: load(model), "no readable safetensors")
+    weights.write_bytes(whole)
+    (model / "tokenizer.json").write_text("{}")
+    refused(lambda: load(model), "tokenizer.json")
+    (model / "config.json").write_text("{]")
+    refused(lambda: load(model), "config.json cannot be read")
+
+
+def test_missing_tensors_are_not_made_up(model: Path) -> None:
+    edit_json(model / "config.json", num_hidden_layers=3)
+    refused(lambda: load(model), "missing_keys", "layers.2")
+
+
+def test_quantized_weights(model: Path) -> None:
+    write_safetensors(model / "model.safetensors", ["model.layers.0.mlp.up_proj.q_weight"])
+    refused(lambda: load(model), "exl2", "engine exllamav2")
+    write_safetensors(model / "model.safetensors", ["model.layers.0.mlp.up_proj.qweight"])
+    refused(lambda: load(model), "gptq", "engine exllamav2")
+    edit_json(model / "config.json", quantization_config={"quant_method": "awq"})
+    refused(lambda: load(model), "awq", "unquantized")
+    refused(lambda: check_directory(ModelDir(str(model))), "awq", "EXL2, GPTQ")
+
+
+def test_unsupported_architectures(model: Path) -> None:
+    edit_json(model / "config.json", architectures=["BertModel"])
+    refused(lambda: load(model), "BertModel")
+    refused(lambda: check_directory(ModelDir(str(model))), "BertModel", "computed as Llama")
+    edit_json(model / "config.json", architectures=["LlamaForCausalLM", "MistralForCausalLM"])
+    refused(lambda: load(model), "one architecture")
+    edit_json(model / "config.json", architectures=["LlamaForCausalLM"], layer_types=["full_attention", "mamba"])
+    refused(lambda: load(model), "mamba")
+
+
+def test_sliding_windows_are_refused_where_they_matter(model: Path) -> None:
+    write_model(model, "mistral", sliding_window=64)
+    refused(lambda: load(model), "sliding window of 64", "max_seq_len")
+    load(model, max_seq_len=64)
+
+
+def test_rotary_embeddings_that_depend_on_the_length(model: Path) -> None:
+    edit_json(model / "config.json", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    refused(lambda: load(model), "dynamic")
+
+
+def test_contexts_that_cannot_be(model: Path) -> None:
+    refused(lambda: load(model, max_seq_len=513), "max_seq_len is 513", "512")
+    refused(lambda: load(model, max_seq_len=1), "at least 2")
+    edit_json(model / "config.json", max_position_embeddings=10**9)
+    refused(lambda: load(model), "not enough memory", "GiB", "max_seq_len or max_batch_size")
+    edit_json(model / "config.json", max_position_embeddings=None)
+    refused(lambda: load(model), "set max_seq_len")
+
+
+def test_chat_templates_that_cannot_be_read(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{% for %}")
+    refused(lambda: load(model), "chat template")
+
+
+# what ExLlamaV2 would misread
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A directory as ExLlamaV2 likes it."""
+    write_tokenizer(tmp_path)
+    write_safetensors(tmp_path / "model.safetensors", ["model.norm.weight"])
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5}))
+    check_directory(ModelDir(str(tmp_path)))
+    return tmp_path
+
+
+def test_rope_parameters_of_transformers_5(plain: Path) -> None:
+    config = plain / "config.json"
+    edit_json(config, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    check_directory(ModelDir(str(plain)))
+    edit_json(config, rope_theta=None)
+    refused(lambda: check_directory(ModelDir(str(plain))), "rope_parameters", r"rope_theta \(500000")
+    edit_json(config, rope_theta=5e5, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8})
+    refused(lambda: check_directory(ModelDir(str(plain))), "rope_scaling with rope_type llama3")
+    edit_json(config, rope_parameters=None, rope_scaling={"type": "linear", "rope_type": "linear", "factor": 2})
+    refused(lambda: check_directory(ModelDir(str(plain))), "both type and rope_type")
+
+
+def test_every_end_token_is_found(plain: Path) -> None:
+    edit_json(plain / "config.json", eos_token_id=7)
+    (plain / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))
+    assert ModelDir(str(plain)).eos_ids(lambda token: {"</s>": 1}.get(token)) == {1, 7, 8, 9}
+
+
+def in_a_process(program: str, *flags: str) -> None:
+    subprocess.run([sys.executable, *flags, "-c", program], check=True, timeout=60)
+
+
+def test_assertions_must_be_on() -> None:
+    in_a_process(
+        """
+from model_worker.engine import LoadError
+from model_worker.engines.exllamav2_load import import_package
+try:
+    import_package()
+except LoadError as e:
+    if "-O" not in str(e): raise
+else:
+    raise SystemExit("not refused")
+""",
+        "-O",
+    )
+
+
+def test_only_engine_modules_import_torch() -> None:
+    in_a_process(
+        """
+import sys
+import model_worker.engines, model_worker.text
+import model_worker.engines.admission, model_worker.engines.model_dir
+import model_worker.engines.options, model_worker.engines.tokenizer
+assert not {"torch", "transformers", "exllamav2"} & set(sys.modules)
+"""
+    )
