@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from protocol import __version__
 from protocol.codec import encode, unpack_body
-from protocol.errors import ErrorCode, FrameError
+from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import Hello, Message, Progress, Ready, Shutdown, Stats
 from protocol.worker_spec import WorkerSpec
 from supervisor import logs, stop_ladder
