@@ -44,9 +44,9 @@ from supervisor.fleet import RATE_WINDOW_S, Fleet
 from supervisor.guard import Guard
 from supervisor.in_flight import Effect, ToClient
 from supervisor.lifecycle import IllegalTransition
+from supervisor.reactor import Reactor
 from supervisor.runtime_dir import RuntimeDir
 from supervisor.scheduler import Scheduler
-from supervisor.timers import Timers
 from supervisor.zap import ZapHandler
 
 PROBE_INTERVAL_S = 1.0
@@ -66,10 +66,8 @@ class Supervisor:
         self._runtime = runtime
         self._started = time.monotonic()
         self._session = secrets.token_hex(8)
-        self._timers = Timers()
+        self._reactor = Reactor()
         self.scheduler = Scheduler()
-        self._handlers: dict[Any, Callable[[], object]] = {}
-        self._poller = zmq.Poller()
         self.shutting_down = False
         self._worker_frames_dropped = 0
         self._context: Context = zmq.Context(io_threads=1)
@@ -81,15 +79,22 @@ class Supervisor:
         self._guard = Guard()
         self._signals = self._catch_signals()
         self.fleet = Fleet(
-            config, self.scheduler, self._timers, self._guard, self, runtime.path, back_endpoint(runtime.path), log
+            config,
+            self.scheduler,
+            self._reactor.timers,
+            self._guard,
+            self,
+            runtime.path,
+            back_endpoint(runtime.path),
+            log,
         )
-        self._watch(self._zap.socket, self._zap.handle)
-        self._watch(self._back, self._on_back)
+        self._reactor.watch(self._zap.socket, self._zap.handle)
+        self._reactor.watch(self._back, self._on_back)
         for port in (self._front, self._admin):
-            self._watch(port.socket, partial(self._on_port, port))
-            self._watch(port.monitor, partial(self._on_port, port))
-        self._watch(self._signals, self._on_signals)
-        self._watch(self._guard.pidfd, self._on_guard_exit)
+            self._reactor.watch(port.socket, partial(self._on_port, port))
+            self._reactor.watch(port.monitor, partial(self._on_port, port))
+        self._reactor.watch(self._signals, self._on_signals)
+        self._reactor.watch(self._guard.pidfd, self._on_guard_exit)
 
     def _bind_back(self, endpoint: str) -> zmq.Socket[bytes]:
         back = self._context.socket(zmq.ROUTER)
@@ -112,19 +117,12 @@ class Supervisor:
         for name, model in self.fleet.models.items():
             if model.spec.config.autostart:
                 self.fleet.start(name, "autostart")
-        self._every(PROBE_INTERVAL_S, self._probe)
-        self._every(RATE_WINDOW_S, lambda: self.fleet.sample_rates(RATE_WINDOW_S))
+        self._reactor.every(PROBE_INTERVAL_S, self._probe)
+        self._reactor.every(RATE_WINDOW_S, lambda: self.fleet.sample_rates(RATE_WINDOW_S))
         gc.collect()
         gc.freeze()
         while not (self.shutting_down and self.fleet.all_stopped):
-            wait = self._timers.wait_s(time.monotonic())
-            for ready, _ in self._poller.poll(None if wait is None else int(wait * 1000) + 1):
-                handler = self._handlers.get(ready)
-                if handler is not None:  # an earlier handler of this turn may have ended it
-                    handler()
-            for timer in self._timers.due(time.monotonic()):
-                if not timer.cancelled:
-                    timer.callback()
+            self._reactor.turn()
         self._log.info("every model is stopped; leaving")
         self._close()
         return 0
@@ -137,19 +135,6 @@ class Supervisor:
         self._context.term()
         self._guard.close()
         self._runtime.release()
-
-    def _watch(self, source: Any, handler: Callable[[], object]) -> None:
-        # zmq.Poller gives sockets back as they are, and everything else as its descriptor
-        key = source if isinstance(source, (zmq.Socket, int)) else source.fileno()
-        self._handlers[key] = handler
-        self._poller.register(source, zmq.POLLIN)
-
-    def _every(self, interval_s: float, callback: Callable[[], None]) -> None:
-        def run() -> None:
-            callback()
-            self._timers.at(time.monotonic() + interval_s, run)
-
-        self._timers.at(time.monotonic() + interval_s, run)
 
     # --- Outlet and Host: what fleet and calls need of the loop -------------------------------------------------
 
@@ -183,11 +168,10 @@ class Supervisor:
                     break
             callback()
 
-        self._watch(pidfd, gone)
+        self._reactor.watch(pidfd, gone)
 
     def unwatch_process(self, pidfd: int) -> None:
-        self._handlers.pop(pidfd, None)
-        self._poller.unregister(pidfd)
+        self._reactor.unwatch(pidfd)
 
     def now(self) -> float:
         return time.monotonic()
@@ -324,9 +308,9 @@ class Supervisor:
             self._guard.restart()
         except OSError as e:  # no processes or descriptors left; the kernel's own SIGKILL still protects meanwhile
             self._log.error("no guard process: %s; trying again", e)
-            self._timers.at(time.monotonic() + GUARD_RETRY_S, self._restart_guard)
+            self._reactor.timers.at(time.monotonic() + GUARD_RETRY_S, self._restart_guard)
             return
-        self._watch(self._guard.pidfd, self._on_guard_exit)
+        self._reactor.watch(self._guard.pidfd, self._on_guard_exit)
 
     # --- signals ------------------------------------------------------------------------------------------------
 
