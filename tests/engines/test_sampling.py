@@ -19,7 +19,7 @@ def sampler(prompt: tuple[int, ...] = (0,), **fields: Any) -> Sampler:
 
 def shares(fields: dict[str, float], draws: int = 4000) -> list[float]:
     """How often each token is drawn."""
-    drawing = sampler(**({"seed": 1} | fields))
+    drawing = sampler((0,), **({"seed": 1} | fields))
     counts = torch.bincount(torch.tensor([drawing.draw(LOGITS) for _ in range(draws)]), minlength=len(LOGITS))
     return [count / draws for count in counts.tolist()]
 
