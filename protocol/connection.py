@@ -113,6 +113,7 @@ class Connection:
                     break
             if end is not None:
                 touched += self.session.lose(end)
+                self._leave_endpoint()
         except BaseException:
             # An interrupt (Ctrl-C) between taking a frame and applying it loses the frame, perhaps someone's last one.
             self.session.lose("interrupted while reading from the supervisor; make a new client")
@@ -156,6 +157,13 @@ class Connection:
 
     def describe_failure(self, what: str) -> str:
         return f"{what} ({self.endpoint}); start it with `modelctl serve`"
+
+    def _leave_endpoint(self) -> None:
+        """Whatever was queued or listens there next, nothing of this session reaches it."""
+        try:
+            self.socket.disconnect(self.endpoint)
+        except zmq.ZMQError:  # libzmq has left by itself, after a handshake that failed
+            pass
 
     def _cancel_abandoned(self) -> None:
         self._busy = True
@@ -214,9 +222,10 @@ class Connection:
 
 def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     ipc = endpoint.startswith("ipc://")
-    # a new connection is a new session: libzmq must neither reconnect nor queue for a connection that is not there
-    socket.setsockopt(zmq.RECONNECT_IVL, -1)
-    socket.setsockopt(zmq.IMMEDIATE, 1)
+    # A new connection is a new session, so libzmq must not reconnect. But told so outright (RECONNECT_IVL=-1), or with
+    # IMMEDIATE=1, it discards at the end of the connection what had arrived and was not read yet, perhaps whole
+    # answers. So it is told to wait eleven days, and ``pump`` disconnects once it has read everything.
+    socket.setsockopt(zmq.RECONNECT_IVL, 1_000_000_000)
     socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_MAX_FRAME)
     # Without a high-water mark on receiving: at the mark libzmq stops reading, heartbeats with it, and takes a client
     # that is slow to call us for dead. What can arrive unread is bounded by the credit of each stream.

@@ -69,8 +69,10 @@ class StreamBase:
         self._connection.abandon(self._state)
 
     def _take(self) -> Delta | None:
+        """The next delta; None if there is none yet, or (``ended``) will be none."""
         delta = self._connection.session.take(self._state)
-        if self._connection.waits_to_send:
+        # Only with a delta in hand: a pump after None could end the stream with an error that nobody takes any more.
+        if delta is not None and self._connection.waits_to_send:
             self._connection.pump()
         return delta
 

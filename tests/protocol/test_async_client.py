@@ -163,6 +163,16 @@ async def leave_by_cancelling_the_waiting_task(client: AsyncClient) -> object:
     return task, stream
 
 
+async def leave_by_cancelling_a_task_that_reads_without_a_loop(client: AsyncClient) -> object:
+    stream = client.generate("letters", "x")
+    await anext(stream)
+    task = asyncio.ensure_future(anext(stream))
+    await until(lambda: bool(client._waiters), "the task to wait")
+    task.cancel()
+    await asyncio.wait([task])
+    return task, stream
+
+
 async def leave_by_cancelling_the_task_in_the_loops_body(client: AsyncClient) -> object:
     got = asyncio.Event()
 
@@ -211,6 +221,7 @@ async def leave_by_a_timeout_of_the_users_own(client: AsyncClient) -> object:
         leave_by_aclosing,
         leave_by_dropping,
         leave_by_cancelling_the_waiting_task,
+        leave_by_cancelling_a_task_that_reads_without_a_loop,
         leave_by_cancelling_the_task_in_the_loops_body,
         leave_by_cancelling_complete,
         leave_by_timeout,

@@ -129,7 +129,7 @@ def test_credit_goes_on_for_what_nobody_reads_any_more(runtime_dir: Path) -> Non
     script = CreditScript(total=100, window=8)
     with ScriptedPeer(runtime_dir / "front", script, window=8) as peer, Client(peer.endpoint) as client:
         left = client.generate("letters", "1")
-        next(left)
+        pump_until(client, lambda: len(left._state.deltas) == 8, "a window of deltas")
         left.close()
         client.complete("letters", "2")
         assert list(left) == []

@@ -16,6 +16,7 @@ from tests.protocol.scripted_peer import (
     HoldingScript,
     ScriptedPeer,
     accepted,
+    answers,
     delta,
     events,
     finished,
@@ -94,6 +95,37 @@ def test_what_came_before_the_end_is_delivered_before_it_is_raised(runtime_dir: 
         assert [next(stream).text for _ in range(3)] == ["0 ", "1 ", "2 "]
         with pytest.raises(ConnectionLost):
             next(stream)
+
+
+def test_an_answer_that_is_complete_is_no_loss(runtime_dir: Path) -> None:
+    """The end of the connection is told before the last frames are read: those come first all the same."""
+    peer = ScriptedPeer(runtime_dir / "front", answers(["a", "b", "c"]))
+    with peer, Client(peer.endpoint) as client:
+        stream = client.generate("letters", "x")
+        peer.wait_for(Generate)
+        peer.stop()
+        while client._connection.monitor.poll(1000) == 0:
+            pass
+        assert stream.complete().text == "abc"
+        with pytest.raises(ConnectionLost):
+            client.generate("letters", "y")
+
+
+def test_a_supervisor_that_comes_back_is_not_this_sessions(runtime_dir: Path) -> None:
+    """What was asked of the first must not reach the second: reconnecting is making a new client."""
+    with ScriptedPeer(runtime_dir / "front", HoldingScript()) as first:
+        client = Client(first.endpoint)
+        stream = client.generate("letters", "x")
+        assert next(stream).text == "0 "
+    with ScriptedPeer(runtime_dir / "front", answers(["fine"])) as second, client:
+        client._connection.session.cancel(stream._state)
+        with pytest.raises(ConnectionLost):
+            next(stream)
+        with pytest.raises(ConnectionLost):
+            client.complete("letters", "y")
+        with Client(second.endpoint) as another:
+            assert another.complete("letters", "z").text == "fine"
+        assert [type(message) for message in second.received] == [Hello, Generate]
 
 
 def test_a_call_waits_no_longer_than_the_connection(runtime_dir: Path) -> None:
