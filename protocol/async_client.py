@@ -15,9 +15,10 @@ from typing import Any, Self
 
 import zmq
 
+from protocol.answers import Completion, Delta, StreamState, Touched
+from protocol.asking import generate_body
 from protocol.connection import Connection, check_can_generate, check_welcomed
 from protocol.errors import ConnectionLost
-from protocol.session import Completion, Delta, StreamState, Touched, generate_body
 from protocol.stream import StreamBase
 
 __all__ = ["AsyncClient", "AsyncStream", "Completion", "Delta"]

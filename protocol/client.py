@@ -9,7 +9,8 @@ once, and so does every later call: reconnecting is making a new ``Client``. A c
 process that made it and refuses any other with RuntimeError.
 
 Events arrive, and the supervisor's questions are answered, while a method of the client runs or a stream is read. A
-client that is left alone for long is still alive to the supervisor: libzmq's own thread keeps the connection up.
+client that is left alone for long is still alive to the supervisor: libzmq's own thread keeps the connection up. An
+interrupt (Ctrl-C) that lands just as a frame is taken in ends the connection, since the frame may be lost.
 """
 
 import os
@@ -19,9 +20,10 @@ from typing import Any, Final, Self
 
 import zmq
 
+from protocol.answers import Completion, Delta, StreamState
+from protocol.asking import generate_body
 from protocol.connection import Connection, check_can_generate, check_welcomed
 from protocol.errors import ConnectionLost
-from protocol.session import Completion, Delta, StreamState, generate_body
 from protocol.stream import StreamBase
 
 __all__ = ["Client", "Completion", "Delta", "Stream"]

@@ -15,10 +15,11 @@ from typing import Final
 import zmq
 
 import protocol
+from protocol.answers import StreamState, Touched
 from protocol.errors import ErrorCode, WireError
 from protocol.limits import SOCKET_MAX_FRAME
 from protocol.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint, ipc_path
-from protocol.session import ClientSession, StreamState, Touched
+from protocol.session import ClientSession
 
 LINGER_MS: Final = 200
 """How long ``close`` waits for the last frames (a CANCEL, mostly) to leave."""
@@ -149,7 +150,7 @@ class Connection:
         touched = self.session.lose("this client was closed")
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
-        self.socket.close(linger=LINGER_MS)
+        self.socket.close()
         self._context.term()
         if self._on_change is not None:
             self._on_change(touched)
@@ -159,7 +160,8 @@ class Connection:
         return f"{what} ({self.endpoint}); start it with `modelctl serve`"
 
     def _leave_endpoint(self) -> None:
-        """Whatever was queued or listens there next, nothing of this session reaches it."""
+        """Whoever listens there next, nothing of this session reaches it."""
+        self.socket.setsockopt(zmq.LINGER, 0)
         try:
             self.socket.disconnect(self.endpoint)
         except zmq.ZMQError:  # libzmq has left by itself, after a handshake that failed

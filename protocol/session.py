@@ -5,15 +5,13 @@ clients differ only in how they wait for the next frame.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from struct import Struct
-from struct import error as StructError
 from typing import Any
 
 from protocol import limits
+from protocol.answers import CallState, Delta, StreamState, Touched
+from protocol.asking import pack_fields
 from protocol.codec import check_size, decode, encode, pack_body, split_events, unpack_body, unpack_event
-from protocol.errors import ConnectionLost, ErrorCode, FrameError, RequestError, WireError
+from protocol.errors import ConnectionLost, ErrorCode, FrameError, WireError
 from protocol.messages import (
     SUPERVISOR_TO_CLIENT,
     TERMINAL,
@@ -34,70 +32,6 @@ from protocol.messages import (
     Reply,
     Welcome,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New text of an answer and the ids of its tokens. Either may be empty while the other is not."""
-
-    text: str
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A whole answer.
-
-    finish_reason  "stop", "length" or "cancelled" (protocol.messages.FinishReason)
-    usage          {prompt_tokens, completion_tokens, ...}: counts of tokens
-    timings        what the worker measured, in the unit that each name ends with
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    usage: dict[str, Any]
-    timings: dict[str, Any]
-
-
-@dataclass(slots=True)
-class StreamState:
-    """One request, from GENERATE to the last thing its reader took.
-
-    deltas    arrived, not yet taken
-    owed      events taken since the last CREDIT
-    ended     nothing more will arrive
-    error     how it ended, if badly; cleared when it was raised, so that it is raised once
-    """
-
-    id: int
-    next_seq: int = 0
-    owed: int = 0
-    arrivals: int = 0
-    deltas: deque[Delta] = field(default_factory=deque)
-    accepted: dict[str, Any] | None = None
-    cancel_sent: bool = False
-    abandoned: bool = False
-    ended: bool = False
-    error: WireError | None = None
-    finish_reason: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
-    timings: dict[str, Any] = field(default_factory=dict)
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class CallState:
-    """One CALL and its answer."""
-
-    id: int
-    ended: bool = False
-    error: WireError | None = None
-    result: dict[str, Any] = field(default_factory=dict)
-
-
-Touched = StreamState | CallState
 
 
 class ClientSession:
@@ -130,7 +64,7 @@ class ClientSession:
         if self.goaway is not None:
             raise WireError(ErrorCode.DRAINING, f"the supervisor takes no new requests: {self.goaway}")
         route = {"resume": True} if resume else {}
-        message = Generate(self._last_id + 1, model, route, _pack_fields(body))
+        message = Generate(self._last_id + 1, model, route, pack_fields(body))
         self._send_checked(message)
         state = self._streams[message.request] = StreamState(message.request)
         return state
@@ -138,7 +72,7 @@ class ClientSession:
     def call(self, verb: str, params: dict[str, Any]) -> CallState:
         """Queues CALL. Raises what ``broken`` holds, TOO_LARGE, INVALID_REQUEST."""
         self._check_usable()
-        message = Call(self._last_id + 1, verb, _pack_fields(params))
+        message = Call(self._last_id + 1, verb, pack_fields(params))
         self._send_checked(message)
         state = self._calls[message.call] = CallState(message.call)
         return state
@@ -335,45 +269,6 @@ class ClientSession:
         check_size(frame, message.kind)
         self._last_id += 1
         self.outbox.append(frame)
-
-
-def generate_body(
-    prompt: str | None,
-    messages: Sequence[dict[str, Any]] | None,
-    token_ids: Iterable[int] | bytes | None,
-    max_tokens: int | None,
-    stop: Sequence[str],
-    sampling: dict[str, Any],
-) -> dict[str, Any]:
-    """The map in GENERATE's body: what was given, None left out. The worker judges it; token_ids are packed here."""
-    if token_ids is not None and not isinstance(token_ids, bytes):
-        ids = tuple(token_ids)
-        try:
-            token_ids = Struct(f"<{len(ids)}I").pack(*ids)
-        except StructError:
-            raise RequestError(
-                "token_ids holds something else than integers from 0 to 4294967295", field="token_ids"
-            ) from None
-    given = {"prompt": prompt, "messages": messages, "token_ids": token_ids, "max_tokens": max_tokens}
-    body = {name: value for name, value in (given | sampling).items() if value is not None}
-    if stop:
-        # a lone string stays one, so that it is refused rather than read as a list of letters
-        body["stop"] = stop if isinstance(stop, str) else list(stop)
-    return body
-
-
-def _pack_fields(fields: dict[str, Any]) -> bytes:
-    try:
-        return pack_body(fields)
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        for name, value in fields.items():
-            try:
-                pack_body({name: value})
-            except (TypeError, ValueError, OverflowError, RecursionError) as e:
-                # UnicodeEncodeError would quote the text
-                why = "text that is not valid Unicode" if isinstance(e, UnicodeError) else f"a {type(value).__name__}"
-                raise RequestError(f"{name} is {why}: msgpack cannot carry it", field=name) from None
-        raise
 
 
 def _error_in(fields: dict[str, Any]) -> WireError:

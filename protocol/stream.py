@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from protocol.answers import Completion, Delta, StreamState
 from protocol.connection import Connection
-from protocol.session import Completion, Delta, StreamState
 
 
 class StreamBase:

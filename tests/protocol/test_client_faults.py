@@ -28,8 +28,10 @@ from tests.protocol.scripted_peer import (
 
 def test_no_supervisor(runtime_dir: Path) -> None:
     start = time.monotonic()
-    with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*front.*`modelctl serve`"):
-        Client(runtime_dir=runtime_dir)
+    for _ in range(10):
+        with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*front.*`modelctl serve`"):
+            Client(runtime_dir=runtime_dir)
+    # nothing lingers for what can never be sent
     assert time.monotonic() - start < 1
 
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.answers import CallState, StreamState
 from protocol.codec import decode, encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Cancel, Credit, Reply, Welcome
-from protocol.session import CallState, ClientSession, StreamState
+from protocol.session import ClientSession
 from tests.protocol.scripted_peer import Event, delta, events, failed, finished
 
 WINDOW = 4
