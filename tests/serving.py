@@ -136,8 +136,13 @@ class Serving:
 
     def overview(self) -> dict[str, Any]:
         """The whole answer to ``status``. For the test's main thread."""
-        if self._queries is None:
-            self._queries = self.client()
+        if self._queries is not None:
+            try:
+                return self._queries.status()
+            except ConnectionLost:
+                self._queries.close()  # it was another supervisor's
+            self._queries = None
+        self._queries = self.client()
         return self._queries.status()
 
     def status(self, model: str) -> dict[str, Any]:
@@ -194,8 +199,12 @@ class Serving:
     def worker(self, model: str) -> psutil.Process:
         return psutil.Process(self.status(model)["pid"])
 
-    def guard(self) -> psutil.Process:
-        return next(p for p in psutil.Process(self.pid).children() if any("guard.py" in a for a in p.cmdline()))
+    def guard(self) -> psutil.Process | None:
+        """The guard; None while there is none."""
+        for child in psutil.Process(self.pid).children():
+            if is_alive(child) and any("guard.py" in argument for argument in child.cmdline()):
+                return child
+        return None
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """End the supervisor from outside, and collect it."""
@@ -258,7 +267,6 @@ class Serving:
         try:
             self.overview()
         except ConnectionLost:
-            self._queries = None
             return False
         return True
 

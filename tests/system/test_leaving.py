@@ -49,7 +49,9 @@ def test_leaving_the_loop(serving: Serving) -> None:
             assert delta.text == answer("left", 1)
             break
         serving.wait_idle("a")
-        assert client.complete("a", "the same client goes on", max_tokens=9).text == answer("the same client goes on", 9)
+        assert client.complete("a", "the same client goes on", max_tokens=9).text == answer(
+            "the same client goes on", 9
+        )
 
 
 def test_closing_the_client(serving: Serving) -> None:

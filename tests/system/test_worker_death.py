@@ -120,7 +120,10 @@ def test_an_engine_that_does_not_exist_is_not_retried(serve: Serve, target: str)
     serving = serve({"a": {**engine(), "engine": target}}, wait=False)
     status = serving.wait_state("a", "failed")
     assert (status["generation"], status["last_exit"]["code"]) == (1, 78)
-    assert target.replace(":", ".").split(".")[-1] in status["last_exit"]["message"] or target in status["last_exit"]["message"]
+    assert (
+        target.replace(":", ".").split(".")[-1] in status["last_exit"]["message"]
+        or target in status["last_exit"]["message"]
+    )
 
 
 def test_unknown_options_are_refused_by_name(serve: Serve) -> None:

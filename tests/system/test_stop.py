@@ -1,0 +1,181 @@
+"""Stopping: the ladder's rungs, draining, and what the other models notice of it (nothing)."""
+
+import signal
+import time
+
+import pytest
+
+from protocol.errors import ErrorCode, WireError
+from tests.conftest import Serve
+from tests.deterministic_engine import answer
+from tests.serving import Serving, engine, wait_until
+
+LONG = 100_000
+QUICK = {"drain": "100ms", "shutdown": "200ms", "sigterm": "200ms"}
+
+
+def hang(serving: Serving, client: object) -> None:
+    """Have the engine of ``a`` hang in its step."""
+    stream = client.generate("a", "bad", max_tokens=50)  # type: ignore[attr-defined]
+    for _ in range(5):
+        next(stream)
+
+
+def rungs(serving: Serving, model: str) -> list[str]:
+    """The rungs climbed, from the supervisor's log."""
+    lines = [line.split(f"{model}: ", 1)[1] for line in serving.log().splitlines() if f"{model}: " in line]
+    return [line.split()[0] for line in lines if line.startswith(("SHUTDOWN", "SIG"))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hangs", "climbed", "code"),
+    [
+        ("DeterministicEngine", False, ["SHUTDOWN"], 0),
+        ("HangsAtToken", True, ["SHUTDOWN", "SIGTERM"], -signal.SIGTERM),
+        ("HangsDeaf", True, ["SHUTDOWN", "SIGTERM", "SIGKILL"], -signal.SIGKILL),
+    ],
+)
+def test_each_rung_ends_what_the_one_before_cannot(
+    serve: Serve, kind: str, hangs: bool, climbed: list[str], code: int
+) -> None:
+    serving = serve({"a": engine(kind), "b": engine()}, stop=QUICK)
+    with serving.client() as client:
+        bystander = client.generate("b", "b", max_tokens=700)
+        if hangs:
+            hang(serving, client)
+        serving.order("stop", model="a")
+        status = serving.wait_state("a", "stopped", within=5)
+        assert rungs(serving, "a") == climbed
+        assert (status["last_exit"]["code"], status["last_exit"]["reason"]) == (code, "asked")
+        assert status["pid"] is None
+        assert bystander.complete().text == answer("b", 700)
+    serving.order("start", model="a")
+    serving.wait_state("a", "ready")
+
+
+def test_a_stopped_process_is_ended_too(serve: Serve) -> None:
+    serving = serve({"a": engine()}, stop=QUICK)
+    serving.worker("a").send_signal(signal.SIGSTOP)
+    serving.order("stop", model="a")
+    serving.wait_state("a", "stopped", within=5)
+
+
+def test_a_loading_worker_is_not_asked_but_ended(serve: Serve) -> None:
+    serving = serve({"a": engine("SlowLoad")}, wait=False)
+    serving.wait_state("a", "loading")
+    with serving.client() as client:
+        waiting = client.generate("a", "x", max_tokens=1)
+        wait_until(lambda: serving.status("a")["queued"] == 1)
+        serving.order("stop", model="a")
+        with pytest.raises(WireError) as caught:
+            waiting.complete()
+        assert caught.value.code is ErrorCode.DRAINING
+    serving.wait_state("a", "stopped", within=2)
+    assert rungs(serving, "a") == ["SIGTERM"]
+
+
+def test_now_does_not_wait_for_requests(serve: Serve) -> None:
+    serving = serve({"a": engine(context=2 * LONG)})
+    with serving.client() as client:
+        stream = client.generate("a", "x", max_tokens=LONG)
+        next(stream)
+        began = time.monotonic()
+        serving.order("stop", model="a", now=True)
+        with pytest.raises(WireError) as caught:
+            stream.complete()
+        assert caught.value.code is ErrorCode.DRAINING
+        serving.wait_state("a", "stopped", within=3)
+        assert time.monotonic() - began < 3  # the drain has ten seconds
+
+
+def test_now_cuts_a_drain_short(serve: Serve) -> None:
+    serving = serve({"a": engine(context=2 * LONG)})
+    with serving.client() as client:
+        stream = client.generate("a", "x", max_tokens=LONG)
+        next(stream)
+        serving.order("stop", model="a")
+        assert serving.status("a")["state"] == "draining"
+        serving.order("stop", model="a", now=True)
+        with pytest.raises(WireError):
+            stream.complete()
+    serving.wait_state("a", "stopped", within=3)
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Serve) -> None:
+    serving = serve({"a": engine(), "b": engine()})
+    with serving.client() as client:
+        running = client.generate("a", "running", max_tokens=400)
+        bystander = client.generate("b", "bystander", max_tokens=600)
+        next(running)
+        next(bystander)
+        serving.order("stop", model="a")
+        assert serving.status("a")["state"] == "draining"
+        with pytest.raises(WireError) as caught:
+            client.complete("a", "new", max_tokens=1)
+        assert caught.value.code is ErrorCode.DRAINING
+        assert caught.value.retry_after_ms
+        assert caught.value.retryable
+        assert running.complete().text == answer("running", 400)
+        status = serving.wait_state("a", "stopped", within=3)
+        assert (status["last_exit"]["code"], rungs(serving, "a")) == (0, ["SHUTDOWN"])
+        with pytest.raises(WireError) as caught:
+            client.complete("a", "new", max_tokens=1)
+        assert caught.value.code is ErrorCode.MODEL_NOT_RUNNING
+        assert "modelctl start a" in caught.value.message
+        assert bystander.complete().text == answer("bystander", 600)
+        serving.order("start", model="a")
+        assert client.complete("a", "again", max_tokens=6).text == answer("again", 6)
+
+
+def test_requests_outlasting_the_drain_end_with_an_error(serve: Serve) -> None:
+    serving = serve({"a": engine(context=2 * LONG)}, stop={"drain": "200ms"})
+    with serving.client() as client:
+        streams = [client.generate("a", f"x {i}", max_tokens=LONG) for i in range(3)]
+        for stream in streams:
+            next(stream)
+        serving.order("stop", model="a")
+        for i, stream in enumerate(streams):
+            with pytest.raises(WireError) as caught:
+                stream.complete()
+            assert caught.value.code is ErrorCode.DRAINING
+            assert stream.text == answer(f"x {i}", len(stream.token_ids))
+        assert serving.wait_state("a", "stopped", within=3)["last_exit"]["code"] == 0
+
+
+def test_a_start_during_the_way_down_is_remembered(serve: Serve) -> None:
+    serving = serve({"a": engine()})
+    with serving.client() as client:
+        running = client.generate("a", "running", max_tokens=200)
+        next(running)
+        serving.order("restart", model="a")
+        assert serving.status("a")["state"] == "draining"
+        assert running.complete().text == answer("running", 200)
+        wait_until(lambda: serving.status("a")["generation"] == 2)
+        serving.wait_state("a", "ready")
+        assert client.complete("a", "again", max_tokens=6).text == answer("again", 6)
+
+
+def test_shutdown_waits_for_running_requests_and_takes_no_orders(serve: Serve) -> None:
+    serving = serve({"a": engine(), "b": engine(autostart=False)})
+    with serving.client() as client, serving.client(admin=True) as admin:
+        running = client.generate("a", "running", max_tokens=400)
+        next(running)
+        admin.call("shutdown", reply_timeout=5)
+        # a model started now would keep the supervisor from ever leaving
+        for verb in ("start", "restart"):
+            with pytest.raises(WireError) as caught:
+                admin.call(verb, model="b", reply_timeout=5)
+            assert caught.value.code is ErrorCode.DRAINING
+        assert running.complete().text == answer("running", 400)
+    assert serving.process.wait(5) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_wait(serve: Serve, number: int) -> None:
+    serving = serve({"a": engine("HangsDeaf")})
+    with serving.client() as client:
+        hang(serving, client)
+        serving.process.send_signal(number)
+        wait_until(lambda: serving.overview()["supervisor"]["shutting_down"])
+        serving.process.send_signal(number)
+        assert serving.process.wait(5) == 0

@@ -1,0 +1,130 @@
+"""kill -9 of the supervisor: a second later no process of it is left, and every request has ended once."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from protocol.errors import ConnectionLost
+from tests.conftest import Serve
+from tests.deterministic_engine import answer
+from tests.serving import Serving, describe, engine, is_alive, wait_until
+from tests.system.test_worker_death import forked_child
+
+LONG = 100_000
+
+
+def kill_and_time(serving: Serving, least: int) -> float:
+    """Seconds from the kill until the last of its processes is gone. The law says: at most one."""
+    processes = serving.processes()
+    assert len(processes) >= least, describe(processes)
+    began = time.monotonic()
+    serving.kill()
+    while left := [p for p in processes if is_alive(p)]:
+        if time.monotonic() - began > 5:
+            break
+        time.sleep(0.002)
+    took = time.monotonic() - began
+    print(f"{len(processes)} processes were gone after {took * 1000:.0f} ms")
+    assert not left, describe(left)
+    assert took < 1.0
+    return took
+
+
+def test_idle_with_a_grandchild(serve: Serve) -> None:
+    serving = serve({"a": engine("ForksChild"), "b": engine()})
+    forked_child(serving, "a")
+    kill_and_time(serving, least=5)  # supervisor, guard, two workers, the child
+
+
+def test_streaming(serve: Serve) -> None:
+    serving = serve({"a": engine(context=2 * LONG), "b": engine(context=2 * LONG)})
+    process = serving.spawn_client([["ab"[i % 2], f"long {i}", LONG] for i in range(6)])
+    assert process.stdout is not None
+    assert process.stdout.readline() == "streaming\n"
+    with serving.client() as client:
+        stream = client.generate("a", "mine", max_tokens=LONG)
+        next(stream)
+        processes = [p for p in serving.processes() if p.pid != process.pid]
+        serving.kill()
+        wait_until(lambda: not any(map(is_alive, processes)), 1.0, "the end of all its processes")
+        with pytest.raises(ConnectionLost):
+            stream.complete()
+        assert stream.text == answer("mine", len(stream.token_ids))
+        assert list(stream) == [], "the error came a second time"
+        with pytest.raises(ConnectionLost):
+            client.generate("a", "later", max_tokens=1)
+    out, _ = process.communicate(timeout=10)
+    answers = json.loads(out.splitlines()[-1])["answers"]
+    assert [reason for _, reason in answers] == ["connection_lost"] * 6
+    for i, (text, _) in enumerate(answers):
+        assert text == answer(f"long {i}", len(text))
+
+
+def test_while_a_worker_loads(serve: Serve) -> None:
+    serving = serve({"a": engine("SlowLoad"), "b": engine()}, wait=False)
+    serving.wait_state("a", "loading")
+    wait_until(lambda: serving.status("a")["progress"], what="load progress")
+    kill_and_time(serving, least=4)
+
+
+def test_while_a_worker_hangs_deaf_to_sigterm(serve: Serve) -> None:
+    serving = serve({"a": engine("HangsDeaf")})
+    with serving.client() as client:
+        stream = client.generate("a", "bad", max_tokens=50)
+        for _ in range(5):
+            next(stream)
+        kill_and_time(serving, least=3)
+
+
+def test_while_a_worker_is_stopped(serve: Serve) -> None:
+    serving = serve({"a": engine()})
+    serving.worker("a").send_signal(signal.SIGSTOP)
+    kill_and_time(serving, least=3)
+
+
+def test_in_the_middle_of_a_spawn(serve: Serve) -> None:
+    """The parent may die before the worker has asked to die with it."""
+    for delay in (0.0, 0.02, 0.05):
+        serving = serve({"a": engine(autostart=False), "b": engine(autostart=False)})
+        serving.order("start", model="a")
+        serving.order("start", model="b")
+        time.sleep(delay)  # the moment is what is varied here; nothing is waited for
+        kill_and_time(serving, least=3)
+
+
+def test_a_new_supervisor_takes_over_the_directory(serve: Serve) -> None:
+    serving = serve({"a": engine()})
+    serving.kill()
+    wait_until(lambda: not serving.processes(), 1.0, "the end of all its processes")
+    assert (serving.runtime_dir / "front").exists()
+    started = serving.modelctl("serve", "--detach", "-c", str(serving.config))
+    assert started.returncode == 0, started.stderr
+    assert serving.modelctl("run", "a", "--raw", "hello", "--max-tokens", "5").stdout == answer("hello", 5) + "\n"
+    assert serving.modelctl("shutdown").returncode == 0
+
+
+def test_the_guard_is_replaced_and_its_successor_guards(serve: Serve) -> None:
+    serving = serve({"a": engine("ForksChild")})
+    guard = wait_until(serving.guard)
+    child = forked_child(serving, "a")
+    guard.kill()
+    successor = wait_until(lambda: serving.guard() if not is_alive(guard) else None, 5, "another guard")
+    with serving.client() as client:
+        assert client.complete("a", "still serving", max_tokens=4).text == answer("still serving", 4)
+    assert is_alive(successor)
+    kill_and_time(serving, least=4)
+    assert not is_alive(child)
+
+
+def test_signals_to_the_whole_foreground_group_leave_the_guard(serve: Serve) -> None:
+    """Ctrl-C in a terminal reaches every process of the group; the guard must outlive the supervisor."""
+    serving = serve({"a": engine()})
+    guard = wait_until(serving.guard)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        guard.send_signal(number)
+    assert os.getsid(guard.pid) != os.getsid(serving.pid)
+    serving.overview()
+    assert is_alive(guard)
