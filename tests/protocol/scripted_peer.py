@@ -75,7 +75,7 @@ def finished(request: int, seq: int, reason: str = "stop", text: str = "", ids: 
     fields: dict[str, Any] = {
         "finish_reason": reason,
         "usage": {"prompt_tokens": 3, "completion_tokens": seq},
-        "timings": {"prefill_s": 0.5},
+        "timings": {"prefill_ms": 0.5},
     }
     return (request, seq, EventFlag.FINISHED, ids, fields | ({"text": text} if text else {}))
 

@@ -43,7 +43,7 @@ def test_a_stream_delivers_its_deltas_then_how_it_ended(peer: ScriptedPeer) -> N
         assert stream.token_ids == (0, 1, 2)
         assert stream.finish_reason == "stop"
         assert stream.usage == {"prompt_tokens": 3, "completion_tokens": 3}
-        assert stream.timings == {"prefill_s": 0.5}
+        assert stream.timings == {"prefill_ms": 0.5}
         assert stream.accepted == {"model": "letters", "queue_position": 0}
         assert list(stream) == []
     (request,) = peer.of(Generate)
@@ -58,7 +58,7 @@ def test_complete_returns_the_whole_answer(peer: ScriptedPeer) -> None:
     with Client(peer.endpoint) as client:
         answer = client.complete("letters", messages=[{"role": "user", "content": "hi"}], resume=True, seed=None)
     assert answer == Completion(
-        "a b c", (0, 1, 2), "stop", {"prompt_tokens": 3, "completion_tokens": 3}, {"prefill_s": 0.5}
+        "a b c", (0, 1, 2), "stop", {"prompt_tokens": 3, "completion_tokens": 3}, {"prefill_ms": 0.5}
     )
     (request,) = peer.of(Generate)
     assert request.route == {"resume": True}
