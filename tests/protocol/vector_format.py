@@ -1,4 +1,4 @@
-"""How the test vectors in protocol/vectors/ write messages down as JSON. Run as a module it fills in their hex."""
+"""How the test vectors in protocol/vectors/ write messages down as JSON. Run as a module it fills in hex and lengths."""
 
 import json
 from pathlib import Path
@@ -56,8 +56,12 @@ def regenerate() -> None:
     for path in VECTORS.glob("*_to_*.json"):
         file = json.loads(path.read_text())
         for vector in file["vectors"]:
+            fields = vector["fields"]
+            for entry, event in zip(fields.get("index", ()), fields.get("events", ()), strict=True):
+                ids = event["token_ids"]
+                entry[3:] = len(ids), len(pack_event(ids, _from_json(event["map"])))
             if not vector.get("decode_only"):
-                vector["hex"] = encode(to_message(Kind[vector["kind"]], vector["fields"])).hex()
+                vector["hex"] = encode(to_message(Kind[vector["kind"]], fields)).hex()
         lines = ",\n    ".join(json.dumps(vector, ensure_ascii=False) for vector in file["vectors"])
         comment = json.dumps(file["comment"], ensure_ascii=False)
         path.write_text(f'{{\n  "comment": {comment},\n  "vectors": [\n    {lines}\n  ]\n}}\n')
