@@ -9,8 +9,8 @@ GREEDY_BELOW = 0.01
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Whether the likeliest token is always taken."""
-    return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
+    """Whether the likeliest token is always taken. A min_p of 1 says so too, but ExLlamaV2 takes it for off."""
+    return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1 or sampling.min_p == 1.0
 
 
 def check_job(job: Job, capabilities: Capabilities, vocab_size: int) -> None:

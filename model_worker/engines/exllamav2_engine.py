@@ -74,8 +74,8 @@ class ExLlamaV2Engine:
     def __init__(self, spec: EngineSpec) -> None:
         options = Options("exllamav2", spec.options, ("cache_size", "cache_mode", "chunk_size"))
         self._cache_mode = options.choice("cache_mode", "FP16", CACHE_MODES)
-        self._chunk_size = options.integer("chunk_size", 0, minimum=0, multiple_of=PAGE)
-        self._cache_size = options.integer("cache_size", 0, minimum=0, multiple_of=PAGE)
+        self._chunk_size = options.integer("chunk_size", 0, minimum=PAGE, multiple_of=PAGE)  # 0: by the context
+        self._cache_size = options.integer("cache_size", 0, minimum=PAGE, multiple_of=PAGE)
         if not spec.device.startswith("cuda"):
             raise LoadError(
                 f"engine exllamav2 needs a CUDA device, not {spec.device}: set gpu, or engine: transformers"

@@ -120,6 +120,8 @@ def _choose_attention() -> str:
     # this variable makes the package do without any paged attention; here it only chooses
     switched_off = os.environ.pop("EXLLAMA_NO_FLASH_ATTN", None) is not None
     old = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) < (8, 0)]
+    if paged_attention.is_installed():
+        return paged_attention.NAME
     if switched_off:
         why = "flash-attn is switched off"
     elif importlib.util.find_spec("flash_attn") is None:

@@ -19,8 +19,11 @@ class Options:
                 raise LoadError(f"engine {engine} knows no option {key!r}: {hint}")
 
     def integer(self, key: str, default: int, *, minimum: int = 1, multiple_of: int = 1) -> int:
-        """An integer option. Raises LoadError for another type, a smaller value, or no multiple."""
-        value = self._given.get(key, default)
+        """An integer option, or ``default`` as it is. Raises LoadError for another type, a smaller value, or no
+        multiple."""
+        if key not in self._given:
+            return default
+        value = self._given[key]
         # bool is an int in Python, and `threads: yes` a bool in YAML
         if isinstance(value, bool) or not isinstance(value, int):
             raise LoadError(f"option {key} of engine {self._engine} is {value!r}: it must be an integer")
@@ -37,5 +40,7 @@ class Options:
         """One of several words. Raises LoadError otherwise."""
         value = self._given.get(key, default)
         if value not in choices:
-            raise LoadError(f"option {key} of engine {self._engine} is {value!r}: it must be {', '.join(choices)}")
+            raise LoadError(
+                f"option {key} of engine {self._engine} is {value!r}: it must be one of {', '.join(choices)}"
+            )
         return str(value)

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-NAME = "PyTorch SDPA over gathered pages (no flash-attn: about half its speed)"
+NAME = "paged, PyTorch SDPA over gathered pages (slower than flash-attn)"
+
+_installed = False
 
 
 class StepPlan:
@@ -168,8 +170,15 @@ def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise NotImplementedError("attention outside of paged generation")
 
 
+def is_installed() -> bool:
+    """Whether ``flash_attn`` means the stand-in in this process."""
+    return _installed
+
+
 def install() -> None:
     """Put stand-ins for ``flash_attn`` and ``flash_attn_2_cuda`` into ``sys.modules``, replacing what is there."""
+    global _installed
+    _installed = True
     functions: tuple[Callable[..., torch.Tensor], ...] = (
         flash_attn_func,
         flash_attn_varlen_func,

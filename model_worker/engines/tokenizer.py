@@ -20,7 +20,11 @@ from protocol.request import ChatMessage
 
 
 class Tokenizer:
-    """Text to ids and back. Raises LoadError for a tokenizer.json or a chat template that cannot be read."""
+    """Text to ids and back. Raises LoadError for a tokenizer.json or a chat template that cannot be read.
+
+    vocab_size  one more than the highest id that has a text; models may have rows beyond, for alignment
+    eos_ids     every id that ends an answer
+    """
 
     def __init__(self, directory: ModelDir) -> None:
         try:
@@ -29,7 +33,7 @@ class Tokenizer:
             raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         config = directory.tokenizer_config
         self._add_bos = config.get("add_bos_token")
         names = ("bos_token", "eos_token", "unk_token", "pad_token")

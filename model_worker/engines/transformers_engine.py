@@ -163,7 +163,6 @@ class TransformersEngine:
         return self._decode() if self._decoding else []
 
     def _admit(self) -> None:
-        now = time.monotonic()
         while self._pending and len(self._rows) < self._spec.max_batch_size:
             job = self._pending.popleft()
             running = _Running(
@@ -172,7 +171,6 @@ class TransformersEngine:
                 text=TextStream(self.decode, job.prompt_ids, job.stop),
                 sampler=Sampler(job),
                 newest=job.prompt_ids[-1],
-                started=now,
             )
             self._rows.append(running)
             self._prefilling.append(running)
@@ -191,6 +189,7 @@ class TransformersEngine:
                 break
             group.append(running)
             longest = widest
+            running.started = running.started or time.monotonic()
         if longest:
             some = [r for r in group if r.to_prefill]
             ids = [r.job.prompt_ids[r.cached : -1][: self._chunk_size] for r in some]
@@ -207,6 +206,7 @@ class TransformersEngine:
     def _decode(self) -> list[EngineEvent]:
         batch = self._rows[: self._decoding]
         logits = self._model.decode([r.newest for r in batch], [r.cached for r in batch])
+        logits = logits[:, : self._tokenizer.vocab_size]  # rows beyond are padding, never trained
         likeliest: list[int] = logits.argmax(-1).tolist()
         self._counters.decode_steps += 1
         self._counters.decode_tokens += len(batch)

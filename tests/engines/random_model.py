@@ -8,8 +8,6 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-VOCABULARY = 320
-
 _SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 128},
     "qwen2": {"num_key_value_heads": 2, "intermediate_size": 96, "use_sliding_window": False},
@@ -21,13 +19,13 @@ _SHAPES: dict[str, dict[str, Any]] = {
 ARCHITECTURES = tuple(_SHAPES)
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A byte-level tokenizer.json with <s> 0 and </s> 1."""
+def write_tokenizer(directory: Path) -> int:
+    """A byte-level tokenizer.json with <s> 0 and </s> 1; the size of its vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=320,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -35,14 +33,14 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 3, trainer)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return int(tokenizer.get_vocab_size())
 
 
 def write_model(directory: Path, architecture: str = "llama", **changes: Any) -> None:
     """A model of two layers and hidden size 64 whose weights are random but the same each time."""
     directory.mkdir(exist_ok=True)
-    write_tokenizer(directory)
     common = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": write_tokenizer(directory),
         "hidden_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,

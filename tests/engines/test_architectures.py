@@ -43,6 +43,18 @@ def test_greedy_answers_are_those_of_generate(tmp_path: Path, architecture: str)
     driver.assert_idle()
 
 
+def test_ids_without_text_are_never_drawn(tmp_path: Path) -> None:
+    """Models are padded to a round number of rows; a random one is as likely to choose these as any."""
+    write_model(tmp_path, vocab_size=1024)
+    engine = build_engine(EngineSpec("m", "transformers", str(tmp_path)))
+    engine.load(lambda *_: None)
+    driver = Driver(engine)
+    driver.submit([1000, 1023], 40, GREEDY)  # as a prompt they are the client's own affair
+    driver.submit([5], 40, SamplingParams(temperature=10.0, seed=1))
+    driver.run()
+    assert all(max(outcome.ids) < 320 for outcome in driver.outcomes.values())
+
+
 def test_one_place_and_a_short_context(tmp_path: Path) -> None:
     write_model(tmp_path)
     for context in (2, 3, 9):

@@ -71,7 +71,8 @@ def test_unknown_and_wrong_options() -> None:
     refused(build("transformers", threads=0), "threads", "at least 1")
     refused(build("transformers", threads=True), "threads", "integer")
     refused(build("exllamav2", cache_size=1000), "cache_size", "multiple of 256", "1024")
-    refused(build("exllamav2", chunk_size=100), "chunk_size", "multiple of 256")
+    refused(build("exllamav2", cache_size=0), "cache_size", "at least 256")
+    refused(build("exllamav2", chunk_size=300), "chunk_size", "multiple of 256", "512")
     refused(build("exllamav2", cache_mode="FP8"), "cache_mode", "FP16, Q8, Q6, Q4")
     refused(lambda: build_engine(EngineSpec("m", "exllamav2", "/x", device="cpu")), "CUDA", "engine: transformers")
 
@@ -119,6 +120,8 @@ def test_broken_files(model: Path) -> None:
 def test_missing_tensors_are_not_made_up(model: Path) -> None:
     edit_json(model / "config.json", num_hidden_layers=3)
     refused(lambda: load(model), "missing_keys", "layers.2")
+    edit_json(model / "config.json", num_hidden_layers=2, intermediate_size=96)
+    refused(lambda: load(model), "cannot be loaded|mismatched")
 
 
 def test_quantized_weights(model: Path) -> None:

@@ -141,7 +141,9 @@ def test_the_stand_ins_are_what_exllamav2_looks_for() -> None:
     program = """
 import inspect
 from model_worker.engines import paged_attention
+assert not paged_attention.is_installed()
 paged_attention.install()
+assert paged_attention.is_installed()
 import flash_attn, flash_attn_2_cuda, importlib.util
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 assert [int(t) for t in flash_attn.__version__.split(".") if t.isdigit()] >= [2, 5, 7]

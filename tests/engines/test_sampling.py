@@ -44,6 +44,7 @@ def test_draws_follow_the_distribution(fields: dict[str, float], expected: torch
 def test_plain_requests_are_left_to_the_batch() -> None:
     assert sampler(temperature=0.0).plain
     assert sampler(top_k=1).plain
+    assert sampler(min_p=1.0).plain
     assert not sampler(temperature=0.0, presence_penalty=1.0).plain
     assert not sampler().plain
 
