@@ -1,4 +1,4 @@
-"""How the test vectors in protocol/vectors/ write messages down as JSON. Run as a module it fills in hex and lengths."""
+"""How the test vectors in protocol/vectors/ write messages down as JSON. Run as a module it fills in the hex."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,8 @@ def regenerate() -> None:
         file = json.loads(path.read_text())
         for vector in file["vectors"]:
             fields = vector["fields"]
-            for entry, event in zip(fields.get("index", ()), fields.get("events", ()), strict=True):
+            events = fields["events"] if vector["kind"] == "EVENTS" else []
+            for entry, event in zip(fields.get("index", []), events, strict=True):
                 ids = event["token_ids"]
                 entry[3:] = len(ids), len(pack_event(ids, _from_json(event["map"])))
             if not vector.get("decode_only"):
