@@ -4,11 +4,13 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from model_worker.text import Detokenizer, StopMatcher, TextStream
+
+no_deadline = settings(deadline=None)  # a busy machine is no failure
 
 # byte-level: a token is some bytes, decoded together as UTF-8
 
@@ -36,6 +38,7 @@ def cut_bytes(draw: st.DrawFn, data: st.SearchStrategy[bytes]) -> list[bytes]:
 text_bytes = st.text(st.sampled_from("aé さ🦊\u200d️ \n\ufffd"), max_size=40).map(str.encode)
 
 
+@no_deadline
 @given(cut_bytes(text_bytes), cut_bytes(text_bytes))
 def test_any_split_of_text_gives_the_text(prompt: list[bytes], pieces: list[bytes]) -> None:
     tokenizer = Bytes([*prompt, *pieces])
@@ -46,6 +49,7 @@ def test_any_split_of_text_gives_the_text(prompt: list[bytes], pieces: list[byte
         assert not any("\ufffd" in part for part in parts)
 
 
+@no_deadline
 @given(cut_bytes(st.binary(max_size=60)))
 def test_any_split_of_garbage_gives_what_decoding_at_once_gives(pieces: list[bytes]) -> None:
     detokenizer = Detokenizer(Bytes(pieces).decode)
@@ -111,6 +115,7 @@ def test_words_keep_their_space_after_a_prompt(sentencepiece: Tokenizer) -> None
     assert stream(sentencepiece, ids, []) == "worlds  Hello é!", "as decoding does where nothing stands before"
 
 
+@no_deadline
 @given(st.lists(st.sampled_from([*PIECES, "🦊".encode(), "é".encode(), "さ".encode(), "<s>"]), max_size=20))
 def test_sentencepiece_streams_what_it_decodes(sentencepiece: Tokenizer, pieces: list[str | bytes]) -> None:
     prompt, ids = ids_of("▁Hello"), ids_of(*pieces)
@@ -139,6 +144,7 @@ def cut_at_stop(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
+@no_deadline
 @given(letters, stops, st.lists(st.integers(0, 24), max_size=10))
 def test_stop_strings_do_not_depend_on_the_split(text: str, stops: list[str], places: list[int]) -> None:
     matcher = StopMatcher(stops)
@@ -165,6 +171,7 @@ def test_only_what_may_be_a_stop_string_is_held() -> None:
     assert matcher.flush() == ""
 
 
+@no_deadline
 @given(cut_bytes(text_bytes), st.lists(st.text(st.sampled_from("aé さ🦊"), max_size=3), max_size=2))
 def test_the_stream_is_detokenizer_and_matcher(pieces: list[bytes], stops: list[str]) -> None:
     whole = b"".join(pieces).decode()
