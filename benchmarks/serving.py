@@ -1,11 +1,12 @@
-"""What supervisor, sockets and process boundary cost: the demo models through a client against the bare engine.
+"""What supervisor, sockets and process boundary cost: a demo model through a client against the bare engine.
 
-    make bench          or: python -m benchmarks.serving
+    make bench          or: python -m benchmarks.serving [--engine exllamav2 --gpu 0]
 
 Both sides compute the same greedy answers with the same engine in the same run, alternating; figures are medians of
 ROUNDS rounds. Machines are noisy: read the ratios.
 """
 
+import argparse
 import asyncio
 import statistics
 import subprocess
@@ -27,6 +28,7 @@ from protocol.worker_spec import EngineSpec
 ROUNDS = 5
 CONCURRENT = (1, 8, 32)
 TOKENS = 160
+CACHE_SIZE = max(CONCURRENT) * 512
 MODELCTL = [sys.executable, "-m", "supervisor"]
 PROMPTS = [prompt for prompt, _ in corpus.STORIES_TEST_REQUESTS]
 
@@ -67,8 +69,15 @@ async def served(runtime_dir: Path, count: int) -> tuple[float, float]:
         return tokens / (time.perf_counter() - begun), min(firsts)
 
 
-def measure(runtime_dir: Path, supervisor: psutil.Process) -> list[Result]:
-    spec = EngineSpec("stories", "transformers", str(directory("stories")), max_batch_size=max(CONCURRENT))
+def measure(runtime_dir: Path, supervisor: psutil.Process, name: str, gpu: str) -> list[Result]:
+    spec = EngineSpec(
+        "stories",
+        name,
+        str(directory("stories")),
+        device="cpu" if gpu == "cpu" else "cuda",
+        max_batch_size=max(CONCURRENT),
+        options={"cache_size": CACHE_SIZE} if name == "exllamav2" else {},
+    )
     engine = build_engine(spec)
     engine.load(lambda *_: None)
     results = []
@@ -109,14 +118,25 @@ def _timed(command: list[str]) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", default="transformers")
+    parser.add_argument("--gpu", default="cpu")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="modelctl-bench-") as scratch:
         runtime_dir = Path(scratch) / "run"
         common = ["--runtime-dir", str(runtime_dir)]
-        subprocess.run([*MODELCTL, "serve", "--detach", *common], check=True)
+        models_yaml = Path(scratch) / "models.yaml"
+        cache = f", cache_size: {CACHE_SIZE}" if arguments.engine == "exllamav2" else ""
+        models_yaml.write_text(
+            f"models: {{stories: {{model_dir: 'demo:stories', engine: {arguments.engine}, gpu: {arguments.gpu}, "
+            f"max_batch_size: {max(CONCURRENT)}{cache}}}}}\n"
+        )
+        subprocess.run([*MODELCTL, "serve", "--detach", "-c", str(models_yaml), *common], check=True)
         try:
             with Client(runtime_dir=runtime_dir) as client:
                 pid = client.status()["supervisor"]["pid"]
-            write("serving", measure(runtime_dir, psutil.Process(pid)))
+            results = measure(runtime_dir, psutil.Process(pid), arguments.engine, arguments.gpu)
+            write(f"serving-{arguments.engine}", results)
         finally:
             subprocess.run([*MODELCTL, "shutdown", "--now", *common], check=True)
 
