@@ -219,7 +219,12 @@ class Scheduler:
     @staticmethod
     def _passes_whole(queue: ModelQueue, message: Events) -> bool:
         count = len(message.index)
+        ended: set[int] = set()
         for entry in message.index:
+            if entry.request in ended:  # a worker that goes on behind the end: the client must not see that
+                return False
+            if entry.flags & TERMINAL:
+                ended.add(entry.request)
             request = queue.running.get((message.channel, entry.request))
             # A stream may have several events in the frame; asking for credit for all of them is a little too strict,
             # which only costs the slicing.

@@ -104,9 +104,9 @@ class RawClient:
                 if entry.flags & EventFlag.ERROR:
                     heard.error = fields["error"]
                     heard.delivered = fields["delivered_tokens"]
-                heard.ends.append(
-                    str(WireError.from_wire(fields["error"]).code.wire_name) if heard.error else fields["finish_reason"]
-                )
+                    heard.ends.append(WireError.from_wire(fields["error"]).code.wire_name)
+                else:
+                    heard.ends.append(fields["finish_reason"])
 
     def close(self) -> None:
         self.socket.close(linger=0)

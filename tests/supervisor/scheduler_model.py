@@ -1,0 +1,123 @@
+"""What the scheduler's peers look like to it, in the simplest form: workers with mailboxes, clients with ears."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from protocol.codec import decode, encode, pack_event, split_events, unpack_event
+from protocol.messages import (
+    SUPERVISOR_TO_CLIENT,
+    SUPERVISOR_TO_WORKER,
+    TERMINAL,
+    Accepted,
+    CancelJob,
+    Error,
+    EventEntry,
+    EventFlag,
+    Events,
+    JobMessage,
+)
+
+Key = tuple[int, int]
+
+
+@dataclass
+class Heard:
+    """What one client has been told of one accepted request."""
+
+    seqs: list[int] = field(default_factory=list)
+    ends: int = 0
+    tokens: int = 0
+    delivered: int | None = None
+    granted: int = 0
+    cancelled: bool = False
+
+
+class FakeClient:
+    """Checks every frame as it comes: law 1 and the numbering."""
+
+    def __init__(self, channel: int, window: int) -> None:
+        self.channel = channel
+        self.window = window
+        self.connected = True
+        self.heard: dict[int, Heard] = {}
+        self.refused: list[int] = []
+        self.codes: Counter[str] = Counter()
+
+    def take(self, frame: bytes) -> None:
+        assert self.connected, "a frame for a client that is gone"
+        message = decode(frame, SUPERVISOR_TO_CLIENT)
+        if isinstance(message, Accepted):
+            former = self.heard.get(message.request)
+            assert former is None or former.ends == 1, "accepted twice"
+            self.heard[message.request] = Heard()
+        elif isinstance(message, Error):
+            self.refused.append(message.request)
+        elif isinstance(message, Events):
+            assert message.channel == self.channel, "an event for another"
+            for entry, event in split_events(message):
+                self._take_event(entry, event)
+
+    def _take_event(self, entry: EventEntry, event: bytes) -> None:
+        heard = self.heard[entry.request]
+        assert not heard.ends, f"event {entry.seq} of request {entry.request} follows its terminal event"
+        assert entry.seq == len(heard.seqs), f"event {entry.seq} where {len(heard.seqs)} was due"
+        _, fields = unpack_event(entry, event)
+        heard.seqs.append(entry.seq)
+        heard.tokens += entry.tokens
+        if entry.flags & TERMINAL:
+            heard.ends += 1
+            heard.delivered = fields.get("delivered_tokens")
+            self.codes[fields.get("error", {}).get("name") or "worker's own"] += 1
+            assert heard.delivered in (None, heard.tokens)
+        else:
+            assert fields["of"] == [self.channel, entry.request], "a token of another request"
+            assert heard.cancelled or len(heard.seqs) <= self.window + heard.granted, "sent without credit"
+
+
+@dataclass
+class Job:
+    seq: int = 0
+    tokens: int = 0
+
+
+class FakeWorker:
+    """One generation. Reads its mailbox and sends frames only when told to, so that messages cross on the way."""
+
+    def __init__(self, generation: int, capacity: int) -> None:
+        self.generation = generation
+        self.capacity = capacity
+        self.inbox: deque[bytes] = deque()
+        self.outbox: deque[bytes] = deque()
+        self.jobs: dict[Key, Job] = {}
+        self._unsent: dict[int, list[tuple[EventEntry, bytes]]] = {}
+
+    def read(self) -> None:
+        """Take one message."""
+        message = decode(self.inbox.popleft(), SUPERVISOR_TO_WORKER)
+        if isinstance(message, JobMessage):
+            key = message.channel, message.request
+            assert key not in self.jobs, "a job was given twice"
+            self.jobs[key] = Job()
+        elif isinstance(message, CancelJob) and (message.channel, message.request) in self.jobs:
+            self.say(message.channel, message.request, EventFlag.FINISHED)
+        self.flush()
+
+    def say(self, channel: int, request: int, flags: int, *, tokens: int = 0, padding: int = 0) -> None:
+        """Add an event of a job it holds to the next frame; a terminal one ends the job."""
+        job = self.jobs[channel, request]
+        self.say_anything(channel, EventEntry(request, job.seq, int(flags), tokens, 0), padding)
+        job.seq += 1
+        job.tokens += tokens
+        if flags & TERMINAL:
+            del self.jobs[channel, request]
+
+    def say_anything(self, channel: int, entry: EventEntry, padding: int = 0) -> None:
+        fields = {"text": "x" * padding, "of": [channel, entry.request], "finish_reason": "stop", "error": {}}
+        event = pack_event(range(entry.tokens), fields)
+        self._unsent.setdefault(channel, []).append((entry._replace(length=len(event)), event))
+
+    def flush(self) -> None:
+        for channel, events in self._unsent.items():
+            body = b"".join(event for _, event in events)
+            self.outbox.append(encode(Events(channel, self.generation, [entry for entry, _ in events], body)))
+        self._unsent.clear()
