@@ -69,6 +69,7 @@ def write(name: str, results: list[Result], directory: Path = RESULTS) -> Path:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "results": [{**asdict(result), "meets": result.meets} for result in results],
     }
+    directory.mkdir(exist_ok=True)
     path = directory / f"{name}.json"
     path.write_text(json.dumps(content, indent=2) + "\n")
     for result in results:

@@ -109,7 +109,8 @@ class Serving:
             "restart": restart or {},
         }
         self.config.write_text(yaml.safe_dump({"models": models, "supervisor": sections}))
-        self.environment = {**os.environ, MARK: self._mark, "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self.environment = {**os.environ, MARK: self._mark, "PYTHONPATH": path}
         program = ["-m", "supervisor"] if script is None else [str(script)]
         self._stderr = open(self.directory / "stderr", "wb")  # noqa: SIM115
         self.process = subprocess.Popen(
