@@ -3,6 +3,10 @@
 Its checks are assertions and its limits partly unchecked, so everything that a request can get wrong is refused in
 ``submit``. An exception from ``iterate`` leaves its page table wrong (keys that were never written count as cached), so
 none is caught: the process ends.
+
+Stop strings are looked for here, not by the package: it keeps them in a set, so which of two that overlap is found
+depends on Python's hash seed; it does not look for them at the last token allowed; and an empty one holds the answer
+back for ever. Its text is not used either: held pieces of characters are joined wrongly at an end token.
 """
 
 import time
@@ -27,7 +31,7 @@ from model_worker.engines.exllamav2_load import CACHE_MODES, PAGE, check_directo
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.options import Options
 from model_worker.engines.tokenizer import Tokenizer
-from model_worker.text import StopMatcher
+from model_worker.text import TextStream
 from protocol.errors import ErrorCode, RequestError
 from protocol.request import ChatMessage, SamplingParams
 from protocol.worker_spec import EngineSpec
@@ -56,8 +60,10 @@ class AnswerPenalty:
 class _Running:
     job: Job
     handle: Any
+    text: TextStream
     penalty: AnswerPenalty | None
     counted: int  # tokens of the sequence that the penalty has seen
+    generated: int = 0
     started: float | None = None
     first_token: float | None = None
 
@@ -104,14 +110,14 @@ class ExLlamaV2Engine:
         self._tokenizer = Tokenizer(directory)
         package = import_package()
         self._package = package.generator
-        model, cache, self._pieces = load_model(
+        model, cache, pieces = load_model(
             package, directory, context, chunk_size, self._cache_mode, cache_size, progress
         )
         self._vocab_size = int(model.config.vocab_size)
         self._generator = package.generator.ExLlamaV2DynamicGenerator(
             model=model,
             cache=cache,
-            tokenizer=self._pieces,
+            tokenizer=pieces,
             max_batch_size=batch,  # the default takes a gigabyte of logits
             max_chunk_size=chunk_size,
             max_q_size=1,
@@ -183,12 +189,12 @@ class ExLlamaV2Engine:
             max_new_tokens=job.max_new_tokens,
             gen_settings=self._settings(sampling, penalty),
             seed=sampling.seed,
-            # no end is implied; an empty string would hold the answer back for ever
-            stop_conditions=[*self._tokenizer.eos_ids, *(s for s in job.stop if s)],
+            stop_conditions=list(self._tokenizer.eos_ids),  # none is implied
             identifier=job.id,
         )
         self._generator.enqueue(handle)
-        running = _Running(job, handle, penalty, counted=len(job.prompt_ids))
+        text = TextStream(self.decode, job.prompt_ids, job.stop)
+        running = _Running(job, handle, text, penalty, counted=len(job.prompt_ids))
         self._running[job.id] = running
         if penalty:
             self._penalized[job.id] = running
@@ -252,10 +258,7 @@ class ExLlamaV2Engine:
             elif result["stage"] == "streaming":
                 if running.first_token is None:
                     running.first_token = now
-                if result["eos"]:
-                    events.append(self._finished(running, result, now))
-                elif (ids := _ids(result)) or result.get("text"):
-                    events.append(Delta(running.job.id, ids, result.get("text", "")))
+                events += self._streamed(running, result, now)
         return events
 
     def _count(self, running: _Running) -> None:
@@ -266,28 +269,33 @@ class ExLlamaV2Engine:
                 running.penalty.count(token)
             running.counted = len(sequence)
 
-    def _finished(self, running: _Running, result: dict[str, Any], now: float) -> Finished:
-        job, held = running.job, result.get("held", {})
+    def _streamed(self, running: _Running, result: dict[str, Any], now: float) -> list[EngineEvent]:
+        """What one round brought for a job. Text is made here, from ids: see the module."""
+        ids = _ids(result)
+        if result["eos"]:
+            # what the package held (half a character) when the end token came is in no other place
+            ids += _ids(result.get("held", {}))
+        running.generated += len(ids)
+        at_end_token = result["eos"] and result["eos_reason"] == "stop_token"
+        text, found = "", False
+        for token in ids[:-1] if at_end_token else ids:
+            new, found = running.text.push(token)
+            text += new
+            if found:
+                break
+        if not found and not result["eos"]:
+            return [Delta(running.job.id, ids, text)] if ids else []
+        reason = "stop" if found or at_end_token else "length"
+        if not found:
+            text += running.text.finish()
+        elif not result["eos"]:
+            self._generator.cancel(running.handle)
+        return [self._finished(running, ids, text, reason, now)]
+
+    def _finished(self, running: _Running, ids: list[int], text: str, reason: str, now: float) -> Finished:
+        job, handle = running.job, running.handle
         del self._running[job.id]
         self._penalized.pop(job.id, None)
-        ids, text, reason = _ids(result), result.get("text", ""), "stop"
-        match result["eos_reason"]:
-            case "stop_token":
-                # text held at the end token is in no other place: half a character, or half a stop string
-                held_ids = _ids(held)
-                piece = self._pieces.get_id_to_piece_list(False)[result["eos_triggering_token_id"]]
-                text += self._whole(held.get("text", "").removesuffix(piece), held_ids[:-1])
-                ids += held_ids
-            case "max_new_tokens":
-                # the limit is looked at before characters and stop strings, even when the last token completes one
-                matcher = StopMatcher(job.stop)
-                text, found = matcher.push(self._whole(text, ids))
-                if not found:
-                    text, reason = text + matcher.flush(), "length"
-            case "stop_string":
-                pass
-            case other:
-                raise RuntimeError(f"generator ended a job for an unknown reason: {other}")
         started, first = running.started or now, running.first_token or now
         return Finished(
             job.id,
@@ -295,15 +303,11 @@ class ExLlamaV2Engine:
             text,
             reason,
             prompt_tokens=len(job.prompt_ids),
-            completion_tokens=int(result["new_tokens"]),
-            cached_tokens=int(result["cached_tokens"]),
+            completion_tokens=running.generated,
+            cached_tokens=int(handle.cached_pages * PAGE + handle.cached_tokens),
             prefill_s=first - started,
             decode_s=now - first,
         )
-
-    def _whole(self, text: str, ids: list[int]) -> str:
-        """Held text was joined from pieces of single tokens: where a character spans them, decode them together."""
-        return self.decode(ids) if "\ufffd" in text and ids else text
 
     def stats(self) -> EngineStats:
         """``extra``: pages in use, cached (reusable by a prompt that begins alike) and in all."""
