@@ -21,6 +21,8 @@ from supervisor.zap import ZAP_DOMAIN
 
 MAX_BAD_FRAMES = 16
 """Malformed frames of one connection that are answered; further ones are only counted."""
+MAX_LEFT = 1024
+"""Ended connections that are remembered, because frames they sent may still be read."""
 DRAIN_LIMIT = 64
 """Frames taken per turn of the loop, so that one busy client cannot keep it from the others."""
 
@@ -63,6 +65,8 @@ class ClientPort:
     _by_channel: dict[int, Connection] = field(default_factory=dict)
     _by_fd: dict[int, Connection] = field(default_factory=dict)
     _gone: list[int] = field(default_factory=list)
+    _left: dict[bytes, None] = field(default_factory=dict)
+    """Routing ids of the last that ended, oldest first."""
 
     @staticmethod
     def bind(context: Context, endpoint: str) -> "ClientPort":
@@ -91,11 +95,13 @@ class ClientPort:
                 return
             connection = self._by_id.get(routing_id)
             part = self.socket.recv(zmq.NOBLOCK, copy=False)
+            if connection is None and routing_id in self._left:
+                self._skip_rest(part)  # sent before it left, read after
+                continue
             if connection is None:
                 connection = self._enter(routing_id, part)
             if part.more:
-                while self.socket.getsockopt(zmq.RCVMORE):
-                    self.socket.recv(zmq.NOBLOCK)
+                self._skip_rest(part)
                 self._refuse(connection, FrameError(ErrorCode.BAD_FRAME, "a message is one frame, not several"))
                 continue
             try:
@@ -108,6 +114,10 @@ class ClientPort:
                 continue
             yield connection, message
 
+    def _skip_rest(self, part: zmq.Frame) -> None:
+        while part.more:
+            part = self.socket.recv(zmq.NOBLOCK, copy=False)
+
     def send(self, channel: int, frame: bytes) -> bool:
         """Put a frame on its way. False if the client is gone (or so far behind that it is treated as gone)."""
         connection = self._by_channel.get(channel)
@@ -116,8 +126,8 @@ class ClientPort:
         try:
             self.socket.send(connection.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
             self.socket.send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError:  # EHOSTUNREACH: gone. EAGAIN: 100,000 frames behind.
-            self._leave(connection)
+        except zmq.ZMQError as e:  # EHOSTUNREACH: gone. EAGAIN: 100,000 frames behind.
+            self._leave(connection, ended=e.errno != zmq.EAGAIN)
             return False
         return True
 
@@ -163,7 +173,10 @@ class ClientPort:
         except (zmq.ZMQError, ValueError):
             fd = -1
         if (former := self._by_fd.get(fd)) is not None:
-            self._leave(former)  # its event was missed: the descriptor has a new owner
+            if _is_older(routing_id, former.routing_id):
+                fd = -1  # already gone, only its words are read late: the descriptor is its successor's
+            else:
+                self._leave(former)  # its event was missed: the descriptor has a new owner
         connection = Connection(routing_id, next(_channels), fd)
         self._by_id[routing_id] = connection
         self._by_channel[connection.channel] = connection
@@ -171,10 +184,15 @@ class ClientPort:
             self._by_fd[fd] = connection
         return connection
 
-    def _leave(self, connection: Connection) -> None:
+    def _leave(self, connection: Connection, *, ended: bool = True) -> None:
+        """``ended``: nothing more can come but what it sent before, which nobody wants any more."""
         if self._by_channel.pop(connection.channel, None) is None:
             return
         self._by_id.pop(connection.routing_id, None)
+        if ended:
+            self._left[connection.routing_id] = None
+        if len(self._left) > MAX_LEFT:
+            del self._left[next(iter(self._left))]
         if self._by_fd.get(connection.fd) is connection:
             del self._by_fd[connection.fd]
         self._gone.append(connection.channel)
@@ -184,6 +202,12 @@ class ClientPort:
         connection.bad_frames += 1
         if connection.bad_frames <= MAX_BAD_FRAMES:
             self.send(connection.channel, encode(Error(error.request, pack_error(error))))
+
+
+def _is_older(routing_id: bytes, other: bytes) -> bool:
+    """libzmq's own routing ids are a zero byte and a counter of four, which wraps around."""
+    age = int.from_bytes(other[1:], "big") - int.from_bytes(routing_id[1:], "big")
+    return 0 < age % (1 << 32) < 1 << 31
 
 
 def bind_private(socket: zmq.Socket[bytes], endpoint: str) -> None:

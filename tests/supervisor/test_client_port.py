@@ -1,0 +1,162 @@
+"""The sockets' bookkeeping: who is connected, and who has left."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protocol.codec import encode, pack_body
+from protocol.messages import Error, Hello, Message, Ping, Pong, Welcome
+from supervisor.client_port import MAX_BAD_FRAMES, ClientPort, Connection
+from supervisor.zap import ZapHandler
+from tests.raw_client import RawClient
+from tests.serving import ROOT, wait_until
+
+
+class PortHost:
+    """The part of the loop that a port needs: it answers ZAP, HELLO and PING."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.zap = ZapHandler(self.context, os.getuid())
+        self.port = ClientPort.bind(self.context, f"ipc://{directory}/front")
+        self.received: list[tuple[Connection, Message]] = []
+        self.gone: list[int] = []
+
+    def admit(self) -> bool:
+        self.zap.handle()
+        return True
+
+    def turn(self) -> bool:
+        self.zap.handle()
+        self.port.watch()
+        for connection, message in self.port.receive():
+            if isinstance(message, Hello):
+                connection.greeted = True
+                self.port.send(connection.channel, encode(Welcome(pack_body({}))))
+            elif isinstance(message, Ping):
+                self.port.send(connection.channel, encode(Pong(message.nonce)))
+            self.received.append((connection, message))
+        self.gone += self.port.take_gone()
+        return True
+
+    def of_kind(self, kind: type) -> list[Connection]:
+        return [connection for connection, message in self.received if isinstance(message, kind)]
+
+
+@pytest.fixture
+def host(runtime_dir: Path) -> Iterator[PortHost]:
+    host = PortHost(runtime_dir)
+    yield host
+    host.port.close()
+    host.zap.socket.close(linger=0)
+    host.context.term()
+
+
+def test_a_connection_is_known_until_it_ends(host: PortHost) -> None:
+    with RawClient(host.directory) as client:
+        wait_until(lambda: host.turn() and host.received)
+        connection, _ = host.received[0]
+        assert host.port.owns(connection.channel)
+        wait_until(lambda: host.turn() and client.socket.poll(0))
+        assert isinstance(client.receive(), Welcome)
+        assert host.port.channels() == [connection.channel]
+    wait_until(lambda: host.turn() and host.gone)
+    assert host.gone == [connection.channel]
+    assert not host.port.channels()
+    assert not host.port.send(connection.channel, b"anything")
+    assert host.port.counters.accepted == host.port.counters.disconnected == 1
+
+
+SENDS_AND_LEAVES = """
+import sys
+import time
+from pathlib import Path
+from protocol.messages import Ping
+from tests.raw_client import RawClient
+
+first = RawClient(Path(sys.argv[1]))
+for nonce in range(5):
+    first.send(Ping(nonce))
+print("sent", flush=True)
+sys.stdin.readline()
+first.close()
+print("closed", flush=True)
+sys.stdin.readline()
+second = RawClient(Path(sys.argv[1]))
+second.send(Ping(100))
+print("sent", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_last_words_do_not_evict_the_next_owner_of_the_descriptor(host: PortHost) -> None:
+    """A connection ends with frames unread, the next one gets its descriptor, and then the frames are read."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SENDS_AND_LEAVES, str(host.directory)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        told, go_on = process.stdout, process.stdin
+        os.set_blocking(told.fileno(), False)
+        wait_until(lambda: host.admit() and told.readline() == b"sent\n")
+        wait_until(lambda: host.admit() and host.port.socket.poll(0))
+        go_on.write(b"\n")
+        go_on.flush()
+        wait_until(lambda: host.admit() and told.readline() == b"closed\n")
+        wait_until(lambda: host.port.watch() or host.port.counters.disconnected == 1)
+        go_on.write(b"\n")
+        go_on.flush()
+        wait_until(lambda: host.admit() and told.readline() == b"sent\n")
+        wait_until(lambda: (host.admit() and host.port.watch()) or host.port.counters.accepted == 2)
+        # What the second sent is on its way, which cannot be seen without reading it; polling makes libzmq take it in.
+        settled = time.monotonic() + 0.3
+        wait_until(lambda: host.admit() and host.port.socket.poll(0) and time.monotonic() > settled)
+        # only now does the busy supervisor look at what came
+        wait_until(lambda: host.turn() and any(m == Ping(100) for _, m in host.received))
+        second = next(c for c, m in host.received if m == Ping(100))
+        assert second.greeted
+        assert second.channel not in host.gone
+        assert host.port.counters.bad_frames == 0, "the frames of one that left are not malformed"
+    wait_until(lambda: host.turn() and not host.port.channels())
+
+
+def test_malformed_frames_are_answered_up_to_a_limit_and_counted(host: PortHost) -> None:
+    with RawClient(host.directory) as client:
+        for _ in range(MAX_BAD_FRAMES + 10):
+            client.send(b"\xc1")
+        client.send(Ping(1))
+        wait_until(lambda: host.turn() and host.of_kind(Ping))
+        while client.receive() != Pong(1):
+            pass
+        assert len(client.errors) == MAX_BAD_FRAMES
+        assert {error["name"] for _, error in client.errors} == {"bad_frame"}
+        assert host.port.counters.bad_frames == MAX_BAD_FRAMES + 10
+
+
+def test_hello_comes_first(host: PortHost) -> None:
+    with RawClient(host.directory, hello=False) as client:
+        client.send(Ping(1))
+        wait_until(lambda: host.turn() and client.socket.poll(0))
+        message = client.receive()
+        assert isinstance(message, Error)
+        assert "HELLO" in str(client.errors[0][1]["message"])
+        assert not host.received
+
+
+def test_a_message_of_several_frames_is_refused_whole(host: PortHost) -> None:
+    with RawClient(host.directory) as client:
+        client.socket.send_multipart([encode(Ping(1)), encode(Ping(2)), encode(Ping(3))])
+        client.send(Ping(4))
+        wait_until(lambda: host.turn() and host.of_kind(Ping))
+        assert [m.nonce for _, m in host.received if isinstance(m, Ping)] == [4]
+        assert host.port.counters.bad_frames == 1
