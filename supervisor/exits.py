@@ -42,7 +42,14 @@ def classify(code: int, *, asked: bool, log_tail: list[str]) -> ExitReport:
     if code == -signal.SIGKILL:
         return ExitReport(code, "killed", "killed by SIGKILL, not by us (out of memory?)", retry=True)
     if code < 0:
-        return ExitReport(code, "signal", f"ended by {signal.Signals(-code).name}", retry=True)
+        return ExitReport(code, "signal", f"ended by {_signal_name(-code)}", retry=True)
     if code == EXIT_ASKED:
         return ExitReport(code, "exit", "left without being asked", retry=True)
     return ExitReport(code, "exit", f"exit code {code}: {last}" if last else f"exit code {code}", retry=True)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {number}"
