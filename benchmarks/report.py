@@ -64,7 +64,8 @@ def write(name: str, results: list[Result], directory: Path = RESULTS) -> Path:
     ).stdout.strip()
     content = {
         "machine": machine(),
-        "commit": commit or "unknown",
+        # a machine that was given the tree without its history is told
+        "commit": commit or os.environ.get("BENCH_COMMIT", "unknown"),
         "command": " ".join(["python", *sys.orig_argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "results": [{**asdict(result), "meets": result.meets} for result in results],

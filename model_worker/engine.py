@@ -64,6 +64,9 @@ class Delta:
 class Finished:
     """The last word on a job: nothing follows it. ``token_ids`` and ``text`` are what no Delta has delivered yet.
 
+    A job's token ids, over all its events, add up to ``completion_tokens``: those of an end token and of a stop string
+    are among them, their text is not.
+
     finish_reason      "stop" or "length" (FinishReason)
     completion_tokens  tokens generated, the end-of-sequence token included
     prefill_s, decode_s  seconds; prefill from the job's first computation to its first token

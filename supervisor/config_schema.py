@@ -69,7 +69,7 @@ class ModelConfig(BaseModel):
     max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
     """Requests decoded together."""
     cache_size: Tokens | None = None
-    """exllamav2: tokens of all running requests together; max_seq_len by default."""
+    """exllamav2: tokens of all running requests together; by default the larger of the context and 256 a request."""
     cache_mode: Literal["FP16", "Q8", "Q6", "Q4"] | None = None
     """exllamav2: FP16 by default."""
     chunk_size: Tokens | None = None
