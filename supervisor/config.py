@@ -81,7 +81,7 @@ def load_config(file: Path) -> Config:
         problems.append(source.problem(("models",), "names no model; add at least one"))
     for name, config in parsed.models.items():
         path: KeyPath = ("models", name)
-        if not re.match(limits.MODEL_NAME_PATTERN, name):
+        if not re.fullmatch(limits.MODEL_NAME_PATTERN, name):
             message = (
                 "is no model name: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a letter or digit"
             )

@@ -1,5 +1,6 @@
 """What may stand in a models.yaml: keys, types, defaults. What follows from them is ``supervisor.config``."""
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -15,16 +16,21 @@ ENGINE_KEYS: dict[str, frozenset[str]] = {
 """Keys of models.yaml that only some engines know. An engine named by an import string takes ``options`` instead."""
 
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)$")
+MAX_DURATION_S = 7 * 24 * 3600.0
+"""Nothing here means to wait for longer, and no clock overflows."""
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_duration(value: object) -> float:
     """Seconds of ``5m``, ``90s``, ``250ms``, ``1h``, or of a number of seconds. Raises ValueError."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
-        return float(value)
-    if isinstance(value, str) and (match := _DURATION.match(value)):
-        return float(match[1]) * _SECONDS[match[2]]
-    raise ValueError("must be a duration such as 250ms, 30s, 5m or 1h")
+    seconds = math.nan
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = value
+    elif isinstance(value, str) and (match := _DURATION.match(value)):
+        seconds = float(match[1]) * _SECONDS[match[2]]
+    if not 0 <= seconds <= MAX_DURATION_S:
+        raise ValueError("must be a duration such as 250ms, 30s, 5m or 1h, a week at most")
+    return float(seconds)
 
 
 def parse_gpu(value: object) -> str | int | tuple[int | str, ...]:

@@ -22,7 +22,7 @@ BYTES_PER_LINE = 400
 @runtime_dir_option
 def logs(model: str, follow: bool, lines: int, runtime_dir: Path) -> int:
     """Show the log of MODEL, or the supervisor's own."""
-    if not re.match(MODEL_NAME_PATTERN, model):  # never joined into a path unchecked
+    if not re.fullmatch(MODEL_NAME_PATTERN, model):  # never joined into a path unchecked
         raise click.UsageError(f"{model!r} is no model name")
     path = log_path(runtime_dir, model)
     if not path.exists():

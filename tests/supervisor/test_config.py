@@ -1,0 +1,212 @@
+"""models.yaml: what is refused, and in which words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from supervisor.config import Config, load_config
+from supervisor.config_schema import ModelConfig, parse_duration, parse_gpu
+from supervisor.yaml_source import ConfigError
+from tests.serving import ROOT
+
+CUSTOM = "tests.deterministic_engine:DeterministicEngine"
+
+
+def load(directory: Path, text: str) -> Config:
+    (directory / "models.yaml").write_text(text)
+    return load_config(directory / "models.yaml")
+
+
+def problems(directory: Path, text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(directory, text)
+    return [str(p).removeprefix(f"{directory}/") for p in caught.value.problems]
+
+
+def model(**keys: Any) -> str:
+    return yaml.safe_dump({"models": {"a": {"model_dir": ".", "engine": CUSTOM, **keys}}})
+
+
+def test_the_shipped_file_loads() -> None:
+    config = load_config(ROOT / "models.yaml")
+    assert set(config.models) == {"letters", "stories"}
+    for spec in config.models.values():
+        assert (spec.model_dir / "config.json").is_file()
+        assert spec.visible_devices == ""
+
+
+def test_the_examples_in_the_comments_of_the_shipped_file_load_too(tmp_path: Path) -> None:
+    lines = (ROOT / "models.yaml").read_text().splitlines()
+    plain = [line.replace("# ", "", 1) if "#" in line.split(":")[0] else line for line in lines]
+    start = next(i for i, line in enumerate(plain) if line.strip().startswith("llama-8b:"))
+    section = next(i for i, line in enumerate(plain) if line.startswith("supervisor:"))
+    (tmp_path / "weights").mkdir()
+    example = [line for line in plain[start:section] if ":" in line]
+    example = [line.replace("~/models/Llama-3.1-8B-Instruct-exl2-6.0bpw", "weights") for line in example]
+    config = load(tmp_path, "\n".join(["models:", *example, *plain[section:]]))
+    assert config.models["llama-8b"].visible_devices == "1"
+    assert config.supervisor.stop.drain == 30.0
+
+
+def test_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path, model())
+    spec = config.models["a"]
+    assert spec.model_dir == tmp_path.resolve()
+    assert (spec.config.max_queue, spec.config.autostart, spec.visible_devices) == (256, True, "")
+    assert spec.engine_spec.options == {}
+    assert config.supervisor.restart_policy.limit == 5
+    assert config.supervisor.ladder.shutdown_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "models:\n  a:\n    model_dir: .\n    engine: transformers\n    max_seqlen: 5\n",
+            "models.yaml:5: models.a.max_seqlen: unknown key; did you mean 'max_seq_len'?",
+        ),
+        ("models:\n  a: {model_dir: ., zzz: 1}", "models.yaml:2: models.a.zzz: unknown key; known are autostart, "),
+        ("model:\n  a: {}\n", "models.yaml:1: model: unknown key; did you mean 'models'?"),
+        (
+            "models: {a: {model_dir: ., engine: transformers}}\nsupervisor:\n  stop:\n    drian: 5s\n",
+            "models.yaml:4: supervisor.stop.drian: unknown key; did you mean 'drain'?",
+        ),
+        (
+            "supervisor: {restart: {limits: 5}}\nmodels: {}",
+            "supervisor.restart.limits: unknown key; did you mean 'limit'?",
+        ),
+        ("supervisor: {stopp: {}}\nmodels: {}", "supervisor.stopp: unknown key; did you mean 'stop'?"),
+        ("", "models.yaml: models: is missing; add it"),
+        ("models: {}", "models: names no model; add at least one"),
+        ("models:\n  a: 5\n", "models.yaml:2: models.a: is 5: must be a mapping"),
+        ("models: [a]", "models: is ['a']: must be a mapping"),
+        ("[]", "must be a mapping"),
+        ("just words", "must be a mapping"),
+        ("models:\n  a:\n    engine: transformers\n", "models.yaml:2: models.a.model_dir: is missing; add it"),
+        ("models:\n  A b: {model_dir: ., engine: transformers}", "models.yaml:2: models.A b: is no model name"),
+        ('models: {"a\\n": {model_dir: ., engine: transformers}}', "is no model name"),
+        ("models:\n  ../a: {model_dir: ., engine: transformers}", "is no model name"),
+        ("models:\n  a: {model_dir: .}\n  a: {model_dir: .}", "models.yaml:3: models.a: stands here and in line 2"),
+    ],
+)
+def test_refusals_name_file_line_path_and_remedy(tmp_path: Path, text: str, says: str) -> None:
+    told = problems(tmp_path, text)
+    assert any(says in line for line in told), told
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("max_batch_size", 0, "is 0: "),
+        ("max_batch_size", "8", "is '8': "),
+        ("max_batch_size", True, "is True: "),
+        ("max_batch_size", 1.5, "is 1.5: "),
+        ("max_seq_len", -1, "is -1: "),
+        ("max_queue", 0, "is 0: "),
+        ("autostart", "yes please", "is 'yes please': "),
+        ("autostart", 1, "is 1: "),
+        ("model_dir", 5, "is 5: "),
+        ("model_dir", "absent", "is no directory (looked for "),
+        ("model_dir", "demo:absent", "is no demo model; shipped are letters, stories"),
+        ("model_dir", "demo:../..", "is no demo model"),
+        ("engine", "transfomers", "did you mean 'transformers'?"),
+        ("engine", "nonsense", "is no engine: known are "),
+        ("options", [1], "must be a mapping"),
+        ("gpu", -1, "is no GPU"),
+        ("gpu", "gpu0", "is no GPU"),
+        ("gpu", True, "is no GPU"),
+        ("gpu", [], "must name at least one GPU"),
+        ("gpu", [0, 0], "none twice"),
+        ("gpu", [0, "cpu"], "is no GPU"),
+        ("cache_mode", "Q5", "'FP16'"),
+        ("cache_size", 4096, "is not a key of engine"),
+        ("threads", 2, "is not a key of engine"),
+    ],
+)
+def test_values(tmp_path: Path, key: str, value: object, says: str) -> None:
+    told = problems(tmp_path, model(**{key: value}))
+    assert len(told) == 1
+    assert f"models.a.{key}: " in told[0]
+    assert says in told[0]
+
+
+def test_wrong_combinations(tmp_path: Path) -> None:
+    text = "models:\n  a: {model_dir: .}\n  b: {model_dir: ., engine: transformers, cache_mode: Q8, options: {x: 1}}\n"
+    told = problems(tmp_path, text)
+    assert [line.split(": ")[1] for line in told] == ["models.a.gpu", "models.b.cache_mode", "models.b.options"]
+    assert "exllamav2 needs the GPU" in told[0]
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    text = "models:\n  a: {model_dir: 1, max_queue: 0, modle: 1}\n  b: {}\nsupervisor: {stop: {drain: soon}}\n"
+    assert len(problems(tmp_path, text)) == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [("250ms", 0.25), ("30s", 30), ("5m", 300), ("1.5h", 5400), (7, 7), (0.5, 0.5), ("0s", 0)]
+)
+def test_durations(value: object, seconds: float) -> None:
+    assert parse_duration(value) == seconds
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "5",
+        "5 m",
+        "-5s",
+        "5d",
+        "s",
+        "",
+        "1e3s",
+        "1_0s",
+        True,
+        None,
+        -1,
+        [5],
+        float("nan"),
+        float("inf"),
+        "9" * 400 + "h",
+    ],
+)
+def test_bad_durations(tmp_path: Path, value: object) -> None:
+    with pytest.raises(ValueError, match="must be a duration"):
+        parse_duration(value)
+    text = yaml.safe_dump(
+        {"models": {"a": {"model_dir": ".", "engine": CUSTOM}}, "supervisor": {"stop": {"drain": value}}}
+    )
+    (told,) = problems(tmp_path, text)
+    assert "supervisor.stop.drain" in told
+
+
+@pytest.mark.parametrize(
+    ("value", "visible"),
+    [
+        ("cpu", ""),
+        (0, "0"),
+        (3, "3"),
+        ([0, 1], "0,1"),
+        ("GPU-8d9f7a11", "GPU-8d9f7a11"),
+        ([1, "GPU-8d9f7a11"], "1,GPU-8d9f7a11"),
+    ],
+)
+def test_gpus(tmp_path: Path, value: Any, visible: str) -> None:
+    assert parse_gpu(value) == (tuple(value) if isinstance(value, list) else value)
+    spec = load(tmp_path, model(gpu=value)).models["a"]
+    assert spec.visible_devices == visible
+    assert spec.engine_spec.device == ("cuda" if visible else "cpu")
+
+
+def test_only_what_was_set_reaches_the_engine(tmp_path: Path) -> None:
+    keys = {"engine": "exllamav2", "gpu": 0, "cache_mode": "Q8", "cache_size": 8192}
+    assert load(tmp_path, model(**keys)).models["a"].engine_spec.options == {"cache_mode": "Q8", "cache_size": 8192}
+    assert load(tmp_path, model(options={"step_s": 1})).models["a"].engine_spec.options == {"step_s": 1}
+
+
+def test_every_key_is_documented() -> None:
+    """The file that is shipped shows, or comments on, every key of a model."""
+    text = (ROOT / "models.yaml").read_text()
+    missing = [key for key in ModelConfig.model_fields if f"{key}:" not in text and key not in ("options", "threads")]
+    assert not missing

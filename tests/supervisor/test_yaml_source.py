@@ -1,0 +1,137 @@
+"""Any bytes at all: data with the places of its keys, or one ConfigError. Never another exception, never a bomb."""
+
+import resource
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from supervisor.yaml_source import MAX_FILE_BYTES, ConfigError, YamlSource
+from tests.serving import ROOT
+
+
+def load(directory: Path, text: str | bytes) -> YamlSource:
+    file = directory / "models.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return YamlSource(file)
+
+
+def problem(directory: Path, text: str | bytes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(directory, text)
+    assert caught.value.problems
+    return str(caught.value).removeprefix(f"{directory}/")
+
+
+def test_lines_and_paths(tmp_path: Path) -> None:
+    source = load(tmp_path, "# a comment\na:\n  b:\n    - 1\n    - c: 2\n")
+    assert source.data == {"a": {"b": [1, {"c": 2}]}}
+    assert str(source.problem(("a", "b", 1, "c"), "x")).endswith("models.yaml:5: a.b.1.c: x")
+    assert source.problem(("a", "b", "missing", "deeper"), "x").line == 3
+
+
+def test_a_key_twice(tmp_path: Path) -> None:
+    told = problem(tmp_path, "models:\n  a: 1\n  b: 2\n  a: 3\n  b: 4\n")
+    assert "models.yaml:4: models.a: stands here and in line 2" in told
+    assert "models.yaml:5: models.b: stands here and in line 3" in told
+
+
+def test_merge_keys_may_be_overridden_without_being_duplicates(tmp_path: Path) -> None:
+    text = "base: &base {x: 1, y: 2}\nmodels:\n  a:\n    <<: *base\n    y: 3\n"
+    assert load(tmp_path, text).data["models"]["a"] == {"x": 1, "y": 3}
+
+
+def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
+    assert load(tmp_path, "").data == {}
+    assert load(tmp_path, "# nothing\n").data == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("models: {", "models.yaml:1: is not YAML"),
+        ("a: b: c", "is not YAML"),
+        ("a:\n\t- b", "models.yaml:2: is not YAML"),
+        ("--- 1\n--- 2\n", "is not YAML"),
+        (b"\xff\xfe\xfa", "is not YAML"),
+        (b"a: \x00", "is not YAML"),
+        ("a: !!python/object/apply:os.system [true]", "is not YAML"),
+        ("? [1, 2]\n: x", "a key is not a plain word"),
+        ("null: x", "a key is not a plain word"),
+        ("x: 2026-13-45", "is not YAML"),
+        ("x: !!timestamp nonsense", "is not YAML"),
+        ("x: !!bool maybe", "is not YAML"),
+        ("x: !!int ''", "is not YAML"),
+        ("x: *nowhere", "is not YAML"),
+        ("a: &a [*a]", "is not YAML"),
+        ("a: !mine {b: c}", "'!mine' means nothing here"),
+        ("[" * 5000, "is not YAML"),
+        ("{a: " * 5000, "is not YAML"),
+    ],
+)
+def test_what_is_no_yaml(tmp_path: Path, text: str | bytes, says: str) -> None:
+    told = problem(tmp_path, text)
+    assert says in told
+    assert told.count("\n") == 0
+
+
+def test_a_file_that_is_too_large(tmp_path: Path) -> None:
+    assert "is larger than" in problem(tmp_path, b"#" * (MAX_FILE_BYTES + 1))
+    assert load(tmp_path, b"#" * MAX_FILE_BYTES).data == {}
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.yaml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            YamlSource(path)
+
+
+LEVELS = "abcdefghijklmnopqrst"
+ALIAS_BOMB = "a: &a [x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise(LEVELS))
+
+
+def merge_bomb(level: int) -> str:
+    """Every level is defined inside the next, so that the largest is asked for first."""
+    if level == 0:
+        return "&a {x: 1}"
+    former = LEVELS[level - 1]
+    return f"&{LEVELS[level]} {{<<: [{', '.join([merge_bomb(level - 1)] + [f'*{former}'] * 8)}]}}"
+
+
+@pytest.mark.parametrize("bomb", [ALIAS_BOMB, f"models: {merge_bomb(19)}"], ids=["aliases", "merges"])
+def test_bombs(tmp_path: Path, bomb: str) -> None:
+    """In a process with little memory: nine to the power of nineteen values must not be attempted."""
+    (tmp_path / "models.yaml").write_text(bomb)
+    code = (
+        "import sys; from supervisor.yaml_source import *\n"
+        "try: YamlSource(sys.argv[1])\nexcept ConfigError as e: print(e)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "models.yaml")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)),
+    )
+    assert "is not YAML: more than" in done.stdout, done.stderr[-500:]
+
+
+snippets = st.sampled_from(
+    ["a", "b: ", ": ", "- ", "\n", "  ", "{", "}", "[", "]", ", ", "&x ", "*x", "<<: ", "!!", "int ", "bool ",
+     "binary ", "timestamp ", "set ", "omap ", "pairs ", "'", '"', "|", ">", "# ", "1", ".inf", "0x", "1:2", "~", "?",
+     "%", "---", "2026-01-01"]
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(st.one_of(st.lists(snippets, max_size=14).map("".join).map(str.encode), st.binary(max_size=40)))
+def test_no_other_exception_escapes(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
+    try:
+        load(tmp_path_factory.getbasetemp(), raw)
+    except ConfigError:
+        pass
