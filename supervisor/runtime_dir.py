@@ -20,7 +20,10 @@ class RuntimeDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._make_private(path)
-        self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as e:
+            raise RuntimeDirError(f"cannot open {path / 'lock'}: {e.strerror}; remove it or give --runtime-dir") from None
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
