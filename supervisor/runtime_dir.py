@@ -23,7 +23,8 @@ class RuntimeDir:
         try:
             self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as e:
-            raise RuntimeDirError(f"cannot open {path / 'lock'}: {e.strerror}; remove it or give --runtime-dir") from None
+            told = f"cannot open {path / 'lock'}: {e.strerror}; remove it or give --runtime-dir"
+            raise RuntimeDirError(told) from None
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

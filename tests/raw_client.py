@@ -21,6 +21,7 @@ from protocol.messages import (
     Message,
     Ping,
     Pong,
+    Reply,
 )
 
 
@@ -50,6 +51,7 @@ class RawClient:
         self.socket.connect(f"ipc://{runtime_dir}/{'admin' if admin else 'front'}")
         self.heard: dict[int, Heard] = {}
         self.errors: list[tuple[int, dict[str, object]]] = []
+        self.replies: list[dict[str, object]] = []
         if hello:
             self.send(Hello(pack_body({"library": "raw"})))
 
@@ -91,6 +93,8 @@ class RawClient:
     def _note(self, message: Message) -> None:
         if isinstance(message, Error):
             self.errors.append((message.request, unpack_body(message.body)))
+        elif isinstance(message, Reply):
+            self.replies.append(unpack_body(message.body))
         if not isinstance(message, Events):
             return
         for entry, event in split_events(message):

@@ -1,0 +1,192 @@
+"""Bytes that are no messages: an error or a counted disconnect, and everything else goes on."""
+
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import msgpack
+import psutil
+import pytest
+import zmq
+
+from protocol.codec import encode
+from protocol.messages import Call, Generate, Ping
+from tests.deterministic_engine import answer
+from tests.raw_client import RawClient
+from tests.serving import Serving, engine, wait_until
+
+SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
+MIB = 1 << 20
+TOKENS = 1_000
+MAX_GROWTH = 48 * MIB
+"""What the supervisor may grow by in a test. One 16 MiB frame may be on its way in, and malloc keeps some."""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Serving]:
+    with Serving({"a": engine(step_s=0.001, context=100_000)}) as serving:
+        yield serving
+
+
+@pytest.fixture
+def serving(shared: Serving) -> Iterator[Serving]:
+    """A well-behaved stream runs during each test and must not notice; the supervisor may not grow."""
+    print(f"TEST_SEED={SEED}")
+    before = psutil.Process(shared.pid).memory_info().rss
+    told: list[str] = []
+
+    def behave() -> None:
+        with shared.client() as client:
+            told.append(client.complete("a", "well-behaved", max_tokens=TOKENS).text)
+
+    neighbour = threading.Thread(target=behave)
+    neighbour.start()
+    yield shared
+    neighbour.join(30)
+    assert told == [answer("well-behaved", TOKENS)]
+    with shared.client() as client:
+        assert client.complete("a", "afterwards", max_tokens=5).text == answer("afterwards", 5)
+    grown = psutil.Process(shared.pid).memory_info().rss - before
+    assert grown < MAX_GROWTH, f"the supervisor grew by {grown / MIB:.0f} MiB"
+    assert shared.status("a")["restarts"] == 0
+
+
+def bad_frames(serving: Serving) -> int:
+    return serving.counters()["bad_frames"]
+
+
+def test_two_megabytes_of_garbage(serving: Serving) -> None:
+    chance = random.Random(SEED)
+    before = bad_frames(serving)
+    with RawClient(serving.runtime_dir) as client:
+        sizes = [1, 2, 3, 100, 4096, MIB // 2, MIB, MIB // 2]
+        for size in sizes:
+            client.send(b"\xff" + chance.randbytes(size - 1))
+        client.barrier()
+        assert len(client.errors) == len(sizes)
+        assert bad_frames(serving) == before + len(sizes)
+
+
+def test_many_small_random_frames(serving: Serving) -> None:
+    """Also such that begin like a message of ours: version, a kind, then anything."""
+    chance = random.Random(SEED)
+    with RawClient(serving.runtime_dir) as client:
+        for _ in range(3_000):
+            head = bytes([0x90 + chance.randrange(16), 1, chance.randrange(40)]) if chance.random() < 0.8 else b""
+            client.send(head + chance.randbytes(chance.randrange(40)))
+        client.barrier(10)
+
+
+def nested(depth: int) -> bytes:
+    return b"\x91" * depth + b"\xc0"
+
+
+MALFORMED = [
+    nested(500),
+    nested(100_000),
+    b"\x95\x01\x02\x01\xa1a" + nested(1000),
+    b"\x95\x01\x02\x01\xa1a\x80" + msgpack.packb(nested(100_000)),
+    b"\x95\x01\x02\x01\xa1a\xdd\xff\xff\xff\xff",
+    b"\x95\x01\x02\x01\xa1a\xdf\xff\xff\xff\xff",
+    b"\x95\x01\x02\x01\xdb\xff\xff\xff\xff",
+    msgpack.packb([1, 2, 1, "a", {}, b"x" * (5 * MIB)]),
+    msgpack.packb([1, 2, 1, "a" * 2000, {}, b""]),
+    msgpack.packb([1, 2, -1, "a", {}, b""]),
+    msgpack.packb([1, 2, 1, "a", {}, "text"]),
+    msgpack.packb([1, 2, 1, "a", {}]),
+    msgpack.packb([1, 2, 1, "a", {}, b"", b""]),
+    msgpack.packb([2, 2, 1, "a", {}, b""]),
+    msgpack.packb([0, 1, b""]),
+    msgpack.packb([1, 99]),
+    msgpack.packb([1, 32, 1, 1, b""]),
+    msgpack.packb([1, 18, 1, 1, [], b""]),
+    msgpack.packb({1: 2}),
+    b"",
+    b"\x00",
+]
+
+
+def test_malformed_frames_are_answered_and_counted(serving: Serving) -> None:
+    for frame in MALFORMED:
+        what = f"{frame[:8].hex()}..., {len(frame)} bytes"
+        before = bad_frames(serving)
+        with RawClient(serving.runtime_dir) as client:
+            client.send(frame)
+            client.barrier()
+            assert len(client.errors) == 1, what
+            assert bad_frames(serving) == before + 1, what
+            client.generate(7, "a", "the same connection", max_tokens=2)
+            client.read_until_ended(7)
+            assert client.heard[7].text == answer("the same connection", 2), what
+
+
+def test_bodies_that_are_bombs_are_answered_where_they_are_opened(serving: Serving) -> None:
+    for bomb in (nested(100_000), msgpack.packb({"x": [{}] * 60_000}), msgpack.packb({"x": [[]] * 1_000_000})):
+        with RawClient(serving.runtime_dir) as client:
+            client.send(encode(Generate(1, "a", {}, bomb)))
+            client.send(encode(Call(2, "status", bomb[: 60 << 10])))
+            client.read_until_ended(1)
+            assert client.heard[1].ends == ["invalid_request"]
+            assert "error" in client.replies[0]
+
+
+def test_messages_of_several_frames(serving: Serving) -> None:
+    before = bad_frames(serving)
+    with RawClient(serving.runtime_dir) as client:
+        for parts in (2, 3, 500):
+            client.socket.send_multipart([b"\x93\x01\x06\x05"] * parts)
+        client.barrier()
+        assert bad_frames(serving) == before + 3
+
+
+def test_a_frame_beyond_the_sockets_cap_ends_its_connection_only(serving: Serving) -> None:
+    before = serving.counters()
+    with RawClient(serving.runtime_dir) as client:
+        client.barrier()
+        client.send(bytes(20 * MIB))
+        wait_until(lambda: serving.counters()["connections_closed"] > before["connections_closed"], 5)
+        assert serving.counters()["bad_frames"] == before["bad_frames"]
+        with pytest.raises(zmq.Again):
+            client.socket.send(encode(Ping(1)), zmq.NOBLOCK)
+
+
+def raw_connections(serving: Serving, payload: Callable[[random.Random], bytes]) -> None:
+    chance = random.Random(SEED)
+    for name in ("front", "admin"):
+        for _ in range(100):
+            with socket.socket(socket.AF_UNIX) as peer:
+                peer.connect(str(serving.runtime_dir / name))
+                peer.settimeout(1)
+                try:
+                    peer.sendall(payload(chance))
+                except OSError:
+                    pass  # cut off while sending, which is fine
+
+
+def test_peers_that_do_not_speak_zeromq(serving: Serving) -> None:
+    raw_connections(serving, lambda chance: chance.randbytes(chance.randrange(2000)))
+
+
+def test_peers_that_begin_a_handshake_and_go_on_with_garbage(serving: Serving) -> None:
+    greeting = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48)
+    raw_connections(serving, lambda chance: greeting[: chance.randrange(65)] + chance.randbytes(chance.randrange(500)))
+    wait_until(lambda: serving.counters()["handshakes_failed"] > 0)
+
+
+def test_worker_frames_from_a_stranger_are_dropped(serving: Serving) -> None:
+    """The worker socket knows its workers by unguessable names; anybody else is not heard."""
+    before = serving.counters()["worker_frames_dropped"]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.LINGER, 0)
+    stranger.connect(f"ipc://{serving.runtime_dir}/back")
+    try:
+        for frame in (b"", b"\x91\x01\x23", msgpack.packb([1, 18, 1, 1, [[1, 0, 2, 0, 1]], b"\x80"]), os.urandom(1000)):
+            stranger.send(frame)
+        stranger.send_multipart([b"a", b"b", b"c"])
+        wait_until(lambda: serving.counters()["worker_frames_dropped"] == before + 5)
+    finally:
+        stranger.close()
+        context.term()

@@ -1,0 +1,80 @@
+"""Requests that wait: for a model that loads, for room, and for nothing."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from protocol.errors import ErrorCode, WireError
+from tests.conftest import Serve
+from tests.deterministic_engine import answer
+from tests.raw_client import RawClient
+from tests.serving import Serving, engine, wait_until
+
+LONG = 100_000
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Serving]:
+    """One request computed, two more with the worker, three waiting; a fourth is refused."""
+    with Serving({"a": engine(context=2 * LONG, max_batch_size=1, max_queue=3)}) as serving:
+        yield serving
+
+
+def test_requests_wait_for_a_model_that_loads(serve: Serve) -> None:
+    serving = serve({"a": engine("SlowLoad", load_s=1.0)}, wait=False)
+    with serving.client() as client:
+        streams = [client.generate("a", f"early {i}", max_tokens=10) for i in range(20)]
+        serving.wait_state("a", "loading")
+        wait_until(lambda: serving.status("a")["queued"] == 20)
+        progress = wait_until(lambda: serving.status("a")["progress"])
+        assert progress["phase"] == "loading"
+        assert 0 <= progress["done"] <= progress["total"]
+        assert [stream.complete().text for stream in streams] == [answer(f"early {i}", 10) for i in range(20)]
+        assert streams[7].accepted == {"model": "a", "queue_position": 7}
+    status = serving.status("a")
+    assert status["load_seconds"] >= 1.0
+    assert status["progress"] is None
+
+
+def test_a_full_queue_refuses_early(small: Serving) -> None:
+    with small.client() as client:
+        streams = [client.generate("a", f"x {i}", max_tokens=LONG) for i in range(6)]
+        next(streams[0])
+        for _ in range(3):
+            with pytest.raises(WireError) as caught:
+                client.complete("a", "one too many", max_tokens=1)
+            assert caught.value.code is ErrorCode.OVERLOADED
+            assert caught.value.retryable
+            assert caught.value.retry_after_ms
+        assert (small.status("a")["active"], small.status("a")["queued"]) == (3, 3)
+        streams[0].cancel()
+        wait_until(lambda: small.status("a")["queued"] == 2)
+        late = client.generate("a", "room again", max_tokens=5)
+        for stream in streams:
+            stream.cancel()
+        assert late.complete().text == answer("room again", 5)
+    small.wait_idle("a")
+
+
+def test_the_order_is_kept(small: Serving) -> None:
+    with RawClient(small.runtime_dir) as client:
+        for request in range(1, 7):
+            client.generate(request, "a", f"in order {request}", max_tokens=3)
+        client.read_until_ended(*range(1, 7))
+        assert list(client.heard) == list(range(1, 7))
+        assert [heard.text for heard in client.heard.values()] == [answer(f"in order {r}", 3) for r in range(1, 7)]
+
+
+def test_request_ids_belong_to_the_connection(small: Serving) -> None:
+    with RawClient(small.runtime_dir) as one, RawClient(small.runtime_dir) as two:
+        one.generate(1, "a", "one", max_tokens=20)
+        two.generate(1, "a", "two", max_tokens=20)
+        one.generate(1, "a", "again", max_tokens=20)
+        one.read_until_ended(1)
+        two.read_until_ended(1)
+        assert (one.heard[1].text, two.heard[1].text) == (answer("one", 20), answer("two", 20))
+        assert [(request, error["name"]) for request, error in one.errors] == [(1, "duplicate_request")]
+        one.heard.clear()
+        one.generate(1, "a", "free again", max_tokens=4)
+        one.read_until_ended(1)
+        assert one.heard[1].text == answer("free again", 4)
