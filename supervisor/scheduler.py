@@ -5,6 +5,8 @@ on the way *and* the worker no longer holds its job (it said so, or it is dead).
 are made: a later cancel would find nothing to cancel.
 """
 
+from collections import Counter
+
 from protocol import limits
 from protocol.codec import encode, pack_body, pack_error, pack_event
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -22,8 +24,12 @@ from protocol.messages import (
 )
 from supervisor.in_flight import Effect, InFlight, ModelQueue, Phase, ToClient, ToWorker
 
-MAX_HELD_BYTES = 256 << 10
-"""Bytes held for one stream whose client grants no credit, before the stream is ended with slow_consumer."""
+HELD_EVENT_COST = 256
+"""What holding one event takes beside its own bytes; most events are far smaller than that."""
+MAX_HELD_BYTES = 4 << 20
+"""Memory for the events of one stream whose client grants no credit, before it is ended with slow_consumer; ..."""
+MAX_HELD_BYTES_OF_CONNECTION = 64 << 20
+"""... and for all streams of one connection, those included whose worker has long finished."""
 MAX_WAITING_BYTES = 64 << 20
 """Bytes of request bodies waiting for one model."""
 RETRY_AFTER_MS = 1000
@@ -36,6 +42,8 @@ class Scheduler:
         self._window = window
         self._models: dict[str, ModelQueue] = {}
         self._live: dict[tuple[int, int], InFlight] = {}
+        self._held_bytes: Counter[int] = Counter()
+        """By channel."""
         self.dropped_frames = 0
         """EVENTS frames of a former generation, or events of requests that are over: dropped, counted."""
 
@@ -186,6 +194,7 @@ class Scheduler:
             if request.phase is Phase.RUNNING:
                 effects += self._abandon(request)
                 request.phase = Phase.ENDED
+                self._drop_held(request)
             elif request.phase is not Phase.ENDED:
                 self._remove(request)
         return effects
@@ -262,19 +271,21 @@ class Scheduler:
 
     def _hold(self, request: InFlight, entry: EventEntry, event: bytes) -> list[Effect]:
         request.held.append((entry, event))
-        request.held_bytes += len(event)
+        self._charge(request, len(event) + HELD_EVENT_COST)
         if entry.flags & TERMINAL:
             request.phase = Phase.HELD
             del self._models[request.model].running[request.key]
             return []
-        if request.held_bytes <= MAX_HELD_BYTES:
+        of_connection = self._held_bytes[request.channel]
+        if request.held_bytes <= MAX_HELD_BYTES and of_connection <= MAX_HELD_BYTES_OF_CONNECTION:
             return []
         effects = self._abandon(request)
         return effects + self._end_with_error(
             request,
             WireError(
                 ErrorCode.SLOW_CONSUMER,
-                f"{request.held_bytes} bytes of this stream waited for its client to read (at most {MAX_HELD_BYTES})",
+                f"{len(request.held)} events waited for the client to read them: {request.held_bytes} bytes for this "
+                f"stream (at most {MAX_HELD_BYTES}), {of_connection} for all (at most {MAX_HELD_BYTES_OF_CONNECTION})",
             ),
         )
 
@@ -286,7 +297,7 @@ class Scheduler:
             if request.credit <= 0 and not entry.flags & TERMINAL:
                 break
             self._count_sent(request, entry)
-            request.held_bytes -= len(event)
+            self._charge(request, -len(event) - HELD_EVENT_COST)
             index.append(entry)
             chunks.append(event)
         if not index:
@@ -331,13 +342,24 @@ class Scheduler:
         """The one terminal event, made here because the worker cannot. Its number follows what the client has seen."""
         self._models[request.model].errors += 1
         request.phase = Phase.ENDED
-        request.held.clear()
+        self._drop_held(request)
         event = pack_event((), {"error": error.to_wire(), "delivered_tokens": request.delivered_tokens})
         entry = EventEntry(request.request, request.sent, int(EventFlag.ERROR), 0, len(event))
         request.sent += 1
         return [ToClient(request.channel, encode(Events(request.channel, 0, [entry], event)))]
 
+    def _charge(self, request: InFlight, cost: int) -> None:
+        request.held_bytes += cost
+        self._held_bytes[request.channel] += cost
+
+    def _drop_held(self, request: InFlight) -> None:
+        request.held.clear()
+        self._charge(request, -request.held_bytes)
+        if not self._held_bytes[request.channel]:
+            del self._held_bytes[request.channel]
+
     def _remove(self, request: InFlight) -> None:
+        self._drop_held(request)
         queue = self._models[request.model]
         if queue.running.pop(request.key, None) is None and request in queue.waiting:
             queue.waiting.remove(request)

@@ -1,7 +1,7 @@
 """A torch-free engine whose answers can be computed by a test, and its misbehaving kin. Named by import string.
 
-They run in real workers. The answer to a prompt is a function of the prompt alone: token k of prompt p is a letter drawn
-from a hash of (p, k), so a token that reached the wrong stream, came twice or is missing shows.
+They run in real workers. The answer to a prompt is a function of the prompt alone: token k of prompt p is a letter
+drawn from a hash of (p, k), so a token that reached the wrong stream, came twice or is missing shows.
 """
 
 import os

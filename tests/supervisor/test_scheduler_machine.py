@@ -17,11 +17,12 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import WORKER_TO_SUPERVISOR, EventEntry, EventFlag, Events, Generate
 from supervisor import scheduler as scheduler_module
 from supervisor.in_flight import Effect, ToClient
-from supervisor.scheduler import Scheduler
+from supervisor.scheduler import HELD_EVENT_COST, Scheduler
 from tests.supervisor.scheduler_model import FakeClient, FakeWorker
 
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
-WINDOW, QUEUE_LIMIT, HELD_LIMIT, LONGEST_EVENT = 3, 4, 300, 250
+WINDOW, QUEUE_LIMIT, LONGEST_EVENT = 3, 4, 250
+HELD_LIMIT, HELD_LIMIT_OF_CONNECTION = 1000, 1500
 MODELS = ("m", "n")
 GONE = WireError(ErrorCode.WORKER_DIED, "gone")
 DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
@@ -213,8 +214,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert queue.waiting_bytes == sum(len(request.body) for request in queue.waiting)
             if worker is not None and queue.waiting:
                 assert len(queue.running) == worker.capacity, "a request waits although there is room"
+        of_channel = Counter[int]()
         for request in self.scheduler._live.values():
-            assert sum(len(event) for _, event in request.held) <= HELD_LIMIT + LONGEST_EVENT
+            held = sum(len(event) + HELD_EVENT_COST for _, event in request.held)
+            assert held == request.held_bytes <= HELD_LIMIT + LONGEST_EVENT + HELD_EVENT_COST
+            of_channel[request.channel] += held
+        assert +of_channel == +self.scheduler._held_bytes
+        # a terminal event is always taken, and a connection has at most six requests here
+        most = HELD_LIMIT_OF_CONNECTION + 6 * (LONGEST_EVENT + HELD_EVENT_COST)
+        assert max(of_channel.values(), default=0) <= most
 
     def teardown(self) -> None:
         """Let everything that is on its way arrive, and workers finish what is wanted: nothing may be left."""
@@ -248,6 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     client.heard[request].granted += WINDOW
                     self.perform(self.scheduler.credit(client.channel, request, WINDOW))
         assert not self.scheduler._live
+        assert not self.scheduler._held_bytes
         for client in self.clients:
             steps.update(client.codes)
         for client in self.clients:
@@ -258,6 +267,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 def test_every_request_ends_once_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     print(f"TEST_SEED={SEED}")
     monkeypatch.setattr(scheduler_module, "MAX_HELD_BYTES", HELD_LIMIT)
+    monkeypatch.setattr(scheduler_module, "MAX_HELD_BYTES_OF_CONNECTION", HELD_LIMIT_OF_CONNECTION)
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         seed(SEED)(SchedulerMachine),
         settings=settings(

@@ -1,0 +1,132 @@
+"""What the processes are made of: modules, memory, devices, sockets."""
+
+import os
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.deterministic_engine import answer
+from tests.serving import Serving, engine, wait_until
+
+HEAVY = {"torch", "transformers", "exllamav2", "numpy", "tokenizers", "safetensors", "jinja2", "pickle5"}
+MEMORY_LIMIT = 80 << 20
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    os.environ["MODULES_TO"] = str(tmp_path_factory.mktemp("modules") / "modules")
+    script = Path(__file__).parent / "supervisor_that_tells.py"
+    with Serving({"a": engine("ListsModules"), "b": engine()}, script=script) as serving:
+        with serving.client() as client:
+            streams = [client.generate("ab"[i % 2], f"x {i}", max_tokens=50) for i in range(20)]
+            assert [s.complete().text for s in streams] == [answer(f"x {i}", 50) for i in range(20)]
+        yield serving
+    del os.environ["MODULES_TO"]
+
+
+def test_the_supervisor_has_imported_nothing_heavy(serving: Serving) -> None:
+    file = Path(os.environ["MODULES_TO"])
+    serving.process.send_signal(signal.SIGUSR2)
+    serving.overview()  # the handler runs when the loop wakes
+    names = set(wait_until(lambda: file.read_text().splitlines() if file.exists() else []))
+    assert "supervisor.loop" in names
+    assert not HEAVY & {name.split(".")[0] for name in names}
+    assert not {name for name in names if name.startswith(("model_worker.engines", "model_worker.loop"))}
+    assert not [line for line in Path(f"/proc/{serving.pid}/maps").read_text().splitlines() if "libtorch" in line]
+
+
+def test_the_supervisor_is_small(serving: Serving) -> None:
+    rss = psutil.Process(serving.pid).memory_info().rss
+    print(f"supervisor: {rss / (1 << 20):.1f} MiB")
+    assert rss < MEMORY_LIMIT
+
+
+def test_a_worker_imports_only_its_own(serving: Serving) -> None:
+    line = next(line for line in serving.log("a").splitlines() if line.startswith("modules "))
+    names = set(line.split()[1:])
+    assert "model_worker.loop" in names
+    assert not (HEAVY | {"click", "yaml", "psutil"}) & {name.split(".")[0] for name in names}
+    assert {n for n in names if n.startswith("supervisor")} <= {"supervisor", "supervisor.__main__", "supervisor.cli"}
+    assert not {n for n in names if n.startswith(("protocol.client", "protocol.async_client", "zmq.asyncio"))}
+
+
+def test_a_cpu_worker_sees_no_gpu(serving: Serving) -> None:
+    assert "devices ''" in serving.log("a")
+    for model in "ab":
+        environment = serving.worker(model).environ()
+        assert environment.get("CUDA_VISIBLE_DEVICES", "") in ("", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+
+def test_nothing_listens_on_tcp(serving: Serving) -> None:
+    for process in serving.processes():
+        assert not process.net_connections("inet"), process.cmdline()
+
+
+def test_sockets_directory_and_logs_are_private(serving: Serving) -> None:
+    for name in ("front", "admin", "back"):
+        status = (serving.runtime_dir / name).stat()
+        assert stat.S_ISSOCK(status.st_mode)
+        assert stat.S_IMODE(status.st_mode) == 0o600
+    assert stat.S_IMODE(serving.runtime_dir.stat().st_mode) == 0o700
+    for log in (serving.runtime_dir / "logs").iterdir():
+        assert stat.S_IMODE(log.stat().st_mode) == 0o600, log
+
+
+def test_logs_hold_no_prompts_and_no_answers(serving: Serving) -> None:
+    with serving.client() as client:
+        text = client.complete("a", "zebras with trombones", max_tokens=40).text
+    for log in (serving.runtime_dir / "logs").iterdir():
+        assert "trombone" not in log.read_text()
+        assert text not in log.read_text()
+
+
+def test_each_worker_has_a_session_and_a_death_signal_of_its_own(serving: Serving) -> None:
+    for model in "ab":
+        worker = serving.worker(model)
+        assert os.getsid(worker.pid) == os.getpgid(worker.pid) == worker.pid
+        status = Path(f"/proc/{worker.pid}/status").read_text()
+        assert "NoNewPrivs:\t1" in status
+        assert worker.rlimit(psutil.RLIMIT_CORE) == (0, 0)
+        assert int(Path(f"/proc/{worker.pid}/oom_score_adj").read_text()) in (500, 1000)
+        assert worker.ppid() == serving.pid
+
+
+def test_a_worker_inherits_no_descriptor_of_the_supervisor(serving: Serving) -> None:
+    """The guard's pipe above all: a worker that held its other end would keep the guard from ever acting."""
+    guard = wait_until(serving.guard)
+    pipe = os.readlink(f"/proc/{guard.pid}/fd/0")
+    lock = str(serving.runtime_dir / "lock")
+    for process in serving.processes():
+        if process.pid in (serving.pid, guard.pid):
+            continue
+        opened = {os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")}
+        assert pipe not in opened
+        assert lock not in opened
+
+
+def test_nothing_leaks_over_restarts(serving: Serving) -> None:
+    """Descriptors, children, sockets and shared memory are back where they were after a dozen generations."""
+
+    def count() -> tuple[int, int, int]:
+        process = psutil.Process(serving.pid)
+        return process.num_fds(), len(process.children(recursive=True)), len(os.listdir("/dev/shm"))
+
+    def next_generation(end: Callable[[], object]) -> None:
+        former = serving.status("b")["generation"]
+        end()
+        wait_until(lambda: serving.status("b")["generation"] > former)
+        serving.wait_state("b", "ready")
+
+    def kill() -> None:
+        os.kill(serving.status("b")["pid"], signal.SIGKILL)
+
+    next_generation(kill)
+    before = count()
+    for _ in range(4):
+        next_generation(kill)
+        next_generation(lambda: serving.order("restart", model="b"))  # forgives the deaths before
+    wait_until(lambda: count() == before, 3, f"{before}")

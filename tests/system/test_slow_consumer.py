@@ -1,0 +1,90 @@
+"""A client that does not read is cut off alone, stream by stream, within bounds."""
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from protocol.limits import STREAM_WINDOW
+from protocol.messages import Cancel, Credit
+from supervisor.scheduler import MAX_HELD_BYTES
+from tests.deterministic_engine import answer
+from tests.raw_client import RawClient
+from tests.serving import Serving, engine, wait_until
+
+ENDLESS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    with Serving({"a": engine(step_s=0, context=2 * ENDLESS, max_batch_size=8)}) as serving:
+        yield serving
+
+
+def test_a_stream_without_credit_is_cut_off_alone(serving: Serving) -> None:
+    with RawClient(serving.runtime_dir) as slow, serving.client() as other:
+        slow.generate(1, "a", "never reads", max_tokens=ENDLESS)
+        slow.generate(2, "a", "reads", max_tokens=ENDLESS)
+        bystander = other.generate("a", "bystander", max_tokens=10_000)
+        granted = 0
+        while not slow.heard.get(1) or not slow.heard[1].ends:
+            slow.receive(20)
+            if 2 in slow.heard and len(slow.heard[2].seqs) >= granted + STREAM_WINDOW // 2:
+                granted += STREAM_WINDOW // 2
+                slow.send(Credit(2, STREAM_WINDOW // 2))
+        cut = slow.heard[1]
+        assert cut.ends == ["slow_consumer"]
+        assert cut.seqs == list(range(STREAM_WINDOW + 1)), "the window's events, then the end"
+        assert cut.text == answer("never reads", cut.tokens)
+        assert cut.delivered == cut.tokens
+        assert str(MAX_HELD_BYTES) in str(cut.error["message"])
+        assert not slow.heard[2].ends, "the other stream of the same connection goes on"
+        slow.send(Cancel(2))
+        slow.read_until_ended(2)
+        assert slow.heard[2].ends == ["cancelled"]
+        assert slow.heard[2].text == answer("reads", slow.heard[2].tokens)
+        assert slow.heard[2].seqs == list(range(len(slow.heard[2].seqs)))
+        assert bystander.complete().text == answer("bystander", 10_000)
+        assert not cut.after_end
+    serving.wait_idle("a")
+
+
+def test_a_short_answer_is_held_and_released_in_order(serving: Serving) -> None:
+    with RawClient(serving.runtime_dir) as client:
+        client.generate(1, "a", "held", max_tokens=2_000)
+        while len(client.heard.get(1).seqs if 1 in client.heard else ()) < STREAM_WINDOW:  # type: ignore[union-attr]
+            client.receive()
+        serving.wait_idle("a")  # the worker has long finished; the supervisor keeps what the client has no room for
+        client.barrier()
+        assert len(client.heard[1].seqs) == STREAM_WINDOW
+        while not client.heard[1].ends:
+            client.send(Credit(1, 100))
+            client.barrier()
+        assert client.heard[1].text == answer("held", 2_000)
+        assert client.heard[1].seqs == list(range(2_000))
+
+
+def test_cancelling_releases_what_was_held(serving: Serving) -> None:
+    with RawClient(serving.runtime_dir) as client:
+        client.generate(1, "a", "held", max_tokens=1_000)
+        while 1 not in client.heard:
+            client.receive()
+        serving.wait_idle("a")
+        client.send(Cancel(1))
+        client.read_until_ended(1)
+        assert client.heard[1].text == answer("held", 1_000)
+
+
+def test_memory_stays_bounded_whatever_is_not_read(serving: Serving) -> None:
+    before = psutil.Process(serving.pid).memory_info().rss
+    with RawClient(serving.runtime_dir) as client:
+        requests = range(1, 13)
+        for request in requests:
+            client.generate(request, "a", f"never reads {request}", max_tokens=ENDLESS)
+        # nothing is received: not even what has credit
+        wait_until(lambda: serving.status("a")["totals"]["errors"] >= 13, 40, "12 streams cut off, and one before")
+        serving.wait_idle("a")
+        grown = psutil.Process(serving.pid).memory_info().rss - before
+        assert grown < 40 << 20, f"{grown >> 20} MiB"
+        client.read_until_ended(*requests)
+        assert {tuple(client.heard[r].ends) for r in requests} == {("slow_consumer",)}
