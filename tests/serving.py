@@ -94,6 +94,7 @@ class Serving:
         restart: dict[str, Any] | None = None,
         wait: bool = True,
         script: Path | None = None,
+        runtime_name: str = "run",
     ) -> None:
         self._mark = uuid4().hex
         self._models = models
@@ -102,7 +103,7 @@ class Serving:
         self._killed = False
         # pytest's own temporary paths can be too long for a socket
         self.directory = Path(tempfile.mkdtemp(prefix="mctl-", dir="/tmp"))
-        self.runtime_dir = self.directory / "run"
+        self.runtime_dir = self.directory / runtime_name
         self.config = self.directory / "models.yaml"
         sections = {
             "stop": {"drain": "10s", "shutdown": "2s", "sigterm": "2s", **(stop or {})},
