@@ -1,0 +1,212 @@
+"""``modelctl`` against a running supervisor: what it prints, and its exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import Serve
+from tests.deterministic_engine import answer
+from tests.serving import ROOT, Serving, engine, is_alive, wait_until
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    models = {"a": engine(), "b": engine(autostart=False), "broken": engine("CannotLoad", autostart=False)}
+    with Serving(models) as serving:
+        yield serving
+
+
+def test_ps_answers_quickly(serving: Serving) -> None:
+    began = time.monotonic()
+    done = serving.modelctl("ps")
+    took = time.monotonic() - began
+    print(f"modelctl ps took {took * 1000:.0f} ms")
+    assert took < 2.0
+    assert done.returncode == 0
+    header, a, b, broken = done.stdout.splitlines()
+    assert header.split() == ["NAME", "STATE", "GPU", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "PID"]
+    assert a.split()[:6] == ["a", "ready", "cpu", "4096", "0", "0"]
+    assert b.split()[:4] == ["b", "stopped", "cpu", "-"]
+    assert broken.split()[0] == "broken"
+
+
+def test_json(serving: Serving) -> None:
+    models = json.loads(serving.modelctl("ps", "--json").stdout)
+    assert [m["name"] for m in models] == ["a", "b", "broken"]
+    told = json.loads(serving.modelctl("status", "a", "--json").stdout)
+    assert told["supervisor"]["pid"] == serving.pid
+    (only,) = told["models"]
+    assert (only["name"], only["state"], only["pid"]) == ("a", "ready", serving.status("a")["pid"])
+
+
+def test_status_for_people(serving: Serving) -> None:
+    told = serving.modelctl("status").stdout
+    assert f"pid             {serving.pid}" in told
+    assert str(serving.config) in told
+    assert "bad_frames 0" in told
+
+
+def test_start_and_stop(serving: Serving) -> None:
+    started = serving.modelctl("start", "b")
+    assert started.returncode == 0
+    assert "b: ready" in started.stderr
+    assert serving.status("b")["state"] == "ready"
+    assert serving.modelctl("start", "b").returncode == 0, "already so"
+    before = serving.status("b")["generation"]
+    restarted = serving.modelctl("restart", "b", "--json")
+    assert restarted.returncode == 0
+    assert json.loads(restarted.stdout)[0]["generation"] == before + 1
+    assert serving.modelctl("stop", "b").returncode == 0
+    assert serving.status("b")["state"] == "stopped"
+    assert serving.modelctl("stop", "b", "--now").returncode == 0
+    assert serving.modelctl("load", "b", "--no-wait").returncode == 0
+    serving.wait_state("b", "ready")
+    assert serving.modelctl("unload", "b").returncode == 0
+
+
+def test_a_model_that_cannot_be_loaded(serving: Serving) -> None:
+    done = serving.modelctl("start", "broken")
+    assert done.returncode == 1
+    assert "broken: cannot load: config.json says the moon is made of cheese" in done.stderr
+    assert str(serving.runtime_dir / "logs" / "broken.log") in done.stderr
+    assert "failed" in serving.modelctl("ps").stdout
+    assert serving.modelctl("run", "broken", "--raw", "hello").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["start", "nosuch"], 1, "no model 'nosuch' is configured: there is a, b, broken"),
+        (["status", "nosuch"], 1, "no model 'nosuch'"),
+        (["run", "nosuch", "hi"], 1, "no model 'nosuch'"),
+        (["run", "b", "hi"], 1, "modelctl start b"),
+        (["run", "a", "hi", "--max-tokens", "0"], 1, "max_tokens is 0"),
+        (["run", "a", "hi", "--temperature", "nan"], 1, "temperature is nan"),
+        (["start"], 2, "MODEL"),
+        (["frobnicate"], 2, "frobnicate"),
+        (["ps", "--nonsense"], 2, "--nonsense"),
+        (["logs", "../../etc/passwd"], 2, "is no model name"),
+        (["logs", "nosuch"], 1, "no log at"),
+    ],
+)
+def test_errors(serving: Serving, arguments: list[str], code: int, says: str) -> None:
+    done = serving.modelctl(*arguments)
+    assert done.returncode == code
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_logs(serving: Serving) -> None:
+    lines = serving.log().splitlines()
+    assert serving.modelctl("logs", "-n", "2").stdout.splitlines() == lines[-2:]
+    assert serving.modelctl("logs", "-n", "0").stdout == ""
+    assert serving.modelctl("logs", "-n", "100000").stdout.splitlines() == lines
+
+
+def test_logs_follow(serving: Serving) -> None:
+    log = serving.runtime_dir / "logs" / "a.log"
+    with subprocess.Popen(
+        [sys.executable, "-m", "supervisor", "logs", "a", "-f", "-n", "1", "--runtime-dir", str(serving.runtime_dir)],
+        env=serving.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as follower:
+        assert follower.stdout is not None
+        with open(log, "a") as f:
+            f.write("first\n")
+        while follower.stdout.readline() != "first\n":
+            pass
+        with open(log, "a") as f:
+            f.write("second, ")
+            f.flush()
+            f.write("in two pieces\n")
+        assert follower.stdout.readline() == "second, in two pieces\n"
+        log.rename(log.with_name("a.log.1"))  # as a new start does with a log that has grown large
+        log.write_text("third, in a new file\n")
+        assert follower.stdout.readline() == "third, in a new file\n"
+        follower.send_signal(2)
+        assert follower.wait(5) == 130
+
+
+def test_no_supervisor(tmp_path: Path) -> None:
+    for arguments in (["ps"], ["status"], ["start", "a"], ["stop", "a"], ["run", "a", "hi"], ["shutdown"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "supervisor", *arguments, "--runtime-dir", str(tmp_path / "none")],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+        assert done.returncode == 69, arguments
+        assert "modelctl serve" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "none").exists()
+
+
+def test_detached_until_shutdown(serve: Serve) -> None:
+    serving = serve({"a": engine(), "b": engine(autostart=False)})
+    serving.kill()
+    wait_until(lambda: not serving.processes(), 2)
+    started = serving.modelctl("serve", "--detach", "-c", str(serving.config))
+    assert started.returncode == 0, started.stderr
+    assert "a: ready" in started.stderr
+    assert "modelctl shutdown" in started.stderr
+    processes = serving.processes()
+    assert serving.modelctl("run", "a", "--raw", "hi", "--max-tokens", "3").stdout == answer("hi", 3) + "\n"
+    assert serving.modelctl("shutdown").returncode == 0
+    wait_until(lambda: not any(map(is_alive, processes)), 2)
+
+
+def test_detached_with_a_model_that_fails(serve: Serve) -> None:
+    serving = serve({"a": engine("CannotLoad")}, wait=False)
+    serving.kill()
+    wait_until(lambda: not serving.processes(), 2)
+    started = serving.modelctl("serve", "--detach", "-c", str(serving.config))
+    assert started.returncode == 1
+    assert "made of cheese" in started.stderr + serving.modelctl("status").stdout
+    assert serving.modelctl("shutdown").returncode == 0
+
+
+def check(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "supervisor", "check", str(file), *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+
+
+def test_check(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(yaml.safe_dump({"models": {"a": engine()}}))
+    bad.write_text("models:\n  a: {model_dir: nowhere, engine: transformers}\n")
+    assert (check(good).returncode, check(bad).returncode, check(tmp_path / "absent").returncode) == (0, 78, 78)
+    assert "fine; models: a" in check(good).stdout
+    assert json.loads(check(good, "--json").stdout) == {"ok": True, "models": ["a"]}
+    told = json.loads(check(bad, "--json").stdout)
+    assert (told["ok"], told["problems"][0]["line"], told["problems"][0]["path"]) == (False, 2, "models.a.model_dir")
+    assert check(ROOT / "models.yaml").returncode == 0
+
+
+def test_supervisord_in_the_same_environment_is_named(tmp_path: Path) -> None:
+    clash = tmp_path / "supervisor-4.3.0.dist-info"
+    clash.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "supervisor", "ps"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 78
+    assert str(clash) in done.stderr
+    assert "Uninstall it" in done.stderr

@@ -1,0 +1,146 @@
+"""``modelctl run``: one answer, a conversation from a pipe, and one in a terminal with Ctrl-C."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+
+import pytest
+
+from tests.deterministic_engine import answer
+from tests.serving import Serving, engine, wait_until
+
+ENDLESS = "100000"
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    with Serving({"a": engine(context=200_000)}) as serving:
+        yield serving
+        serving.wait_idle("a")
+
+
+def chat(*turns: str) -> str:
+    """What the engine makes of a conversation that the user begins."""
+    return "\n".join(f"{('user', 'assistant')[i % 2]}: {text}" for i, text in enumerate(turns))
+
+
+def test_one_answer(serving: Serving) -> None:
+    done = serving.modelctl("run", "a", "hello", "--max-tokens", "12")
+    assert (done.returncode, done.stdout) == (0, answer(chat("hello"), 12) + "\n")
+
+
+def test_the_prompt_as_it_is(serving: Serving) -> None:
+    assert serving.modelctl("run", "a", "--raw", "hello", "--max-tokens", "9").stdout == answer("hello", 9) + "\n"
+
+
+def test_the_prompt_from_a_pipe(serving: Serving) -> None:
+    done = serving.modelctl("run", "a", "-", "--raw", "--max-tokens", "9", input="from\na pipe")
+    assert done.stdout == answer("from\na pipe", 9) + "\n"
+
+
+def test_as_json(serving: Serving) -> None:
+    told = json.loads(serving.modelctl("run", "a", "hello", "--max-tokens", "7", "--json").stdout)
+    assert (told["text"], told["finish_reason"], told["model"]) == (answer(chat("hello"), 7), "length", "a")
+    assert told["usage"]["completion_tokens"] == 7
+
+
+def test_a_conversation_from_a_pipe_keeps_its_history(serving: Serving) -> None:
+    done = serving.modelctl("run", "a", "--max-tokens", "8", input="one\n\ntwo\n")
+    first = answer(chat("one"), 8)
+    second = answer(chat("one", first, "two"), 8)
+    assert (done.returncode, done.stdout) == (0, f"{first}\n{second}\n")
+
+
+def test_ctrl_c_ends_a_single_answer(serving: Serving) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "supervisor", "run", "a", "--raw", "endless", "--max-tokens", ENDLESS],
+        env={**serving.environment, "MODELCTL_RUNTIME_DIR": str(serving.runtime_dir)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        begin = process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=10)
+    text = (begin + rest).removesuffix("\n")
+    assert text == answer("endless", len(text))
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+class Terminal:
+    """A program on a terminal of its own, and a person who reads and types."""
+
+    def __init__(self, *command: str, environment: dict[str, str]) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**environment, "TERM": "dumb"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(slave)
+        os.set_blocking(self.master, False)
+        self.screen = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self.master, keys.encode())
+
+    def look(self) -> str:
+        try:
+            self.screen += os.read(self.master, 65536).decode().replace("\r", "")
+        except (BlockingIOError, OSError):
+            pass  # nothing new, or the program has ended
+        return self.screen
+
+    def wait_for(self, pattern: str) -> "re.Match[str]":
+        """The first match on the screen; what stands before its end is then forgotten."""
+        match = wait_until(lambda: re.search(pattern, self.look()), 10, f"{pattern!r} on {self.screen!r}")
+        self.screen = self.screen[match.end() :]
+        return match
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_conversation(serving: Serving) -> None:
+    terminal = Terminal(
+        sys.executable,
+        *("-m", "supervisor", "run", "a", "--max-tokens", "1500", "--runtime-dir", str(serving.runtime_dir)),
+        environment=serving.environment,
+    )
+    try:
+        terminal.wait_for(">>> ")
+        terminal.type("one\n")
+        terminal.wait_for(r"one\n")
+        wait_until(lambda: len(terminal.look()) > 20)
+        terminal.type("\x03")
+        said = terminal.wait_for(r"^([a-z ]*)(?:\^C)?([a-z ]*)\n\(cancelled\)\n>>> ")
+        partial = said[1] + said[2]
+        assert 20 < len(partial) < 1500
+        assert partial == answer(chat("one"), len(partial))
+        serving.wait_idle("a")
+
+        terminal.type("half a line\x03")  # Ctrl-C at the prompt drops the line
+        terminal.wait_for(">>> ")
+        terminal.type("two\n")
+        terminal.wait_for(r"two\n")
+        second = terminal.wait_for(r"^([a-z ]{1500})\n>>> ")
+        assert second[1] == answer(chat("one", partial, "two"), 1500)
+        terminal.type("\x04")
+        assert wait_until(lambda: terminal.process.poll() is not None and terminal.process.returncode == 0)
+    finally:
+        terminal.close()
