@@ -4,6 +4,7 @@ They run in real workers. The answer to a prompt is a function of the prompt alo
 drawn from a hash of (p, k), so a token that reached the wrong stream, came twice or is missing shows.
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -22,7 +23,12 @@ from model_worker.engine import (
     LoadError,
     ProgressCallback,
 )
+from model_worker.link import SupervisorLink
+from model_worker.loop import WorkerLoop
+from protocol import __version__
+from protocol.codec import encode, pack_body, pack_event
 from protocol.errors import RequestError
+from protocol.messages import EventEntry, Events, Hello, Progress, Ready, Stats
 from protocol.request import ChatMessage, SamplingParams
 from protocol.worker_spec import EngineSpec
 
@@ -190,3 +196,36 @@ class ListsModules(DeterministicEngine):
         super().load(progress)
         print("devices", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), flush=True)
         print("modules", " ".join(sorted(sys.modules)), flush=True)
+
+
+class TalksNonsense(DeterministicEngine):
+    """Sends what no worker should, behind its loop's back, at token 5 of a prompt ``bad WHAT``; see ``_nonsense``."""
+
+    def before_token(self, job: Job, k: int) -> None:
+        prompt = bytes(job.prompt_ids)
+        if k == 5 and prompt.startswith(b"bad "):
+            link = next(thing for thing in gc.get_objects() if isinstance(thing, SupervisorLink))
+            tracked = next(thing for thing in gc.get_objects() if isinstance(thing, WorkerLoop))._jobs[job.id]
+            for frame in _nonsense(prompt[4:].decode(), link._generation, tracked.channel, tracked.request):
+                link._socket.send(frame)
+
+
+def _nonsense(what: str, generation: int, channel: int, request: int) -> list[bytes]:
+    if what == "garbage":
+        return [b"", b"\xc1", bytes(1000), b"\x91" * 5000, encode(Stats(b"\xc1")), encode(Progress(b"\x80"))]
+    if what == "another's":  # tokens and ends for requests of other models and connections
+        event = pack_event([1], {"text": "!"})
+        entries = [(channel, request, flags) for channel in range(40) for request in range(20) for flags in (0, 2, 4)]
+        return [
+            encode(Events(channel, generation, [EventEntry(request, 0, flags, 1, len(event))], event))
+            for channel, request, flags in entries
+        ]
+    if what.startswith("leap"):
+        seq = 7 if what == "leap" else 2**64 - 1
+        event = pack_event([1], {"text": "!"})
+        return [encode(Events(channel, generation, [EventEntry(request, seq, 0, 1, len(event))], event))]
+    if what == "nested report":
+        return [encode(Stats(b"\x81\xa1x" + b"\x91" * 1021 + b"\x90"))]
+    if what == "giant":
+        return [bytes(17 << 20)]
+    return [encode(Hello(pack_body({"build": __version__}))), encode(Ready(pack_body({"max_jobs": 5})))]
