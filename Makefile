@@ -38,7 +38,7 @@ bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.report
 
 $(VENV)/.run: pyproject.toml constraints.txt tools/make_venv.py
-	test -x $(BIN)/python || $(PYTHON) tools/make_venv.py $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) tools/make_venv.py $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) --editable .
 	touch $@

@@ -6,6 +6,7 @@ devices; only then the engine's module, which is the first to import torch.
 
 import ctypes
 import faulthandler
+import io
 import os
 import resource
 import signal
@@ -22,21 +23,20 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 def main(spec: WorkerSpec) -> None:
     """Run one worker until it is told to stop or its engine fails. Never returns."""
-    die_with_parent(spec.supervisor_pid)
-    os.setsid()
-    name_and_contain()
-    redirect_output(spec.log_path)
-    pin_devices(spec.visible_devices)
     code = EXIT_ENGINE_FAULT
     try:
+        die_with_parent(spec.supervisor_pid)
+        os.setsid()
+        name_and_contain()
+        redirect_output(spec.log_path)
+        pin_devices(spec.visible_devices)
         code = run(spec)
     except BaseException:
         traceback.print_exc()
-    # Not sys.exit: an interpreter's own way out joins threads and runs destructors of a CUDA context that may be
-    # broken, and can hang there with the GPU's memory held.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finally:
+        # Not sys.exit: an interpreter's own way out joins threads and runs destructors of a CUDA context that may be
+        # broken, and can hang there with the GPU's memory held.
+        os._exit(code)
 
 
 def die_with_parent(supervisor_pid: int) -> None:
@@ -65,20 +65,40 @@ def name_and_contain() -> None:
 
 
 def redirect_output(log_path: str) -> None:
-    """Everything this process and its libraries print goes to the model's log."""
-    fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """Everything this process and its libraries print goes to the model's log, or nowhere if that cannot be written."""
+    try:
+        fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError:
+        fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = LogWriter(1), LogWriter(2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+class LogWriter(io.TextIOWrapper):
+    """Text straight to a descriptor. A full disk loses lines, but does not turn a print into an engine's failure."""
+
+    def __init__(self, descriptor: int) -> None:
+        raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115
+        super().__init__(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            pass
 
 
 def pin_devices(visible_devices: str) -> None:

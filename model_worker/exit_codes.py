@@ -4,6 +4,8 @@ EXIT_ASKED = 0
 """SHUTDOWN was obeyed."""
 EXIT_ENGINE_FAULT = 70
 """The engine raised (EX_SOFTWARE). Tried again."""
+EXIT_DISCONNECTED = 71
+"""The connection to the supervisor was lost while the supervisor lives (EX_OSERR). Tried again."""
 EXIT_CONFIG = 78
 """The model cannot be loaded as configured (EX_CONFIG). Never tried again by itself."""
 LOAD_ERROR_PREFIX = "cannot load: "

@@ -1,15 +1,17 @@
 """The worker's end of the wire: one DEALER to the supervisor. Never blocks a step: what cannot be sent now waits."""
 
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import zmq
 
 from model_worker.engine import Capabilities
+from model_worker.exit_codes import EXIT_ASKED, EXIT_DISCONNECTED
 from protocol import __version__, limits
 from protocol.codec import decode, encode, pack_body
-from protocol.errors import FrameError
 from protocol.messages import (
     SUPERVISOR_TO_WORKER,
     EventEntry,
@@ -23,6 +25,9 @@ from protocol.messages import (
 from protocol.worker_spec import WorkerSpec
 
 PROGRESS_INTERVAL_S = 0.05
+MAX_FRAME_EVENTS = 4096
+MAX_FRAME_BYTES = 1 << 20
+"""Bounds of one EVENTS frame, far below what the supervisor and libzmq take."""
 
 
 class SupervisorLink:
@@ -42,7 +47,9 @@ class SupervisorLink:
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.connect(spec.endpoint)
         self._socket = socket
-        self._unsent: dict[int, tuple[list[EventEntry], list[bytes]]] = {}
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self._joined: dict[int, tuple[list[EventEntry], list[bytes]]] = {}
+        self._frames: deque[bytes] = deque()
         self._last_progress = ("", 0.0)
 
     def hello(self) -> None:
@@ -71,6 +78,8 @@ class SupervisorLink:
         self._socket.send(encode(Ready(pack_body(body))))
 
     def stats(self, body: dict[str, object]) -> None:
+        """Send a reading of the engine. Called every second, so the loss of the connection is looked for here."""
+        self.exit_if_orphaned()
         try:
             self._socket.send(encode(Stats(pack_body(body))), zmq.NOBLOCK)
         except zmq.Again:
@@ -87,40 +96,70 @@ class SupervisorLink:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
-            try:
-                messages.append(decode(frame, SUPERVISOR_TO_WORKER))
-            except FrameError as e:
-                # The supervisor is the same build as we are: this is a bug, worth a line, not worth every other stream.
-                print(f"dropped a frame from the supervisor: {e}", flush=True)
+            # The supervisor is the same build as we are. A frame that cannot be read may be somebody's job or cancel:
+            # the FrameError ends this process, and with it no request is lost silently.
+            messages.append(decode(frame, SUPERVISOR_TO_WORKER))
 
     def queue(self, channel: int, entry: EventEntry, event: bytes) -> None:
         """Add an event to what the next ``flush`` sends to its channel."""
-        index, chunks = self._unsent.setdefault(channel, ([], []))
+        index, chunks = self._joined.setdefault(channel, ([], []))
         index.append(entry)
         chunks.append(event)
 
     def flush(self) -> None:
-        """Send one frame per channel. What does not fit the pipe now is joined with the next step's events."""
-        for channel in list(self._unsent):
-            index, chunks = self._unsent[channel]
-            frame = encode(Events(channel, self._generation, index, b"".join(chunks)))
+        """Send one frame per channel. While the pipe is full (the supervisor is paused, say) events are joined, and
+        become frames of bounded size once it is not: each event is encoded once, however long that takes."""
+        if not self._send_frames():
+            return
+        for channel, (index, chunks) in self._joined.items():
+            self._frames.extend(
+                encode(Events(channel, self._generation, index[first:last], b"".join(chunks[first:last])))
+                for first, last in _slices(chunks)
+            )
+        self._joined.clear()
+        self._send_frames()
+
+    def _send_frames(self) -> bool:
+        """Whether everything that is encoded could be sent."""
+        while self._frames:
             try:
-                self._socket.send(frame, zmq.NOBLOCK)
+                self._socket.send(self._frames[0], zmq.NOBLOCK)
             except zmq.Again:
-                return
-            del self._unsent[channel]
+                return False
+            self._frames.popleft()
+        return True
 
     @property
-    def unsent(self) -> Sequence[int]:
-        """Channels with events still to be sent."""
-        return tuple(self._unsent)
+    def unsent(self) -> bool:
+        """Whether events are still to be sent."""
+        return bool(self._frames or self._joined)
 
     def exit_if_orphaned(self) -> None:
-        """Leave at once if the supervisor is gone. The kernel's SIGKILL comes first; this covers its absence."""
+        """Leave at once if the supervisor, or the connection to it, is gone.
+
+        The kernel's SIGKILL normally comes before the first; the second happens when a frame was too large for libzmq.
+        A worker that cannot be reached would hold its requests, and its GPU, for ever.
+        """
         if os.getppid() != self._supervisor_pid:
-            os._exit(0)
+            os._exit(EXIT_ASKED)
+        if self._monitor.poll(0):
+            print("the connection to the supervisor was lost", file=sys.stderr, flush=True)
+            os._exit(EXIT_DISCONNECTED)
 
     def close(self) -> None:
         """Hand the last frames to the kernel, within half a second."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=500)
         self._context.term()
+
+
+def _slices(chunks: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+    """(first, last) of runs of events that make frames of at most MAX_FRAME_EVENTS and about MAX_FRAME_BYTES."""
+    first = size = 0
+    for i, chunk in enumerate(chunks):
+        if i > first and (i - first >= MAX_FRAME_EVENTS or size + len(chunk) > MAX_FRAME_BYTES):
+            yield first, i
+            first, size = i, 0
+        size += len(chunk)
+    yield first, len(chunks)

@@ -21,6 +21,8 @@ from protocol.messages import (
 from protocol.request import GenerateRequest, SamplingParams, parse_generate
 
 IDLE_WAIT_MS = 200
+UNSENT_WAIT_MS = 5
+"""Between two tries to send what a full pipe did not take, when there is nothing to compute."""
 STATS_INTERVAL_S = 1.0
 SLACK_JOBS = 2
 """Jobs held beyond a full batch, so that a freed place is taken at the next step and not a round trip later."""
@@ -59,8 +61,8 @@ class WorkerLoop:
 
     def run(self) -> None:
         while not self._shutdown:
-            busy = bool(self._jobs) or bool(self._link.unsent)
-            for message in self._link.receive(0 if busy else IDLE_WAIT_MS):
+            busy = bool(self._jobs)
+            for message in self._link.receive(0 if busy else UNSENT_WAIT_MS if self._link.unsent else IDLE_WAIT_MS):
                 self._apply(message)
             if self._jobs:
                 for event in self._engine.step():

@@ -23,7 +23,7 @@ MAX_FRAME: Final[dict[Kind, int]] = {
     Kind.ERROR: 64 << 10,
     Kind.REPLY: 8 * MIB,
     Kind.GOAWAY: 64 << 10,
-    Kind.JOB: 4 * MIB,
+    Kind.JOB: 4 * MIB + 64,  # a GENERATE's body behind a head that may be longer
     Kind.CANCEL_JOB: 64,
     Kind.READY: 64 << 10,
     Kind.SHUTDOWN: 64,

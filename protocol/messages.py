@@ -19,8 +19,8 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
                                                             STATS    [1, 37, body{}]
                                                             EVENTS   as above; the supervisor forwards it whole
 
-* ``request`` is the client's own number for a request: 1 to 2**64-1, unique among its unfinished requests of this
-  connection. 0 means the connection itself. ``channel`` is the supervisor's number for the connection.
+* ``request`` is the client's own number for a request: 1 to 2**64-1, used once per connection. 0 means the connection
+  itself. ``channel`` is the supervisor's number for the connection.
 * The first message of a connection is HELLO; GENERATE may follow without waiting for WELCOME. A new connection is a new
   session: nothing survives a reconnect.
 * GENERATE is answered by ERROR (no request came to be) or by ACCEPTED, then delta events, then exactly one event

@@ -55,14 +55,15 @@ class GenerateRequest(SamplingParams):
 
     prompt: str | None = None
     """Text, taken as it is (no template)."""
-    messages: Annotated[tuple[ChatMessage, ...], Field(strict=False, min_length=1)] | None = None
+    messages: Annotated[tuple[ChatMessage, ...], Field(strict=False, min_length=1, fail_fast=True)] | None = None
     """A conversation, rendered with the model's own chat template."""
     token_ids: bytes | None = None
     """Token ids, u32 little endian."""
     max_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     """Most tokens to generate; unset is what is left of the context."""
     stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(strict=False, max_length=16)
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
+        Field(strict=False, max_length=16, fail_fast=True),
     ] = ()
     """Strings that end the answer; they are not part of it."""
 

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from supervisor.fleet import Fleet
-from supervisor.lifecycle import WorkerState
 from supervisor.model import Model
 from supervisor.scheduler import Scheduler
 
@@ -78,7 +77,7 @@ def _restart(host: Host, params: Params) -> Result:
     _refuse_when_leaving(host)
     before = model.generation
     host.fleet.restart(model.name, "restart ordered")
-    return {"state": str(model.state), "generation": before + 1 if model.state is not WorkerState.STOPPED else before}
+    return {"state": str(model.state), "generation": before + 1}
 
 
 def _shutdown(host: Host, params: Params) -> Result:

@@ -1,7 +1,7 @@
 """A ROUTER that clients connect to, and who is connected. Two exist: ``front`` for requests, ``admin`` for orders.
 
-Routing ids are libzmq's own (a client cannot choose one), so a new connection is always a new client. Its end is
-noticed three ways: the socket monitor (at once, but an event can be missed when a descriptor is reused), a failed
+Routing ids are libzmq's own (one that a client chose is refused), so a new connection is always a new client. Its end
+is noticed three ways: the socket monitor (at once, but an event can be missed when a descriptor is reused), a failed
 send, and the loop's probe of clients with unfinished requests.
 """
 
@@ -23,6 +23,8 @@ MAX_BAD_FRAMES = 16
 """Malformed frames of one connection that are answered; further ones are only counted."""
 MAX_LEFT = 1024
 """Ended connections that are remembered, because frames they sent may still be read."""
+PAUSED = ".paused"
+"""What a socket's file is called while no connections are taken."""
 DRAIN_LIMIT = 64
 """Frames taken per turn of the loop, so that one busy client cannot keep it from the others."""
 
@@ -58,9 +60,11 @@ class PortCounters:
 class ClientPort:
     """The socket, its monitor and its connections."""
 
+    endpoint: str
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     counters: PortCounters = field(default_factory=PortCounters)
+    listening: bool = True
     _by_id: dict[bytes, Connection] = field(default_factory=dict)
     _by_channel: dict[int, Connection] = field(default_factory=dict)
     _by_fd: dict[int, Connection] = field(default_factory=dict)
@@ -69,8 +73,11 @@ class ClientPort:
     """Routing ids of the last that ended, oldest first."""
 
     @staticmethod
-    def bind(context: Context, endpoint: str) -> "ClientPort":
-        """Bind a private ipc ROUTER. The runtime directory's lock must be held."""
+    def bind(context: Context, endpoint: str, backlog: int) -> "ClientPort":
+        """Bind a private ipc ROUTER. The runtime directory's lock must be held.
+
+        backlog  connections that the kernel may have ready for us
+        """
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
@@ -79,12 +86,28 @@ class ClientPort:
         # Credit bounds what a stream can have on the way; the marks are only the last fuse.
         socket.setsockopt(zmq.SNDHWM, 100_000)
         socket.setsockopt(zmq.RCVHWM, 1000)
+        socket.setsockopt(zmq.BACKLOG, backlog)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)  # a frozen client (SIGSTOP) is cut off after the time-out
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
         monitor = socket.get_monitor_socket(_MONITORED)
         bind_private(socket, endpoint)
-        return ClientPort(socket, monitor)
+        return ClientPort(endpoint, socket, monitor)
+
+    def pause(self) -> None:
+        """Take no new connections; those there are go on.
+
+        The socket's file is moved away. Unbinding would not do: libzmq ends what a listener has accepted with it.
+        """
+        if self.listening:
+            os.rename(_path(self.endpoint), _path(self.endpoint) + PAUSED)
+            self.listening = False
+
+    def resume(self) -> None:
+        """Take connections again."""
+        if not self.listening:
+            os.rename(_path(self.endpoint) + PAUSED, _path(self.endpoint))
+            self.listening = True
 
     def receive(self) -> Iterator[tuple[Connection, Message]]:
         """Valid messages that are waiting, at most DRAIN_LIMIT. Malformed ones are answered or counted here."""
@@ -97,6 +120,10 @@ class ClientPort:
             part = self.socket.recv(zmq.NOBLOCK, copy=False)
             if connection is None and routing_id in self._left:
                 self._skip_rest(part)  # sent before it left, read after
+                continue
+            if not _is_automatic(routing_id):
+                self._skip_rest(part)
+                self._refuse_chosen_id(routing_id)
                 continue
             if connection is None:
                 connection = self._enter(routing_id, part)
@@ -131,13 +158,16 @@ class ClientPort:
             return False
         return True
 
-    def watch(self) -> None:
-        """Take in the monitor's events. Called before frames are read, so that a reused descriptor is seen as free."""
-        while True:
+    def watch(self, limit: int | None = None) -> bool:
+        """Take in the monitor's events, ``limit`` of them or all; whether there may be more.
+
+        Called before frames are read, so that a reused descriptor is seen as free.
+        """
+        for _ in range(limit) if limit is not None else count():
             try:
                 event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return False
             kind = event["event"]
             if kind == zmq.EVENT_ACCEPTED:
                 self.counters.accepted += 1
@@ -148,6 +178,7 @@ class ClientPort:
                     self._leave(connection)
             else:
                 self.counters.handshakes_failed += 1
+        return True
 
     def take_gone(self) -> list[int]:
         """Channels that ended since the last call."""
@@ -203,6 +234,20 @@ class ClientPort:
         if connection.bad_frames <= MAX_BAD_FRAMES:
             self.send(connection.channel, encode(Error(error.request, pack_error(error))))
 
+    def _refuse_chosen_id(self, routing_id: bytes) -> None:
+        self.counters.bad_frames += 1
+        error = FrameError(ErrorCode.UNSUPPORTED, "a client may not choose its routing id: leave ZMQ_ROUTING_ID unset")
+        try:
+            self.socket.send(routing_id, zmq.SNDMORE | zmq.NOBLOCK)
+            self.socket.send(encode(Error(0, pack_error(error))), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            pass  # gone, or not reading: it was told often enough
+
+
+def _is_automatic(routing_id: bytes) -> bool:
+    """Given by libzmq. One that a client chose may be another's, whose frames it would then receive."""
+    return len(routing_id) == 5 and routing_id[0] == 0
+
 
 def _is_older(routing_id: bytes, other: bytes) -> bool:
     """libzmq's own routing ids are a zero byte and a counter of four, which wraps around."""
@@ -219,4 +264,8 @@ def bind_private(socket: zmq.Socket[bytes], endpoint: str) -> None:
         socket.bind(endpoint)
     finally:
         os.umask(previous)
-    os.chmod(endpoint.removeprefix("ipc://"), 0o600)
+    os.chmod(_path(endpoint), 0o600)
+
+
+def _path(endpoint: str) -> str:
+    return endpoint.removeprefix("ipc://")

@@ -21,6 +21,7 @@ from supervisor.config_schema import (
     StopConfig,
     SupervisorConfig,
 )
+from supervisor.logs import SUPERVISOR_LOG
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"
@@ -86,10 +87,12 @@ def load_config(file: Path) -> Config:
                 "is no model name: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a letter or digit"
             )
             problems.append(source.problem(path, message))
+        if name == SUPERVISOR_LOG:
+            problems.append(source.problem(path, "is taken: the supervisor's own log is called so"))
         problems += [source.problem((*path, key), message) for key, message in _combination_problems(config)]
         try:
             models[name] = ModelSpec(name, config, _resolve(config.model_dir, Path(file).resolve().parent))
-        except ValueError as e:
+        except (ValueError, RuntimeError, OSError) as e:  # no such user in ~user, a loop of links, a name too long
             problems.append(source.problem((*path, "model_dir"), str(e)))
     if problems:
         raise ConfigError(problems)

@@ -24,13 +24,19 @@ def not_spawned(error: OSError) -> ExitReport:
     return ExitReport(-1, "spawn", f"cannot start a process: {error.strerror or error}", retry=True)
 
 
-def classify(code: int, *, asked: bool, log_tail: list[str]) -> ExitReport:
+MAX_MESSAGE = 300
+"""Characters of a message. It ends up in tables and in what clients are told."""
+
+
+def classify(code: int, *, asked: bool, log_tail: list[str], killed_for: str | None = None) -> ExitReport:
     """The report of an exit.
 
     code      exit code, or minus the signal's number
     asked     the supervisor was stopping the worker
     log_tail  the last lines of the worker's log
+    killed_for  why the supervisor itself sent SIGKILL, if it did
     """
+    log_tail = [_printable(line) for line in log_tail]
     if asked:
         return ExitReport(code, "asked", "stopped", retry=False)
     if code == EXIT_CONFIG:
@@ -39,6 +45,8 @@ def classify(code: int, *, asked: bool, log_tail: list[str]) -> ExitReport:
     last = next((line.strip() for line in reversed(log_tail) if line.strip()), "")
     if code == EXIT_ENGINE_FAULT:
         return ExitReport(code, "engine fault", last or "the engine raised", retry=True)
+    if code == -signal.SIGKILL and killed_for:
+        return ExitReport(code, "killed", f"killed by the supervisor: {killed_for}", retry=True)
     if code == -signal.SIGKILL:
         return ExitReport(code, "killed", "killed by SIGKILL, not by us (out of memory?)", retry=True)
     if code < 0:
@@ -53,3 +61,9 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # most real-time signals have no name
         return f"signal {number}"
+
+
+def _printable(line: str) -> str:
+    """A log's line without control characters, cut to a length that a table can show."""
+    text = "".join(c if c.isprintable() else " " for c in line)
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."

@@ -12,10 +12,9 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from protocol import __version__
-from protocol.codec import encode, unpack_body
+from protocol.codec import encode
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import Hello, Message, Progress, Ready, Shutdown, Stats
 from protocol.worker_spec import WorkerSpec
@@ -30,6 +29,7 @@ from supervisor.scheduler import Scheduler
 from supervisor.stop_ladder import Rung
 from supervisor.timers import Timers
 from supervisor.worker_process import WorkerProcess
+from supervisor.worker_reports import checked_hello, checked_progress, checked_ready, checked_stats
 
 RATE_WINDOW_S = 1.0
 
@@ -82,6 +82,8 @@ class Fleet:
         """Want a model down: after its requests (bounded by the drain's time), or at once."""
         model = self.models[name]
         model.wanted = False
+        if now and model.state is WorkerState.STOPPING and model.ladder_times is stop_ladder.IMPATIENT:
+            return  # climbing as fast as it can: to begin anew would put SIGKILL off
         model.ladder_times = stop_ladder.IMPATIENT if now else self._config.supervisor.ladder
         self._apply(model, Event.STOP_NOW if now else Event.STOP, cause)
 
@@ -101,23 +103,19 @@ class Fleet:
         return self._by_routing_id.get(routing_id)
 
     def on_worker_message(self, model: Model, message: Message) -> None:
-        """HELLO, PROGRESS, READY and STATS. Raises FrameError for a body that is no map."""
+        """HELLO, PROGRESS, READY and STATS. Raises FrameError for a body that is not what it should be."""
         match message:
             case Hello(body):
-                build = unpack_body(body).get("build")
-                if build != __version__:
-                    self._log.error("%s: worker of build %s, supervisor of %s", model.name, build, __version__)
+                checked_hello(body)
                 self._apply(model, Event.HELLO, "connected")
             case Progress(body):
-                model.progress = _checked_progress(unpack_body(body))
+                model.progress = checked_progress(body)
             case Ready(body):
-                model.info = unpack_body(body)
+                model.info = checked_ready(body)
                 model.progress = {}
-                if not isinstance(model.info.get("max_jobs"), int):
-                    raise FrameError(ErrorCode.BAD_FRAME, "READY without max_jobs")
-                self._apply(model, Event.LOADED, f"loaded in {model.info.get('load_seconds')} s")
+                self._apply(model, Event.LOADED, f"loaded in {model.info['load_seconds']} s")
             case Stats(body):
-                model.stats = unpack_body(body)
+                model.stats = checked_stats(body)
             case _:
                 raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")
 
@@ -126,11 +124,19 @@ class Fleet:
         process = model.process
         assert process is not None
         self._outlet.unwatch_process(process.pidfd)
-        asked = model.state in (WorkerState.DRAINING, WorkerState.STOPPING)
+        asked = model.state is WorkerState.STOPPING  # a draining worker has not been told to leave yet
         code = process.reap()
         model.process = None
         self._by_routing_id.pop(model.routing_id, None)
-        self._ended(model, classify(code, asked=asked, log_tail=logs.tail(model.log_path)), process.pid)
+        tail = logs.tail(model.log_path)
+        self._ended(model, classify(code, asked=asked, log_tail=tail, killed_for=model.killed_for), process.pid)
+
+    def kill(self, model: Model, why: str) -> None:
+        """End a worker that is out of its mind or out of reach. Its requests end when it is gone."""
+        if model.process is not None and model.killed_for is None and not model.process.is_gone:
+            model.killed_for = why
+            self._log.error("%s: killing pid %d: %s", model.name, model.process.pid, why)
+            model.process.signal(signal.SIGKILL)
 
     def _ended(self, model: Model, report: ExitReport, pid: int | None) -> None:
         """There is no process any more, or there never was one: what follows from that."""
@@ -147,6 +153,8 @@ class Fleet:
             event = Event.DIED if again is not None else Event.DIED_FOR_GOOD
             pause = again or 0.0
             verdict = f"next try in {pause:.1f} s" if again is not None else "not tried again"
+            if model.state in (WorkerState.DRAINING, WorkerState.STOPPING):
+                verdict = "it was being stopped"
             self._log.warning("%s: pid %s: %s; %s", model.name, pid or "none", report.message, verdict)
         self._apply(model, event, report.message, pause=pause)
         if model.wanted and model.state is WorkerState.STOPPED:
@@ -193,12 +201,14 @@ class Fleet:
             case Effect.END_WAITING:
                 self._outlet.perform(self._scheduler.end_waiting(name, model.refusal()))
             case Effect.END_ACTIVE:
-                if model.state is WorkerState.STOPPED:
+                if model.last_exit is not None and model.last_exit.reason == "asked":
                     error = WireError(ErrorCode.DRAINING, f"model {name!r} was stopped before the answer was finished")
                 else:
                     reason = model.last_exit.reason if model.last_exit else "gone"
                     error = WireError(ErrorCode.WORKER_DIED, f"model {name!r}: the worker process ended ({reason})")
                 self._outlet.perform(self._scheduler.end_running(name, error))
+                if model.state is WorkerState.STOPPED:
+                    self._outlet.perform(self._scheduler.release_held(name))
             case Effect.WATCH_DRAIN:
                 model.drain_timer = self._timers.at(
                     now + self._config.supervisor.stop.drain, lambda: self._drain_expired(model)
@@ -219,7 +229,7 @@ class Fleet:
     def _spawn(self, model: Model) -> None:
         model.generation += 1
         model.routing_id = b"W" + secrets.token_bytes(16)
-        model.info, model.progress = {}, {}
+        model.info, model.progress, model.killed_for = {}, {}, None
         spec = WorkerSpec(
             engine=model.spec.engine_spec,
             generation=model.generation,
@@ -229,9 +239,8 @@ class Fleet:
             log_path=str(model.log_path),
             supervisor_pid=os.getpid(),
         )
+        logs.prepare(model.log_path)
         try:
-            model.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            logs.rotate(model.log_path)
             model.process = WorkerProcess(spec, self._guard)
         except OSError as e:
             # Not from here: we are in the middle of the transition to STARTING. The next turn counts it as a death.
@@ -268,10 +277,3 @@ class Fleet:
         for model in self.models.values():
             if model.process is not None:
                 model.process.signal(signal.SIGKILL)
-
-
-def _checked_progress(body: dict[str, Any]) -> dict[str, Any]:
-    phase, done, total = body.get("phase"), body.get("done"), body.get("total")
-    if not isinstance(phase, str) or not isinstance(done, int) or not isinstance(total, int):
-        raise FrameError(ErrorCode.BAD_FRAME, "PROGRESS without phase, done and total")
-    return {"phase": phase[:64], "done": done, "total": total}

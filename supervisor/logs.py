@@ -17,8 +17,12 @@ def log_dir(runtime_dir: Path) -> Path:
     """``$XDG_STATE_HOME/modelctl/logs`` (it survives a logout) for the default runtime directory, else its ``logs``."""
     if runtime_dir != default_runtime_dir() or "MODELCTL_RUNTIME_DIR" in os.environ:
         return runtime_dir / "logs"
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "modelctl" / "logs"
+    if state := os.environ.get("XDG_STATE_HOME"):
+        return Path(state) / "modelctl" / "logs"
+    try:
+        return Path.home() / ".local" / "state" / "modelctl" / "logs"
+    except RuntimeError:  # no HOME, and a uid without an entry in passwd (a bare container)
+        return runtime_dir / "logs"
 
 
 def log_path(runtime_dir: Path, name: str) -> Path:
@@ -26,13 +30,17 @@ def log_path(runtime_dir: Path, name: str) -> Path:
     return log_dir(runtime_dir) / f"{name}.log"
 
 
-def rotate(path: Path) -> None:
-    """Set a log that has grown too large aside as ``NAME.log.1``."""
+def prepare(path: Path) -> None:
+    """Make a log's directory, and set a log that has grown too large aside as ``NAME.log.1``.
+
+    A full or read-only disk must not keep a model from starting: whatever fails here is left for the log to miss.
+    """
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.stat().st_size > MAX_LOG_BYTES:
             path.rename(path.with_name(path.name + ".1"))
     except OSError:
-        pass  # no log yet; or a full or read-only disk, which must not keep a model from starting
+        pass
 
 
 def tail(path: Path, size: int = 8192) -> list[str]:

@@ -40,6 +40,7 @@ from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
 from supervisor import calls
 from supervisor.client_port import ClientPort, Connection, Context, bind_private
 from supervisor.config import Config
+from supervisor.descriptors import DescriptorBudget
 from supervisor.fleet import RATE_WINDOW_S, Fleet
 from supervisor.guard import Guard
 from supervisor.in_flight import Effect, ToClient
@@ -52,6 +53,8 @@ from supervisor.zap import ZapHandler
 PROBE_INTERVAL_S = 1.0
 BACK_DRAIN_LIMIT = 256
 """Worker frames taken per turn of the loop."""
+MONITOR_LIMIT = 8
+"""Connections that may come before descriptors are counted again."""
 LAST_WORDS_TURNS = 16
 """Turns of that kind before a dead worker's requests are ended."""
 GUARD_RETRY_S = 1.0
@@ -65,6 +68,7 @@ class Supervisor:
         self._config = config
         self._runtime = runtime
         self._started = time.monotonic()
+        self._descriptors = DescriptorBudget(log)
         self._session = secrets.token_hex(8)
         self._reactor = Reactor()
         self.scheduler = Scheduler()
@@ -73,8 +77,8 @@ class Supervisor:
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
         self._zap = ZapHandler(self._context, os.getuid())  # before the first bind
-        self._front = ClientPort.bind(self._context, front_endpoint(runtime.path))
-        self._admin = ClientPort.bind(self._context, admin_endpoint(runtime.path))
+        self._front = ClientPort.bind(self._context, front_endpoint(runtime.path), self._descriptors.backlog)
+        self._admin = ClientPort.bind(self._context, admin_endpoint(runtime.path), self._descriptors.backlog)
         self._back = self._bind_back(back_endpoint(runtime.path))
         self._guard = Guard()
         self._signals = self._catch_signals()
@@ -153,11 +157,8 @@ class Supervisor:
             self._back.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError:
             # Not connected any more: its exit is about to be seen, and ends every request it held. A worker that is
-            # 10,000 frames behind is beyond help and would lose a request silently: end it.
-            process = self.fleet.models[model].process
-            if process is not None:
-                self._log.error("%s: pid %d cannot be reached; killing it", model, process.pid)
-                process.signal(signal.SIGKILL)
+            # 10,000 frames behind is beyond help and would lose a request silently.
+            self.fleet.kill(self.fleet.models[model], "it cannot be reached")
 
     def watch_process(self, pidfd: int, callback: Callable[[], None]) -> None:
         def gone() -> None:
@@ -211,7 +212,13 @@ class Supervisor:
     # --- handlers -----------------------------------------------------------------------------------------------
 
     def _on_port(self, port: ClientPort) -> None:
-        port.watch()
+        more = True
+        while more:
+            accepted = port.counters.accepted
+            # A few at a time: during a flood new ones come as fast as they are taken in.
+            more = port.watch(MONITOR_LIMIT)
+            if port.counters.accepted != accepted:
+                self._mind_descriptors()
         for connection, message in port.receive():
             self._on_client_message(port, connection, message)
         self._end_gone()
@@ -265,7 +272,7 @@ class Supervisor:
                 while self._back.getsockopt(zmq.RCVMORE):
                     self._back.recv(zmq.NOBLOCK)
                 model = None
-            if model is None:  # a former generation's last words
+            if model is None or model.killed_for is not None:  # last words of a former generation, or of a mad one
                 self._worker_frames_dropped += 1
                 continue
             try:
@@ -275,14 +282,11 @@ class Supervisor:
                     self.fleet.after_events(model)
                 else:
                     self.fleet.on_worker_message(model, message)
-            except FrameError as e:
+            except (FrameError, IllegalTransition) as e:
+                # Somebody's last event may have been in it, or the worker is out of its mind (READY before HELLO):
+                # going on would be waiting for ever. The other models need not suffer.
                 self._worker_frames_dropped += 1
-                self._log.error("%s: dropped a frame: %s", model.name, e)
-            except IllegalTransition as e:
-                # A worker that says HELLO twice, or READY before HELLO, is out of its mind; the others need not suffer.
-                self._log.error("%s; killing the worker", e)
-                if model.process is not None:
-                    model.process.signal(signal.SIGKILL)
+                self.fleet.kill(model, f"it sent what cannot be: {e}")
         return True
 
     def _end_gone(self) -> None:
@@ -291,12 +295,26 @@ class Supervisor:
                 self.perform(self.scheduler.gone(channel))
         self._admin.take_gone()
 
+    def _mind_descriptors(self) -> None:
+        """Stop listening while descriptors are scarce: libzmq would abort this process for want of one."""
+        ports = (self._front, self._admin)
+        if self._descriptors.scarce():
+            if any(port.listening for port in ports):
+                self._log.error("almost all of %d descriptors are in use: no new connections", self._descriptors.limit)
+            for port in ports:
+                port.pause()
+        elif not all(port.listening for port in ports) and self._descriptors.plenty():
+            self._log.info("descriptors are free again: taking connections")
+            for port in ports:
+                port.resume()
+
     def _probe(self) -> None:
         """Third way of noticing a client's end, for when the monitor's event was missed and nothing is sent to it."""
         frame = encode(Ping(0))
         for channel in self.scheduler.channels():
             self._front.send(channel, frame)
         self._end_gone()
+        self._mind_descriptors()
 
     def _on_guard_exit(self) -> None:
         self._log.warning("the guard process ended; starting another")

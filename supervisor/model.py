@@ -28,6 +28,8 @@ class Model:
         self.generation = 0
         self.process: WorkerProcess | None = None
         self.routing_id = b""
+        self.killed_for: str | None = None
+        """Why the supervisor itself killed the present process."""
         self.last_exit: ExitReport | None = None
         self.restarts = 0
         self.progress: dict[str, Any] = {}

@@ -20,13 +20,15 @@ class RuntimeDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._make_private(path)
+        self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as e:
             told = f"cannot open {path / 'lock'}: {e.strerror}; remove it or give --runtime-dir"
             raise RuntimeDirError(told) from None
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The directory itself is locked: a file in it may be removed under us by whoever tidies /tmp up.
+            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pid = os.read(self._lock_fd, 32).decode(errors="replace").strip()
             raise AlreadyRunning(
@@ -35,8 +37,7 @@ class RuntimeDir:
             ) from None
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
-        for name in ("front", "admin", "back"):
-            (path / name).unlink(missing_ok=True)  # left by a killed supervisor; the lock says that nobody listens
+        self._remove_sockets()  # left by a killed supervisor; the lock says that nobody listens
 
     @staticmethod
     def _make_private(path: Path) -> None:
@@ -59,6 +60,10 @@ class RuntimeDir:
 
     def release(self) -> None:
         """Remove the sockets and give the directory up. The lock file stays: removing it would race with the next."""
-        for name in ("front", "admin", "back"):
-            (self.path / name).unlink(missing_ok=True)
+        self._remove_sockets()
         os.close(self._lock_fd)
+        os.close(self._directory)
+
+    def _remove_sockets(self) -> None:
+        for name in ("front", "front.paused", "admin", "admin.paused", "back"):
+            (self.path / name).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from collections import Counter
 
 from protocol import limits
 from protocol.codec import encode, pack_body, pack_error, pack_event
-from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.errors import ErrorCode, FrameError, RequestError, WireError
 from protocol.messages import (
     TERMINAL,
     Accepted,
@@ -33,6 +33,8 @@ MAX_HELD_BYTES_OF_CONNECTION = 64 << 20
 MAX_WAITING_BYTES = 64 << 20
 """Bytes of request bodies waiting for one model."""
 RETRY_AFTER_MS = 1000
+UNLIMITED = 1 << 32
+"""Credit for everything that a stream may still hold."""
 
 
 class Scheduler:
@@ -85,6 +87,15 @@ class Scheduler:
         for request in list(queue.waiting):
             effects += self._end_with_error(request, error)
             self._remove(request)
+        return effects
+
+    def release_held(self, model: str) -> list[Effect]:
+        """The model is stopped: send what finished requests still hold back. Their end does not wait for credit."""
+        held = [r for r in self._live.values() if r.model == model and r.phase is Phase.HELD]
+        effects: list[Effect] = []
+        for request in held:
+            request.credit += UNLIMITED
+            effects += self._release(request)
         return effects
 
     def cancel_running(self, model: str) -> list[Effect]:
@@ -175,7 +186,7 @@ class Scheduler:
             self._remove(request)
             return [ToClient(channel, encode(Events(channel, 0, [entry], event)))]
         # Whoever cancels may not go on granting credit: what is held, and the terminal event behind it, must not wait.
-        request.credit += 1 << 32
+        request.credit += UNLIMITED
         abandon = self._abandon(request) if request.phase is Phase.RUNNING else []
         return self._release(request) + abandon
 
@@ -207,7 +218,8 @@ class Scheduler:
 
     def events(self, model: str, frame: bytes, message: Events) -> list[Effect]:
         """What one engine step brought for one connection. ``frame`` is the message as it came: where every stream in
-        it has credit, it is passed on whole, which is what makes the router cheap."""
+        it has credit, it is passed on whole, which is what makes the router cheap. Raises FrameError, nothing changed,
+        if an event has another number than the one that is due."""
         queue = self._models[model]
         if message.generation != queue.generation:
             self.dropped_frames += 1
@@ -227,19 +239,28 @@ class Scheduler:
 
     @staticmethod
     def _passes_whole(queue: ModelQueue, message: Events) -> bool:
+        """Whether every event may go to the client now. Raises FrameError if one came out of turn."""
         count = len(message.index)
-        ended: set[int] = set()
+        whole = True
+        due: dict[int, int] = {}  # by request, the number of its next event; -1 behind its end
         for entry in message.index:
-            if entry.request in ended:  # a worker that goes on behind the end: the client must not see that
-                return False
-            if entry.flags & TERMINAL:
-                ended.add(entry.request)
             request = queue.running.get((message.channel, entry.request))
+            if request is None or request.phase is not Phase.RUNNING:
+                whole = False
+                continue
+            number = due.get(entry.request, request.sent + len(request.held))
+            if number < 0:  # a worker that goes on behind the end: the client must not see that
+                whole = False
+                continue
+            if entry.seq != number:
+                # A token is missing or came twice, and nothing that this worker says can be believed any more.
+                raise FrameError(ErrorCode.BAD_FRAME, f"event {entry.seq} of a request where {number} was due")
+            due[entry.request] = -1 if entry.flags & TERMINAL else number + 1
             # A stream may have several events in the frame; asking for credit for all of them is a little too strict,
             # which only costs the slicing.
-            if request is None or request.phase is not Phase.RUNNING or request.held or request.credit < count:
-                return False
-        return True
+            if request.held or request.credit < count:
+                whole = False
+        return whole
 
     def _slice(self, queue: ModelQueue, message: Events) -> list[Effect]:
         """Pass on what may go and hold the rest, event by event."""

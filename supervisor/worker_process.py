@@ -5,6 +5,7 @@ This is the one place where supervisor and model_worker meet.
 
 import multiprocessing
 import os
+import select
 import signal
 import threading
 
@@ -39,6 +40,13 @@ class WorkerProcess:
             raise
         guard.watch(self.pid)
 
+    @property
+    def is_gone(self) -> bool:
+        """Dead, though perhaps not reaped yet."""
+        poll = select.poll()  # not select(): there may be more descriptors than it can count
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
     def signal(self, number: int) -> None:
         """Signal the worker and everything in its group. Harmless once it is gone."""
         kill_group(self.pid, number)
@@ -51,9 +59,9 @@ class WorkerProcess:
         ``waitpid`` of our own would leave multiprocessing believing in a living child for ever.
         """
         kill_group(self.pid, signal.SIGKILL)
+        self._guard.forget(self.pid)  # while the number is still ours, or the guard could kill its next owner
         self._process.join(0)
         code = self._process.exitcode
-        self._guard.forget(self.pid)
         os.close(self.pidfd)
         self._process.close()
         return code if code is not None else -signal.SIGKILL

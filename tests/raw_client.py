@@ -45,7 +45,8 @@ class RawClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        # Not -1: with that, what has arrived and is not read yet is thrown away when the connection ends.
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 1_000_000_000)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.connect(f"ipc://{runtime_dir}/{'admin' if admin else 'front'}")

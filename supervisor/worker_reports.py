@@ -1,0 +1,63 @@
+"""What workers report of themselves, checked: it is kept, shown to people and packed again for clients.
+
+A worker is our own program, but it computes on foreign files; what it says must not be able to stop the supervisor.
+"""
+
+from typing import Any
+
+from protocol import __version__
+from protocol.codec import unpack_body
+from protocol.errors import ErrorCode, FrameError
+
+MAX_KEYS = 64
+MAX_TEXT = 1000
+_READY: dict[str, tuple[type, ...]] = {
+    "context": (int,),
+    "max_jobs": (int,),
+    "load_seconds": (int, float),
+    "device": (str,),
+    "attention": (str,),
+    "chat": (bool,),
+}
+_PROGRESS: dict[str, tuple[type, ...]] = {"phase": (str,), "done": (int,), "total": (int,)}
+
+
+def checked_hello(body: bytes) -> None:
+    """Raises FrameError unless the worker is of our own build."""
+    build = _flat(body, {"build": (str,)})["build"]
+    if build != __version__:
+        raise FrameError(ErrorCode.BAD_VERSION, f"a worker of build {build}, the supervisor is {__version__}")
+
+
+def checked_ready(body: bytes) -> dict[str, Any]:
+    """context, max_jobs (at least 1), load_seconds, device, attention, chat. Raises FrameError."""
+    ready = _flat(body, _READY)
+    if ready["max_jobs"] < 1 or ready["context"] < 1:
+        raise FrameError(ErrorCode.BAD_FRAME, "READY with no room for a job")
+    return ready
+
+
+def checked_progress(body: bytes) -> dict[str, Any]:
+    """phase, done, total. Raises FrameError."""
+    return _flat(body, _PROGRESS)
+
+
+def checked_stats(body: bytes) -> dict[str, Any]:
+    """Names and numbers or short texts. Raises FrameError."""
+    return _flat(body, {})
+
+
+def _flat(body: bytes, wanted: dict[str, tuple[type, ...]]) -> dict[str, Any]:
+    """A map without containers in it: nested a thousand deep it could be kept, but not be packed again."""
+    report = unpack_body(body)
+    if len(report) > MAX_KEYS:
+        raise FrameError(ErrorCode.BAD_FRAME, f"a report of {len(report)} entries (at most {MAX_KEYS})")
+    for key, value in report.items():
+        if type(key) is not str or len(key) > MAX_TEXT or type(value) not in (int, float, str, bool, type(None)):
+            raise FrameError(ErrorCode.BAD_FRAME, "a report holds something else than names and plain values")
+        if type(value) is str and len(value) > MAX_TEXT:
+            raise FrameError(ErrorCode.BAD_FRAME, f"a report's text has {len(value)} characters (at most {MAX_TEXT})")
+    for key, types in wanted.items():
+        if type(report.get(key)) not in types:
+            raise FrameError(ErrorCode.BAD_FRAME, f"a report without {key}")
+    return report

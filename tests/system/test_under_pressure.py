@@ -1,0 +1,173 @@
+"""When the machine gives no more: descriptors, a paused supervisor, a full disk, an impatient operator."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import zmq
+
+from protocol import limits
+from protocol.codec import encode, pack_body
+from protocol.messages import Credit, Generate, Hello, JobMessage
+from tests.conftest import Serve
+from tests.deterministic_engine import answer
+from tests.raw_client import RawClient
+from tests.serving import ROOT, engine, wait_until
+
+
+def test_few_descriptors_are_lived_with(serve: Serve, tmp_path: Path) -> None:
+    """libzmq aborts the process if accept() finds no descriptor left: we stop listening in time, and go on later."""
+    wrapper = tmp_path / "limited.py"
+    wrapper.write_text(
+        "import resource, runpy, sys\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
+        "sys.argv[0] = 'supervisor'\n"
+        "if __name__ == '__main__':\n"
+        "    runpy.run_module('supervisor', run_name='__main__', alter_sys=True)\n"
+    )
+    serving = serve({"a": engine(context=100_000, step_s=0.005)}, script=wrapper)
+    with serving.client() as client:
+        stream = client.generate("a", "steady", max_tokens=300)
+        parts = [next(stream).text]
+        flood: list[socket.socket] = []
+        try:
+            while len(flood) < 400:
+                connection = socket.socket(socket.AF_UNIX)
+                flood.append(connection)
+                connection.connect(str(serving.runtime_dir / "front"))
+        except OSError:
+            pass  # refused: that is the point
+        refused_after = len(flood)
+        parts += [delta.text for delta in stream]
+        for connection in flood:
+            connection.close()
+        assert refused_after < 400
+        assert serving.process.poll() is None
+        assert "".join(parts) == answer("steady", 300)
+    wait_until(lambda: (serving.runtime_dir / "front").exists(), 10, "listening again")
+    with serving.client() as client:
+        assert client.complete("a", "again", max_tokens=5).text == answer("again", 5)
+    assert "no new connections" in serving.log()
+
+
+def test_a_paused_supervisor_loses_nothing(serve: Serve) -> None:
+    """Ctrl-Z: the worker goes on, its pipe (20,000 frames) fills up, and all has to come out in order afterwards."""
+    tokens, clients = 10_000, 4  # a frame for each client and step
+    serving = serve({"a": engine(step_s=0.0, context=2 * tokens)})
+    with ExitStack() as stack:
+        # raw ones: their connections stand a pause of any length
+        streams = [stack.enter_context(RawClient(serving.runtime_dir)) for _ in range(clients)]
+        for i, client in enumerate(streams):
+            client.generate(1, "a", f"paused {i}", max_tokens=tokens)
+            for _ in range(tokens // limits.STREAM_WINDOW + 1):
+                client.send(Credit(1, limits.STREAM_WINDOW))
+        wait_until(lambda: serving.status("a")["totals"]["tokens"] > 0)
+        worker = serving.worker("a")
+        os.kill(serving.pid, signal.SIGSTOP)
+        try:
+            before = worker.cpu_times().user
+            wait_until(lambda: worker.cpu_times().user > before + 0.25, 15, "the worker to have worked on")
+        finally:
+            os.kill(serving.pid, signal.SIGCONT)
+        for i, client in enumerate(streams):
+            client.read_until_ended(1, within=30)
+            assert client.heard[1].text == answer(f"paused {i}", tokens)
+            assert client.heard[1].seqs == list(range(tokens))
+    serving.wait_idle("a")
+    assert serving.status("a")["generation"] == 1
+
+
+def test_impatience_does_not_put_the_kill_off(serve: Serve) -> None:
+    serving = serve({"a": engine("HangsDeaf")})
+    with serving.client() as client:
+        stream = client.generate("a", "bad", max_tokens=50)
+        for _ in range(5):
+            next(stream)
+        pid = serving.status("a")["pid"]
+        asked = time.monotonic()
+        while serving.status("a")["state"] != "stopped":
+            serving.order("stop", model="a", now=True)
+            assert time.monotonic() - asked < 5, "each order began the ladder anew"
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_held_answers_end_with_the_supervisor(serve: Serve) -> None:
+    """The worker has finished, the client grants no credit: law 1 holds for it too."""
+    serving = serve({"a": engine(step_s=0.0)})
+    with RawClient(serving.runtime_dir) as client:
+        client.generate(1, "a", "held", max_tokens=limits.STREAM_WINDOW + 100)
+        wait_until(lambda: serving.status("a")["totals"]["tokens"] == limits.STREAM_WINDOW + 100)
+        serving.wait_idle("a")
+        serving.order("shutdown")
+        while not client.heard.get(1) or not client.heard[1].ends:
+            client.receive()
+        assert client.heard[1].ends == ["length"]
+        assert client.heard[1].text == answer("held", limits.STREAM_WINDOW + 100)
+    serving.process.wait(10)
+
+
+def test_a_fault_while_draining_is_told_as_a_fault(serve: Serve) -> None:
+    serving = serve({"a": engine("RaisesAtToken", step_s=0.05)})
+    with RawClient(serving.runtime_dir) as client:
+        client.generate(1, "a", "bad luck", max_tokens=100)
+        wait_until(lambda: serving.status("a")["totals"]["tokens"] > 0)
+        serving.order("stop", model="a")
+        client.read_until_ended(1)
+        assert client.heard[1].ends == ["worker_died"]
+    serving.wait_state("a", "stopped")
+    assert serving.status("a")["last_exit"]["reason"] == "engine fault"
+
+
+def test_a_job_is_never_larger_than_a_worker_takes() -> None:
+    head = len(encode(Generate(1, "a", {}, b"")))
+    body = bytes(limits.MAX_FRAME[Generate.kind] - head - 10)
+    job = encode(JobMessage(limits.MAX_U64, limits.MAX_U64, body))
+    assert len(job) <= limits.MAX_FRAME[JobMessage.kind]
+
+
+def test_a_full_disk_does_not_keep_a_model_from_its_work(serve: Serve) -> None:
+    serving = serve({"a": engine(autostart=False), "bad": engine("CannotLoad", autostart=False)})
+    for name in ("a", "bad"):
+        (serving.runtime_dir / "logs" / f"{name}.log").symlink_to("/dev/full")
+    serving.order("start", model="a")
+    serving.wait_state("a", "ready")
+    with serving.client() as client:
+        assert client.complete("a", "no log", max_tokens=5).text == answer("no log", 5)
+    serving.order("start", model="bad")
+    serving.wait_state("bad", "failed")
+    assert serving.status("bad")["restarts"] == 0
+
+
+def test_a_removed_lock_file_lets_no_second_supervisor_in(serve: Serve) -> None:
+    serving = serve({"a": engine()})
+    (serving.runtime_dir / "lock").unlink()
+    done = serving.modelctl("serve", "-c", str(serving.config), "--runtime-dir", str(serving.runtime_dir))
+    assert done.returncode == 75, done.stderr
+
+
+def test_a_chosen_routing_id_is_refused(serve: Serve) -> None:
+    serving = serve({"a": engine()})
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.ROUTING_ID, b"me")
+    dealer.connect(f"ipc://{serving.runtime_dir}/front")
+    dealer.send(encode(Hello(pack_body({"library": "x"}))))
+    assert dealer.poll(5000)
+    assert b"ROUTING_ID" in dealer.recv()
+    dealer.close(linger=0)
+    context.term()
+
+
+def test_the_supervisors_name_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "models.yaml").write_text("models: {supervisor: {model_dir: ., engine: 'x:Y'}}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "supervisor", "check", str(tmp_path / "models.yaml")],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 78
+    assert "is taken" in done.stderr
