@@ -14,9 +14,12 @@ def main() -> int:
             file=sys.stderr,
         )
         return 78
-    from supervisor.cli.root import run
+    try:
+        from supervisor.cli.root import run
 
-    return run()
+        return run()
+    except KeyboardInterrupt:  # outside of run: still importing, or on the way out
+        return 130
 
 
 def _clashing_distribution() -> str | None:

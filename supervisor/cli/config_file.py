@@ -17,12 +17,24 @@ def find_config(given: Path | None) -> Path:
         return given
     if chosen := os.environ.get("MODELCTL_CONFIG"):
         return Path(chosen)
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    candidates = [Path(NAME), home / "modelctl" / NAME]
-    for candidate in candidates:
-        if candidate.exists():
-            return candidate
+    candidates = [Path(NAME)]
+    if candidates[0].exists():
+        return candidates[0]
+    if (directory := _user_directory()) is not None:
+        candidates.append(directory / "modelctl" / NAME)
+        if candidates[1].exists():
+            return candidates[1]
     looked = " and ".join(map(str, candidates))
     raise ConfigError(
         [Problem(NAME, 0, "", f"not found (looked for {looked}); name one with --config or $MODELCTL_CONFIG")]
     )
+
+
+def _user_directory() -> Path | None:
+    """``$XDG_CONFIG_HOME``, else ``~/.config``; None for a user who has no home."""
+    if chosen := os.environ.get("XDG_CONFIG_HOME"):
+        return Path(chosen)
+    try:
+        return Path.home() / ".config"
+    except RuntimeError:  # no $HOME, and a uid that is not in passwd, as in some containers
+        return None

@@ -1,5 +1,7 @@
 """logs: what a model's worker, or the supervisor, has written. Works also when no supervisor runs."""
 
+import json
+import os
 import re
 import time
 from pathlib import Path
@@ -8,7 +10,8 @@ import click
 
 from protocol.limits import MODEL_NAME_PATTERN
 from supervisor.cli import exit_codes
-from supervisor.cli.options import runtime_dir_option
+from supervisor.cli.errors import Failure
+from supervisor.cli.options import as_json, runtime_dir_option
 from supervisor.logs import SUPERVISOR_LOG, log_path, tail
 
 POLL_S = 0.1
@@ -19,37 +22,49 @@ BYTES_PER_LINE = 400
 @click.argument("model", default=SUPERVISOR_LOG)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as the log grows.")
 @click.option("-n", "--lines", default=50, show_default=True, help="How many of the last lines.")
+@as_json
 @runtime_dir_option
-def logs(model: str, follow: bool, lines: int, runtime_dir: Path) -> int:
+def logs(model: str, follow: bool, lines: int, as_json: bool, runtime_dir: Path) -> None:
     """Show the log of MODEL, or the supervisor's own."""
     if not re.fullmatch(MODEL_NAME_PATTERN, model):  # never joined into a path unchecked
         raise click.UsageError(f"{model!r} is no model name")
     path = log_path(runtime_dir, model)
     if not path.exists():
-        click.echo(f"modelctl: no log at {path}; was {model!r} ever started here?", err=True)
-        return exit_codes.FAILED
+        raise Failure(exit_codes.FAILED, "no_log", f"no log at {path}; was {model!r} ever started here?")
     position = path.stat().st_size
     for line in tail(path, max(8192, lines * BYTES_PER_LINE))[-lines:] if lines > 0 else []:
-        click.echo(line)
+        click.echo(_as_object(line) if as_json else line)
     if follow:
-        _follow(path, position)
-    return exit_codes.OK
+        _follow(path, position, as_json)
 
 
-def _follow(path: Path, position: int) -> None:
+def _as_object(line: str) -> str:
+    return json.dumps({"line": line}, ensure_ascii=False)
+
+
+def _follow(path: Path, position: int, as_json: bool) -> None:
     """Print what is added, also across the rotation that a new start may bring. Ends by Ctrl-C."""
+    unfinished = ""
     file = open(path, errors="replace")  # noqa: SIM115
     file.seek(position)
     while True:
         chunk = file.read()
-        if chunk:
+        if chunk and as_json:
+            *complete, unfinished = (unfinished + chunk).split("\n")
+            for line in complete:
+                click.echo(_as_object(line))
+        elif chunk:
             click.echo(chunk, nl=False)
+        if chunk:
             continue
         try:
             rotated = path.stat().st_ino != _inode(file.fileno())
         except FileNotFoundError:
             rotated = False  # being rotated right now: the next look finds the new file
         if rotated:
+            if unfinished:
+                click.echo(_as_object(unfinished))
+                unfinished = ""
             file.close()
             file = open(path, errors="replace")  # noqa: SIM115
             continue
@@ -57,6 +72,4 @@ def _follow(path: Path, position: int) -> None:
 
 
 def _inode(fd: int) -> int:
-    import os
-
     return os.fstat(fd).st_ino

@@ -2,14 +2,16 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from protocol.client import Client
 from supervisor.cli import exit_codes
+from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json, connect, runtime_dir_option
-from supervisor.cli.waiting import ModelStatus, settled_down, settled_up, wait_for
+from supervisor.cli.waiting import AT_REST, ModelStatus, coming_generation, settled_down, settled_up, wait_for
 
 _models = click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
@@ -20,12 +22,12 @@ _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and retu
 @_no_wait
 @as_json
 @runtime_dir_option
-def start(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> int:
+def start(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Start models and show how they load."""
     with connect(runtime_dir, admin=True) as client:
-        for name in models:
-            client.call("start", model=name)
-        return _report_up(client, list(models), no_wait, as_json)
+        names = _configured(client, models)
+        wanted = {name: coming_generation(client.call("start", model=name)) for name in names}
+        _see_up(client, wanted, no_wait, as_json)
 
 
 @click.command()
@@ -34,16 +36,15 @@ def start(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
 @_no_wait
 @as_json
 @runtime_dir_option
-def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> int:
+def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop models: let them finish their requests, then end their processes."""
     with connect(runtime_dir, admin=True) as client:
-        for name in models:
-            client.call("stop", model=name, now=now)
-        if no_wait:
-            return exit_codes.OK
-        ended = wait_for(client, list(models), settled_down)
-        _print_json(ended, as_json)
-        return exit_codes.OK
+        names = _configured(client, models)
+        stopped = {name: client.call("stop", model=name, now=now)["generation"] for name in names}
+        ended = _watch(client, names, lambda m: settled_down(m, stopped[m["name"]]), no_wait, as_json)
+    for model in ended:
+        if model["state"] not in AT_REST and not (no_wait or as_json):
+            click.echo(f"modelctl: {model['name']} was stopped, and started again meanwhile", err=True)
 
 
 @click.command()
@@ -51,50 +52,60 @@ def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runti
 @_no_wait
 @as_json
 @runtime_dir_option
-def restart(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> int:
+def restart(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop models and start them again."""
     with connect(runtime_dir, admin=True) as client:
-        wanted = {name: client.call("restart", model=name)["generation"] for name in models}
-        if no_wait:
-            return exit_codes.OK
-
-        def settled(model: ModelStatus) -> bool:
-            return model["generation"] >= wanted[model["name"]] and settled_up(model)
-
-        return _verdict(wait_for(client, list(models), settled), as_json)
+        names = _configured(client, models)
+        wanted = {name: client.call("restart", model=name)["generation"] for name in names}
+        _see_up(client, wanted, no_wait, as_json)
 
 
 @click.command()
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
+@as_json
 @runtime_dir_option
-def shutdown(now: bool, runtime_dir: Path) -> int:
+def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop every model, then the supervisor itself; returns when it is gone."""
     with connect(runtime_dir, admin=True) as client:
         pid = client.status()["supervisor"]["pid"]
         pidfd = os.pidfd_open(pid)
         client.call("shutdown", now=now)
     _wait_for_exit(pidfd)
-    return exit_codes.OK
+    if as_json:
+        click.echo(json.dumps({"pid": pid}))
 
 
-def _report_up(client: Client, names: list[str], no_wait: bool, json_wanted: bool) -> int:
-    if no_wait:
-        return exit_codes.OK
-    return _verdict(wait_for(client, names, settled_up), json_wanted)
+def _configured(client: Client, given: tuple[str, ...]) -> list[str]:
+    """The models given, each once. Raises the supervisor's own error for one it does not know, before any order."""
+    names = list(dict.fromkeys(given))
+    known = {m["name"] for m in client.status()["models"]}
+    for name in names:
+        if name not in known:
+            client.status(name)
+    return names
 
 
-def _verdict(models: list[ModelStatus], json_wanted: bool) -> int:
-    _print_json(models, json_wanted)
-    failed = [m for m in models if m["state"] != "ready"]
-    for model in failed:
-        why = (model.get("last_exit") or {}).get("message") or f"is {model['state']}"
-        click.echo(f"modelctl: {model['name']}: {why} (log: {model['log']})", err=True)
-    return exit_codes.FAILED if failed else exit_codes.OK
-
-
-def _print_json(models: list[ModelStatus], wanted: bool) -> None:
-    if wanted:
+def _watch(
+    client: Client, names: list[str], done: Callable[[ModelStatus], bool], no_wait: bool, as_json: bool
+) -> list[ModelStatus]:
+    """Show the models until they are done, or just as they are now. Returns, and with ``--json`` prints, the last."""
+    models = wait_for(client, names, (lambda _: True) if no_wait else done, for_people=not as_json)
+    if as_json:
         click.echo(json.dumps(models, indent=2))
+    return models
+
+
+def _see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool) -> None:
+    """Watch models of these generations come up. Raises Failure if one does not."""
+    models = _watch(client, list(wanted), lambda m: settled_up(m, wanted[m["name"]]), no_wait, as_json)
+    failed = [] if no_wait else [_why_not(m) for m in models if m["state"] != "ready"]
+    if failed:
+        raise Failure(exit_codes.FAILED, "not_ready", *failed)
+
+
+def _why_not(model: ModelStatus) -> str:
+    why = (model.get("last_exit") or {}).get("message") if model["state"] == "failed" else None
+    return f"{model['name']}: {why or 'is ' + model['state']} (log: {model['log']})"
 
 
 def _wait_for_exit(pidfd: int) -> None:

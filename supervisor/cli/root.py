@@ -5,8 +5,9 @@ import sys
 
 import click
 
-from protocol.errors import ConnectionLost, WireError
 from supervisor.cli import exit_codes
+from supervisor.cli.errors import report
+from supervisor.cli.streams import drop_unwritten, open_missing
 
 _COMMANDS = {
     "serve": "supervisor.cli.serve:serve",
@@ -44,31 +45,37 @@ def cli() -> None:
 
     \b
     Exit codes: 0 done, 1 a model or request failed, 2 wrong usage, 69 no supervisor is running,
-    75 another one is, 78 models.yaml or the environment is not usable, 130 interrupted.
+    70 a fault of modelctl, 75 another supervisor is running, 78 models.yaml or the environment is not
+    usable, 130 interrupted.
     """
 
 
 def run() -> int:
     """Run the command line. Errors become one line on stderr and an exit code."""
+    open_missing()
+    try:
+        code = _call()
+        sys.stdout.flush()
+    except BaseException as e:
+        code = report(e, as_json=_json_wanted())
+    drop_unwritten()
+    return code
+
+
+def _call() -> int:
+    streams = sys.stdout, sys.stderr
     try:
         result = cli.main(standalone_mode=False)
-        return result if isinstance(result, int) else exit_codes.OK
-    except click.exceptions.Exit as e:
-        return e.exit_code
-    except click.ClickException as e:
-        e.show()
-        return e.exit_code
-    except click.Abort:
-        return exit_codes.INTERRUPTED
-    except KeyboardInterrupt:
-        return exit_codes.INTERRUPTED
-    except ConnectionLost as e:
-        print(f"modelctl: {e.message}", file=sys.stderr)
-        return exit_codes.UNAVAILABLE
-    except WireError as e:
-        print(f"modelctl: {e}", file=sys.stderr)
-        return exit_codes.FAILED
-    except BrokenPipeError:
-        # `modelctl ps | head`: the reader has had enough. Python would complain again when it flushes at exit.
-        sys.stderr.close()
-        return exit_codes.OK
+    except SystemExit:
+        if sys.stdout is streams[0]:
+            raise  # the shell's completion
+        # click's answer to a closed pipe, whatever the mode: streams that swallow the error, and exit code 1.
+        sys.stdout, sys.stderr = streams
+        raise BrokenPipeError from None
+    return result if isinstance(result, int) else exit_codes.OK
+
+
+def _json_wanted() -> bool:
+    """Whether errors are to be JSON. Looked up by hand, for the errors of the command line itself."""
+    options = sys.argv[1:]
+    return "--json" in (options[: options.index("--")] if "--" in options else options)

@@ -18,6 +18,9 @@ from supervisor.cli.options import as_json, connect, runtime_dir_option
 
 Message = dict[str, str]
 
+HINT_AFTER_S = 1.0
+"""An answer that was cancelled and has not ended by then: say that there is another way out."""
+
 
 @click.command()
 @click.argument("model")
@@ -37,11 +40,13 @@ def run(
 ) -> int:
     """Ask MODEL for an answer to PROMPT ('-' reads it from stdin); without PROMPT, hold a conversation.
 
-    Ctrl-C ends the answer; in a conversation, Ctrl-D ends that.
+    Ctrl-C ends the answer, a second one does not wait for the model; in a conversation, Ctrl-D ends that.
     """
+    if sys.stdin is None and prompt in (None, "-"):
+        raise click.UsageError("standard input is closed: give a PROMPT")
     sampling = {key: value for key, value in options.items() if value not in (None, ())}
     with connect(runtime_dir) as client:
-        chat = not raw and _is_chat(client, model)
+        chat = not raw and _is_chat(client, model, quiet=as_json)
     if system is not None and not chat:
         raise click.UsageError(f"--system needs a chat template, and {model!r} is asked without one")
     with asyncio.Runner() as runner:
@@ -59,14 +64,14 @@ def run(
             conversation.close()
 
 
-def _is_chat(client: Client, model: str) -> bool:
+def _is_chat(client: Client, model: str, *, quiet: bool) -> bool:
     """Whether the model has a chat template. Known once it is loaded; until then the wait is worth a line."""
     told = False
     while True:
         status = client.status(model)["models"][0]
         if status["state"] in ("ready", "draining", "stopped", "failed", "stopping"):
             return bool(status["chat"])
-        if not told:
+        if not (told or quiet):
             click.echo(f"{model} is {status['state']} ...", err=True)
             told = True
         time.sleep(0.1)
@@ -99,7 +104,7 @@ class _Conversation:
         self._runner.run(self._client.close())
 
     def ask(self, text: str, *, quiet: bool = False) -> tuple[AsyncStream, bool]:
-        """Print the answer to one turn as it comes. Returns its stream, read to the end, and whether Ctrl-C came."""
+        """Print the answer to one turn as it comes. Returns its stream, which is over, and whether Ctrl-C came."""
         turn = {"role": "user", "content": text}
         request: dict[str, Any] = {"messages": [*self._history, turn]} if self._chat else {"prompt": text}
         stream, interrupted = self._runner.run(self._stream(request, quiet))
@@ -108,25 +113,21 @@ class _Conversation:
 
     async def _stream(self, request: dict[str, Any], quiet: bool) -> tuple[AsyncStream, bool]:
         stream = self._client.generate(self._model, **request, **self._sampling)
-        pressed = 0
-
-        def on_interrupt() -> None:
-            nonlocal pressed
-            pressed += 1
-            stream.cancel()  # the answer ends with finish_reason "cancelled"; the program goes on
-
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, on_interrupt)
+        interrupts = _Interrupts(stream, quiet)
         try:
             async for delta in stream:
                 if not quiet:
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()
+        except asyncio.CancelledError:
+            if not interrupts.impatient:
+                raise
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
+            interrupts.close()
         if not quiet:
             sys.stdout.write("\n")
-        return stream, bool(pressed)
+            sys.stdout.flush()
+        return stream, interrupts.pressed > 0
 
     def hold(self) -> int:
         """Read, answer, remember, until the end of input."""
@@ -156,6 +157,44 @@ class _Conversation:
                 continue
             if interrupted:
                 click.echo("(cancelled)", err=True)
+
+
+class _Interrupts:
+    """Ctrl-C while an answer comes: the first asks for its end, the second leaves it, for a model that hangs.
+
+    Made by the task that reads the stream, which the second one cancels.
+    """
+
+    def __init__(self, stream: AsyncStream, quiet: bool) -> None:
+        self.pressed = 0
+        self._stream = stream
+        self._quiet = quiet
+        self._reader = asyncio.current_task()
+        self._hint: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
+
+    @property
+    def impatient(self) -> bool:
+        return self.pressed > 1
+
+    def close(self) -> None:
+        if self._hint is not None:
+            self._hint.cancel()
+        self._loop.remove_signal_handler(signal.SIGINT)
+
+    def _on_interrupt(self) -> None:
+        self.pressed += 1
+        if self.pressed == 1:
+            self._stream.cancel()  # the answer ends with finish_reason "cancelled"; the program goes on
+            if not self._quiet:
+                self._hint = self._loop.call_later(HINT_AFTER_S, self._give_hint)
+        elif self.pressed == 2:
+            assert self._reader is not None
+            self._reader.cancel()  # a stream whose reader is cancelled closes itself
+
+    def _give_hint(self) -> None:
+        click.echo("\n(the model does not react; Ctrl-C again leaves it)", err=True)
 
 
 async def _connect(runtime_dir: Path) -> AsyncClient:

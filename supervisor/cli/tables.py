@@ -27,17 +27,23 @@ def bar(done: int, total: int, width: int = 24) -> str:
 
 
 class LiveLines:
-    """Lines that are redrawn in place on a terminal, and printed once per change elsewhere."""
+    """Lines on stderr that are redrawn in place on a terminal, and printed once per change elsewhere.
 
-    def __init__(self) -> None:
+    for_people  false: a program reads what the command prints, so a terminal is the only place for them
+    """
+
+    def __init__(self, *, for_people: bool = True) -> None:
         self._drawn = 0
         self._last: dict[str, str] = {}
         self._live = sys.stderr.isatty()
+        self._silent = not (for_people or self._live)
 
     def show(self, lines: dict[str, str], steady: dict[str, str]) -> None:
         """lines   label → text with what moves, for a terminal
         steady  label → text without what moves, printed elsewhere when it changes
         """
+        if self._silent:
+            return
         if self._live:
             if self._drawn:
                 sys.stderr.write(f"\x1b[{self._drawn}A")

@@ -8,16 +8,20 @@ from protocol.client import Client
 from supervisor.cli.tables import LiveLines, bar
 
 POLL_S = 0.05
+AT_REST = ("stopped", "failed")
+GOING_DOWN = ("draining", "stopping")
 
 ModelStatus = dict[str, Any]
 
 
-def wait_for(client: Client, names: list[str], done: Callable[[ModelStatus], bool]) -> list[ModelStatus]:
+def wait_for(
+    client: Client, names: list[str], done: Callable[[ModelStatus], bool], *, for_people: bool = True
+) -> list[ModelStatus]:
     """Show the models' states until all are done. Returns their last status, in the order of ``names``.
 
     Raises ConnectionLost if the supervisor ends meanwhile.
     """
-    live = LiveLines()
+    live = LiveLines(for_people=for_people)
     while True:
         by_name = {m["name"]: m for m in client.status()["models"]}
         models = [by_name[name] for name in names]
@@ -27,13 +31,26 @@ def wait_for(client: Client, names: list[str], done: Callable[[ModelStatus], boo
         time.sleep(POLL_S)
 
 
-def settled_up(model: ModelStatus) -> bool:
-    """Ready, or will not become ready by itself."""
-    return model["state"] in ("ready", "failed", "stopped")
+def coming_generation(reply: dict[str, Any]) -> int:
+    """The generation that an order to start has asked for, from its reply: a model on its way down gets another."""
+    generation: int = reply["generation"]
+    return generation + (reply["state"] in GOING_DOWN)
 
 
-def settled_down(model: ModelStatus) -> bool:
-    return model["state"] in ("stopped", "failed")
+def settled_up(model: ModelStatus, wanted: int = 0) -> bool:
+    """Ready, or will not become ready by itself: what an order to start has come to.
+
+    wanted  the generation ordered. An older one on its way down is only making room; this one on its way down, or any
+            at rest, has had an order from somebody else meanwhile.
+    """
+    if model["state"] in AT_REST:
+        return True
+    return model["generation"] >= wanted and (model["state"] == "ready" or model["state"] in GOING_DOWN)
+
+
+def settled_down(model: ModelStatus, stopped: int) -> bool:
+    """Whether the generation that was ordered to stop is gone; somebody may have started the next meanwhile."""
+    return model["state"] in AT_REST or model["generation"] > stopped
 
 
 def _line(model: ModelStatus) -> str:

@@ -1,0 +1,103 @@
+"""serve --detach: a supervisor in a session of its own, and a command that returns when its models are up."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from protocol.errors import ConnectionLost
+from protocol.runtime_paths import ENVIRONMENT_VARIABLE
+from supervisor.cli import exit_codes
+from supervisor.cli.errors import Failure
+from supervisor.cli.options import connect
+from supervisor.cli.waiting import settled_up, wait_for
+from supervisor.logs import SUPERVISOR_LOG, log_path
+
+WAIT_S = 10.0
+"""How long a new supervisor is given to answer."""
+_DIRECTORIES = (ENVIRONMENT_VARIABLE, "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
+
+
+def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
+    """Start a supervisor and wait until its models are up (or are not going to be). Returns the exit code.
+
+    It lives in "/": in a directory that can be removed it could start no worker any more (multiprocessing asks for its
+    name).
+    """
+    process = subprocess.Popen(
+        # -P, because a module in "/" is nobody's
+        [sys.executable, "-P", "-m", "supervisor", "serve", "-q", "-c", config, "--runtime-dir", runtime_dir],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        cwd="/",
+        env=_environment(),
+    )
+    try:
+        return _see_up(process, config, runtime_dir, autostart)
+    except KeyboardInterrupt:
+        if process.poll() is None:
+            told = f"modelctl: interrupted; the supervisor (pid {process.pid}) goes on, `modelctl shutdown` ends it"
+            click.echo(f"\n{told}" if sys.stderr.isatty() else told, err=True)
+        return exit_codes.INTERRUPTED
+
+
+def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path, autostart: list[str]) -> int:
+    log = log_path(runtime_dir, SUPERVISOR_LOG)
+    deadline = time.monotonic() + WAIT_S
+    answered = False
+    while process.poll() is None:
+        try:
+            with connect(runtime_dir, admin=True) as client:
+                if client.status()["supervisor"]["pid"] != process.pid:
+                    process.wait()  # another supervisor holds the lock; ours is about to say so and leave
+                    break
+                answered = True
+                models = wait_for(client, autostart, settled_up)
+        except ConnectionLost:
+            if answered:
+                process.wait()  # somebody has shut it down, or killed it
+            elif time.monotonic() > deadline:
+                process.kill()
+                told = f"the supervisor does not answer; see {log}"
+                raise Failure(exit_codes.SOFTWARE, "no_answer", told) from None
+            time.sleep(0.02)
+            continue
+        click.echo(
+            f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it", err=True
+        )
+        return exit_codes.OK if all(m["state"] == "ready" for m in models) else exit_codes.FAILED
+    return _account_for(process, log)
+
+
+def _account_for(process: "subprocess.Popen[bytes]", log: Path) -> int:
+    """Hand on what a supervisor said that ended before its models were up, and its exit code."""
+    assert process.stderr is not None
+    told = process.stderr.read().decode(errors="replace").rstrip()
+    click.echo(told or f"modelctl: the supervisor ended with code {process.returncode}; see {log}", err=True)
+    if process.returncode == 0:
+        return exit_codes.UNAVAILABLE  # it was told to
+    return process.returncode if process.returncode > 0 else exit_codes.SOFTWARE
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment for one in another directory: whatever modules and logs are found by is absolute."""
+    environment = dict(os.environ)
+    for name in _DIRECTORIES:
+        if value := environment.get(name):
+            environment[name] = os.path.abspath(value)
+    given = environment.get("PYTHONPATH")
+    path = [os.path.abspath(entry) for entry in given.split(os.pathsep)] if given else []
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        here = None
+    if here is not None and sys.path[:1] in ([here], [""]):  # as `python -m supervisor` has it
+        path.insert(0, here)
+    if path:
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+    return environment

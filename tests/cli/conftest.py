@@ -1,0 +1,17 @@
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.programs import modelctl
+
+
+@pytest.fixture
+def away() -> Iterator[Path]:
+    """A directory with a runtime directory ``r``, whose supervisor ends with the test."""
+    directory = Path(tempfile.mkdtemp(prefix="mctl-", dir="/tmp"))  # pytest's own can be too long for a socket
+    yield directory
+    modelctl("shutdown", "--now", "--runtime-dir", directory / "r")
+    shutil.rmtree(directory)

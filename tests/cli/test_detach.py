@@ -1,0 +1,110 @@
+"""serve --detach: where the supervisor lives, what it finds there, and what is said of one that ends early."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from protocol import Client
+from tests.cli.programs import MODELCTL, environment, modelctl
+from tests.serving import ROOT, engine
+
+
+def configure(directory: Path, models: dict[str, Any]) -> Path:
+    config = directory / "models.yaml"
+    config.write_text(yaml.safe_dump({"models": models}))
+    return config
+
+
+def begin_to_serve(directory: Path) -> "tuple[subprocess.Popen[str], int]":
+    """``serve --detach`` with a model that loads for long, and the pid of its supervisor; the model is loading."""
+    config = configure(directory, {"a": engine("SlowLoad")})
+    starting = subprocess.Popen(
+        [*MODELCTL, "serve", "--detach", "-c", str(config), "--runtime-dir", str(directory / "r")],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert starting.stderr is not None
+    while "a: loading" not in (line := starting.stderr.readline()):
+        assert line, "the command has ended"
+    with Client(runtime_dir=directory / "r") as client:
+        return starting, client.status()["supervisor"]["pid"]
+
+
+def test_the_directory_it_was_started_in_can_go(away: Path) -> None:
+    configure(away, {"a": {**engine(), "engine": "my_engine:Mine"}, "b": engine(autostart=False)})
+    project = away / "project"
+    project.mkdir()
+    (project / "my_engine.py").write_text("from tests.deterministic_engine import DeterministicEngine as Mine\n")
+    # python -m finds my_engine in its directory; tests is found by a relative path
+    started = subprocess.run(
+        [*MODELCTL, "serve", "--detach", "-c", "../models.yaml", "--runtime-dir", "../r"],
+        cwd=project,
+        env=environment(PYTHONPATH=os.path.relpath(ROOT, project)),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert started.returncode == 0, started.stderr
+    shutil.rmtree(project)
+    done = modelctl("start", "b", "--runtime-dir", away / "r")
+    assert done.returncode == 0, done.stderr
+    pid = json.loads(modelctl("status", "--json", "--runtime-dir", away / "r").stdout)["supervisor"]["pid"]
+    assert os.readlink(f"/proc/{pid}/cwd") == "/"
+
+
+def test_relative_directories_in_the_environment(away: Path) -> None:
+    configure(away, {"a": engine(autostart=False)})
+    started = modelctl(
+        "serve", "--detach", cwd=away, XDG_RUNTIME_DIR=".", XDG_STATE_HOME="s", MODELCTL_RUNTIME_DIR=None
+    )
+    try:
+        assert started.returncode == 0, started.stderr
+        assert (away / "s" / "modelctl" / "logs" / "supervisor.log").exists()
+    finally:
+        modelctl("shutdown", cwd=away, XDG_RUNTIME_DIR=".", MODELCTL_RUNTIME_DIR=None)
+
+
+def test_what_lies_in_the_directory_is_not_imported(away: Path) -> None:
+    """The console script does not look for modules where it was called, and neither may what it starts."""
+    config = configure(away, {"a": engine(autostart=False)})
+    (away / "supervisor.py").write_text("raise SystemExit('somebody else has put this here')")
+    script = "import sys; sys.path[:1] = []\nfrom supervisor.cli import main\nraise SystemExit(main())"
+    started = subprocess.run(
+        [MODELCTL[0], "-c", script, "serve", "--detach", "-c", str(config), "--runtime-dir", str(away / "r")],
+        cwd=away,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert started.returncode == 0, started.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 70), (signal.SIGTERM, 69)])
+def test_one_that_ends_before_its_models_are_up(away: Path, number: int, code: int) -> None:
+    starting, supervisor = begin_to_serve(away)
+    os.kill(supervisor, number)
+    _, said = starting.communicate(timeout=15)
+    assert starting.returncode == code
+    assert "modelctl: the supervisor ended with code" in said.splitlines()[-1]
+    assert str(away / "r" / "logs" / "supervisor.log") in said
+    assert "Traceback" not in said
+
+
+def test_it_goes_on_when_the_wait_for_it_is_interrupted(away: Path) -> None:
+    starting, supervisor = begin_to_serve(away)
+    starting.send_signal(signal.SIGINT)
+    _, said = starting.communicate(timeout=10)
+    assert starting.returncode == 130
+    told = f"modelctl: interrupted; the supervisor (pid {supervisor}) goes on, `modelctl shutdown` ends it"
+    assert said.splitlines() == [told]
+    with Client(runtime_dir=away / "r") as client:
+        assert client.status("a")["models"][0]["state"] == "loading"

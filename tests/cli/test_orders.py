@@ -1,0 +1,185 @@
+"""Orders: names checked before anything is done, somebody else's orders meanwhile, and --json everywhere."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from protocol import Client
+from supervisor.cli.waiting import coming_generation, settled_down, settled_up
+from tests.cli.programs import MODELCTL
+from tests.conftest import Serve
+from tests.serving import Serving, engine, is_alive, wait_until
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    models = {"a": engine(context=200_000), "b": engine(autostart=False), "slow": engine("SlowLoad", autostart=False)}
+    with Serving(models) as serving:
+        yield serving
+
+
+def order(serving: Serving, *arguments: str) -> "subprocess.Popen[str]":
+    """A command in the background."""
+    return subprocess.Popen(
+        [*MODELCTL, *arguments, "--runtime-dir", str(serving.runtime_dir)],
+        env=serving.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def busy(client: Client) -> Any:
+    """A stream of model a that goes on until it is cancelled."""
+    stream = client.generate("a", "endless", max_tokens=100_000)
+    next(stream)
+    return stream
+
+
+@pytest.mark.parametrize("verb", ["start", "stop", "restart"])
+def test_names_are_checked_before_the_first_order(serving: Serving, verb: str) -> None:
+    before = {name: (serving.status(name)["state"], serving.status(name)["generation"]) for name in ("a", "b")}
+    done = serving.modelctl(verb, "a", "b", "nosuch")
+    assert done.returncode == 1
+    assert "no model 'nosuch' is configured: there is a, b, slow" in done.stderr
+    assert {name: (serving.status(name)["state"], serving.status(name)["generation"]) for name in before} == before
+
+
+def test_a_name_given_twice_is_one_order(serving: Serving) -> None:
+    done = serving.modelctl("restart", "a", "a", "--json")
+    assert done.returncode == 0
+    (only,) = json.loads(done.stdout)
+    assert only["generation"] == serving.status("a")["generation"]
+
+
+def test_a_stop_is_over_when_somebody_starts_the_model_again(serving: Serving) -> None:
+    with serving.client() as client:
+        stream = busy(client)
+        before = serving.status("a")["generation"]
+        stopping = order(serving, "stop", "a")
+        serving.wait_state("a", "draining")
+        serving.order("start", model="a")
+        stream.cancel()
+        _, said = stopping.communicate(timeout=10)
+    assert stopping.returncode == 0
+    assert "modelctl: a was stopped, and started again meanwhile" in said
+    assert serving.wait_state("a", "ready")["generation"] == before + 1
+
+
+def test_a_restart_is_over_when_somebody_stops_the_model(serving: Serving) -> None:
+    with serving.client() as client:
+        stream = busy(client)
+        restarting = order(serving, "restart", "a")
+        serving.wait_state("a", "draining")
+        serving.order("stop", model="a")
+        stream.cancel()
+        _, said = restarting.communicate(timeout=10)
+    assert restarting.returncode == 1
+    assert "modelctl: a: is stopped (log: " in said
+    assert serving.modelctl("start", "a").returncode == 0
+
+
+def test_a_start_is_over_when_somebody_stops_the_model(serving: Serving) -> None:
+    starting = order(serving, "start", "slow")
+    serving.wait_state("slow", "loading")
+    serving.order("stop", model="slow", now=True)
+    _, said = starting.communicate(timeout=10)
+    assert starting.returncode == 1
+    assert "modelctl: slow: is " in said
+    serving.wait_state("slow", "stopped")
+
+
+def test_a_start_of_a_model_on_its_way_down_waits_for_the_next_one(serving: Serving) -> None:
+    with serving.client() as client:
+        stream = busy(client)
+        before = serving.status("a")["generation"]
+        serving.order("stop", model="a")
+        serving.wait_state("a", "draining")
+        connections = serving.overview()["supervisor"]["connections"]
+        starting = order(serving, "start", "a", "--json")
+        wait_until(lambda: serving.overview()["supervisor"]["connections"] > connections)
+        stream.cancel()
+        told, said = starting.communicate(timeout=10)
+    assert (starting.returncode, said) == (0, "")
+    (model,) = json.loads(told)
+    assert (model["state"], model["generation"]) == ("ready", before + 1)
+
+
+def test_what_counts_as_settled() -> None:
+    def model(state: str, generation: int) -> dict[str, Any]:
+        return {"state": state, "generation": generation}
+
+    assert coming_generation(model("ready", 3)) == 3
+    assert coming_generation(model("starting", 3)) == 3
+    assert coming_generation(model("draining", 3)) == coming_generation(model("stopping", 3)) == 4
+    for state in ("ready", "stopped", "failed", "draining", "stopping"):
+        assert settled_up(model(state, 3), 3), state
+    for state in ("starting", "loading", "backoff"):
+        assert not settled_up(model(state, 3), 3), state
+        assert not settled_up(model(state, 4), 3), "it is being tried again"
+    assert not settled_up(model("draining", 2), 3), "it makes room"
+    assert not settled_up(model("ready", 2), 3), "the order to restart is not carried out yet"
+    assert settled_up(model("stopped", 2), 3), "somebody stopped it before it came"
+    assert not settled_down(model("stopping", 3), 3)
+    assert settled_down(model("stopped", 3), 3)
+    assert settled_down(model("loading", 4), 3)
+
+
+def test_json_without_waiting(serving: Serving) -> None:
+    before = serving.status("slow")["generation"]
+    done = serving.modelctl("start", "slow", "--no-wait", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    (model,) = json.loads(done.stdout)
+    assert (model["name"], model["generation"]) == ("slow", before + 1)
+    assert model["state"] in ("starting", "loading")
+    done = serving.modelctl("stop", "slow", "--no-wait", "--json")
+    (model,) = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert model["state"] in ("stopping", "stopped")
+    done = serving.modelctl("restart", "b", "--no-wait", "--json")
+    assert (done.returncode, done.stderr, len(json.loads(done.stdout))) == (0, "", 1)
+    serving.wait_state("slow", "stopped")
+
+
+def test_without_waiting_the_state_is_told(serving: Serving) -> None:
+    done = serving.modelctl("stop", "b", "slow", "--no-wait")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["b", "slow"]
+
+
+def test_logs_as_json(serving: Serving) -> None:
+    lines = serving.log().splitlines()
+    told = serving.modelctl("logs", "-n", "3", "--json").stdout
+    assert [json.loads(line) for line in told.splitlines()] == [{"line": line} for line in lines[-3:]]
+
+
+def test_logs_as_json_while_they_grow(serving: Serving) -> None:
+    log = serving.runtime_dir / "logs" / "b.log"
+    log.write_text("old\n")
+    with order(serving, "logs", "b", "-f", "-n", "1", "--json") as follower:
+        assert follower.stdout is not None
+        assert json.loads(follower.stdout.readline()) == {"line": "old"}
+        with open(log, "a") as file:
+            file.write("in two ")
+            file.flush()
+            file.write('"pieces" ✓\nhalf')
+            file.flush()
+            assert json.loads(follower.stdout.readline()) == {"line": 'in two "pieces" ✓'}
+        log.rename(log.with_name("b.log.1"))
+        log.write_text("new\n")
+        assert json.loads(follower.stdout.readline()) == {"line": "half"}
+        assert json.loads(follower.stdout.readline()) == {"line": "new"}
+        follower.send_signal(2)
+        assert follower.wait(5) == 130
+
+
+def test_shutdown_as_json(serve: Serve) -> None:
+    serving = serve({"a": engine()})
+    processes = serving.processes()
+    done = serving.modelctl("shutdown", "--json")
+    assert (done.returncode, done.stderr, json.loads(done.stdout)) == (0, "", {"pid": serving.pid})
+    serving.process.wait(5)
+    wait_until(lambda: not any(map(is_alive, processes)), 2)
