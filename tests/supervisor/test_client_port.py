@@ -25,7 +25,7 @@ class PortHost:
         self.directory = directory
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.zap = ZapHandler(self.context, os.getuid())
-        self.port = ClientPort.bind(self.context, f"ipc://{directory}/front")
+        self.port = ClientPort.bind(self.context, f"ipc://{directory}/front", backlog=64)
         self.received: list[tuple[Connection, Message]] = []
         self.gone: list[int] = []
 

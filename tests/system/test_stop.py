@@ -40,7 +40,7 @@ def test_each_rung_ends_what_the_one_before_cannot(
 ) -> None:
     serving = serve({"a": engine(kind), "b": engine()}, stop=QUICK)
     with serving.client() as client:
-        bystander = client.generate("b", "b", max_tokens=700)
+        bystander = client.generate("b", "b", max_tokens=400)
         if hangs:
             hang(serving, client)
         serving.order("stop", model="a")
@@ -48,7 +48,7 @@ def test_each_rung_ends_what_the_one_before_cannot(
         assert rungs(serving, "a") == climbed
         assert (status["last_exit"]["code"], status["last_exit"]["reason"]) == (code, "asked")
         assert status["pid"] is None
-        assert bystander.complete().text == answer("b", 700)
+        assert bystander.complete().text == answer("b", 400)
     serving.order("start", model="a")
     serving.wait_state("a", "ready")
 
@@ -104,8 +104,8 @@ def test_now_cuts_a_drain_short(serve: Serve) -> None:
 def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Serve) -> None:
     serving = serve({"a": engine(), "b": engine()})
     with serving.client() as client:
-        running = client.generate("a", "running", max_tokens=400)
-        bystander = client.generate("b", "bystander", max_tokens=600)
+        running = client.generate("a", "running", max_tokens=250)
+        bystander = client.generate("b", "bystander", max_tokens=400)
         next(running)
         next(bystander)
         serving.order("stop", model="a")
@@ -115,14 +115,14 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Serve) -> None
         assert caught.value.code is ErrorCode.DRAINING
         assert caught.value.retry_after_ms
         assert caught.value.retryable
-        assert running.complete().text == answer("running", 400)
+        assert running.complete().text == answer("running", 250)
         status = serving.wait_state("a", "stopped", within=3)
         assert (status["last_exit"]["code"], rungs(serving, "a")) == (0, ["SHUTDOWN"])
         with pytest.raises(WireError) as caught:
             client.complete("a", "new", max_tokens=1)
         assert caught.value.code is ErrorCode.MODEL_NOT_RUNNING
         assert "modelctl start a" in caught.value.message
-        assert bystander.complete().text == answer("bystander", 600)
+        assert bystander.complete().text == answer("bystander", 400)
         serving.order("start", model="a")
         assert client.complete("a", "again", max_tokens=6).text == answer("again", 6)
 
@@ -158,7 +158,7 @@ def test_a_start_during_the_way_down_is_remembered(serve: Serve) -> None:
 def test_shutdown_waits_for_running_requests_and_takes_no_orders(serve: Serve) -> None:
     serving = serve({"a": engine(), "b": engine(autostart=False)})
     with serving.client() as client, serving.client(admin=True) as admin:
-        running = client.generate("a", "running", max_tokens=400)
+        running = client.generate("a", "running", max_tokens=250)
         next(running)
         admin.call("shutdown", reply_timeout=5)
         # a model started now would keep the supervisor from ever leaving
@@ -166,7 +166,7 @@ def test_shutdown_waits_for_running_requests_and_takes_no_orders(serve: Serve) -
             with pytest.raises(WireError) as caught:
                 admin.call(verb, model="b", reply_timeout=5)
             assert caught.value.code is ErrorCode.DRAINING
-        assert running.complete().text == answer("running", 400)
+        assert running.complete().text == answer("running", 250)
     assert serving.process.wait(5) == 0
 
 

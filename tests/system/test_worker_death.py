@@ -80,10 +80,10 @@ def test_an_engine_exception_ends_the_process_and_it_comes_back(serve: Serve) ->
 def test_a_crash_loop_ends_in_failed_until_started(serve: Serve) -> None:
     serving = serve(
         {"a": engine("CrashesInLoad", autostart=False), "b": engine()},
-        restart={"limit": 3, "initial": "100ms", "max": "200ms"},
+        restart={"limit": 3, "initial": "20ms", "max": "200ms"},
     )
     with serving.client() as client:
-        bystander = client.generate("b", "b", max_tokens=1500)
+        bystander = client.generate("b", "b", max_tokens=1000)
         serving.order("start", model="a")
         waiting = client.generate("a", "hopeful", max_tokens=5)
         with pytest.raises(WireError) as caught:
@@ -101,7 +101,7 @@ def test_a_crash_loop_ends_in_failed_until_started(serve: Serve) -> None:
         assert serving.wait_state("a", "failed")["generation"] == 6
         serving.order("stop", model="a")
         assert serving.status("a")["state"] == "stopped"
-        assert bystander.complete().text == answer("b", 1500)
+        assert bystander.complete().text == answer("b", 1000)
 
 
 def test_what_a_person_must_mend_is_not_retried(serve: Serve) -> None:
