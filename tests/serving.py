@@ -101,6 +101,8 @@ class Serving:
         self._wait = wait
         self._queries: Client | None = None
         self._killed = False
+        self.kept: list[object] = []
+        """What a test wants to keep alive as long as this."""
         # pytest's own temporary paths can be too long for a socket
         self.directory = Path(tempfile.mkdtemp(prefix="mctl-", dir="/tmp"))
         self.runtime_dir = self.directory / runtime_name
@@ -232,8 +234,7 @@ class Serving:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        if kind is not None:
-            print(self.stderr())
+        print(self.stderr())  # shown if the test fails, also after a fixture has closed it
         try:
             if self.process.poll() is None:
                 self.order("shutdown", now=True)

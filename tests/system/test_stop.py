@@ -19,6 +19,7 @@ def hang(serving: Serving, client: object) -> None:
     stream = client.generate("a", "bad", max_tokens=50)  # type: ignore[attr-defined]
     for _ in range(5):
         next(stream)
+    serving.kept.append(stream)  # dropped, it would be cancelled, perhaps before the engine gets to where it hangs
 
 
 def rungs(serving: Serving, model: str) -> list[str]:
