@@ -52,6 +52,9 @@ MAX_U64: Final = (1 << 64) - 1
 MODEL_NAME_PATTERN: Final = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 """What a model may be called. Names are looked up in the configured table and never joined into a path."""
 
+SUPERVISOR_NAME: Final = "supervisor"
+"""No model may be called so: it is what the supervisor's own log is called."""
+
 STREAM_WINDOW: Final = 256
 """Events a stream may be ahead of its client's grants (WELCOME says so)."""
 

@@ -21,7 +21,6 @@ from supervisor.config_schema import (
     StopConfig,
     SupervisorConfig,
 )
-from supervisor.logs import SUPERVISOR_LOG
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"
@@ -87,7 +86,7 @@ def load_config(file: Path) -> Config:
                 "is no model name: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a letter or digit"
             )
             problems.append(source.problem(path, message))
-        if name == SUPERVISOR_LOG:
+        if name == limits.SUPERVISOR_NAME:
             problems.append(source.problem(path, "is taken: the supervisor's own log is called so"))
         problems += [source.problem((*path, key), message) for key, message in _combination_problems(config)]
         try:

@@ -6,11 +6,11 @@ import sys
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from protocol.limits import SUPERVISOR_NAME
 from protocol.runtime_paths import default_runtime_dir
 
 MAX_LOG_BYTES = 8 << 20
 """A log larger than this is set aside as NAME.log.1, a worker's when it starts, the supervisor's at once."""
-SUPERVISOR_LOG = "supervisor"
 
 
 def log_dir(runtime_dir: Path) -> Path:
@@ -26,7 +26,7 @@ def log_dir(runtime_dir: Path) -> Path:
 
 
 def log_path(runtime_dir: Path, name: str) -> Path:
-    """The log of a model, or of the supervisor itself (SUPERVISOR_LOG). ``name`` is a checked model name."""
+    """The log of a model, or of the supervisor itself (SUPERVISOR_NAME). ``name`` is a checked model name."""
     return log_dir(runtime_dir) / f"{name}.log"
 
 
@@ -60,7 +60,7 @@ def set_up_logging(runtime_dir: Path, *, quiet: bool) -> logging.Logger:
     logger.propagate = False
     formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
     handlers: list[logging.Handler] = [] if quiet else [logging.StreamHandler(sys.stderr)]
-    path = log_path(runtime_dir, SUPERVISOR_LOG)
+    path = log_path(runtime_dir, SUPERVISOR_NAME)
     trouble = None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -9,12 +9,13 @@ from pathlib import Path
 import click
 
 from protocol.errors import ConnectionLost
+from protocol.limits import SUPERVISOR_NAME
 from protocol.runtime_paths import ENVIRONMENT_VARIABLE
 from supervisor.cli import exit_codes
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import connect
 from supervisor.cli.waiting import settled_up, wait_for
-from supervisor.logs import SUPERVISOR_LOG, log_path
+from supervisor.logs import log_path
 
 WAIT_S = 10.0
 """How long a new supervisor is given to answer."""
@@ -47,7 +48,7 @@ def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
 
 
 def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path, autostart: list[str]) -> int:
-    log = log_path(runtime_dir, SUPERVISOR_LOG)
+    log = log_path(runtime_dir, SUPERVISOR_NAME)
     deadline = time.monotonic() + WAIT_S
     answered = False
     while process.poll() is None:

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import click
 
-from protocol.limits import MODEL_NAME_PATTERN
+from protocol.limits import MODEL_NAME_PATTERN, SUPERVISOR_NAME
 from supervisor.cli import exit_codes
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json, runtime_dir_option
-from supervisor.logs import SUPERVISOR_LOG, log_path, tail
+from supervisor.logs import log_path, tail
 
 POLL_S = 0.1
 BYTES_PER_LINE = 400
 
 
 @click.command()
-@click.argument("model", default=SUPERVISOR_LOG)
+@click.argument("model", default=SUPERVISOR_NAME)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as the log grows.")
 @click.option("-n", "--lines", default=50, show_default=True, help="How many of the last lines.")
 @as_json
