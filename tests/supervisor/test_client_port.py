@@ -160,3 +160,28 @@ def test_a_message_of_several_frames_is_refused_whole(host: PortHost) -> None:
         wait_until(lambda: host.turn() and host.of_kind(Ping))
         assert [m.nonce for _, m in host.received if isinstance(m, Ping)] == [4]
         assert host.port.counters.bad_frames == 1
+
+
+class PartFrom:
+    """A received part, as far as entering a connection looks at it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def get(self, _: int) -> int:
+        return self.descriptor
+
+
+@pytest.mark.parametrize("counter", [5, 0, 0x7FFFFFFF, 0xFFFFFFFF])
+def test_whoever_came_later_owns_the_descriptor_in_whichever_order_they_are_read(host: PortHost, counter: int) -> None:
+    def enter(nth: int) -> Connection:
+        routing_id = b"\0" + ((counter + nth) % (1 << 32)).to_bytes(4, "big")
+        return host.port._enter(routing_id, PartFrom(77))  # type: ignore[arg-type]
+
+    second, first = enter(2), enter(1)
+    assert host.port.owns(second.channel)
+    third = enter(3)
+    assert not host.port.owns(second.channel)
+    assert host.port.owns(third.channel)
+    assert first.fd == -1
+    assert host.port.take_gone() == [second.channel]

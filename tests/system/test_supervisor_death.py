@@ -119,6 +119,19 @@ def test_the_guard_is_replaced_and_its_successor_guards(serve: Serve) -> None:
     assert not is_alive(child)
 
 
+def test_together_with_its_guard(serve: Serve) -> None:
+    """Without a guard the kernel still ends the workers: each has asked to die with its parent, whatever it is at."""
+    serving = serve({"a": engine(), "b": engine("HangsDeaf")})
+    with serving.client() as client:
+        stream = client.generate("b", "bad", max_tokens=50)
+        for _ in range(5):
+            next(stream)
+        guard = wait_until(serving.guard)
+        serving.process.send_signal(signal.SIGSTOP)  # it cannot replace the guard meanwhile
+        guard.kill()
+        kill_and_time(serving, least=3)
+
+
 def test_signals_to_the_whole_foreground_group_leave_the_guard(serve: Serve) -> None:
     """Ctrl-C in a terminal reaches every process of the group; the guard must outlive the supervisor."""
     serving = serve({"a": engine()})
