@@ -78,11 +78,7 @@ class ClientPort:
 
         backlog  connections that the kernel may have ready for us
         """
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, limits.SOCKET_MAX_FRAME)
+        socket = router(context)
         # Credit bounds what a stream can have on the way; the marks are only the last fuse.
         socket.setsockopt(zmq.SNDHWM, 100_000)
         socket.setsockopt(zmq.RCVHWM, 1000)
@@ -253,6 +249,16 @@ def _is_older(routing_id: bytes, other: bytes) -> bool:
     """libzmq's own routing ids are a zero byte and a counter of four, which wraps around."""
     age = int.from_bytes(other[1:], "big") - int.from_bytes(routing_id[1:], "big")
     return 0 < age % (1 << 32) < 1 << 31
+
+
+def router(context: Context) -> zmq.Socket[bytes]:
+    """A ROUTER that says when a peer is gone, gives no peer another's frames, and cuts off frames beyond 16 MiB."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.SOCKET_MAX_FRAME)
+    return socket
 
 
 def bind_private(socket: zmq.Socket[bytes], endpoint: str) -> None:

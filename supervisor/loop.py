@@ -38,7 +38,7 @@ from protocol.messages import (
 )
 from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
 from supervisor import calls
-from supervisor.client_port import ClientPort, Connection, Context, bind_private
+from supervisor.client_port import ClientPort, Connection, Context, bind_private, router
 from supervisor.config import Config
 from supervisor.descriptors import DescriptorBudget
 from supervisor.fleet import RATE_WINDOW_S, Fleet
@@ -101,11 +101,7 @@ class Supervisor:
         self._reactor.watch(self._guard.pidfd, self._on_guard_exit)
 
     def _bind_back(self, endpoint: str) -> zmq.Socket[bytes]:
-        back = self._context.socket(zmq.ROUTER)
-        back.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        back.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        back.setsockopt(zmq.LINGER, 0)
-        back.setsockopt(zmq.MAXMSGSIZE, limits.SOCKET_MAX_FRAME)
+        back = router(self._context)
         back.setsockopt(zmq.SNDHWM, 10_000)
         back.setsockopt(zmq.RCVHWM, 10_000)
         bind_private(back, endpoint)

@@ -51,6 +51,10 @@ class Terminal:
 
     def __init__(self, *arguments: object, environment: Mapping[str, str], **more: Any) -> None:
         self._master, slave = pty.openpty()
+        # Ctrl-C would make the terminal drop what the program has written and nobody has read yet.
+        mode = termios.tcgetattr(slave)
+        mode[3] |= termios.NOFLSH
+        termios.tcsetattr(slave, termios.TCSANOW, mode)
         self.process = subprocess.Popen(
             [*MODELCTL, *map(str, arguments)],
             stdin=slave,
@@ -70,18 +74,24 @@ class Terminal:
 
     def wait_for(self, text: str) -> None:
         """Until the text stands on the screen; what stands before its end is then forgotten."""
-        found = wait_until(lambda: re.search(re.escape(text), self._look()), 10, f"{text!r} on {self._screen!r}")
-        self._screen = self._screen[found.end() :]
+        self.wait_for_match(re.escape(text))
+
+    def wait_for_match(self, pattern: str) -> "re.Match[str]":
+        """The first match on the screen; what stands before its end is then forgotten."""
+        match = wait_until(lambda: re.search(pattern, self.look()), 10, f"{pattern!r} on {self._screen!r}")
+        self._screen = self._screen[match.end() :]
+        return match
 
     def wait_for_exit(self) -> int:
         def exit_code() -> tuple[int] | None:
-            self._look()
+            self.look()
             code = self.process.poll()
             return None if code is None else (code,)
 
         return wait_until(exit_code, 10, "the program's exit")[0]
 
-    def _look(self) -> str:
+    def look(self) -> str:
+        """All that stands on the screen and is not forgotten."""
         try:
             self._screen += os.read(self._master, 65536).decode().replace("\r", "")
         except (BlockingIOError, OSError):

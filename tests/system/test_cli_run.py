@@ -1,18 +1,14 @@
 """``modelctl run``: one answer, a conversation from a pipe, and one in a terminal with Ctrl-C."""
 
-import fcntl
 import json
-import os
-import pty
-import re
 import signal
 import subprocess
 import sys
-import termios
 from collections.abc import Iterator
 
 import pytest
 
+from tests.cli.programs import Terminal
 from tests.deterministic_engine import answer
 from tests.serving import Serving, engine, wait_until
 
@@ -76,71 +72,27 @@ def test_ctrl_c_ends_a_single_answer(serving: Serving) -> None:
     assert "Traceback" not in errors
 
 
-class Terminal:
-    """A program on a terminal of its own, and a person who reads and types."""
-
-    def __init__(self, *command: str, environment: dict[str, str]) -> None:
-        self.master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            command,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env={**environment, "TERM": "dumb"},
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(slave)
-        os.set_blocking(self.master, False)
-        self.screen = ""
-
-    def type(self, keys: str) -> None:
-        os.write(self.master, keys.encode())
-
-    def look(self) -> str:
-        try:
-            self.screen += os.read(self.master, 65536).decode().replace("\r", "")
-        except (BlockingIOError, OSError):
-            pass  # nothing new, or the program has ended
-        return self.screen
-
-    def wait_for(self, pattern: str) -> "re.Match[str]":
-        """The first match on the screen; what stands before its end is then forgotten."""
-        match = wait_until(lambda: re.search(pattern, self.look()), 10, f"{pattern!r} on {self.screen!r}")
-        self.screen = self.screen[match.end() :]
-        return match
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.master)
-
-
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(serving: Serving) -> None:
-    terminal = Terminal(
-        sys.executable,
-        *("-m", "supervisor", "run", "a", "--max-tokens", "1500", "--runtime-dir", str(serving.runtime_dir)),
-        environment=serving.environment,
-    )
-    try:
+    command = ("run", "a", "--max-tokens", "1500", "--runtime-dir", serving.runtime_dir)
+    with Terminal(*command, environment=serving.environment) as terminal:
         terminal.wait_for(">>> ")
         terminal.type("one\n")
-        terminal.wait_for(r"one\n")
+        terminal.wait_for("one\n")
         wait_until(lambda: len(terminal.look()) > 20)
         terminal.type("\x03")
-        said = terminal.wait_for(r"^([a-z ]*)(?:\^C)?([a-z ]*)\n\(cancelled\)\n>>> ")
+        said = terminal.wait_for_match(r"^([a-z ]*)(?:\^C)?([a-z ]*)\n\(cancelled\)\n>>> ")
         partial = said[1] + said[2]
         assert 20 < len(partial) < 1500
         assert partial == answer(chat("one"), len(partial))
         serving.wait_idle("a")
 
-        terminal.type("half a line\x03")  # Ctrl-C at the prompt drops the line
+        terminal.type("half a line")
+        terminal.wait_for("half a line")
+        terminal.type("\x03")  # Ctrl-C at the prompt drops the line
         terminal.wait_for(">>> ")
         terminal.type("two\n")
-        terminal.wait_for(r"two\n")
-        second = terminal.wait_for(r"^([a-z ]{1500})\n>>> ")
+        terminal.wait_for("two\n")
+        second = terminal.wait_for_match(r"^([a-z ]{1500})\n>>> ")
         assert second[1] == answer(chat("one", partial, "two"), 1500)
         terminal.type("\x04")
-        assert wait_until(lambda: terminal.process.poll() is not None and terminal.process.returncode == 0)
-    finally:
-        terminal.close()
+        assert terminal.wait_for_exit() == 0
