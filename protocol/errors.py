@@ -43,8 +43,6 @@ class ErrorCode(IntEnum):
     """The client read its stream too slowly and this stream was ended."""
     WORKER_DIED = 500
     """The process that computed the answer ended before it was finished."""
-    ENGINE_ERROR = 503
-    """The engine could not serve this one request."""
     INTERNAL = 599
     """A fault of the supervisor or worker itself. Its log says more."""
     CONNECTION_LOST = 600

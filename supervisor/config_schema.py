@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from supervisor.restart import RestartPolicy
-from supervisor.stop_ladder import LadderTimes
+from supervisor.stop_ladder import PATIENT, LadderTimes
 
 ENGINE_KEYS: dict[str, frozenset[str]] = {
     "exllamav2": frozenset({"cache_size", "cache_mode", "chunk_size"}),
@@ -90,15 +90,18 @@ class ModelConfig(BaseModel):
     """For an engine named by an import string: its own settings."""
 
 
+_RESTART = RestartPolicy()
+
+
 class RestartConfig(BaseModel):
     """When to give up on a model that keeps ending."""
 
     model_config = _STRICT
 
-    limit: Annotated[int, Field(ge=1, le=1000)] = 5
-    window: Duration = 60.0
-    initial: Duration = 0.5
-    max: Duration = 30.0
+    limit: Annotated[int, Field(ge=1, le=1000)] = _RESTART.limit
+    window: Duration = _RESTART.window_s
+    initial: Duration = _RESTART.initial_s
+    max: Duration = _RESTART.max_s
 
 
 class StopConfig(BaseModel):
@@ -107,8 +110,8 @@ class StopConfig(BaseModel):
     model_config = _STRICT
 
     drain: Duration = 30.0
-    shutdown: Duration = 5.0
-    sigterm: Duration = 2.0
+    shutdown: Duration = PATIENT.shutdown_s
+    sigterm: Duration = PATIENT.sigterm_s
 
 
 class SupervisorConfig(BaseModel):

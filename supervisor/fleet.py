@@ -271,9 +271,3 @@ class Fleet:
             self._outlet.send_worker(model.name, encode(Shutdown()))
         else:
             model.process.signal(signal.SIGTERM if rung is Rung.SIGTERM else signal.SIGKILL)
-
-    def kill_all(self) -> None:
-        """The last resort of an impatient end: SIGKILL to every group, now."""
-        for model in self.models.values():
-            if model.process is not None:
-                model.process.signal(signal.SIGKILL)

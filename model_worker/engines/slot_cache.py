@@ -66,10 +66,6 @@ class SlotCache(Cache):
             store[a, :, :length] = store[b, :, :length]
             store[b, :, :length] = kept
 
-    @property
-    def bytes_held(self) -> int:
-        return sum(t.numel() * t.element_size() for s in (self._keys, self._values) for t in s.values())
-
     # what a model may ask a cache when it is given positions and a mask
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
