@@ -26,7 +26,9 @@ class Capabilities:
 
     context        tokens of prompt and answer together
     max_batch_size requests that are decoded together
-    sampling       names of SamplingParams fields that may differ from their neutral default
+    offered        names of optional fields of a request (all of SamplingParams, and min_tokens, stop_token_ids,
+                   banned_strings, token_healing, logprobs, top_logprobs, negative_prompt) that may differ from
+                   their neutral default
     chat           the model has a chat template
     device         for people: "cpu", "NVIDIA H200", ...
     attention      for people: how attention is computed, and what is degraded about it
@@ -34,7 +36,7 @@ class Capabilities:
 
     context: int
     max_batch_size: int
-    sampling: frozenset[str]
+    offered: frozenset[str]
     chat: bool
     device: str
     attention: str
@@ -42,13 +44,34 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Job:
-    """One request, ready for the engine. ``max_new_tokens`` >= 1 and prompt plus it fits ``Capabilities.context``."""
+    """One request, ready for the engine. ``max_new_tokens`` >= 1 and prompt plus it fits ``Capabilities.context``.
+
+    Until ``min_new_tokens`` no end token is drawn and no stop string looked for. ``top_logprobs`` None reports no
+    log-probabilities, 0 those of the tokens drawn only. ``negative_ids`` is the other prompt of classifier-free
+    guidance, given if and only if sampling.cfg_scale is not 1.
+    """
 
     id: int
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    banned_strings: tuple[str, ...] = ()
+    token_healing: bool = False
+    top_logprobs: int | None = None
+    negative_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token drawn, the natural logarithm of its probability by the model's own distribution (before penalties,
+    bias and temperature), and the likeliest tokens there, best first, as (token id, log-probability)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -58,6 +81,7 @@ class Delta:
     job: int
     token_ids: Sequence[int]
     text: str
+    logprobs: Sequence[TokenLogprob] = ()  # one for each of token_ids, if they were asked for
 
 
 @dataclass(slots=True)
@@ -70,6 +94,7 @@ class Finished:
     finish_reason      "stop" or "length" (FinishReason)
     completion_tokens  tokens generated, the end-of-sequence token included
     prefill_s, decode_s  seconds; prefill from the job's first computation to its first token
+    draft_accepted, draft_rejected  speculated tokens that were and were not taken
     """
 
     job: int
@@ -81,6 +106,9 @@ class Finished:
     cached_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    logprobs: Sequence[TokenLogprob] = ()
+    draft_accepted: int = 0
+    draft_rejected: int = 0
 
 
 EngineEvent = Delta | Finished

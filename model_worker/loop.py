@@ -95,7 +95,7 @@ class WorkerLoop:
     def _job(self, job_id: int, request: GenerateRequest) -> Job:
         """The engine's job for a request: encoded, and checked against what this model can do. Raises RequestError."""
         for name in SamplingParams.model_fields:
-            if name not in self._capabilities.sampling and getattr(request, name) != getattr(_NEUTRAL, name):
+            if name not in self._capabilities.offered and getattr(request, name) != getattr(_NEUTRAL, name):
                 raise RequestError(
                     f"{name}: this model's engine does not offer it", field=name, code=ErrorCode.UNSUPPORTED
                 )

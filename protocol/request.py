@@ -6,7 +6,7 @@ neutral (the engines' own are not) and stand here once.
 
 import difflib
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -27,12 +27,67 @@ class SamplingParams(BaseModel):
     """Draw from the smallest set of tokens whose probabilities sum to p; 1 is off."""
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
     """Drop tokens less likely than this share of the likeliest; 0 is off."""
+    top_a: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    """Drop tokens less likely than this times the square of the likeliest's probability; 0 is off."""
+    typical_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    """Draw from the tokens nearest to the expected information whose probabilities sum to p; 1 is off."""
+    tfs: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    """Tail-free sampling: keep this share of the curve's bend; 1 is off."""
+    skew: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] = 0.0
+    """Bends the draw towards likely (negative) or unlikely tokens; 0 is off."""
+    smoothing_factor: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    """Quadratic smoothing of the logits around the likeliest; 0 is off."""
+    temperature_last: bool = False
+    """Apply the temperature after the other filters."""
+    min_temp: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
+    """Dynamic temperature, lower end; on when max_temp is greater."""
+    max_temp: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
+    """Dynamic temperature, upper end; on when greater than min_temp."""
+    temp_exponent: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 1.0
+    """Dynamic temperature: exponent of the normalized entropy."""
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 1.0
     """Divide the (positive) logits of tokens that prompt or answer already hold; 1 is off."""
+    penalty_range: Annotated[int, Field(ge=-1, le=1 << 31)] = -1
+    """Newest tokens that repetition_penalty looks at; -1 is all."""
+    repetition_decay: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    """Tokens over which repetition_penalty fades out behind penalty_range; 0 ends it at once."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
     """Subtract this for each time the answer holds the token; 0 is off."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
     """Subtract this once if the answer holds the token; 0 is off."""
+    dry_multiplier: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    """DRY: strength of the penalty on tokens that would continue a repeated sequence; 0 is off."""
+    dry_base: Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)] = 1.75
+    """DRY: growth of the penalty per token of the repeated sequence."""
+    dry_allowed_length: Annotated[int, Field(ge=1, le=1000)] = 2
+    """DRY: longest repeated sequence that costs nothing."""
+    dry_range: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    """DRY: newest tokens that are searched; 0 is all, else more than 20."""
+    dry_sequence_breakers: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=64)], ...],
+        Field(strict=False, max_length=64, fail_fast=True),
+    ] = ()
+    """DRY: texts whose tokens end a repeated sequence; empty is the engine's own punctuation."""
+    xtc_probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    """XTC: how often the likeliest tokens are left out; 0 is off."""
+    xtc_threshold: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
+    """XTC: the least probability of a token that may be left out."""
+    mirostat_mode: Literal[0, 2] = 0
+    """2 draws by Mirostat 2.0; 0 is off."""
+    mirostat_tau: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.5
+    """Mirostat: target surprise, in bits."""
+    mirostat_eta: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.3
+    """Mirostat: learning rate."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these token ids, -100 to 100."""
+    banned_tokens: Annotated[tuple[int, ...], Field(strict=False, max_length=4096, fail_fast=True)] = ()
+    """Token ids that are never drawn."""
+    allowed_tokens: Annotated[tuple[int, ...], Field(strict=False, max_length=4096, fail_fast=True)] = ()
+    """The only token ids that may be drawn; empty is all."""
+    ignore_eos: bool = False
+    """Never draw a token that ends the answer."""
+    cfg_scale: Annotated[float, Field(ge=0, le=20, allow_inf_nan=False)] = 1.0
+    """Classifier-free guidance: weight of the prompt against negative_prompt; 1 is off."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     """Seed of this request's draws; unset draws one."""
 
@@ -66,6 +121,23 @@ class GenerateRequest(SamplingParams):
         Field(strict=False, max_length=16, fail_fast=True),
     ] = ()
     """Strings that end the answer; they are not part of it."""
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    """Least tokens to generate: until then no end token is drawn and no stop string is looked for."""
+    stop_token_ids: Annotated[tuple[int, ...], Field(strict=False, max_length=64, fail_fast=True)] = ()
+    """Token ids that end the answer, beside the model's own; their text is not part of it."""
+    banned_strings: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
+        Field(strict=False, max_length=64, fail_fast=True),
+    ] = ()
+    """Strings that the answer does not hold, whatever their case: it goes back and takes another way."""
+    token_healing: bool = False
+    """Draw the prompt's last token anew among those that begin with its text."""
+    logprobs: bool = False
+    """Report the natural logarithm of each token's probability, before any sampling parameter."""
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    """Report so many of the likeliest tokens beside each; needs logprobs."""
+    negative_prompt: str | None = None
+    """The text that cfg_scale leads away from; default the prompt's beginning-of-sequence token alone."""
 
     @field_validator("token_ids")
     @classmethod

@@ -69,7 +69,7 @@ class DeterministicEngine:
         return Capabilities(
             context=int(self.spec.options.get("context", 4096)),
             max_batch_size=self.spec.max_batch_size,
-            sampling=frozenset(SamplingParams.model_fields),
+            offered=frozenset(SamplingParams.model_fields),
             chat=True,
             device="none",
             attention="none",

@@ -35,5 +35,5 @@ def check_job(job: Job, capabilities: Capabilities, vocab_size: int) -> None:
         bad = next(i for i in job.prompt_ids if not 0 <= i < vocab_size)
         raise RequestError(f"token id {bad} is not in the vocabulary of {vocab_size}", field="token_ids")
     for name, field in SamplingParams.model_fields.items():
-        if name not in capabilities.sampling and getattr(job.sampling, name) != field.default:
+        if name not in capabilities.offered and getattr(job.sampling, name) != field.default:
             raise RequestError(f"{name} is not offered by this model", field=name, code=ErrorCode.UNSUPPORTED)

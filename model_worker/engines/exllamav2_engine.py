@@ -39,6 +39,20 @@ from protocol.worker_spec import EngineSpec
 DEFAULT_CHUNK_SIZE = 2048
 
 
+OFFERED = frozenset(
+    {
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "seed",
+    }
+)
+
+
 class AnswerPenalty:
     """Frequency and presence penalty over the answer alone, as a bias on the logits.
 
@@ -126,7 +140,7 @@ class ExLlamaV2Engine:
         self._capabilities = Capabilities(
             context=context,
             max_batch_size=batch,
-            sampling=frozenset(SamplingParams.model_fields),
+            offered=OFFERED,
             chat=self._tokenizer.has_chat_template,
             device=torch.cuda.get_device_name(0),
             attention=package.attention,

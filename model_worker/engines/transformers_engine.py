@@ -60,6 +60,20 @@ class _Counters:
     decode_steps: int = 0
 
 
+OFFERED = frozenset(
+    {
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "seed",
+    }
+)
+
+
 class TransformersEngine:
     """See the module. Options: ``chunk_size`` (prompt tokens per step, default 256) and ``threads`` (CPU threads of
     this process, default 1, so that the workers of several models do not fight for cores)."""
@@ -93,7 +107,7 @@ class TransformersEngine:
         self._capabilities = Capabilities(
             context=context,
             max_batch_size=self._spec.max_batch_size,
-            sampling=frozenset(SamplingParams.model_fields),
+            offered=OFFERED,
             chat=self._tokenizer.has_chat_template,
             device=device_name(device, self._threads),
             attention="PyTorch SDPA over a cache of slots, float32",
