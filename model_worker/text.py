@@ -3,9 +3,17 @@
 A token is not a character: byte-level tokens end in the middle of one, and tokenizers of the sentencepiece kind drop
 the space before the first word that they decode. And a stop string may span tokens, so text that could be its beginning
 has to wait. Both hold text back; ``TextStream.finish`` delivers what is still held when an answer ends.
+
+Two ways from ids to text: ``PieceDetokenizer`` looks ids up in a table (a fraction of a microsecond each), where the
+tokenizer is of a kind whose text is its tokens' text joined; ``Detokenizer`` has any tokenizer decode a few ids again
+at every token.
 """
 
+from codecs import utf_8_decode
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from model_worker.stop_strings import StopMatcher
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
@@ -15,6 +23,95 @@ _CONTEXT = 6
 """Ids of the prompt that set the scene: more than the four one-byte tokens that a character can span."""
 _LONGEST_HOLD = 16
 """Ids held before the window is cut. Only endless invalid UTF-8 gets here; uncut it would cost O(n) a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What each token adds to a text, for tokenizers whose text is that of their tokens joined.
+
+    table         by id: str is text; bytes are no text by themselves, only with their neighbours; None adds nothing
+                  (special tokens, ids without a token). Ids beyond the table add nothing either
+    byte_runs     bytes are a fallback for characters that have no token: from its first byte that belongs to no
+                  character, a run of such tokens becomes one U+FFFD a byte. Otherwise UTF-8's own rule holds: one
+                  U+FFFD for as many bytes as could have begun a character
+    strips_space  the first character of a whole text is left out if it is a space
+    """
+
+    table: Sequence[str | bytes | None]
+    byte_runs: bool = False
+    strips_space: bool = False
+
+
+class PieceDetokenizer:
+    """Text of a growing sequence of ids, by a table.
+
+    context  ids before the first one, as many as there are; only the last few are looked at. With them a first word
+             keeps the space that separates it from the prompt, and a character begun in the prompt is completed.
+    """
+
+    def __init__(self, pieces: Pieces, context: Sequence[int] = ()) -> None:
+        self._table = pieces.table
+        self._byte_runs = pieces.byte_runs
+        self._pending = b""  # the beginning of a character
+        self._broken = False  # in a run of bytes, behind one that belongs to no character
+        self._at_start = pieces.strips_space
+        self._told = 0  # U+FFFD of the prompt's end, which are not the answer's to repeat
+        self._plain = not self._at_start  # nothing of the above: a text is delivered as it is
+        for token_id in context[-_CONTEXT:]:
+            self.push(token_id)
+        self._told = self._unfinished()
+        self._settle()
+
+    def push(self, token_id: int) -> str:
+        """The text that this id completes; "" while a character is incomplete."""
+        try:
+            piece = self._table[token_id]
+        except IndexError:
+            return ""
+        if self._plain and piece.__class__ is str:
+            return piece
+        return "" if piece is None else self._add(piece)
+
+    def flush(self) -> str:
+        """The text still held, incomplete characters as U+FFFD. Nothing may be pushed afterwards."""
+        return self._own(_REPLACEMENT * self._unfinished())
+
+    def _add(self, piece: str | bytes) -> str:
+        if isinstance(piece, bytes):
+            text = self._add_bytes(piece)
+        else:  # whole characters: what was pending is none
+            text = _REPLACEMENT * self._unfinished() + piece
+            self._pending, self._broken = b"", False
+        if self._at_start and text:
+            self._at_start = False
+            text = text.removeprefix(" ")
+        text = self._own(text)
+        self._settle()
+        return text
+
+    def _add_bytes(self, piece: bytes) -> str:
+        if self._broken:
+            return _REPLACEMENT * len(piece)
+        data = self._pending + piece
+        try:
+            text, used = utf_8_decode(data, "strict" if self._byte_runs else "replace", False)
+        except UnicodeDecodeError:
+            self._broken, text, used = True, _REPLACEMENT * len(data), len(data)
+        self._pending = data[used:]
+        return text
+
+    def _unfinished(self) -> int:
+        """U+FFFD that the pending bytes become if no character comes of them."""
+        # not one in every case: Python, but not UTF-8, lets the first two bytes of a surrogate begin a character
+        return len(self._pending if self._byte_runs else self._pending.decode(errors="replace"))
+
+    def _own(self, text: str) -> str:
+        if self._told:
+            text, self._told = _without_prompts(text, self._told)
+        return text
+
+    def _settle(self) -> None:
+        self._plain = not (self._pending or self._broken or self._at_start or self._told)
 
 
 class Detokenizer:
@@ -66,16 +163,18 @@ class Detokenizer:
 
     def _own(self, new: str) -> str:
         """New text without the prompt's U+FFFD at its beginning. None are left of a character that was completed."""
-        if not self._told or not new:
-            return new
-        own = new.removeprefix(_REPLACEMENT * min(self._told, len(new) - len(new.lstrip(_REPLACEMENT))))
-        self._told = self._told - (len(new) - len(own)) if not own else 0
-        return own
+        if self._told:
+            new, self._told = _without_prompts(new, self._told)
+        return new
 
     def _advance(self, grew: bool) -> None:
         """Nothing is held: cut the window to the newest ids, which are the next ones' context."""
         if not grew:
-            del self._ids[self._known :]  # a special token: no text now or later
+            new = self._ids[self._known :]
+            if self._shown or not self._decode(new + new):
+                del self._ids[self._known :]  # a special token: no text now or later
+            else:  # the space that is dropped before the first word: those behind it are not
+                self._known = len(self._ids)
             return
         shown = self._decode(self._ids[self._known :])
         if shown:  # else the space would be dropped before the next word, as at the start of a text
@@ -92,49 +191,26 @@ def _complete(text: str) -> str:
     return text[:end]
 
 
-class StopMatcher:
-    """Passes text on up to the first stop string. Text that may be the beginning of one is held back.
-
-    The stop string whose end comes first wins, and of those that end there the longest: the answer does not depend on
-    how the text was cut into pieces. Empty stop strings are ignored.
-    """
-
-    def __init__(self, stops: Iterable[str]) -> None:
-        self._stops = tuple(s for s in stops if s)
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """(text to deliver, whether a stop string was found). Nothing may be pushed after one was found."""
-        if not self._stops:
-            return text, False
-        text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)[1]], True
-        hold = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold], False
-
-    def flush(self) -> str:
-        """The text held back, which was no stop string after all."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that ``stop`` begins with; ``stop`` itself does not occur."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+def _without_prompts(text: str, told: int) -> tuple[str, int]:
+    """(text without the prompt's ``told`` U+FFFD at its beginning, how many of them may still come). None of a
+    character that was completed are left."""
+    if not text:
+        return text, told
+    own = text.removeprefix(_REPLACEMENT * min(told, len(text) - len(text.lstrip(_REPLACEMENT))))
+    return own, 0 if own else told - len(text)
 
 
 class TextStream:
-    """What a client gets to read of one answer: ids in, text out, cut before the first stop string."""
+    """What a client gets to read of one answer: ids in, text out, cut before the first stop string.
 
-    def __init__(self, decode: Decode, context: Sequence[int] = (), stops: Iterable[str] = ()) -> None:
-        self._detokenizer = Detokenizer(decode, context)
+    source   how ids become text: a table, or the tokenizer's decoding
+    context  ids before the answer, as Detokenizer takes them
+    """
+
+    def __init__(self, source: Pieces | Decode, context: Sequence[int] = (), stops: Iterable[str] = ()) -> None:
+        self._detokenizer: PieceDetokenizer | Detokenizer = (
+            PieceDetokenizer(source, context) if isinstance(source, Pieces) else Detokenizer(source, context)
+        )
         self._matcher = StopMatcher(stops)
 
     def push(self, token_id: int) -> tuple[str, bool]:

@@ -5,7 +5,7 @@ count other tokens than the engine computes.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -15,6 +15,8 @@ import tokenizers
 
 from model_worker.engine import LoadError
 from model_worker.engines.model_dir import ModelDir, token_text
+from model_worker.engines.token_pieces import NoPieces, read_pieces
+from model_worker.text import Pieces, TextStream
 from protocol.errors import RequestError
 from protocol.request import ChatMessage
 
@@ -24,6 +26,7 @@ class Tokenizer:
 
     vocab_size  one more than the highest id that has a text; models may have rows beyond, for alignment
     eos_ids     every id that ends an answer
+    pieces      what each id adds to a text; None for a tokenizer that is not of that kind
     """
 
     def __init__(self, directory: ModelDir) -> None:
@@ -41,6 +44,11 @@ class Tokenizer:
         self._bos_id = self.token_id(self._special.get("bos_token", ""))
         self.eos_ids = directory.eos_ids(self.token_id)
         self._template = _chat_template(directory)
+        self.pieces: Pieces | None = None
+        try:
+            self.pieces = read_pieces(self._tokenizer, self.vocab_size)
+        except NoPieces as e:
+            print(f"text: ids are decoded in a window at every token: {e}", flush=True)
 
     @property
     def has_chat_template(self) -> bool:
@@ -88,6 +96,10 @@ class Tokenizer:
         """Text of ids, special tokens left out, incomplete UTF-8 as U+FFFD. Ids beyond the vocabulary have no text."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+    def stream(self, context: Sequence[int], stops: Iterable[str] = ()) -> TextStream:
+        """The text of an answer behind the ids ``context``, up to the first of the stop strings."""
+        return TextStream(self.pieces or self.decode, context, stops)
 
 
 class _Refused(Exception):

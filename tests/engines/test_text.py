@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from model_worker.text import Detokenizer, StopMatcher, TextStream
+from model_worker.stop_strings import StopMatcher, _shorter_matches
+from model_worker.text import Detokenizer, TextStream
 
 no_deadline = settings(deadline=None)  # a busy machine is no failure
 
@@ -115,6 +116,11 @@ def test_words_keep_their_space_after_a_prompt(sentencepiece: Tokenizer) -> None
     assert stream(sentencepiece, ids, []) == "worlds  Hello é!", "as decoding does where nothing stands before"
 
 
+def test_a_space_before_the_first_word_is_dropped_once(sentencepiece: Tokenizer) -> None:
+    assert stream(sentencepiece, ids_of("▁", "▁Hello"), ids_of("<s>")) == " Hello"
+    assert stream(sentencepiece, ids_of(*["<s>"] * 50, "▁", "▁", "▁Hello"), []) == "  Hello"
+
+
 @no_deadline
 @given(st.lists(st.sampled_from([*PIECES, "🦊".encode(), "é".encode(), "さ".encode(), "<s>"]), max_size=20))
 def test_sentencepiece_streams_what_it_decodes(sentencepiece: Tokenizer, pieces: list[str | bytes]) -> None:
@@ -160,6 +166,42 @@ def test_stop_strings_do_not_depend_on_the_split(text: str, stops: list[str], pl
     if not found:
         out += matcher.flush()
     assert (out, found) == expected
+
+
+@no_deadline
+@given(st.lists(st.text(st.sampled_from("ab"), min_size=1, max_size=12), min_size=1, max_size=3), letters)
+def test_text_is_held_exactly_as_far_as_a_stop_string_may_have_begun(stops: list[str], text: str) -> None:
+    matcher = StopMatcher(stops)
+    out = ""
+    for end, character in enumerate(text, 1):
+        piece, found = matcher.push(character)
+        out += piece
+        if found:
+            break
+        held = text[len(out) : end]
+        assert any(stop.startswith(held) for stop in stops)
+        longest = max(k for k in range(end + 1) for stop in stops if stop.startswith(text[end - k : end]))
+        assert len(held) == longest
+
+
+def test_stop_strings_made_to_be_slow_are_not() -> None:
+    """Counted in characters compared, not in seconds."""
+    compared = 0
+
+    class Counted(str):
+        def __getitem__(self, key: object) -> str:
+            nonlocal compared
+            compared += 1
+            return super().__getitem__(key)  # type: ignore[index]
+
+    matcher = StopMatcher([Counted("a" * 250 + end) for end in "bcdefghijk"])
+    _shorter_matches.cache_clear()
+    matcher.push("a")  # what is worked out once for each stop string
+    compared = 0
+    for _ in range(300):
+        matcher.push("aaa!")
+        matcher.push("a")
+    assert compared < 10 * 300 * 5 * 3
 
 
 def test_only_what_may_be_a_stop_string_is_held() -> None:

@@ -1,0 +1,109 @@
+"""The text of each token, for tokenizers whose decoding does no more than join it. Read once, when a model is loaded.
+
+Byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, written with one printable character each. Sentencepiece (Llama
+2, Mistral, Gemma): a token is text with "▁" for a space, or one byte of a character that has no token. Whether this
+reading of the decoder is right is not taken on trust: the whole vocabulary is decoded both ways and compared.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tokenizers
+
+from model_worker.text import PieceDetokenizer, Pieces
+
+_SPACE = "▁"
+_CHECKED_TOGETHER = 64
+"""Ids decoded in one call when the table is checked: each with two random neighbours, and a mistake costs no more."""
+
+_REPLACE = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+_BYTES, _FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+class NoPieces(Exception):
+    """The tokenizer's text is not its tokens' joined, as far as can be told. Says why."""
+
+
+def read_pieces(tokenizer: tokenizers.Tokenizer, size: int) -> Pieces:
+    """The table of ids below ``size``. Raises NoPieces."""
+    steps = _steps(tokenizer.decoder)
+    skipped = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+    tokens: list[str | None] = [tokenizer.id_to_token(token_id) for token_id in range(size)]
+    tokens = [None if token in skipped else token for token in tokens]
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        pieces = Pieces(_byte_level(tokens))
+    elif steps in ([_REPLACE, _BYTES, _FUSE], [_REPLACE, _BYTES, _FUSE, _STRIP]):
+        pieces = Pieces(_sentencepiece(tokens), byte_runs=True, strips_space=_STRIP in steps)
+    else:
+        raise NoPieces(f"the decoder is of another kind ({' + '.join(step['type'] for step in steps) or 'none'})")
+    if not all(_agrees(tokenizer, pieces, ids) for ids in _samples(pieces)):
+        raise NoPieces("its table does not give what the tokenizer decodes")
+    return pieces
+
+
+def _steps(decoder: Any) -> list[dict[str, Any]]:
+    """What a decoder does, one after the other, as in tokenizer.json."""
+    if decoder is None:
+        return []
+    described: dict[str, Any] = json.loads(decoder.__getstate__())
+    steps: list[dict[str, Any]] = described["decoders"] if described["type"] == "Sequence" else [described]
+    return steps
+
+
+def _byte_level(tokens: Sequence[str | None]) -> list[str | bytes | None]:
+    """As the library has it: a token with a character that stands for no byte is its own UTF-8."""
+    alphabet = _byte_characters()
+    allowed = frozenset(map(chr, alphabet))
+    table: list[str | bytes | None] = []
+    for token in tokens:
+        if not token:
+            table.append(None)
+        elif not allowed.issuperset(token):
+            table.append(token)
+        else:
+            data = token.translate(alphabet).encode("latin-1")
+            try:
+                table.append(data.decode())
+            except UnicodeDecodeError:
+                table.append(data)
+    return table
+
+
+def _byte_characters() -> dict[int, int]:
+    """Byte-level's printable character for each byte (GPT-2's table), the other way round, for str.translate."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}
+
+
+def _sentencepiece(tokens: Sequence[str | None]) -> list[str | bytes | None]:
+    fallback = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+    return [None if token is None else fallback.get(token) or token.replace(_SPACE, " ") for token in tokens]
+
+
+def _samples(pieces: Pieces) -> Iterator[list[int]]:
+    """Sequences of ids that hold the whole vocabulary between them, in random order, and characters written in bytes.
+
+    A byte of a fallback stands alone between texts: what was delivered before a run proved broken cannot be taken back,
+    so there (and only there) a stream's text is not the text decoded at once.
+    """
+    order = random.Random(0)
+    ids = list(range(len(pieces.table)))
+    order.shuffle(ids)
+    texts = [i for i in ids if isinstance(pieces.table[i], str)] if pieces.byte_runs else ids
+    between = [[i] for i in ids if not isinstance(pieces.table[i], str)] if pieces.byte_runs else []
+    by_byte = {piece: i for i, piece in enumerate(pieces.table) if isinstance(piece, bytes)}
+    if pieces.byte_runs and len(by_byte) == 256:
+        between += [[by_byte[bytes([byte])] for byte in character.encode()] for character in "éさ🦊\n\ufffd"]
+    for first in range(0, max(len(texts), _CHECKED_TOGETHER * len(between)), _CHECKED_TOGETHER):
+        if chunk := texts[first : first + _CHECKED_TOGETHER] or texts[:2]:
+            yield [chunk[0], *(between.pop() if between else ()), *chunk[1:]]
+
+
+def _agrees(tokenizer: tokenizers.Tokenizer, pieces: Pieces, ids: list[int]) -> bool:
+    stream = PieceDetokenizer(pieces)
+    text = "".join(map(stream.push, ids)) + stream.flush()
+    return bool(text == tokenizer.decode(ids, skip_special_tokens=True))
