@@ -207,7 +207,7 @@ class ExLlamaV2Engine:
             identifier=job.id,
         )
         self._generator.enqueue(handle)
-        text = TextStream(self.decode, job.prompt_ids, job.stop)
+        text = self._tokenizer.stream(job.prompt_ids, job.stop)
         running = _Running(job, handle, text, penalty, counted=len(job.prompt_ids))
         self._running[job.id] = running
         if penalty:

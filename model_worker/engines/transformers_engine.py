@@ -182,7 +182,7 @@ class TransformersEngine:
             running = _Running(
                 job,
                 row=len(self._rows),
-                text=TextStream(self.decode, job.prompt_ids, job.stop),
+                text=self._tokenizer.stream(job.prompt_ids, job.stop),
                 sampler=Sampler(job),
                 newest=job.prompt_ids[-1],
             )
