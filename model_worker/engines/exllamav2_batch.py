@@ -1,0 +1,100 @@
+"""Which jobs ExLlamaV2's generator computes: a waiting line of our own in front of its queue.
+
+The package starts whatever fits, computes a chunk of every new prompt in each step, and lets four small jobs pass a
+large one before all wait. Here
+
+* new prompts are begun while those being read come to less than one chunk a step (one at least), so that a crowd of
+  long prompts slows running answers down by one chunk and not by one each;
+* jobs begin in the order in which they came. One that lacks pages is passed by later ones that do not, but by
+  PASSES at most; then all wait for it.
+"""
+
+from typing import Any
+
+PASSES = 8
+
+
+class Batch:
+    """The generator's jobs, waiting and active. Jobs are AnswerJob.
+
+    chunk  prompt tokens computed per step and job
+    """
+
+    def __init__(self, generator: Any, chunk: int) -> None:
+        self._generator, self._chunk = generator, chunk
+        self._line: list[Any] = []
+        self._passed: dict[Any, int] = {}
+
+    def add(self, job: Any, *, first: bool = False) -> None:
+        """Put a job at the end of the line, or at its front."""
+        generator = self._generator
+        job.prepare_for_queue(generator, generator.job_serial)  # the first half of enqueue()
+        generator.job_serial += 1
+        self._line.insert(0 if first else len(self._line), job)
+
+    def start(self) -> list[Any]:
+        """Hand to the generator what it can start now; it does so at its next step."""
+        if not self._line:
+            return []
+        generator, started = self._generator, []
+        active = generator.active_jobs
+        places = generator.max_batch_size - sum(len(job.sequences) for job in active)
+        pages = len(generator.unreferenced_pages)
+        reading = sum(min(job.unread(), self._chunk) for job in active if not job.is_prefill_done())
+        while (job := self._next(places, pages)) is not None:
+            unread = min(job.unread(), self._chunk)
+            if reading and unread and reading + unread > self._chunk:
+                break
+            places -= len(job.sequences)
+            pages -= job.current_new_pages_required()
+            reading += unread
+            self._leave(job)
+            generator.pending_jobs.append(job)  # the second half
+            started.append(job)
+        return started
+
+    def _next(self, places: int, pages: int) -> Any | None:
+        """The first in line that fits, unless it may not pass those before it."""
+        for job in self._line:
+            if len(job.sequences) > places:
+                return None  # places come free with every answer that ends
+            if job.current_new_pages_required() <= pages:
+                return job
+            if self._passed.get(job, 0) >= PASSES:
+                return None
+        return None
+
+    def _leave(self, job: Any) -> None:
+        at = self._line.index(job)
+        for passed in self._line[:at]:
+            self._passed[passed] = self._passed.get(passed, 0) + 1
+        del self._line[at]
+        self._passed.pop(job, None)
+
+    def cancel(self, job: Any) -> None:
+        """Forget a job wherever it is; its pages are free at once."""
+        if job in self._line:
+            self._line.remove(job)
+            self._passed.pop(job, None)
+        else:
+            self._generator.cancel(job)
+
+    def clear(self) -> None:
+        """Forget all jobs, and every cached page."""
+        self._line.clear()
+        self._passed.clear()
+        self._generator.clear_queue()
+        self._generator.reset_page_table()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line) + len(self._generator.pending_jobs)
+
+    @property
+    def active(self) -> int:
+        return len(self._generator.active_jobs)
+
+    @property
+    def reading(self) -> int:
+        """Jobs whose prompt is being computed."""
+        return sum(not job.is_prefill_done() for job in self._generator.active_jobs)

@@ -1,0 +1,275 @@
+"""One answer inside ExLlamaV2's generator: its job, with bookkeeping of our own where the package's is wrong or slow.
+
+Importing this imports exllamav2: only after ``exllamav2_load`` has.
+
+What the package does after each draw (text, held text, result dictionaries) is left out: the engine makes text from
+ids. What is kept is how a sequence owns its pages, with four repairs, each of which would otherwise give a later prompt
+keys and values of another place, or end the process:
+
+* a page that a full cache hit leaves for the first new token did not know what comes before it;
+* what was speculated and not taken, when an answer ends, stayed claimed;
+* a page that loses its name when it is given back kept its claim without its past;
+* a page completed while another job is still going to compute the same one met an assertion.
+"""
+
+import math
+import random
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from exllamav2.generator import ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exllamav2.generator.dynamic import _tensor_hash_checksum
+
+from model_worker.engine import TokenLogprob
+from model_worker.engines.exllamav2_ngram import NGrams
+from model_worker.engines.exllamav2_sampling import TokenBias
+from model_worker.engines.exllamav2_xtc import draw_excluding_top
+
+PAGE = 256
+UNLIKELY = 1e-30
+"""A token drawn with less than this was not drawn: probabilities were not numbers, or underflowed."""
+NEVER = float("-inf")
+
+
+class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
+    """See the module. After a step, what is new is in ``fresh`` and ``fresh_logprobs``; the engine empties them.
+
+    prompts      ids of the prompt, and of the negative prompt if there is guidance
+    limit        tokens after which the answer ends
+    minimum      tokens before which none of ``end_ids`` is drawn
+    draft        tokens speculated per step: pages are reserved for them
+    vocab        ids below this can be drawn
+    first_bias   added to the logits of the first draw only, float32 [padded vocabulary]
+    top          None, or how many of the likeliest tokens are reported with each
+    xtc          (probability, threshold, ids that are never left out, skew), or None
+    ended        "stop" or "length" once the answer has ended
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: dict[str, Any],
+        *,
+        limit: int,
+        end_ids: Sequence[int],
+        vocab: int,
+        minimum: int = 0,
+        draft: int = 0,
+        ngrams: bool = False,
+        rng: random.Random | None = None,
+        bias: TokenBias | None = None,
+        first_bias: torch.Tensor | None = None,
+        top: int | None = None,
+        xtc: tuple[float, float, Collection[int], float] | None = None,
+    ) -> None:
+        self.bias, self.first_bias = bias, first_bias
+        tensor = bias.tensor if bias else None
+        if first_bias is not None:
+            tensor = first_bias if tensor is None else first_bias + tensor
+        super().__init__(
+            input_ids=[torch.tensor([ids], dtype=torch.long) for ids in prompts],
+            max_new_tokens=limit + draft,
+            min_new_tokens=0,
+            max_skips=1 << 30,  # the engine decides who goes first
+            gen_settings=ExLlamaV2Sampler.Settings(**settings, token_bias=tensor),
+        )
+        self.rng = rng or random.Random()
+        self.limit, self.minimum, self.vocab, self.xtc = limit, minimum, vocab, xtc
+        self.end_ids, self.end_list = frozenset(end_ids), list(end_ids)
+        self.top = top
+        self.past = NGrams(prompts[0]) if ngrams else None
+        self.fresh: list[int] = []
+        self.fresh_logprobs: list[TokenLogprob] = []
+        self.ended: str | None = None
+        self.greedy = settings["top_k"] == 1
+        self._shortcut = (
+            self.greedy
+            and settings["token_repetition_penalty"] == 1.0
+            and not settings["dry_multiplier"]
+            and settings["cfg_scale"] is None
+        )
+        self._drawn = -1
+        self._logprob: TokenLogprob | None = None
+
+    # drawing
+
+    def receive_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, None, None, None, bool]:
+        """Draw from float32 logits [sequences, 1, padded vocabulary]. May run on a thread of the generator's pool."""
+        assert logits.shape[0] == len(self.sequences)
+        raw = logits[0, 0, : self.vocab].clone() if self.top is not None else None
+        token = self._likeliest(logits) if self._shortcut else self._sampled(logits)
+        self._drawn = token
+        if raw is not None:
+            self._logprob = _logprob(raw, token, self.top or 0)
+        return torch.tensor([[token]]), None, None, None, False
+
+    def _likeliest(self, logits: torch.Tensor) -> int:
+        """The greedy token, where nothing but a bias changes the logits: a third of the sampler's time."""
+        row = logits[0, 0, : self.vocab]
+        bias = self.gen_settings.token_bias
+        if bias is not None:
+            row += bias[: self.vocab]
+        if self.new_tokens < self.minimum:
+            row[self.end_list] = NEVER
+        return _argmax(row)
+
+    def _sampled(self, logits: torch.Tensor) -> int:
+        if self.greedy and math.isnan(float(logits[:, :, : self.vocab].max())):
+            raise RuntimeError("the model's logits are not numbers")  # the kernel would index with what is on its stack
+        if self.xtc is not None and self.rng.random() < self.xtc[0]:
+            _, threshold, protected, skew = self.xtc
+            return draw_excluding_top(
+                lambda at, top: self._sample(logits.clone(), at, top), self.rng.random(), threshold, protected, skew
+            )
+        point = self.rng.random()
+        if self.xtc is not None and self.xtc[3]:
+            point = point ** math.exp(-self.xtc[3])
+        return self._sample(logits, point)[0]
+
+    def _sample(self, logits: torch.Tensor, point: float, top: int = 0) -> tuple[int, list[int], list[float]]:
+        drawn, top_ids, top_probs, prob, _ = ExLlamaV2Sampler.sample(
+            logits,
+            self.gen_settings,
+            self.sequences[0].sequence_ids.torch(),
+            point,
+            self.generator.tokenizer,
+            return_top_tokens=top,
+            blocked_tokens=self.end_list if self.new_tokens < self.minimum else None,
+        )
+        token = int(drawn)
+        if not float(prob) > UNLIKELY or token >= self.vocab:
+            # powers of probabilities underflow at low temperatures, penalties divide by next to nothing: what is left
+            # of the distribution is its top
+            row, bias = logits[0, 0, : self.vocab], self.gen_settings.token_bias
+            token = _argmax(row if bias is None else row.masked_fill(bias[: self.vocab] == NEVER, NEVER))
+        return token, top_ids[0, 0].tolist() if top else [], top_probs[0, 0].tolist() if top else []
+
+    # what was drawn
+
+    def receive_sample(
+        self, logits: Any, next_token: torch.Tensor, k_tokens: Any, k_probs: Any, prob: Any, filter_eos: Any,
+        results: list[Any], first_sample_in_sd_batch: bool = True,
+    ) -> tuple[bool, torch.Tensor]:  # fmt: skip
+        """Take the token. (whether the answer has ended, the token). Puts the job itself into results, once a step."""
+        token = self._drawn
+        if not self.fresh:
+            results.append(self)
+        self.fresh.append(token)
+        self.new_tokens += 1
+        for sequence in self.sequences:
+            sequence.sequence_ids.append(next_token)
+            sequence.kv_position += 1
+            if not sequence.kv_position % PAGE:
+                self._complete_page(sequence)
+        if self._logprob is not None:
+            self.fresh_logprobs.append(self._logprob)
+        if self.bias is not None and self.bias.counts:
+            self.bias.count(token)
+        if self.first_bias is not None:
+            self.first_bias = None
+            self.gen_settings.token_bias = self.bias.tensor if self.bias else None
+        if self.past is not None:
+            self.past.push(token)
+        if token in self.end_ids:
+            self.ended = "stop"
+        elif self.new_tokens >= self.limit:
+            self.ended = "length"
+        return self.ended is not None, next_token
+
+    def _complete_page(self, sequence: Any) -> None:
+        """A page is full: name it by its tokens and all before them, so that others can use it; the next one follows.
+
+        As the package, but for a page of that name that another job holds and has not computed yet: there this one
+        keeps its own.
+        """
+        generator = self.generator
+        index = sequence.kv_position // PAGE - 1
+        page = sequence.allocated_pages[index]
+        before = sequence.allocated_pages[index - 1].phash if index else None
+        name = _tensor_hash_checksum(sequence.sequence_ids.torch_slice(index * PAGE, (index + 1) * PAGE), before)
+        same = generator.referenced_pages.get(name)
+        if same is None:
+            if name in generator.unreferenced_pages:
+                generator.unreferenced_pages[name].clear()
+            page.update_hash(name)
+        elif same.kv_position == PAGE:
+            serial = page.access_serial
+            _release(page)
+            sequence.allocated_pages[index] = same
+            sequence.block_index_tensor = None
+            same.add_ref(serial)
+        following = sequence.allocated_pages[index + 1]
+        following.prev_hash = sequence.allocated_pages[index].phash
+        following.can_revert = False
+
+    # pages
+
+    def prepare_for_queue(self, generator: Any, serial_number: int) -> None:
+        super().prepare_for_queue(generator, serial_number)
+        # for text and results that are not made here: half a megabyte per thousand ids of vocabulary
+        self.held_tokens = self.held_k_tokens = self.held_k_probs = self.held_probs = self.held_logits = None
+
+    def unread(self) -> int:
+        """Tokens of the prompts that are still to be computed, those in the cache not counted."""
+        pages = self.generator.referenced_pages, self.generator.unreferenced_pages
+        left = 0
+        for sequence in self.sequences:
+            known = sequence.kv_position
+            for name in sequence.page_hashes[known // PAGE :]:
+                page = pages[0].get(name) or pages[1].get(name)
+                if page is None or page.kv_position < PAGE:
+                    break
+                known += PAGE
+            left += max(len(sequence.sequence_ids) - 1 - known, 0)
+        return left
+
+    def pages_required(self) -> int:
+        """Most pages the job can need at once: what it shares with itself counts once."""
+        own: int = sum(sequence.new_unique_pages for sequence in self.sequences)
+        return len(self.all_unique_hashes) + own
+
+    def allocate_pages(self) -> None:
+        super().allocate_pages()
+        for sequence in self.sequences:
+            full = len(sequence.page_hashes)
+            if full:  # stays None where all pages before are found in the cache, and None means the start of a text
+                sequence.allocated_pages[full].prev_hash = sequence.page_hashes[-1]
+
+    def deallocate_pages(self) -> None:
+        for sequence in self.sequences:
+            pages = sequence.allocated_pages or []
+            for index in range(len(sequence.page_hashes), len(pages)):
+                page, known = pages[index], max(sequence.kv_position - index * PAGE, 0)
+                if page.kv_position > known and not page.can_revert:
+                    page.kv_position = known
+            for page in pages:
+                _release(page)
+            sequence.allocated_pages = []
+
+
+def _release(page: Any) -> None:
+    """Give one reference back. A page whose name another has taken is renamed by the package as if it began a text:
+    it must not be found by its tokens."""
+    name = page.phash_revert if page.can_revert else page.phash
+    page.sub_ref()
+    if not page.ref_count and page.phash != name:
+        page.kv_position = 0
+
+
+def _argmax(row: torch.Tensor) -> int:
+    """The first index of the highest value. Raises RuntimeError if one is not a number."""
+    values = row.numpy()
+    token = int(values.argmax())  # a NaN counts as highest
+    if math.isnan(values[token]):
+        raise RuntimeError("the model's logits are not numbers")
+    return token
+
+
+def _logprob(raw: torch.Tensor, token: int, top: int) -> TokenLogprob:
+    total = float(raw.logsumexp(0))
+    if not top:
+        return TokenLogprob(token, float(raw[token]) - total)
+    values, ids = raw.topk(min(top, len(raw)))
+    likeliest = zip(ids.tolist(), (values - total).tolist(), strict=True)
+    return TokenLogprob(token, float(raw[token]) - total, tuple(likeliest))

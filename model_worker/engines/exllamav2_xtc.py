@@ -1,0 +1,36 @@
+"""XTC ("exclude top choices") on top of ExLlamaV2's sampler, whose own kernel in 0.3.2 is mis-indexed.
+
+By p-e-w (text-generation-webui, pull request 6335): with a given probability, every token at least as likely as the
+threshold is left out, except the least likely of them. Newlines and special tokens are never left out (as there).
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+Draw = Callable[[float, int], tuple[int, Sequence[int], Sequence[float]]]
+"""(random, n) -> (the token drawn at ``random`` of the cumulated probabilities, likeliest first; the n likeliest ids
+and their probabilities, after all other filters). May be called twice for the same logits."""
+SCALE = 0.9998
+"""The sampler's own factor on the random number."""
+
+
+def draw_excluding_top(draw: Draw, random: float, threshold: float, protected: Collection[int], skew: float) -> int:
+    """One token, at ``random`` in [0, 1) of what XTC leaves.
+
+    The sampler adds probabilities up from the likeliest on. So a draw among the tokens that are left is its draw at a
+    number from which the share of the excluded ones has been kept away.
+    """
+    most = math.ceil(1 / threshold)
+    _, ids, probs = draw(0.0, most)
+    likely = [token for token, p in zip(ids, probs, strict=True) if p >= threshold and token not in protected]
+    gone = set(likely[:-1])
+    if skew:
+        random = random ** math.exp(-skew)
+    left = random * SCALE * (1 - sum(p for token, p in zip(ids, probs, strict=True) if token in gone))
+    for token, p in zip(ids, probs, strict=True):
+        if p > 0 and token not in gone:
+            left -= p
+            if left <= 0:
+                return token
+    token = draw(min((sum(probs) + left) / SCALE, 1.0), most)[0]
+    return token if token not in gone else likely[-1]

@@ -1,0 +1,122 @@
+"""A model that knows only what it reads out of its paged cache, and whose every token depends on all tokens before it.
+
+Its cache holds token ids and positions where a real one holds keys and values. ``forward_chunk`` writes the given ids
+into the pages, reads back everything that the sequence claims to have there, and makes the logits from that: a page
+that is stale, another's, not written yet or at another position changes the answer, and a wrong position raises at
+once. ``expected`` says what the answer to a prompt must be, from the prompt alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+PAGE = 256
+_MULTIPLIER = 6364136223846793005
+_POWERS = np.cumprod(np.full(1 << 16, _MULTIPLIER, np.uint64))[::-1]
+
+
+def digest(ids: np.ndarray[Any, Any]) -> int:
+    """A number of 64 bits that depends on every id and on its place."""
+    products = (ids.astype(np.uint64) + np.uint64(1)) * _POWERS[len(_POWERS) - len(ids) :]
+    return int(products.sum()) * _MULTIPLIER >> 3 & (1 << 60) - 1
+
+
+class OracleLogits:
+    """Logits [vocab] for a prefix. The likeliest token leads the next by about 3.
+
+    eos_id      the likeliest token at one of ``eos_every`` prefixes
+    habit       how often (0 to 1) the likeliest token follows from the last one alone, as speculation needs it
+    """
+
+    def __init__(self, vocab: int, *, eos_id: int = -1, eos_every: int = 0, habit: float = 0.5) -> None:
+        self.vocab, self.eos_id, self.eos_every, self.habit = vocab, eos_id, eos_every, habit
+        self._noise = np.random.default_rng(0).normal(0.0, 1.0, 1 << 16).astype(np.float32).clip(-2.5, 2.5)
+        self._noise = np.concatenate([self._noise, self._noise[:vocab]])
+
+    def best(self, ids: np.ndarray[Any, Any]) -> int:
+        value = digest(ids)
+        if self.eos_every and value >> 40 & 0xFFFF < 0x10000 // self.eos_every:
+            return self.eos_id
+        if (value >> 20 & 0xFFFF) / 0x10000 < self.habit:
+            return self._ordinary(int(ids[-1]) * 7 + 3)
+        return self._ordinary(value >> 8)
+
+    def _ordinary(self, number: int) -> int:
+        """Any id but eos_id."""
+        token = number % self.vocab
+        return token if token != self.eos_id else (token + 1) % self.vocab
+
+    def __call__(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        start = digest(ids) & 0xFFFF
+        logits: np.ndarray[Any, Any] = self._noise[start : start + self.vocab].copy()
+        logits[self.best(ids)] = 5.5
+        return logits
+
+    def expected(self, prompt: Sequence[int], size: int, *, ends: Sequence[int] = ()) -> list[int]:
+        """The greedy answer: up to ``size`` tokens, the first of ``ends`` included."""
+        ids = np.zeros(len(prompt) + size, np.int64)
+        ids[: len(prompt)] = prompt
+        for n in range(len(prompt), len(ids)):
+            ids[n] = self.best(ids[:n])
+            if ids[n] in ends:
+                return ids[len(prompt) : n + 1].tolist()
+        return ids[len(prompt) :].tolist()
+
+
+class OracleModel:
+    """What the generator calls of a model. ``config`` is the package's own, of a demo model, with other sizes."""
+
+    def __init__(self, config: Any, logits: OracleLogits) -> None:
+        self.config, self.logits = config, logits
+        self.cache_map = {0: "cpu"}
+        self.forwards: list[tuple[int, int, bool]] = []
+        """(rows, tokens of each, whether it was prefill) of each call."""
+        self.fail_at: int | None = None
+        """Number of the call that raises."""
+
+    def forward_chunk(
+        self, input_ids: torch.Tensor, cache: Any, attn_params: Any, preprocess_only: bool = False, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        rows, size = input_ids.shape
+        if self.fail_at == len(self.forwards):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self.forwards.append((rows, size, preprocess_only))
+        padded = -(-self.config.vocab_size // 32) * 32
+        out = torch.full((rows, size, padded), -65504.0)
+        tokens, positions = cache.key_states[0].view(-1).numpy(), cache.value_states[0].view(-1).numpy()
+        for row in range(rows):
+            past = int(attn_params.cache_seqlens[row])
+            end = past + size
+            assert end <= self.config.max_seq_len, f"position {end - 1} is beyond the tables of positions"
+            pages = attn_params.block_index[row, : -(-end // PAGE)].numpy().astype(np.int64)
+            assert len(set(pages.tolist())) == len(pages), "a page stands twice in one sequence"
+            slots = (pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[:end]
+            tokens[slots[past:]] = input_ids[row].numpy()
+            positions[slots[past:]] = np.arange(past, end)
+            read = tokens[slots]
+            wrong = np.flatnonzero(positions[slots] != np.arange(end))
+            assert not wrong.size, f"position {wrong[0]} of a sequence holds the keys of another position"
+            if not preprocess_only:
+                for at in range(size):
+                    out[row, at, : self.logits.vocab] = torch.from_numpy(self.logits(read[: past + at + 1]))
+        return {} if preprocess_only else {"logits": out}
+
+
+def make_cache(core: Any, model: OracleModel, size: int) -> Any:
+    """The package's own cache class, of one layer, over int64: ids as keys and positions as values."""
+
+    class OracleCache(core.ExLlamaV2CacheBase):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__(model, 1, size, torch.int64, 1, 1, False, num_key_value_heads=1)
+            self.num_hidden_layers, self.head_dim = 1, 1
+            self.shape_wk = self.shape_wv = (1, size, 1, 1)
+            self.create_state_tensors(None)
+            for tensor in self.all_tensors():
+                tensor.fill_(-1)
+
+        def all_tensors(self) -> list[torch.Tensor]:
+            return [*self.key_states, *self.value_states]
+
+    return OracleCache()

@@ -1,0 +1,60 @@
+"""The real exllamav2 on the CPU, its compiled module replaced."""
+
+import importlib
+import importlib.util
+import sys
+import types
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import model_worker.demo_models
+from tests.engines.exllamav2_cpu import extension
+from tests.engines.exllamav2_cpu.oracle import OracleLogits, OracleModel, make_cache
+
+DEMO_MODELS = Path(model_worker.demo_models.__file__).parent
+
+
+@cache
+def import_package() -> Any:
+    """The package, imported once. Skips by name where it is absent, or where its own compiled module can be used."""
+    if importlib.util.find_spec("exllamav2") is None:
+        pytest.skip("exllamav2 is not installed: make test installs it, without what it would compile")
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device is visible: this process must import exllamav2's own compiled module")
+    if "exllamav2_ext" not in sys.modules:
+        stand_in = types.ModuleType("exllamav2_ext")
+        vars(stand_in).update({name: value for name, value in vars(extension).items() if callable(value)})
+        sys.modules["exllamav2_ext"] = stand_in
+    threads = torch.get_num_threads()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        package = importlib.import_module("exllamav2")
+        importlib.import_module("exllamav2.generator")
+    torch.set_num_threads(threads)  # its import leaves one
+    # nothing computes attention here
+    importlib.import_module("exllamav2.attn").has_flash_attn_with_paged = True  # type: ignore[attr-defined]
+    return package
+
+
+def read_config(model: str, context: int, chunk: int) -> Any:
+    """The package's own reading of a demo model's configuration."""
+    config = import_package().ExLlamaV2Config()
+    config.model_dir = str(DEMO_MODELS / model)
+    config.prepare()
+    config.max_seq_len, config.max_input_len, config.num_hidden_layers = context, chunk, 1
+    return config
+
+
+def read_tokenizer(config: Any) -> Any:
+    return import_package().ExLlamaV2Tokenizer(config)
+
+
+def oracle(model: str, logits: OracleLogits, *, context: int, chunk: int, cache_size: int) -> tuple[Any, Any]:
+    """(model, cache)"""
+    built = OracleModel(read_config(model, context, chunk), logits)
+    return built, make_cache(import_package(), built, cache_size)
