@@ -23,21 +23,17 @@ from model_worker.engine import (
     EngineStats,
     Finished,
     Job,
-    LoadError,
     ProgressCallback,
 )
 from model_worker.engines.admission import check_job, is_greedy
-from model_worker.engines.exllamav2_load import CACHE_MODES, PAGE, check_directory, import_package, load_model
+from model_worker.engines.exllamav2_load import load, make_generator
+from model_worker.engines.exllamav2_options import PAGE, read_options
 from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.options import Options
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.text import TextStream
 from protocol.errors import ErrorCode, RequestError
 from protocol.request import ChatMessage, SamplingParams
 from protocol.worker_spec import EngineSpec
-
-DEFAULT_CHUNK_SIZE = 2048
-
 
 OFFERED = frozenset(
     {
@@ -83,23 +79,10 @@ class _Running:
 
 
 class ExLlamaV2Engine:
-    """See the module. Options, sizes in tokens:
-
-    cache_size  all sequences together, a multiple of 256; default room for one full context, and for a page of every
-                request of a batch
-    cache_mode  FP16 (default), Q8, Q6 or Q4
-    chunk_size  prompt tokens computed at a time, a multiple of 256; default 2048, or the context if that is less
-    """
+    """See the module. Options are ``exllamav2_options.ExLlamaV2Options``."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        options = Options("exllamav2", spec.options, ("cache_size", "cache_mode", "chunk_size"))
-        self._cache_mode = options.choice("cache_mode", "FP16", CACHE_MODES)
-        self._chunk_size = options.integer("chunk_size", 0, minimum=PAGE, multiple_of=PAGE)  # 0: by the context
-        self._cache_size = options.integer("cache_size", 0, minimum=PAGE, multiple_of=PAGE)
-        if not spec.device.startswith("cuda"):
-            raise LoadError(
-                f"engine exllamav2 needs a CUDA device, not {spec.device}: set gpu, or engine: transformers"
-            )
+        self._options = read_options(spec)
         self._spec = spec
         self._running: dict[int, _Running] = {}
         self._penalized: dict[int, _Running] = {}
@@ -109,43 +92,20 @@ class ExLlamaV2Engine:
     def load(self, progress: ProgressCallback) -> None:
         """Load onto the first visible GPU and warm up. Raises LoadError."""
         directory = ModelDir(self._spec.model_dir)
-        check_directory(directory)
-        context, batch = directory.context(self._spec.max_seq_len), self._spec.max_batch_size
-        padded = -(-context // PAGE) * PAGE
-        chunk_size = self._chunk_size or min(DEFAULT_CHUNK_SIZE, padded)
-        cache_size = self._cache_size or max(padded, batch * PAGE)
-        if cache_size < padded:
-            raise LoadError(
-                f"cache_size is {cache_size}, less than the context of {context} tokens: "
-                f"set max_seq_len to at most {cache_size}, or cache_size to at least {padded}"
-            )
-        if batch > chunk_size:
-            raise LoadError(f"max_batch_size is {batch}: it must be at most chunk_size, which is {chunk_size}")
         self._tokenizer = Tokenizer(directory)
-        package = import_package()
-        self._package = package.generator
-        model, cache, pieces = load_model(
-            package, directory, context, chunk_size, self._cache_mode, cache_size, progress
-        )
-        self._vocab_size = int(model.config.vocab_size)
-        self._generator = package.generator.ExLlamaV2DynamicGenerator(
-            model=model,
-            cache=cache,
-            tokenizer=pieces,
-            max_batch_size=batch,  # the default takes a gigabyte of logits
-            max_chunk_size=chunk_size,
-            max_q_size=1,
-            paged=True,
-        )
+        loaded = load(self._spec, self._options, directory, progress)
+        self._package = loaded.generator
+        self._vocab_size = int(loaded.model.config.vocab_size)
+        self._generator = make_generator(loaded, self._spec.max_batch_size)
         self._capabilities = Capabilities(
-            context=context,
-            max_batch_size=batch,
+            context=loaded.context,
+            max_batch_size=self._spec.max_batch_size,
             offered=OFFERED,
             chat=self._tokenizer.has_chat_template,
             device=torch.cuda.get_device_name(0),
-            attention=package.attention,
+            attention=loaded.attention,
         )
-        self._warm_up(chunk_size, progress)
+        self._warm_up(loaded.chunk_size, progress)
 
     def _warm_up(self, chunk_size: int, progress: ProgressCallback) -> None:
         """Run a full chunk and a few steps of a full batch: kernels load, and scratch memory grows, at first use."""

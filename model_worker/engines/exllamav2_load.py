@@ -7,19 +7,20 @@ at that moment decides whether it can batch.
 import importlib
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import one_line, paged_attention
+from model_worker.engines.exllamav2_options import PAGE, ExLlamaV2Options
 from model_worker.engines.model_dir import ModelDir
+from protocol.worker_spec import EngineSpec
 
-PAGE = 256
-"""Tokens of a page of the cache, fixed by ExLlamaV2."""
+DEFAULT_CHUNK_SIZE = 2048
 
-CACHE_MODES = {
+_CACHES = {
     "FP16": "ExLlamaV2Cache",
     "Q8": "ExLlamaV2Cache_Q8",
     "Q6": "ExLlamaV2Cache_Q6",
@@ -141,7 +142,85 @@ def _choose_attention() -> str:
     return f"{paged_attention.NAME}; {why}"
 
 
-def load_model(
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory, with what a generator is made of.
+
+    core, generator   the package's modules exllamav2 and exllamav2.generator
+    attention         how attention is computed, for people
+    model, cache, tokenizer  the package's objects
+    draft_model, draft_cache None without a draft model
+    draft_tokens      tokens speculated per step; 0: no speculation
+    ngram             speculate from n-grams of the text
+    loras             the package's adapters, loaded
+    context           tokens of prompt and answer together
+    chunk_size        prompt tokens computed at a time
+    cache_size        tokens of all sequences together, a multiple of 256
+    devices           GPUs used, as the process counts them
+    """
+
+    core: Any
+    generator: Any
+    attention: str
+    model: Any
+    cache: Any
+    tokenizer: Any
+    context: int
+    chunk_size: int
+    cache_size: int
+    draft_model: Any = None
+    draft_cache: Any = None
+    draft_tokens: int = 0
+    ngram: bool = False
+    loras: list[Any] = field(default_factory=list)
+    devices: list[int] = field(default_factory=lambda: [0])
+
+
+def load(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir, progress: ProgressCallback) -> Loaded:
+    """Load onto the visible GPUs. Raises LoadError; progress counts the model's modules."""
+    check_directory(directory)
+    context, batch = directory.context(spec.max_seq_len), spec.max_batch_size
+    padded = -(-context // PAGE) * PAGE
+    chunk_size = options.chunk_size or min(DEFAULT_CHUNK_SIZE, padded)
+    cache_size = options.cache_size or max(padded, batch * PAGE)
+    if cache_size < padded:
+        raise LoadError(
+            f"cache_size is {cache_size}, less than the context of {context} tokens: "
+            f"set max_seq_len to at most {cache_size}, or cache_size to at least {padded}"
+        )
+    if batch > chunk_size:
+        raise LoadError(f"max_batch_size is {batch}: it must be at most chunk_size, which is {chunk_size}")
+    package = import_package()
+    model, cache, tokenizer = _load_model(
+        package, directory, context, chunk_size, options.cache_mode, cache_size, progress
+    )
+    return Loaded(
+        package.core, package.generator, package.attention, model, cache, tokenizer, context, chunk_size, cache_size
+    )
+
+
+def make_generator(loaded: Loaded, max_batch_size: int) -> Any:
+    """The package's ExLlamaV2DynamicGenerator over what is loaded, with adapters set and an empty page table."""
+    generator = loaded.generator.ExLlamaV2DynamicGenerator(
+        model=loaded.model,
+        cache=loaded.cache,
+        tokenizer=loaded.tokenizer,
+        draft_model=loaded.draft_model,
+        draft_cache=loaded.draft_cache,
+        num_draft_tokens=loaded.draft_tokens,
+        use_ngram_draft=loaded.ngram,
+        max_batch_size=max_batch_size,  # the default takes a gigabyte of logits
+        max_chunk_size=loaded.chunk_size,
+        max_q_size=loaded.draft_tokens + 1,  # of a step: the last token, and those speculated behind it
+        paged=True,
+    )
+    if loaded.loras:
+        generator.set_loras(loaded.loras)
+        generator.reset_page_table()  # cached pages would be taken for this adapter's
+    return generator
+
+
+def _load_model(
     package: Package, directory: ModelDir, context: int, chunk_size: int, cache_mode: str, cache_size: int,
     progress: ProgressCallback,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
@@ -174,7 +253,7 @@ def load_model(
         tokenizer = core.ExLlamaV2Tokenizer(config)
         model = core.ExLlamaV2(config)
         model.load(callback=lambda done, total: progress("loading", done, total))
-        cache = getattr(core, CACHE_MODES[cache_mode])(model, batch_size=1, max_seq_len=cache_size)
+        cache = getattr(core, _CACHES[cache_mode])(model, batch_size=1, max_seq_len=cache_size)
     except torch.OutOfMemoryError:
         raise LoadError(
             f"not enough VRAM: {_gib(free)} were free, the weights take {_gib(directory.weight_bytes)} and the "

@@ -1,0 +1,195 @@
+"""The options of engine exllamav2 from models.yaml, checked by type and against each other. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model_worker.engine import LoadError
+from model_worker.engines.options import Options
+from protocol.worker_spec import EngineSpec
+
+PAGE = 256
+"""Tokens of a page of the cache, fixed by ExLlamaV2."""
+CACHE_MODES = ("FP16", "Q8", "Q6", "Q4")
+DEFAULT_DRAFT_TOKENS = 4
+MAX_DRAFT_TOKENS = 16
+
+_KEYS = (
+    "cache_mode", "cache_size", "chunk_size", "rope_scale", "rope_alpha", "gpu_split", "autosplit_reserve",
+    "tensor_parallel", "draft_model", "draft_cache_mode", "draft_rope_scale", "draft_rope_alpha", "draft_tokens",
+    "ngram_draft", "lora",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter: its directory, and a factor on what it adds."""
+
+    directory: str
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExLlamaV2Options:
+    """Sizes in tokens.
+
+    cache_size         all sequences together, a multiple of 256; None: room for one full context, and for a page of
+                       every request of a batch
+    cache_mode         FP16, Q8, Q6 or Q4
+    chunk_size         prompt tokens computed at a time, a multiple of 256; None: 2048, or the context if that is less
+    rope_scale         positions are divided by it; None: as the model says
+    rope_alpha         NTK scaling of the rotary base; None: 1
+    gpu_split          GB (2**30) of weights and buffers per GPU of the worker; None: split automatically, if several
+    autosplit_reserve  MB (2**20) per GPU that the automatic split leaves free; None: 96 each
+    tensor_parallel    split every layer over the GPUs, instead of the layers among them
+    draft_model        directory of a small model of the same vocabulary that speculates; None for none
+    draft_cache_mode   None: cache_mode
+    draft_rope_scale, draft_rope_alpha  as above, for the draft model
+    draft_tokens       tokens speculated per step
+    ngram_draft        speculate from repetitions in the text, without a model
+    loras              adapters applied to every request
+    """
+
+    cache_size: int | None = None
+    cache_mode: str = "FP16"
+    chunk_size: int | None = None
+    rope_scale: float | None = None
+    rope_alpha: float | None = None
+    gpu_split: tuple[float, ...] | None = None
+    autosplit_reserve: tuple[int, ...] | None = None
+    tensor_parallel: bool = False
+    draft_model: str | None = None
+    draft_cache_mode: str | None = None
+    draft_rope_scale: float | None = None
+    draft_rope_alpha: float | None = None
+    draft_tokens: int = DEFAULT_DRAFT_TOKENS
+    ngram_draft: bool = False
+    loras: tuple[Adapter, ...] = ()
+
+    @property
+    def speculates(self) -> bool:
+        return self.ngram_draft or self.draft_model is not None
+
+
+def read_options(spec: EngineSpec) -> ExLlamaV2Options:
+    """The options of a spec. Raises LoadError in one line for an unknown key, a wrong value, or two that exclude each
+    other."""
+    given = spec.options
+    options = Options("exllamav2", given, _KEYS)
+    if not spec.device.startswith("cuda"):
+        raise LoadError(f"engine exllamav2 needs a CUDA device, not {spec.device}: set gpu, or engine: transformers")
+    draft_cache_mode = None
+    if "draft_cache_mode" in given:
+        draft_cache_mode = options.choice("draft_cache_mode", "FP16", CACHE_MODES)
+    read = ExLlamaV2Options(
+        cache_size=_size(options, given, "cache_size"),
+        cache_mode=options.choice("cache_mode", "FP16", CACHE_MODES),
+        chunk_size=_size(options, given, "chunk_size"),
+        rope_scale=_number(given, "rope_scale"),
+        rope_alpha=_number(given, "rope_alpha"),
+        gpu_split=_numbers(given, "gpu_split"),
+        autosplit_reserve=_reserve(given),
+        tensor_parallel=_flag(given, "tensor_parallel"),
+        draft_model=_text(given, "draft_model"),
+        draft_cache_mode=options.choice("draft_cache_mode", "FP16", CACHE_MODES)
+        if "draft_cache_mode" in given
+        else None,
+        draft_rope_scale=_number(given, "draft_rope_scale"),
+        draft_rope_alpha=_number(given, "draft_rope_alpha"),
+        draft_tokens=options.integer("draft_tokens", DEFAULT_DRAFT_TOKENS),
+        ngram_draft=_flag(given, "ngram_draft"),
+        loras=_adapters(given),
+    )
+    _check_together(read, given)
+    return read
+
+
+def _check_together(read: ExLlamaV2Options, given: Mapping[str, Any]) -> None:
+    """Raise LoadError for options that are fine alone and wrong together."""
+    if read.ngram_draft and read.draft_model:
+        raise LoadError("draft_model and ngram_draft both speculate: keep one of them")
+    if read.draft_tokens > MAX_DRAFT_TOKENS:
+        raise LoadError(f"draft_tokens is {read.draft_tokens}: it must be at most {MAX_DRAFT_TOKENS}")
+    if not read.speculates and "draft_tokens" in given:
+        raise LoadError("draft_tokens is set, but nothing speculates: add draft_model or ngram_draft, or remove it")
+    if not read.draft_model:
+        for key in ("draft_cache_mode", "draft_rope_scale", "draft_rope_alpha"):
+            if key in given:
+                raise LoadError(f"{key} is set without draft_model: add draft_model, or remove it")
+    if read.gpu_split and read.autosplit_reserve:
+        raise LoadError("autosplit_reserve is for the automatic split, gpu_split turns that off: keep one of them")
+    if read.tensor_parallel and read.autosplit_reserve:
+        raise LoadError("autosplit_reserve is for layers split among GPUs: remove it, or tensor_parallel")
+
+
+def _size(options: Options, given: Mapping[str, Any], key: str) -> int | None:
+    return options.integer(key, 0, minimum=PAGE, multiple_of=PAGE) if key in given else None
+
+
+def _wrong(key: str, value: object, must: str) -> LoadError:
+    return LoadError(f"option {key} of engine exllamav2 is {value!r}: it must be {must}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _number(given: Mapping[str, Any], key: str) -> float | None:
+    value = given.get(key)
+    if value is None:
+        return None
+    if not _is_number(value):
+        raise _wrong(key, value, "a number above 0")
+    return float(value)
+
+
+def _numbers(given: Mapping[str, Any], key: str) -> tuple[float, ...] | None:
+    value = given.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not value or not all(map(_is_number, value)):
+        raise _wrong(key, value, "a list of numbers above 0, one for each GPU")
+    return tuple(map(float, value))
+
+
+def _reserve(given: Mapping[str, Any]) -> tuple[int, ...] | None:
+    value = given.get("autosplit_reserve")
+    if value is None:
+        return None
+    if (
+        not isinstance(value, (list, tuple))
+        or not value
+        or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in value)
+    ):
+        raise _wrong("autosplit_reserve", value, "a list of whole megabytes, one for each GPU")
+    return tuple(value)
+
+
+def _flag(given: Mapping[str, Any], key: str) -> bool:
+    value = given.get(key, False)
+    if not isinstance(value, bool):
+        raise _wrong(key, value, "true or false")
+    return value
+
+
+def _text(given: Mapping[str, Any], key: str) -> str | None:
+    value = given.get(key)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise _wrong(key, value, "a directory")
+    return value
+
+
+def _adapters(given: Mapping[str, Any]) -> tuple[Adapter, ...]:
+    must = "a list of {dir: DIRECTORY, scaling: NUMBER}"
+    value = given.get("lora") or []
+    if not isinstance(value, (list, tuple)):
+        raise _wrong("lora", value, must)
+    adapters = []
+    for entry in value:
+        if not isinstance(entry, Mapping) or not {"dir"} <= set(entry) <= {"dir", "scaling"}:
+            raise _wrong("lora", value, must)
+        directory, scaling = entry["dir"], entry.get("scaling", 1.0)
+        if not isinstance(directory, str) or not _is_number(abs(scaling) if isinstance(scaling, (int, float)) else 0):
+            raise _wrong("lora", value, must)
+        adapters.append(Adapter(directory, float(scaling)))
+    return tuple(adapters)
