@@ -91,9 +91,7 @@ def read_options(spec: EngineSpec) -> ExLlamaV2Options:
         autosplit_reserve=_reserve(given),
         tensor_parallel=_flag(given, "tensor_parallel"),
         draft_model=_text(given, "draft_model"),
-        draft_cache_mode=options.choice("draft_cache_mode", "FP16", CACHE_MODES)
-        if "draft_cache_mode" in given
-        else None,
+        draft_cache_mode=draft_cache_mode,
         draft_rope_scale=_number(given, "draft_rope_scale"),
         draft_rope_alpha=_number(given, "draft_rope_alpha"),
         draft_tokens=options.integer("draft_tokens", DEFAULT_DRAFT_TOKENS),
