@@ -11,11 +11,10 @@ import zmq
 from model_worker.engine import Capabilities
 from model_worker.exit_codes import EXIT_ASKED, EXIT_DISCONNECTED
 from protocol import __version__, limits
-from protocol.codec import decode, encode, pack_body
+from protocol.codec import EventWriter, decode, encode, pack_body
 from protocol.messages import (
     SUPERVISOR_TO_WORKER,
     EventEntry,
-    Events,
     Hello,
     Message,
     Progress,
@@ -35,6 +34,7 @@ class SupervisorLink:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._generation = spec.generation
+        self._writer = EventWriter()
         self._supervisor_pid = spec.supervisor_pid
         self._context = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
@@ -91,20 +91,21 @@ class SupervisorLink:
             self.exit_if_orphaned()
             return []
         messages: list[Message] = []
-        while True:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return messages
+        # asked for before every read: an exception for "nothing there" would cost more than all else here
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            frame = self._socket.recv(zmq.NOBLOCK)
             # The supervisor is the same build as we are. A frame that cannot be read may be somebody's job or cancel:
             # the FrameError ends this process, and with it no request is lost silently.
             messages.append(decode(frame, SUPERVISOR_TO_WORKER))
+        return messages
 
     def queue(self, channel: int, entry: EventEntry, event: bytes) -> None:
         """Add an event to what the next ``flush`` sends to its channel."""
-        index, chunks = self._joined.setdefault(channel, ([], []))
-        index.append(entry)
-        chunks.append(event)
+        joined = self._joined.get(channel)
+        if joined is None:
+            joined = self._joined[channel] = ([], [])
+        joined[0].append(entry)
+        joined[1].append(event)
 
     def flush(self) -> None:
         """Send one frame per channel. While the pipe is full (the supervisor is paused, say) events are joined, and
@@ -112,8 +113,12 @@ class SupervisorLink:
         if not self._send_frames():
             return
         for channel, (index, chunks) in self._joined.items():
+            body = b"".join(chunks)
+            if len(chunks) <= MAX_FRAME_EVENTS and len(body) <= MAX_FRAME_BYTES:
+                self._frames.append(self._writer.frame(channel, self._generation, index, body))
+                continue
             self._frames.extend(
-                encode(Events(channel, self._generation, index[first:last], b"".join(chunks[first:last])))
+                self._writer.frame(channel, self._generation, index[first:last], b"".join(chunks[first:last]))
                 for first, last in _slices(chunks)
             )
         self._joined.clear()

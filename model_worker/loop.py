@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from model_worker.engine import Delta, Engine, EngineEvent, Finished, Job
 from model_worker.link import SupervisorLink
-from protocol.codec import pack_event
+from protocol.codec import EventWriter
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import (
     CancelJob,
@@ -51,6 +51,7 @@ class WorkerLoop:
         self._engine = engine
         self._link = link
         self._capabilities = engine.capabilities
+        self._writer = EventWriter()
         self._ids = itertools.count(1)
         self._jobs: dict[int, _Tracked] = {}
         self._job_ids: dict[tuple[int, int], int] = {}
@@ -181,14 +182,14 @@ class WorkerLoop:
         self._send(tracked, (), {"error": error.to_wire(), "delivered_tokens": tracked.tokens}, EventFlag.ERROR)
 
     def _send(self, tracked: _Tracked, ids: Sequence[int], fields: dict[str, object], flags: int) -> None:
-        if ids and not tracked.tokens:
+        tokens = len(ids)
+        if tokens and not tracked.tokens:
             flags |= EventFlag.FIRST
-        event = pack_event(ids, fields)
-        self._link.queue(
-            tracked.channel, EventEntry(tracked.request, tracked.seq, int(flags), len(ids), len(event)), event
-        )
+        event = self._writer.event(ids, fields)
+        entry = EventEntry(tracked.request, tracked.seq, int(flags), tokens, len(event))
+        self._link.queue(tracked.channel, entry, event)
         tracked.seq += 1
-        tracked.tokens += len(ids)
+        tracked.tokens += tokens
 
     def _report(self, now: float) -> None:
         if now < self._stats_due:

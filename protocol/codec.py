@@ -4,9 +4,9 @@
 announced lengths by the buffer and nesting at 1024, and a count of containers caps what many small ones amount to.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from struct import Struct
+from struct import Struct, pack
 from typing import Any
 
 import msgpack
@@ -23,6 +23,7 @@ from protocol.messages import (
 )
 
 _packb = partial(msgpack.packb, use_bin_type=True)
+_EVENTS = int(Kind.EVENTS)
 # what EventEntry(*entry) does, without a call into Python: this is the supervisor's hottest path
 _as_entry: Callable[[tuple[int, ...]], EventEntry] = partial(tuple.__new__, EventEntry)
 _FIELD_TYPES: dict[Kind, tuple[tuple[str, type], ...]] = {
@@ -211,6 +212,26 @@ def pack_event(token_ids: Iterable[int], fields: dict[str, Any]) -> bytes:
     """One event's bytes: the ids (u32, little endian), then the map."""
     ids = tuple(token_ids)
     return Struct(f"<{len(ids)}I").pack(*ids) + pack_body(fields)
+
+
+class EventWriter:
+    """``pack_event`` and ``encode`` of EVENTS where they are done for every token: one buffer for all of them.
+
+    For one thread, and nothing that a finalizer could call: the buffer is in use while an event is packed.
+    """
+
+    def __init__(self) -> None:
+        self._pack: Callable[[object], bytes] = msgpack.Packer(use_bin_type=True).pack
+
+    def event(self, token_ids: Sequence[int], fields: dict[str, Any]) -> bytes:
+        """One event's bytes, as ``pack_event`` makes them."""
+        if len(token_ids) == 1:
+            return token_ids[0].to_bytes(4, "little") + self._pack(fields)
+        return pack(f"<{len(token_ids)}I", *token_ids) + self._pack(fields)
+
+    def frame(self, channel: int, generation: int, index: Sequence[EventEntry], body: bytes) -> bytes:
+        """The frame of an EVENTS message, as ``encode`` makes it."""
+        return self._pack((VERSION, _EVENTS, channel, generation, index, body))
 
 
 def split_events(message: Events) -> list[tuple[EventEntry, bytes]]:

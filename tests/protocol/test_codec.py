@@ -1,5 +1,6 @@
 """Whatever the bytes are: a message, or a FrameError; and never much memory."""
 
+import struct
 import tracemalloc
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from protocol import limits
 from protocol.codec import (
+    EventWriter,
     check_size,
     decode,
     encode,
@@ -119,6 +121,26 @@ def test_events_come_back(events: list[tuple[int, int, int, list[int], str]], ch
     assert all(type(entry) is EventEntry for entry in decoded.index)
     for (entry, event), (*_, ids, text) in zip(split_events(decoded), events, strict=True):
         assert unpack_event(entry, event) == (tuple(ids), {"text": text})
+
+
+@given(st.lists(st.tuples(U64, st.lists(st.integers(0, (1 << 32) - 1), max_size=3), JSON), max_size=4), U64, U64)
+def test_the_writer_of_many_events_writes_the_same_bytes(
+    events: list[tuple[int, list[int], object]], channel: int, generation: int
+) -> None:
+    writer = EventWriter()
+    packed = [writer.event(ids, {"text": "é", "other": other}) for _, ids, other in events]
+    assert packed == [pack_event(ids, {"text": "é", "other": other}) for _, ids, other in events]
+    index = [EventEntry(r, 1, 0, len(ids), len(p)) for (r, ids, _), p in zip(events, packed, strict=True)]
+    body = b"".join(packed)
+    assert writer.frame(channel, generation, index, body) == encode(Events(channel, generation, index, body))
+
+
+def test_an_event_that_cannot_be_written_leaves_the_writer_as_it_was() -> None:
+    writer = EventWriter()
+    for token_ids, fields in [([1], {"text": "half", "x": object()}), ([-1], {}), ([1 << 32], {}), ([1, -1], {})]:
+        with pytest.raises((TypeError, OverflowError, struct.error)):
+            writer.event(token_ids, fields)
+    assert writer.event([7], {"text": "a"}) == pack_event([7], {"text": "a"})
 
 
 def array(length: int) -> bytes:

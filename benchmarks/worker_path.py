@@ -1,0 +1,196 @@
+"""What the worker adds to an engine's steps, between the return of one and the call of the next, and to a token.
+
+    python -m benchmarks.worker_path [--step-ms 2] [--heap] [--out DIR]
+
+The worker's own loop and link, in this process, drive an engine that computes nothing for STEP_MS and then hands out
+one token for each stream; a second process stands for the supervisor and reads. The engine itself notes when its step
+returns and when it is called again: what lies between is what serving adds to a step, and the bare generator's loop
+does not have. Wall time, so that waking libzmq's thread is in it; medians, because machines are noisy.
+
+--heap imports what a real worker holds in memory (torch, transformers), through which the garbage collector has to go.
+"""
+
+import argparse
+import gc
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from time import perf_counter
+
+import zmq
+
+from benchmarks.report import RESULTS, Result, write
+from model_worker.demo_models import directory
+from model_worker.engine import Capabilities, Delta, EngineEvent, EngineStats, Finished, Job, ProgressCallback
+from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.tokenizer import Tokenizer
+from model_worker.link import SupervisorLink
+from model_worker.loop import WorkerLoop
+from model_worker.text import TextStream
+from protocol.codec import decode, encode, pack_body
+from protocol.messages import TERMINAL, WORKER_TO_SUPERVISOR, Events, Hello, JobMessage, Shutdown
+from protocol.request import ChatMessage
+from protocol.worker_spec import EngineSpec, WorkerSpec
+
+STREAMS = (1, 8, 32)
+STEPS = 1500
+STEP_SECONDS = {1: 3.7e-3, 8: 5.3e-3, 32: 8.6e-3}
+"""A step of a 1B model on an H200."""
+CLIENTS = 1
+"""Connections that the streams are spread over: one EVENTS frame a step for each."""
+
+
+class PacedEngine:
+    """Gives every job a token at each step, which takes ``step_s`` seconds of computing nothing."""
+
+    def __init__(self, texts: Sequence[str], step_s: float) -> None:
+        self._texts, self._step_s = texts, step_s
+        self._jobs: dict[int, Job] = {}
+        self._steps = 0
+        self.called: list[float] = []
+        self.returned: list[float] = []
+
+    def __call__(self, spec: EngineSpec) -> "PacedEngine":
+        return self
+
+    def load(self, progress: ProgressCallback) -> None: ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(1 << 20, max(STREAMS), frozenset(), False, "none", "none")
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        return 1
+
+    def submit(self, job: Job) -> None:
+        self._jobs[job.id] = job
+
+    def step(self) -> list[EngineEvent]:
+        begun = perf_counter()
+        self.called.append(begun)
+        text = self._texts[self._steps % len(self._texts)]
+        self._steps += 1
+        if self._steps == STEPS:
+            events: list[EngineEvent] = [Finished(job, (self._steps,), text, "length", 1, STEPS) for job in self._jobs]
+        else:
+            events = [Delta(job, (self._steps,), text) for job in self._jobs]
+        while perf_counter() - begun < self._step_s:
+            pass
+        self.returned.append(perf_counter())
+        return events
+
+    def cancel(self, job_id: int) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, len(self._jobs), self._steps)
+
+    def close(self) -> None: ...
+
+
+def stand_in(endpoint: str, streams: int, done: Event) -> None:
+    """The supervisor's end, in a process of its own: hands out the jobs, reads to the last event of each, says stop."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.RCVHWM, 10_000)
+        socket.bind(endpoint)
+        ended = 0
+        while ended < streams:
+            sender, frame = socket.recv_multipart()
+            message = decode(frame, WORKER_TO_SUPERVISOR)
+            if isinstance(message, Hello):
+                body = pack_body({"prompt": "x", "max_tokens": STEPS})
+                for number in range(streams):
+                    job = JobMessage(number % CLIENTS, 1 + number, body)
+                    socket.send_multipart([sender, encode(job)])
+            elif isinstance(message, Events):
+                ended += sum(bool(entry.flags & TERMINAL) for entry in message.index)
+        socket.send_multipart([sender, encode(Shutdown())])
+        done.wait()  # a connection that ends is the end of a worker
+
+
+def added(streams: int, step_s: float, texts: Sequence[str]) -> list[float]:
+    """Seconds between the return of each step and the call of the next, with ``streams`` running."""
+    with tempfile.TemporaryDirectory(prefix="modelctl-bench-") as scratch:
+        endpoint = f"ipc://{scratch}/back"
+        spawn = multiprocessing.get_context("spawn")
+        done = spawn.Event()
+        reader = spawn.Process(target=stand_in, args=(endpoint, streams, done))
+        reader.start()
+        while not Path(scratch, "back").exists():
+            time.sleep(0.01)
+        spec = WorkerSpec(EngineSpec("m", "", "/"), 1, "", endpoint, b"w", "", os.getppid())
+        link = SupervisorLink(spec)
+        engine = PacedEngine(texts, step_s)
+        loop = WorkerLoop(engine, link)
+        link.hello()
+        link.ready(engine.capabilities, load_seconds=0.0, max_jobs=loop.max_jobs)
+        loop.run()
+        done.set()
+        link.close()
+        reader.join()
+    begun = max(0, STEPS - len(engine.called) + 50)  # jobs arrive one by one
+    return [
+        called - returned
+        for returned, called in zip(engine.returned[begun:-1], engine.called[begun + 1 :], strict=True)
+    ]
+
+
+def text_seconds(tokenizer: Tokenizer, stops: Sequence[str]) -> float:
+    """Seconds that ids cost to become text, for each token: the median of many answers."""
+    ids = tokenizer.encode("Once upon a time there was a small fox who lived in a forest and played the violin. ") * 8
+    rounds = []
+    for _ in range(50):
+        stream: TextStream = tokenizer.stream(ids[:8], stops)
+        begun = perf_counter()
+        for token_id in ids:
+            stream.push(token_id)
+        rounds.append((perf_counter() - begun) / len(ids))
+    return statistics.median(rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step-ms", type=float, default=2.0, help="length of the engine's steps")
+    parser.add_argument("--heap", action="store_true", help="hold in memory what a real worker does")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
+    arguments = parser.parse_args()
+    if arguments.heap:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+
+    tokenizer = Tokenizer(ModelDir(str(directory("stories"))))
+    texts = [tokenizer.decode([token_id]) or "?" for token_id in range(256, 600)]
+    results = [
+        Result("text of a token", 1e6 * text_seconds(tokenizer, ()), "µs", "<= 2"),
+        Result("text of a token, two stop strings", 1e6 * text_seconds(tokenizer, ("\n\nUser:", "</s>")), "µs", "<= 2"),
+    ]
+    for streams in STREAMS:
+        gc.collect()
+        times = added(streams, arguments.step_ms / 1000, texts)
+        median = statistics.median(times)
+        results += [
+            Result(f"{streams} streams: added to a step", 1e6 * median, "µs", f"<= {40 + 3 * streams}"),
+            Result(f"{streams} streams: added to a step, p99", 1e6 * statistics.quantiles(times, n=100)[98], "µs"),
+            Result(f"{streams} streams: added to a step, most", 1e6 * max(times), "µs"),
+            Result(f"{streams} streams: share of a step of a 1B model", median / STEP_SECONDS[streams], "ratio"),
+        ]
+    write("worker-path", results, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
