@@ -213,6 +213,10 @@ class TextStream:
         )
         self._matcher = StopMatcher(stops)
 
+    def stop_at(self, stops: Iterable[str]) -> None:
+        """From the next id on, end at these strings instead. Nothing that is held may begin one."""
+        self._matcher = StopMatcher(stops)
+
     def push(self, token_id: int) -> tuple[str, bool]:
         """(text to deliver, whether a stop string ended the answer)."""
         return self._matcher.push(self._detokenizer.push(token_id))
