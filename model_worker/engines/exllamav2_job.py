@@ -13,7 +13,6 @@ keys and values of another place, or end the process:
 """
 
 import math
-import random
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -57,7 +56,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         minimum: int = 0,
         draft: int = 0,
         ngrams: bool = False,
-        rng: random.Random | None = None,
+        seed: int | None = None,
+        identifier: int | None = None,
         bias: TokenBias | None = None,
         first_bias: torch.Tensor | None = None,
         top: int | None = None,
@@ -72,9 +72,10 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             max_new_tokens=limit + draft,
             min_new_tokens=0,
             max_skips=1 << 30,  # the engine decides who goes first
+            seed=seed,
+            identifier=identifier,
             gen_settings=ExLlamaV2Sampler.Settings(**settings, token_bias=tensor),
         )
-        self.rng = rng or random.Random()
         self.limit, self.minimum, self.vocab, self.xtc = limit, minimum, vocab, xtc
         self.end_ids, self.end_list = frozenset(end_ids), list(end_ids)
         self.top = top

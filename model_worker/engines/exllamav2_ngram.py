@@ -4,6 +4,9 @@ The package's own guesser indexes beyond sequences of fewer than three tokens, w
 """
 
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 LONGEST = 3
 """Tokens looked back at."""
@@ -37,3 +40,10 @@ class NGrams:
             tokens.append(guess)
             last = (*last, guess)[-LONGEST:]
         return tokens
+
+
+def propose_for_all(generator: Any) -> torch.Tensor | None:
+    """The generator's step of guessing, in place of the package's: ids [jobs, draft tokens], None for no jobs."""
+    size = generator.num_draft_tokens
+    rows = [job.past.propose(size) for job in generator.active_jobs if job.is_prefill_done()]
+    return torch.tensor(rows, dtype=torch.long) if rows else None

@@ -26,8 +26,6 @@ XTC_HIGHEST = 0.5
 OFFERED = frozenset(SamplingParams.model_fields) | {
     "min_tokens",
     "stop_token_ids",
-    "banned_strings",
-    "token_healing",
     "logprobs",
     "top_logprobs",
     "negative_prompt",

@@ -1,0 +1,93 @@
+"""The exllamav2 engine, loaded around an oracle, and what its answers must be."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from model_worker.engines import exllamav2_engine
+from model_worker.engines.exllamav2_engine import ExLlamaV2Engine
+from model_worker.engines.exllamav2_load import Loaded
+from protocol.worker_spec import EngineSpec
+from tests.engines.driver import Driver, Outcome
+from tests.engines.exllamav2_cpu.oracle import OracleLogits
+from tests.engines.exllamav2_cpu.package import DEMO_MODELS, import_package, oracle, read_tokenizer
+
+PAGE = 256
+VOCAB = 448
+"""Of the demo model ``letters``."""
+
+
+class Harness:
+    """An engine with small pages of truth.
+
+    pages       of the cache
+    context     default all pages
+    speculate   "draft", "ngram" or None; 3 tokens a step
+    """
+
+    def __init__(
+        self,
+        logits: OracleLogits | None = None,
+        *,
+        pages: int = 8,
+        context: int | None = None,
+        batch: int = 4,
+        chunk: int = PAGE,
+        speculate: str | None = None,
+        draft: OracleLogits | None = None,
+        draft_tokens: int = 3,
+    ) -> None:
+        import_package()
+        self.logits = logits or OracleLogits(VOCAB)
+        size = pages * PAGE
+        shape: dict[str, Any] = {"context": context or size, "chunk": chunk, "cache_size": size}
+        self.model, self.cache = oracle("letters", self.logits, **shape)
+        draft_model, draft_cache = (
+            oracle("letters", draft or self.logits, **shape) if speculate == "draft" else (None, None)
+        )
+        loaded = Loaded(
+            core=import_package(),
+            generator=import_package().generator,
+            attention="oracle",
+            model=self.model,
+            cache=self.cache,
+            tokenizer=read_tokenizer(self.model.config),
+            context=context or size,
+            chunk_size=chunk,
+            cache_size=size,
+            draft_model=draft_model,
+            draft_cache=draft_cache,
+            draft_tokens=draft_tokens if speculate else 0,
+            ngram=speculate == "ngram",
+            devices=[],
+        )
+        spec = EngineSpec("m", "exllamav2", str(DEMO_MODELS / "letters"), device="cuda", max_batch_size=batch)
+        self.engine = ExLlamaV2Engine(spec)
+        with mock.patch.object(exllamav2_engine, "load", lambda *_: loaded), _no_freeze():
+            self.engine.load(lambda *_: None)
+        self.generator = self.engine._generator
+        self.eos_ids = tuple(self.engine._tokenizer.eos_ids)
+        self.driver = Driver(self.engine)
+
+    def expected(self, outcome: Outcome) -> list[int]:
+        """The greedy answer of a job, its end token included."""
+        job = outcome.job
+        return self.logits.expected(job.prompt_ids, job.max_new_tokens, ends=(*self.eos_ids, *job.stop_token_ids))
+
+    def check(self) -> None:
+        """Every finished job's ids are the greedy answer."""
+        for outcome in self.driver.outcomes.values():
+            if outcome.finished is not None:
+                assert outcome.ids == self.expected(outcome), f"job {outcome.job.id}: another sequence's keys"
+
+    def pages(self) -> tuple[int, int]:
+        """(referenced, all)"""
+        return len(self.generator.referenced_pages), self.generator.max_pages
+
+
+@contextmanager
+def _no_freeze() -> Iterator[None]:
+    """The test process has other things to collect later."""
+    with mock.patch("gc.freeze"):
+        yield
