@@ -64,7 +64,7 @@ class Harness:
         )
         spec = EngineSpec("m", "exllamav2", str(DEMO_MODELS / "letters"), device="cuda", max_batch_size=batch)
         self.engine = ExLlamaV2Engine(spec)
-        with mock.patch.object(exllamav2_engine, "load", lambda *_: loaded), _no_freeze():
+        with mock.patch.object(exllamav2_engine, "load", return_value=loaded), _no_freeze():
             self.engine.load(lambda *_: None)
         self.generator = self.engine._generator
         self.eos_ids = tuple(self.engine._tokenizer.eos_ids)
