@@ -6,6 +6,7 @@ devices; only then the engine's module, which is the first to import torch.
 
 import ctypes
 import faulthandler
+import gc
 import io
 import os
 import resource
@@ -130,6 +131,10 @@ def run(spec: WorkerSpec) -> int:
         link.close()
         return EXIT_CONFIG
     loop = WorkerLoop(engine, link)
+    # What is loaded stays. Left to the garbage collector, a look through it (hundreds of thousands of objects of torch
+    # and transformers) stops every stream for some 160 ms, whenever enough new objects have gathered.
+    gc.collect()
+    gc.freeze()
     link.ready(engine.capabilities, load_seconds=time.monotonic() - started, max_jobs=loop.max_jobs)
     loop.run()
     engine.close()

@@ -1,0 +1,36 @@
+"""A worker's garbage collector leaves alone what was loaded: going through it would stop every stream for a while."""
+
+import gc
+import re
+
+from model_worker.engine import Job, ProgressCallback
+from tests.deterministic_engine import DeterministicEngine
+from tests.serving import Serving
+
+LOADED = 100_000
+
+
+class LoadsMuch(DeterministicEngine):
+    """Holds very many objects once loaded, and garbage. Says in the log what the collector has to go through."""
+
+    def load(self, progress: ProgressCallback) -> None:
+        super().load(progress)
+        self.heap: list[list[object]] = [[self] for _ in range(LOADED)]
+        for _ in range(LOADED):
+            cycle: list[object] = []
+            cycle.append(cycle)
+
+    def before_token(self, job: Job, k: int) -> None:
+        if k == 5:
+            print(f"set aside {gc.get_freeze_count()}, looked through {len(gc.get_objects())}", flush=True)
+
+
+def test_what_was_loaded_is_not_looked_through_again() -> None:
+    model = {"model_dir": ".", "engine": f"{__name__}:{LoadsMuch.__name__}"}
+    with Serving({"m": model}) as serving, serving.client() as client:
+        client.generate("m", "x", max_tokens=10).complete()
+        said = re.search(r"set aside (\d+), looked through (\d+)", serving.log("m"))
+    assert said is not None
+    set_aside, looked_through = map(int, said.groups())
+    assert LOADED < set_aside < 2 * LOADED, "what was loaded, without the garbage"
+    assert looked_through < LOADED / 10
