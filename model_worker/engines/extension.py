@@ -1,0 +1,274 @@
+"""The CUDA extension of exllamav2, compiled once, before workers need it. No torch here.
+
+The package's wheel on PyPI holds sources, which PyTorch compiles at the first import: minutes, by every worker at
+once, without a word, and behind a lock file that a killed build leaves for ever. Here
+
+* ``needed()`` says, without importing torch, whether there is something to compile;
+* ``python -m model_worker.engines.extension`` compiles. Lines on stdout, each flushed:
+      waiting            another process is compiling (once)
+      build DONE TOTAL   steps of the compiler
+      ready              it can be imported; also if there was nothing to do
+  Exit code 0, or 1 with one line on stderr that says what is wrong and where the whole log is;
+* ``ensure()`` is the same inside a process, for a worker that was started without the above;
+* ``location()`` is the compiled file. A worker imports that file itself, so that PyTorch's own builder never runs.
+
+The lock is a flock, held by every process that compiles: the kernel frees it when the last of them is gone. PyTorch's
+lock file is removed under it, unless a living process has it open.
+"""
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+NAME = "exllamav2_ext"
+Report = Callable[[str, int, int], None]
+"""(phase, done, total): phase "waiting" or "build"."""
+_STEP = re.compile(rb"^\[(\d+)/(\d+)\] ")
+_BYTES_PER_JOB = 2 << 30
+"""Memory that one run of nvcc over these sources may take."""
+
+
+class ExtensionError(Exception):
+    """It cannot be compiled, or not be found. One line a person can act on."""
+
+
+def needed() -> bool:
+    """Whether a build has to run before a worker can import exllamav2. False where the package is not installed."""
+    if importlib.util.find_spec(NAME) is not None:  # installed from a wheel that holds it compiled
+        return False
+    if importlib.util.find_spec("exllamav2") is None or importlib.util.find_spec("torch") is None:
+        return False
+    directory = build_directory()
+    try:
+        stamp = json.loads((directory / "modelctl.json").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return True
+    return stamp != _stamp() or not (directory / f"{NAME}.so").is_file()
+
+
+def location() -> Path | None:
+    """The compiled file, None where it is installed as a module. Raises ExtensionError if it has to be built first."""
+    if importlib.util.find_spec(NAME) is not None:
+        return None
+    if needed():
+        raise ExtensionError("exllamav2 is not compiled yet: run python -m model_worker.engines.extension")
+    return build_directory() / f"{NAME}.so"
+
+
+def build_directory() -> Path:
+    """Where PyTorch puts the build (torch.utils.cpp_extension._get_build_directory)."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if root:
+        return Path(root) / NAME
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    cuda = _torch_version()[1]
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return cache / f"{python}_{'cu' + cuda.replace('.', '') if cuda else 'cpu'}" / NAME
+
+
+def ensure(report: Report) -> None:
+    """Compile if that is needed; wait if another process does. Raises ExtensionError."""
+    if not needed():
+        return
+    directory = build_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _locked(directory, report) as lock:
+            if not needed():
+                return
+            _remove_stale_lock(directory)
+            _compile(directory, lock, report)
+            text = json.dumps(_stamp())
+            (directory / "modelctl.tmp").write_text(text, encoding="ascii")
+            (directory / "modelctl.tmp").rename(directory / "modelctl.json")
+    except OSError as e:
+        raise ExtensionError(f"exllamav2 cannot be compiled in {directory}: {e}") from None
+
+
+def _stamp() -> dict[str, str]:
+    """What a build depends on; it is made again when that changes."""
+    version, cuda = _torch_version()
+    return {
+        "torch": version,
+        "cuda": cuda,
+        "exllamav2": importlib.metadata.version("exllamav2"),
+        "python": sys.version.split()[0].rpartition(".")[0],
+        "architectures": os.environ.get("TORCH_CUDA_ARCH_LIST", ""),
+    }
+
+
+def _torch_version() -> tuple[str, str]:
+    """(version, CUDA version or "") of the torch that would be imported, read from its version.py."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return "", ""
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    found = {
+        key: match[1] if (match := re.search(rf"^{key}(?:: [^=]+)? = '([^']*)'", text, re.MULTILINE)) else ""
+        for key in ("__version__", "cuda")
+    }
+    return found["__version__"], found["cuda"]
+
+
+@contextmanager
+def _locked(directory: Path, report: Report) -> Iterator[IO[Any]]:
+    # "a": never truncated, never removed, so that all who come see one inode
+    with (directory / "modelctl.lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            while True:
+                report("waiting", 0, 0)  # often: who watches a worker's progress must see that it lives
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.5)
+        yield lock
+
+
+def _remove_stale_lock(directory: Path) -> None:
+    """PyTorch waits for this file to vanish, without end; only its maker removes it. The maker keeps it open."""
+    lock = directory / "lock"
+    if not lock.exists():
+        return
+    if holder := _holder(lock):
+        raise ExtensionError(f"process {holder} is compiling exllamav2 in {directory}: wait for it to end")
+    lock.unlink(missing_ok=True)
+
+
+def _holder(file: Path) -> int | None:
+    """A living process of ours that has ``file`` open."""
+    wanted = file.stat()
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            for descriptor in (process / "fd").iterdir():
+                found = descriptor.stat()
+                if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                    return int(process.name)
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return None
+
+
+def _compile(directory: Path, lock: IO[Any], report: Report) -> None:
+    """Run the compiling process to its end. Its output is the log."""
+    environment = _environment()
+    log_path = directory / "modelctl.log"
+    command = [sys.executable, "-m", "model_worker.engines.extension_build", str(os.getpid())]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # a group of its own, which ends as one
+            pass_fds=(lock.fileno(),),  # the lock is held until the last compiler is gone
+        )
+        assert process.stdout is not None
+        try:
+            report("build", 0, 0)
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                if match := _STEP.match(line):
+                    report("build", int(match[1]), int(match[2]))
+            code = process.wait()
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            process.stdout.close()
+    if code:
+        raise ExtensionError(f"exllamav2 cannot be compiled: {_reason(log_path, code)}; the whole log is {log_path}")
+
+
+def _environment() -> dict[str, str]:
+    """The compiler's environment. Raises ExtensionError for a tool that is missing."""
+    environment = dict(os.environ)
+    # tools that pip installed, also where the environment was not activated
+    path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    environment["PATH"] = path
+    if shutil.which("ninja", path=path) is None:
+        raise ExtensionError("exllamav2 cannot be compiled: there is no ninja: pip install ninja")
+    compiler = environment.get("CXX", "c++" if shutil.which("c++", path=path) else "g++")
+    if shutil.which(compiler, path=path) is None:
+        raise ExtensionError(f"exllamav2 cannot be compiled: there is no C++ compiler ({compiler}): install g++")
+    version, cuda = _torch_version()
+    if cuda:
+        home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+        nvcc = Path(home, "bin", "nvcc") if home else Path("/usr/local/cuda/bin/nvcc")
+        if not nvcc.is_file() and (home or shutil.which("nvcc", path=path) is None):
+            raise ExtensionError(
+                f"exllamav2 cannot be compiled: there is no nvcc (looked for {nvcc}): install the CUDA toolkit {cuda}, "
+                f"which torch {version} was built with, or set CUDA_HOME"
+            )
+    environment.setdefault("MAX_JOBS", str(_jobs()))
+    # they could break the import that compiles, and are not needed for it
+    environment["EXLLAMA_NO_FLASH_ATTN"] = environment["EXLLAMA_NO_XFORMERS"] = "1"
+    return environment
+
+
+def _jobs() -> int:
+    """Compilers at once: as many as there are cores, and memory for."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo", encoding="ascii") as f:
+            free = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        pass
+    return max(1, min(len(os.sched_getaffinity(0)), free // _BYTES_PER_JOB))
+
+
+def _reason(log: Path, code: int) -> str:
+    """The line of a log that says most."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    for pattern in (r"\b(fatal )?error\b( C?\d+)?:", r"^(OSError|RuntimeError|ModuleNotFoundError|ImportError): "):
+        for line in lines:
+            if re.search(pattern, line) and not line.startswith("["):
+                return line[:300]
+    if code < 0:
+        return f"the compiler was killed by {signal.Signals(-code).name}: lower MAX_JOBS if memory ran out"
+    return lines[-1][:300] if lines else f"exit code {code}"
+
+
+def main() -> int:
+    said: list[tuple[str, int, int]] = []
+
+    def say(phase: str, done: int, total: int) -> None:
+        if said[-1:] != [(phase, done, total)]:
+            said[:] = [(phase, done, total)]
+            print(f"{phase} {done} {total}" if phase == "build" else phase, flush=True)
+
+    # an end by these unwinds, and takes the compilers along
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
+    try:
+        ensure(say)
+    except ExtensionError as e:
+        print(e, file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("exllamav2 is not compiled: interrupted", file=sys.stderr, flush=True)
+        return 1
+    print("ready", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

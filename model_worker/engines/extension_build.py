@@ -1,0 +1,58 @@
+"""The process that compiles exllamav2's extension, started by ``extension`` with its own pid as argument.
+
+The package's module exllamav2.ext is imported, which calls PyTorch's builder with the sources and flags that it wants;
+only the builder is made to say what it does.
+"""
+
+import ctypes
+import functools
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+
+def _die_with(parent: int) -> None:
+    """When the parent ends, end this process's group: the compilers have no other way to know."""
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def main() -> int:
+    _die_with(int(sys.argv[1]))
+    # ninja and its compilers inherit the lock: it is free when they are gone, whatever becomes of this process
+    subprocess.run = functools.partial(subprocess.run, close_fds=False)  # type: ignore[assignment]
+    from torch.utils import cpp_extension
+
+    load, built = cpp_extension.load, []
+
+    def load_aloud(*args: Any, **kwargs: Any) -> Any:
+        kwargs["verbose"] = True  # ninja counts its steps on our stdout
+        module = load(*args, **kwargs)
+        built.append(module)
+        return module
+
+    cpp_extension.load = load_aloud
+    try:
+        importlib.import_module("exllamav2.ext")
+    except Exception:
+        if not built:  # what fails behind the build is not this program's business
+            raise
+    if not built:
+        print("RuntimeError: exllamav2.ext did not ask for a build")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except Exception as e:
+        print(f"{type(e).__name__}: {e}", flush=True)
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)  # the package leaves threads of its own behind
