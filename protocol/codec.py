@@ -6,7 +6,7 @@ announced lengths by the buffer and nesting at 1024, and a count of containers c
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from struct import Struct, pack
+from struct import pack, unpack_from
 from typing import Any
 
 import msgpack
@@ -211,7 +211,7 @@ def pack_error(error: WireError) -> bytes:
 def pack_event(token_ids: Iterable[int], fields: dict[str, Any]) -> bytes:
     """One event's bytes: the ids (u32, little endian), then the map."""
     ids = tuple(token_ids)
-    return Struct(f"<{len(ids)}I").pack(*ids) + pack_body(fields)
+    return pack(f"<{len(ids)}I", *ids) + pack_body(fields)
 
 
 class EventWriter:
@@ -245,7 +245,7 @@ def split_events(message: Events) -> list[tuple[EventEntry, bytes]]:
 
 def unpack_event(entry: EventEntry, event: bytes) -> tuple[tuple[int, ...], dict[str, Any]]:
     """(token ids, map) of one event's bytes. Raises FrameError(BAD_FRAME)."""
-    ids = Struct(f"<{entry.tokens}I").unpack_from(event)
+    ids = unpack_from(f"<{entry.tokens}I", event)
     return ids, unpack_body(event[4 * entry.tokens :])
 
 

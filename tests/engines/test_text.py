@@ -234,3 +234,11 @@ def test_finish_delivers_what_is_held() -> None:
     assert out.push(0) == ("so", False)
     assert out.push(1) == ("", False)
     assert out.finish() == "\n\ufffd"
+
+
+def test_stop_strings_from_some_token_on() -> None:
+    out = TextStream(Bytes([b"stop ", b"st", b"op!"]).decode)
+    assert out.push(0) == ("stop ", False)
+    out.stop_at(["stop"])
+    assert out.push(1) == ("", False)
+    assert out.push(2) == ("", True)
