@@ -177,7 +177,7 @@ def _compile(directory: Path, lock: IO[Any], report: Report) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # a group of its own, which ends as one
+            start_new_session=True,  # which ends as one
             pass_fds=(lock.fileno(),),  # the lock is held until the last compiler is gone
         )
         assert process.stdout is not None
@@ -191,11 +191,27 @@ def _compile(directory: Path, lock: IO[Any], report: Report) -> None:
             code = process.wait()
         finally:
             if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                end_session(process.pid)
                 process.wait()
             process.stdout.close()
     if code:
         raise ExtensionError(f"exllamav2 cannot be compiled: {_reason(log_path, code)}; the whole log is {log_path}")
+
+
+def end_session(session: int) -> None:
+    """Kill every process of a session. Not of a group: ninja gives each of its compilers a group of its own."""
+    again = True
+    while again:  # until none is found that might have started another meanwhile
+        again = False
+        for process in Path("/proc").iterdir():
+            try:
+                # pid (name) state parent group session ...; the name may hold anything
+                fields = (process / "stat").read_text().rpartition(")")[2].split() if process.name.isdigit() else []
+                if fields and int(fields[3]) == session and fields[0] != "Z" and int(process.name) != os.getpid():
+                    os.kill(int(process.name), signal.SIGKILL)
+                    again = True
+            except OSError:
+                continue
 
 
 def _environment() -> dict[str, str]:

@@ -13,13 +13,20 @@ import subprocess
 import sys
 from typing import Any
 
+from model_worker.engines.extension import end_session
+
 
 def _die_with(parent: int) -> None:
-    """When the parent ends, end this process's group: the compilers have no other way to know."""
-    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    """When the parent ends, end this process's session: the compilers have no other way to know."""
+    signal.signal(signal.SIGTERM, _end)
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         sys.exit(1)
+
+
+def _end(*_: object) -> None:
+    end_session(os.getsid(0))
+    os._exit(1)
 
 
 def main() -> int:
