@@ -8,7 +8,6 @@ Text, stop strings, token healing and banned strings are made here, from ids, no
 an end token, finds one of two stop strings by Python's hash seed, and reports ids that it took back.
 """
 
-import gc
 import importlib
 import time
 from collections.abc import Sequence
@@ -84,9 +83,6 @@ class ExLlamaV2Engine:
             attention=loaded.attention,
         )
         self._warm_up(loaded, progress)
-        # what is loaded by now stays: a full collection that walks through it would stop every stream for 100 ms
-        gc.collect()
-        gc.freeze()
 
     def _warm_up(self, loaded: Loaded, progress: ProgressCallback) -> None:
         """Run a full chunk and a few steps of a full batch: kernels load, and scratch memory grows, at first use."""

@@ -1,7 +1,6 @@
 """The exllamav2 engine, loaded around an oracle, and what its answers must be."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
 from typing import Any
 from unittest import mock
 
@@ -64,7 +63,7 @@ class Harness:
         )
         spec = EngineSpec("m", "exllamav2", str(DEMO_MODELS / "letters"), device="cuda", max_batch_size=batch)
         self.engine = ExLlamaV2Engine(spec)
-        with mock.patch.object(exllamav2_engine, "load", return_value=loaded), _no_freeze():
+        with mock.patch.object(exllamav2_engine, "load", return_value=loaded):
             self.engine.load(lambda *_: None)
         self.generator = self.engine._generator
         self.eos_ids = tuple(self.engine._tokenizer.eos_ids)
@@ -81,13 +80,6 @@ class Harness:
             if outcome.finished is not None:
                 assert outcome.ids == self.expected(outcome), f"job {outcome.job.id}: another sequence's keys"
 
-    def pages(self) -> tuple[int, int]:
-        """(referenced, all)"""
-        return len(self.generator.referenced_pages), self.generator.max_pages
-
-
-@contextmanager
-def _no_freeze() -> Iterator[None]:
-    """The test process has other things to collect later."""
-    with mock.patch("gc.freeze"):
-        yield
+    def random_ids(self, rng: random.Random, size: int) -> list[int]:
+        """Ids of a prompt, none of them an end."""
+        return [rng.randrange(3, VOCAB) for _ in range(size)]
