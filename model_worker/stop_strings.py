@@ -38,6 +38,7 @@ class StopMatcher:
     def flush(self) -> str:
         """The text held back, which was no stop string after all."""
         held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
         return held
 
 

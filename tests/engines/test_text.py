@@ -211,6 +211,7 @@ def test_only_what_may_be_a_stop_string_is_held() -> None:
     assert matcher.push("e the \n") == ("\n\nUse the ", False)
     assert matcher.flush() == "\n"
     assert matcher.flush() == ""
+    assert matcher.push("\nUser:\n") == ("\nUser:", False), "what was let go begins nothing"
 
 
 @no_deadline
