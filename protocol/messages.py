@@ -81,7 +81,8 @@ class EventFlag(IntFlag):
     """Terminal: the request ended with an error."""
 
 
-TERMINAL = EventFlag.FINISHED | EventFlag.ERROR
+TERMINAL = int(EventFlag.FINISHED | EventFlag.ERROR)
+"""Both terminal flags. A plain integer: with an IntFlag, looking at an event's flags costs a call into Python."""
 
 
 class FinishReason:
