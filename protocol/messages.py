@@ -92,6 +92,8 @@ class FinishReason:
     """An end-of-sequence token or a stop string."""
     LENGTH = "length"
     """max_tokens was reached."""
+    BANNED = "banned_strings"
+    """Every way on that the model found leads to a banned string, or no token is left to draw: the answer so far."""
     CANCELLED = "cancelled"
     """The client cancelled."""
 
