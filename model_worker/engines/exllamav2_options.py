@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model_worker.engine import LoadError
+from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.options import Options
 from protocol.worker_spec import EngineSpec
 
@@ -13,6 +14,7 @@ PAGE = 256
 CACHE_MODES = ("FP16", "Q8", "Q6", "Q4")
 DEFAULT_DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = 16
+DEFAULT_CHUNK_SIZE = 2048
 
 _KEYS = (
     "cache_mode", "cache_size", "chunk_size", "rope_scale", "rope_alpha", "gpu_split", "autosplit_reserve",
@@ -69,6 +71,48 @@ class ExLlamaV2Options:
     @property
     def speculates(self) -> bool:
         return self.ngram_draft or self.draft_model is not None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a spec comes to, in tokens.
+
+    context     prompt and answer of one request together
+    chunk_size  prompt tokens computed at a time
+    cache_size  all requests together
+    rows        tokens that one step of a full batch computes: each request's last one, and those speculated behind it
+    positions   places that have to be known: speculation looks beyond the context
+    """
+
+    context: int
+    chunk_size: int
+    cache_size: int
+    rows: int
+    positions: int
+
+
+def sizes_of(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir) -> Sizes:
+    """The sizes, with defaults filled in. Raises LoadError where they do not go together."""
+    stretched = options.rope_scale is not None or options.rope_alpha is not None
+    context, batch = directory.context(spec.max_seq_len, stretched=stretched), spec.max_batch_size
+    speculated = options.draft_tokens if options.speculates else 0
+    padded = -(-(context + speculated) // PAGE) * PAGE
+    chunk_size = options.chunk_size or min(DEFAULT_CHUNK_SIZE, -(-context // PAGE) * PAGE)
+    cache_size = options.cache_size or max(padded, batch * PAGE)
+    if cache_size < padded:
+        tokens = f"{context} tokens" + (f" and {speculated} speculated ones" if speculated else "")
+        raise LoadError(
+            f"cache_size is {cache_size}, less than the context of {tokens}: set max_seq_len to at most "
+            f"{cache_size - speculated}, or cache_size to at least {padded}"
+        )
+    rows = batch * (speculated + 1)
+    if rows > chunk_size:
+        raise LoadError(
+            f"max_batch_size is {batch}"
+            + (f", each with {speculated} speculated tokens" if speculated else "")
+            + f": {rows} tokens a step, which must be at most chunk_size, {chunk_size}"
+        )
+    return Sizes(context, chunk_size, cache_size, rows, context + speculated)
 
 
 def read_options(spec: EngineSpec) -> ExLlamaV2Options:

@@ -4,7 +4,9 @@ Every complaint is a LoadError of one line with the remedy.
 """
 
 import json
+import math
 import struct
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,20 @@ from model_worker.engine import LoadError
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HEADER_LIMIT = 100 << 20  # the safetensors format's own limit
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a safetensors header says of a tensor; dtype as there: F16, BF16, F32, I32, ..."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    file: str
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
 class ModelDir:
@@ -38,7 +54,16 @@ class ModelDir:
                     f"{path} holds pickled weights only ({pickles[0]}), which are never loaded: convert to safetensors"
                 )
             raise LoadError(f"{path} has no weights: no *.safetensors file")
-        self.tensors = {name for file in self.weights for name in _tensor_names(file)}
+        self.tensors: dict[str, Tensor] = {}
+        for file in self.weights:
+            for name, tensor in read_header(file).items():
+                if name in self.tensors:
+                    raise LoadError(
+                        f"{path}: {file.name} and {self.tensors[name].file} both hold {name}: they are not of one "
+                        "model; remove the files that do not belong to it"
+                    )
+                self.tensors[name] = tensor
+        self._check_index()
 
     @property
     def tokenizer_path(self) -> Path:
@@ -70,6 +95,10 @@ class ModelDir:
         return "gptq" if any(name.endswith(".qweight") for name in self.tensors) else None
 
     @property
+    def is_quantized(self) -> bool:
+        return self.quantization is not None
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weight files."""
         return sum(file.stat().st_size for file in self.weights)
@@ -88,8 +117,9 @@ class ModelDir:
         own = token_id(token) if token else None
         return frozenset(found if own is None else found | {own})
 
-    def context(self, asked: int | None) -> int:
-        """Tokens of context: ``asked``, or what config.json says. Raises LoadError if the model has less than asked."""
+    def context(self, asked: int | None, *, stretched: bool = False) -> int:
+        """Tokens of context: ``asked``, or what config.json says. Raises LoadError if the model has less than asked,
+        unless its positions are ``stretched`` by an option."""
         keys = ("max_position_embeddings", "max_sequence_length", "model_max_length", "max_seq_len", "n_positions")
         own = next((v for k in keys if isinstance(v := self.text_config.get(k), int)), None)
         if asked is None:
@@ -98,9 +128,33 @@ class ModelDir:
             return own
         if asked < 2:
             raise LoadError(f"max_seq_len is {asked}: it must be at least 2")
-        if own is not None and asked > own:
+        if own is not None and asked > max(own, self._scaled_context()) and not stretched:
             raise LoadError(f"max_seq_len is {asked}, but the model's own context is {own}: set at most that")
         return asked
+
+    def _scaled_context(self) -> int:
+        """Tokens that config.json's yarn scaling reaches; max_position_embeddings may be what it started from."""
+        scaling = self.text_config.get("rope_scaling")
+        if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) != "yarn":
+            return 0
+        factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+        if not isinstance(factor, (int, float)) or not isinstance(original, int):
+            return 0
+        return int(factor * original)
+
+    def _check_index(self) -> None:
+        """The index of a sharded model names its files: none may be missing, and no other may lie beside them."""
+        weights = self._json("model.safetensors.index.json").get("weight_map")
+        if not isinstance(weights, dict):
+            return
+        here, named = {file.name for file in self.weights}, {str(name) for name in weights.values()}
+        # a quantizer may leave the index of the model that it was made from
+        if not here & named:
+            return
+        if missing := sorted(named - here):
+            raise LoadError(f"{self.path} lacks {missing[0]} (model.safetensors.index.json names it): download it")
+        if stray := sorted(here - named):
+            raise LoadError(f"{self.path}: {stray[0]} is not of this model (its index does not name it): remove it")
 
     def _json(self, name: str, *, required: bool = False) -> dict[str, Any]:
         file = self.path / name
@@ -123,8 +177,8 @@ def token_text(token: Any) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def _tensor_names(file: Path) -> list[str]:
-    """Names in a safetensors header. An interrupted download is shorter than its header says: LoadError."""
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. An interrupted download is shorter than its header says: LoadError."""
     size = file.stat().st_size
     try:
         with file.open("rb") as f:
@@ -134,8 +188,17 @@ def _tensor_names(file: Path) -> list[str]:
             header = json.loads(f.read(length))
         header.pop("__metadata__", None)
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as e:
+        tensors = {
+            name: Tensor(
+                str(entry["dtype"]),
+                tuple(map(int, entry["shape"])),
+                int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
+                file.name,
+            )
+            for name, entry in header.items()
+        }
+    except (OSError, ValueError, struct.error, KeyError, IndexError, TypeError, AttributeError) as e:
         raise LoadError(f"{file} is no readable safetensors file ({e}): download it again") from None
     if end > size:
         raise LoadError(f"{file} is cut off: {size} of {end} bytes are there; download it again")
-    return list(header)
+    return tensors

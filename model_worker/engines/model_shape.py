@@ -1,0 +1,91 @@
+"""The shape of a language model, from config.json, by the names that ExLlamaV2 0.3.2 looks for. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model_worker.engine import LoadError
+from model_worker.engines.model_dir import ModelDir
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Counts of elements.
+
+    intermediate   width of the MLP, of one expert's where there are experts
+    experts        0 for none
+    rotary_dim     of each head's table of positions; 0 without rotary embedding
+    rotary_tables  2 where layers with a sliding window have a base of their own
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    experts: int = 0
+    rotary_dim: int = 0
+    rotary_tables: int = 1
+
+
+def read_shape(directory: ModelDir) -> ModelShape:
+    """The shape of the model in ``directory``. Raises LoadError for one that config.json does not give."""
+    config, name = directory.text_config, directory.architecture
+    where = f"{directory.path}/config.json"
+
+    def find(*keys: str, default: int | None = None) -> int:
+        for source in (config, directory.config):
+            for key in keys:
+                value = _inside(source, key)
+                if isinstance(value, float) and value.is_integer():
+                    value = int(value)
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    return value
+        if default is None:
+            raise LoadError(f"{where} does not say {keys[0]}")
+        return default
+
+    hidden = find("hidden_size", "d_model", "n_embd")
+    gemma3 = name == "Gemma3ForConditionalGeneration"
+    heads = find("num_attention_heads", "n_heads", "n_head", default=8 if gemma3 else 0)
+    head_dim = find("head_dim", default=256 if gemma3 else (hidden // heads if heads else None))
+    heads = heads or hidden // head_dim
+    own = 4 if gemma3 else heads
+    kv_heads = find("num_key_value_heads", "attn_config.kv_n_heads", default=own)
+    if name == "GPTBigCodeForCausalLM":
+        kv_heads = 1
+    if kv_heads > heads or heads % kv_heads:
+        raise LoadError(f"{where}: {heads} attention heads cannot share {kv_heads} heads of keys")
+    inner = 4 * hidden if name in ("GPT2LMHeadModel", "GPTBigCodeForCausalLM") else None
+    experts = 0
+    intermediate = find("intermediate_size", "ffn_config.ffn_hidden_size", "n_inner", default=inner)
+    if name in ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DbrxForCausalLM", "GemmoeForCausalLM"):
+        experts = find("num_local_experts", "ffn_config.moe_num_experts", "num_experts")
+        intermediate = find("moe_intermediate_size", default=intermediate)
+    return ModelShape(
+        layers=find("num_hidden_layers", "n_layers", "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        vocab=find("vocab_size", default=262208 if gemma3 else None),
+        experts=experts,
+        rotary_dim=0 if name in ("GPT2LMHeadModel", "GPTBigCodeForCausalLM") else _rotary_dim(config, head_dim),
+        rotary_tables=2 if gemma3 else 1,
+    )
+
+
+def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
+    part = config.get("partial_rotary_factor")
+    return int(head_dim * part) if isinstance(part, (int, float)) and 0 < part <= 1 else head_dim
+
+
+def _inside(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

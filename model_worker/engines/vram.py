@@ -1,0 +1,205 @@
+"""What a model will take of a GPU's memory under ExLlamaV2, before anything of it is read. No torch.
+
+``estimate(spec)`` reads config.json and the headers of the safetensors files, as ExLlamaV2 0.3.2 would, and adds up
+
+    weights    what is kept of each tensor: fp16 unless quantized; the embedding stays in the computer's memory
+    cache      keys and values of all pages; quantized modes add one layer in fp16 to compute with
+    draft      weights and cache of the draft model
+    workspace  everything else: the package's scratch memory, tables of positions, activations of a full chunk, logits,
+               cuBLAS, attention
+
+It is what the process takes beyond its CUDA context (some 500 MB, which depends on driver and GPU: measure it once).
+Sources: model.py, linear.py, attn.py, mlp.py, moe_mlp.py, cache.py, device.py of the package (``scratch_space_fixed``
+and ``create_state_tensors``), and the rounding of PyTorch's allocator.
+"""
+
+from dataclasses import dataclass
+
+from model_worker.engine import LoadError
+from model_worker.engines.exllamav2_options import PAGE, ExLlamaV2Options, Sizes, read_options, sizes_of
+from model_worker.engines.model_dir import ModelDir, Tensor
+from model_worker.engines.model_shape import ModelShape, read_shape
+from protocol.worker_spec import EngineSpec
+
+MAX_DEQUANTIZED = 512 << 20
+"""Elements of a matrix that the package unpacks at once (config.max_dq_size)."""
+CUBLAS_WORKSPACE = 32 << 20
+"""Bytes that PyTorch gives cuBLAS for each stream, on Hopper; earlier GPUs take 8 MiB."""
+BYTES_PER_ELEMENT = {"FP16": (2.0, 2.0), "Q8": (1.0, 1.0), "Q6": (1.0, 0.5), "Q4": (0.5, 0.5)}
+"""Of keys and of values, by cache mode, without scales."""
+_SMALL, _LARGE = 1 << 20, 10 << 20
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on all GPUs of the worker together; ``per_gpu`` of the workspace is needed on each of them."""
+
+    weights: int
+    cache: int
+    draft: int
+    workspace: int
+    per_gpu: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.draft + self.workspace
+
+
+def estimate(spec: EngineSpec, gpus: int = 1) -> Estimate:
+    """What ``spec`` takes on ``gpus`` GPUs together. Raises LoadError for a directory or options that cannot be."""
+    options, directory = read_options(spec), ModelDir(spec.model_dir)
+    sizes = sizes_of(spec, options, directory)
+    draft = ModelDir(options.draft_model) if options.draft_model else None
+    return estimate_of(options, sizes, directory, draft, gpus)
+
+
+def estimate_of(
+    options: ExLlamaV2Options, sizes: Sizes, directory: ModelDir, draft: ModelDir | None, gpus: int = 1
+) -> Estimate:
+    """As ``estimate``, of what has been read already."""
+    shape = read_shape(directory)
+    per_gpu = _shared_bytes(directory, shape, sizes)
+    workspace = per_gpu * gpus + _logits_bytes(shape, sizes) + _page_buffers(shape, options.cache_mode)
+    draft_bytes = 0
+    if draft is not None:
+        small = read_shape(draft)
+        mode = options.draft_cache_mode or options.cache_mode
+        draft_bytes = weight_bytes(draft) + cache_bytes(small, mode, sizes.cache_size)
+        draft_bytes += _scratch_bytes(draft, small, sizes) + _position_bytes(small, sizes)
+    return Estimate(
+        weights=weight_bytes(directory),
+        cache=cache_bytes(shape, options.cache_mode, sizes.cache_size, gpus),
+        draft=draft_bytes,
+        workspace=workspace,
+        per_gpu=per_gpu,
+    )
+
+
+def weight_bytes(directory: ModelDir) -> int:
+    """Bytes of the weights on the GPU."""
+    tensors = directory.tensors
+    embedding = {name for name in tensors if _is_embedding(name)}
+    total = sum(_kept_bytes(name, tensor, tensors) for name, tensor in tensors.items() if name not in embedding)
+    if not any(".lm_head." in f".{name}" or name.startswith("output.") for name in tensors):
+        # tied: the head is the embedding once more
+        total += sum(_kept_bytes(name, tensors[name], tensors) for name in embedding if "wpe" not in name)
+    return total
+
+
+def _is_embedding(name: str) -> bool:
+    return any(part in name for part in ("embed_tokens.", "tok_embeddings.", "wte.")) and "lora" not in name
+
+
+def _kept_bytes(name: str, tensor: Tensor, tensors: dict[str, Tensor]) -> int:
+    """Bytes that the package keeps on the GPU of one tensor of a file."""
+    stem, _, part = name.rpartition(".")
+    elements = tensor.elements
+    if part == "q_invperm":
+        if ".mlp.down_proj" in stem and "experts" not in stem:
+            return 0  # gate and up are stored in this order instead
+        # int32 in the file; it and its inverse are kept as int16
+        return 2 * _block(2 * elements)
+    if part == "q_weight":
+        rows = tensors.get(f"{stem}.q_invperm")
+        return _block(tensor.bytes) + (_block(4 * rows.elements) if rows else 0)  # q_group_map, made while loading
+    if part in ("q_scale", "q_scale_max", "q_groups", "qweight", "qzeros", "g_idx"):
+        return _block(tensor.bytes)
+    return _block(2 * _padded(name, tensor))  # fp16, whatever it is in the file
+
+
+def _padded(name: str, tensor: Tensor) -> int:
+    """Elements of a weight [out, in] whose rows are filled up to a multiple of 32."""
+    if len(tensor.shape) != 2 or not name.endswith(".weight"):
+        return tensor.elements
+    return -(-tensor.shape[0] // 32) * 32 * tensor.shape[1]
+
+
+def cache_bytes(shape: ModelShape, mode: str, tokens: int, gpus: int = 1) -> int:
+    """Bytes of a cache of ``tokens``, the layer that quantized modes compute with (on each GPU) included."""
+    elements = tokens * shape.kv_heads * shape.head_dim
+    of_keys, of_values = BYTES_PER_ELEMENT[mode]
+    layer = _block(int(elements * of_keys)) + _block(int(elements * of_values))
+    if mode == "FP16":
+        return shape.layers * layer
+    return shape.layers * (layer + 2 * _block(2 * elements // 32)) + gpus * 2 * _block(2 * elements)
+
+
+def _shared_bytes(directory: ModelDir, shape: ModelShape, sizes: Sizes) -> int:
+    """What every GPU that computes layers needs beside weights and cache."""
+    return (
+        _scratch_bytes(directory, shape, sizes)
+        + _position_bytes(shape, sizes)
+        + _activation_bytes(shape, sizes.chunk_size, directory.is_quantized)
+        + CUBLAS_WORKSPACE
+    )
+
+
+def _scratch_bytes(directory: ModelDir, shape: ModelShape, sizes: Sizes) -> int:
+    """The buffer that quantized layers share (max of scratch_space_fixed over the modules); none for plain weights."""
+    return _block(scratch_space(shape, sizes.chunk_size)) if directory.is_quantized else 0
+
+
+def scratch_space(shape: ModelShape, chunk: int) -> int:
+    """Bytes, the maximum over attention, MLP and head (attn.py:370, mlp.py:270, moe_mlp.py:146, linear.py:270)."""
+
+    def unpacked(inputs: int, outputs: int) -> int:
+        return 2 * min(inputs * (-(-outputs // 32) * 32), MAX_DEQUANTIZED)
+
+    hidden, inner = shape.hidden, shape.intermediate
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = chunk * max(queries, hidden) * 2 + 128
+    attention += max(unpacked(hidden, queries), unpacked(hidden, keys), unpacked(queries, hidden))
+    unpack = max(unpacked(hidden, inner), unpacked(inner, hidden))
+    if shape.experts:
+        mlp = 2 * (chunk * hidden * 2 + 128) + 2 * (chunk * inner * 2 + 128) + chunk * shape.experts * 2 + 128 + unpack
+    else:
+        mlp = chunk * hidden * 2 + 128 + 2 * (chunk * max(hidden, inner) * 2 + 128) + unpack
+    return max(attention, mlp, unpacked(hidden, shape.vocab))
+
+
+def _position_bytes(shape: ModelShape, sizes: Sizes) -> int:
+    """Sines and cosines of every position, fp16 [positions, head_dim] each."""
+    return shape.rotary_tables * 2 * _block(2 * sizes.positions * shape.rotary_dim)
+
+
+def _activation_bytes(shape: ModelShape, chunk: int, quantized: bool) -> int:
+    """Most that is alive at once while a chunk of a prompt is computed."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = 2 * shape.hidden + 2 * queries + 2 * keys  # residual and its norm; q and output; k and v
+    mlp = 0 if quantized else 4 * shape.hidden + 3 * shape.intermediate  # gate, its activation and up beside down
+    return chunk * 2 * max(attention, mlp)
+
+
+def _logits_bytes(shape: ModelShape, sizes: Sizes) -> int:
+    """The head's output for a step, fp16."""
+    return _block(2 * sizes.rows * (-(-shape.vocab // 32) * 32))
+
+
+def _page_buffers(shape: ModelShape, mode: str) -> int:
+    """One page to move others through, for each kind of tensor of the cache."""
+    elements = PAGE * shape.kv_heads * shape.head_dim
+    kinds = set(BYTES_PER_ELEMENT[mode])
+    return sum(_block(int(elements * kind)) for kind in kinds) + (0 if mode == "FP16" else _block(elements // 16))
+
+
+def _block(size: int) -> int:
+    """Bytes that PyTorch's allocator takes for a tensor: multiples of 512, of 2 MiB from 10 MiB on."""
+    unit = 512 if size < _LARGE else 2 << 20
+    return -(-size // unit) * unit
+
+
+def refusal(needs: Estimate, free: int, total: int, options: ExLlamaV2Options, sizes: Sizes) -> LoadError:
+    """The arithmetic of a model that does not fit, in one line."""
+    mode = f"{options.cache_mode}, {sizes.cache_size} tokens"
+    parts = f"weights {_gib(needs.weights)}, cache {_gib(needs.cache)} ({mode})"
+    if needs.draft:
+        parts += f", draft {_gib(needs.draft)}"
+    return LoadError(
+        f"not enough VRAM: needs {_gib(needs.total)} GiB: {parts}, workspace {_gib(needs.workspace)}; the GPU has "
+        f"{_gib(free)} free of {_gib(total)}: lower cache_size or max_seq_len, use a coarser cache_mode or smaller "
+        "weights, or end what else is on the GPU"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"
