@@ -1,20 +1,33 @@
 """One answer of the exllamav2 engine, from the ids that its generator drew to the events of a job. No exllamav2."""
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from model_worker.engine import Delta, Finished, Job
+from model_worker.engine import Delta, Finished, Job, TokenLogprob
+from model_worker.engines.banned import BannedStrings, Verdict
+from model_worker.engines.healing import Healing
 from model_worker.text import TextStream
 
 PAGE = 256
 
+Redraw = Callable[[Any, Sequence[int], Iterable[int]], Any | None]
+"""(AnswerJob, ids kept, ids blocked for the next draw) -> a new AnswerJob that goes on from there, first in line; None
+if no token is left to draw. The old one is cancelled."""
+NewStream = Callable[[Sequence[int]], TextStream]
+"""The detokenizer of what follows these ids."""
+
 
 class Answer:
-    """A job, its AnswerJob in the generator, and its text so far."""
+    """A job, its AnswerJob in the generator, and its text so far.
 
-    __slots__ = ("_delivered", "_first", "_started", "_unstopped", "handle", "job", "text")
+    healing  of the prompt's last token (engines/healing): the first token drawn takes its place
+    """
 
-    def __init__(self, job: Job, handle: Any, text: TextStream) -> None:
+    __slots__ = ("_delivered", "_first", "_healing", "_started", "_unstopped", "handle", "job", "text")
+
+    def __init__(self, job: Job, handle: Any, text: TextStream, healing: Healing | None = None) -> None:
         self.job, self.handle, self.text = job, handle, text
+        self._healing = healing
         self._delivered = 0
         self._started: float | None = None
         self._first: float | None = None
@@ -27,9 +40,9 @@ class Answer:
         if self._started is None:
             self._started = now
 
-    def take(self, now: float) -> Delta | Finished:
-        """What the step just made brought. If it is Finished and ``handle.ended`` is None, a stop string was found:
-        the caller cancels the handle."""
+    def take(self, now: float) -> Delta | Finished | None:
+        """What the step just made brought. If it is Finished and ``handle.ended`` is None, the caller cancels the
+        handle."""
         handle = self.handle
         ids, logprobs = handle.fresh, handle.fresh_logprobs
         handle.fresh = []
@@ -37,16 +50,24 @@ class Answer:
             handle.fresh_logprobs = []
         if self._first is None:
             self._first = now
-        ended = handle.ended
-        if len(ids) == 1 and ended is None and not self._unstopped:  # nearly all of them
-            self._delivered += 1
+        if len(ids) == 1 and handle.ended is None and not self._unstopped and self._healing is None:
+            self._delivered += 1  # nearly all events are of this kind
             text, found = self.text.push(ids[0])
-            return (
-                self._finished(ids, text, "stop", now, logprobs) if found else Delta(self.job.id, ids, text, logprobs)
-            )
+            if found:
+                return self._finished(ids, text, "stop", now, logprobs)
+            return Delta(self.job.id, ids, text, logprobs)
+        return self._take(ids, logprobs, handle.ended, now)
+
+    def _take(
+        self, ids: list[int], logprobs: list[TokenLogprob], ended: str | None, now: float
+    ) -> Delta | Finished | None:
         text, found = "", False
+        if self._healing is not None:
+            text, found = self.text.push(ids[0])
+            text = self._healing.rest(text)
+            ids, logprobs, self._healing = ids[1:], logprobs[1:], None
         for number, token in enumerate(ids, 1):
-            if ended == "stop" and number == len(ids):
+            if found or (ended == "stop" and number == len(ids)):
                 break  # the end token has no text
             if self._unstopped and self._delivered + number > self._unstopped:
                 self.text.stop_at(self.job.stop)
@@ -55,15 +76,14 @@ class Answer:
             text += new
             if found:  # what was speculated behind it is no part of the answer
                 ids, logprobs = ids[:number], logprobs[:number]
-                break
         self._delivered += len(ids)
         if found:
             return self._finished(ids, text, "stop", now, logprobs)
         if ended is None:
-            return Delta(self.job.id, ids, text, logprobs)
+            return Delta(self.job.id, ids, text, logprobs) if ids or text else None
         return self._finished(ids, text + self.text.finish(), ended, now, logprobs)
 
-    def _finished(self, ids: list[int], text: str, reason: str, now: float, logprobs: list[Any]) -> Finished:
+    def _finished(self, ids: list[int], text: str, reason: str, now: float, logprobs: list[TokenLogprob]) -> Finished:
         handle = self.handle
         first = self._first or now
         return Finished(
@@ -80,3 +100,106 @@ class Answer:
             draft_accepted=handle.accepted_draft_tokens,
             draft_rejected=handle.rejected_draft_tokens,
         )
+
+
+class GuardedAnswer(Answer):
+    """An answer that must not hold certain strings (engines/banned): it may go back and draw anew."""
+
+    __slots__ = ("_cached", "_drawn", "_judge", "_kept", "_logprobs", "_new_stream", "_redraw", "_speculated", "_told")
+
+    def __init__(
+        self, job: Job, handle: Any, new_stream: NewStream, redraw: Redraw, healing: Healing | None = None
+    ) -> None:
+        self._told = healing.prompt_ids if healing else job.prompt_ids  # what stands before the first token drawn
+        super().__init__(job, handle, new_stream(self._told), healing)
+        self.text.stop_at(())  # the judge looks for stop strings, too
+        self._new_stream, self._redraw = new_stream, redraw
+        self._judge = BannedStrings(
+            job.banned_strings, job.stop, minimum=job.min_new_tokens, limit=job.max_new_tokens,
+            healed=healing is not None,
+        )  # fmt: skip
+        self._kept: list[int] = []  # drawn and not taken back
+        self._logprobs: list[TokenLogprob] = []  # of those not delivered
+        self._unstopped = 1  # every step by way of _take
+        self._cached: int | None = None
+        self._speculated = (0, 0)
+
+    def _take(
+        self, ids: list[int], logprobs: list[TokenLogprob], ended: str | None, now: float
+    ) -> Delta | Finished | None:
+        final, text = [], ""
+        for number, token in enumerate(ids):
+            at_end = ended is not None and number == len(ids) - 1
+            if not (at_end and ended == "stop"):
+                self._kept.append(token)
+                self._logprobs += logprobs[number : number + 1]
+                new = self.text.push(token)[0]
+                if self._healing is not None and len(self._kept) == 1:
+                    new = self._healing.rest(new)
+                verdict = self._judge.push(token, new)
+                final += self._release(verdict)
+                text += verdict.text
+                if verdict.back_to is not None:
+                    verdict = self._go_back(verdict.back_to)
+                    final += self._release(verdict)
+                    text += verdict.text
+                    return self._event(final, text, verdict.ended, now)
+                if verdict.ended:
+                    return self._event(final, text, verdict.ended, now)
+            if at_end:
+                verdict = self._judge.finish(self.text.finish())
+                if verdict.back_to is not None:
+                    verdict = self._go_back(verdict.back_to)
+                elif verdict.ended is None and ended == "stop":
+                    self._kept.append(token)
+                    self._logprobs += logprobs[number : number + 1]
+                    verdict = Verdict(verdict.tokens + 1, verdict.text, None, ended)
+                else:
+                    verdict = Verdict(verdict.tokens, verdict.text, None, verdict.ended or ended)
+                final += self._release(verdict)
+                return self._event(final, text + verdict.text, verdict.ended, now)
+        return self._event(final, text, None, now)
+
+    def _release(self, verdict: Verdict) -> list[tuple[int, TokenLogprob | None]]:
+        """The tokens that a verdict makes final, but for a healed one."""
+        begin, end = self._delivered, self._delivered + verdict.tokens
+        self._delivered = end
+        logprobs: list[TokenLogprob | None] = [*self._logprobs[: verdict.tokens]]
+        del self._logprobs[: verdict.tokens]
+        released = list(zip(self._kept[begin:end], logprobs or [None] * verdict.tokens, strict=True))
+        return released[1:] if self._healing is not None and begin == 0 else released
+
+    def _go_back(self, kept: int) -> Verdict:
+        """Draw anew behind the first ``kept`` tokens. What ends the answer if that cannot be."""
+        handle = self.handle
+        if self._cached is None:
+            self._cached = (handle.cached_pages * PAGE + handle.cached_tokens) // len(handle.sequences)
+        self._speculated = (
+            self._speculated[0] + handle.accepted_draft_tokens, self._speculated[1] + handle.rejected_draft_tokens,
+        )  # fmt: skip
+        if handle.bias is not None:
+            handle.bias.count_only(self._kept[:kept])
+        del self._kept[kept:]
+        del self._logprobs[max(kept - self._delivered, 0) :]
+        new = self._redraw(handle, self._kept, self._judge.blocked)
+        if new is None:
+            return self._judge.give_up()
+        self.handle = new
+        self.text = self._new_stream((*self._told, *self._kept))
+        return Verdict()
+
+    def _event(
+        self, final: list[tuple[int, TokenLogprob | None]], text: str, ended: str | None, now: float
+    ) -> Delta | Finished | None:
+        ids = [token for token, _ in final]
+        logprobs = [logprob for _, logprob in final if logprob is not None]
+        if ended is None:
+            return Delta(self.job.id, ids, text, logprobs) if ids or text else None
+        event = self._finished(ids, text, ended, now, logprobs)
+        if self._healing is not None and self._delivered:
+            event.completion_tokens -= 1
+        if self._cached is not None:
+            event.cached_tokens = self._cached
+            event.draft_accepted += self._speculated[0]
+            event.draft_rejected += self._speculated[1]
+        return event

@@ -9,8 +9,9 @@ an end token, finds one of two stop strings by Python's hash seed, and reports i
 """
 
 import importlib
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from model_worker.engine import (
     ProgressCallback,
 )
 from model_worker.engines.admission import check_job
-from model_worker.engines.exllamav2_answer import Answer
+from model_worker.engines.exllamav2_answer import Answer, GuardedAnswer, Redraw
 from model_worker.engines.exllamav2_batch import Batch
 from model_worker.engines.exllamav2_load import Loaded, load, make_generator
 from model_worker.engines.exllamav2_meter import Meter
@@ -32,6 +33,7 @@ from model_worker.engines.exllamav2_ngram import propose_for_all
 from model_worker.engines.exllamav2_options import PAGE, read_options
 from model_worker.engines.exllamav2_sampling import (
     GUIDANCE,
+    NEVER,
     OFFERED,
     PieceSearch,
     TokenBias,
@@ -39,6 +41,7 @@ from model_worker.engines.exllamav2_sampling import (
     settings_of,
     xtc_is_on,
 )
+from model_worker.engines.healing import Healer, Healing
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
 from protocol.errors import ErrorCode, RequestError
@@ -70,6 +73,7 @@ class ExLlamaV2Engine:
         config = loaded.model.config
         self._vocab_size = int(config.vocab_size)  # rows of the embedding
         self._drawable = min(self._vocab_size, int(loaded.tokenizer.get_vocab_size()))
+        self._healer = Healer(self._tokenizer.pieces) if self._tokenizer.pieces else None
         self._pieces = PieceSearch(loaded.tokenizer.get_id_to_piece_list(True))
         sampler = loaded.generator.ExLlamaV2Sampler
         self._protected = sampler.get_default_xtc_mask_tokens(loaded.tokenizer)
@@ -77,7 +81,9 @@ class ExLlamaV2Engine:
         self._capabilities = Capabilities(
             context=min(loaded.context, int(config.max_seq_len) - max(loaded.draft_tokens - 1, 0)),
             max_batch_size=self._spec.max_batch_size,
-            offered=OFFERED - GUIDANCE if loaded.draft_tokens else OFFERED,
+            offered=OFFERED
+            - (GUIDANCE if loaded.draft_tokens else frozenset())
+            - (frozenset() if self._healer else {"token_healing"}),
             chat=self._tokenizer.has_chat_template,
             device=", ".join(dict.fromkeys(torch.cuda.get_device_name(index) for index in loaded.devices)),
             attention=loaded.attention,
@@ -130,26 +136,93 @@ class ExLlamaV2Engine:
         check_sampling(job, self._drawable, self._tokenizer.eos_ids)
         prompts = self._prompts(job)
         self._check_pages(job, prompts)
-        sampling = job.sampling
-        handle = self._new_job(
+        sampling, healing = job.sampling, self._healing(job)
+        if healing:
+            prompts = [healing.prompt_ids]
+        handle = self._job(
+            job,
             prompts,
             self._settings(sampling),
+            drawn=-1 if healing else 0,
+            rng=random.Random(sampling.seed),
+            bias=TokenBias.of(sampling, self._generator.padded_vocab_size, self._tokenizer.eos_ids),
+            first_bias=self._first_bias(healing.allowed if healing else None, ()),
+        )
+        if healing and not handle.can_draw():
+            raise RequestError("no token is left that may heal the prompt", field="token_healing")
+        self._batch.add(handle)
+        stream = self._tokenizer.stream
+        self._answers[job.id] = (
+            GuardedAnswer(job, handle, stream, self._redraw_of(job, prompts, healing), healing)
+            if job.banned_strings
+            else Answer(job, handle, stream(prompts[0]), healing)
+        )
+
+    def _job(self, job: Job, prompts: list[tuple[int, ...]], settings: dict[str, Any], **kwargs: Any) -> Any:
+        """An AnswerJob with what does not change when it is drawn anew from some token on."""
+        sampling = job.sampling
+        xtc = (sampling.xtc_probability, sampling.xtc_threshold, self._protected, sampling.skew)
+        return self._new_job(
+            prompts,
+            settings,
             limit=job.max_new_tokens,
             minimum=job.min_new_tokens,
             end_ids=[i for i in {*self._tokenizer.eos_ids, *job.stop_token_ids} if i < self._drawable],
             vocab=self._drawable,
             draft=self._loaded.draft_tokens,
             ngrams=self._loaded.ngram,
-            seed=sampling.seed,
-            bias=TokenBias.of(sampling, self._generator.padded_vocab_size, self._tokenizer.eos_ids),
             top=job.top_logprobs,
-            xtc=(sampling.xtc_probability, sampling.xtc_threshold, self._protected, sampling.skew)
-            if xtc_is_on(sampling)
-            else None,
+            xtc=xtc if xtc_is_on(sampling) else None,
             identifier=job.id,
+            **kwargs,
         )
-        self._batch.add(handle)
-        self._answers[job.id] = Answer(job, handle, self._tokenizer.stream(job.prompt_ids))
+
+    def _healing(self, job: Job) -> Healing | None:
+        if not job.token_healing:
+            return None
+        if job.sampling.cfg_scale != 1.0:
+            raise RequestError(
+                "token_healing and cfg_scale are not offered together", field="token_healing",
+                code=ErrorCode.UNSUPPORTED,
+            )  # fmt: skip
+        if self._healer is None:
+            raise RequestError(
+                "token_healing is not offered by this model", field="token_healing", code=ErrorCode.UNSUPPORTED
+            )
+        return self._healer.heal(job.prompt_ids)
+
+    def _first_bias(self, allowed: Iterable[int] | None, blocked: Iterable[int]) -> torch.Tensor | None:
+        """What the next draw is limited to; None for nothing."""
+        blocked = list(blocked)
+        if allowed is None and not blocked:
+            return None
+        bias = torch.full((self._generator.padded_vocab_size,), 0.0 if allowed is None else NEVER)
+        if allowed is not None:
+            bias[[token for token in allowed if token < self._drawable]] = 0.0
+        bias[blocked] = NEVER
+        return bias
+
+    def _redraw_of(self, job: Job, prompts: list[tuple[int, ...]], healing: Healing | None) -> Redraw:
+        """How an answer of ``job`` goes back: the package's job is cancelled, and one whose prompt is what was kept
+        takes its place. The pages are still there."""
+
+        def redraw(old: Any, kept: Sequence[int], blocked: Iterable[int]) -> Any | None:
+            self._batch.cancel(old)
+            new = self._job(
+                job,
+                [(*prompt, *kept) for prompt in prompts],
+                self._settings(job.sampling) | {"mirostat_mu": old.gen_settings.mirostat_mu},
+                drawn=len(kept) - (healing is not None),
+                rng=old.rng,
+                bias=old.bias,
+                first_bias=self._first_bias(healing.allowed if healing and not kept else None, blocked),
+            )
+            if not new.can_draw():
+                return None
+            self._batch.add(new, first=True)
+            return new
+
+        return redraw
 
     def _prompts(self, job: Job) -> list[tuple[int, ...]]:
         """The sequences of a job. Raises RequestError for guidance that cannot be computed."""
@@ -225,7 +298,9 @@ class ExLlamaV2Engine:
             tokens += len(result.fresh)
             answer = answers[result.identifier]
             event = answer.take(now)
-            if isinstance(event, Finished):
+            if event is None:
+                continue
+            if type(event) is Finished:
                 self._finish(answer, event)
             events.append(event)
         self._meter.step(now - before, jobs, tokens, read)

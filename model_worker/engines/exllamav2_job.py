@@ -13,6 +13,7 @@ keys and values of another place, or end the process:
 """
 
 import math
+import random
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -22,13 +23,12 @@ from exllamav2.generator.dynamic import _tensor_hash_checksum
 
 from model_worker.engine import TokenLogprob
 from model_worker.engines.exllamav2_ngram import NGrams
-from model_worker.engines.exllamav2_sampling import TokenBias
+from model_worker.engines.exllamav2_sampling import NEVER, TokenBias
 from model_worker.engines.exllamav2_xtc import draw_excluding_top
 
 PAGE = 256
 UNLIKELY = 1e-30
 """A token drawn with less than this was not drawn: probabilities were not numbers, or underflowed."""
-NEVER = float("-inf")
 
 
 class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
@@ -37,6 +37,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     prompts      ids of the prompt, and of the negative prompt if there is guidance
     limit        tokens after which the answer ends
     minimum      tokens before which none of ``end_ids`` is drawn
+    drawn        tokens of the answer that are part of the prompts; -1: the first draw heals the prompt, and belongs to
+                 it: it cannot end the answer
     draft        tokens speculated per step: pages are reserved for them
     vocab        ids below this can be drawn
     first_bias   added to the logits of the first draw only, float32 [padded vocabulary]
@@ -56,8 +58,9 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         minimum: int = 0,
         draft: int = 0,
         ngrams: bool = False,
-        seed: int | None = None,
+        rng: random.Random,
         identifier: int | None = None,
+        drawn: int = 0,
         bias: TokenBias | None = None,
         first_bias: torch.Tensor | None = None,
         top: int | None = None,
@@ -69,13 +72,14 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             tensor = first_bias if tensor is None else first_bias + tensor
         super().__init__(
             input_ids=[torch.tensor([ids], dtype=torch.long) for ids in prompts],
-            max_new_tokens=limit + draft,
+            max_new_tokens=limit - drawn + draft,
             min_new_tokens=0,
             max_skips=1 << 30,  # the engine decides who goes first
-            seed=seed,
             identifier=identifier,
             gen_settings=ExLlamaV2Sampler.Settings(**settings, token_bias=tensor),
         )
+        self.rng = rng
+        self.new_tokens = drawn
         self.limit, self.minimum, self.vocab, self.xtc = limit, minimum, vocab, xtc
         self.end_ids, self.end_list = frozenset(end_ids), list(end_ids)
         self.top = top
@@ -92,6 +96,16 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         )
         self._drawn = -1
         self._logprob: TokenLogprob | None = None
+
+    def can_draw(self) -> bool:
+        """Whether the first draw has a token left."""
+        bias = self.gen_settings.token_bias
+        if bias is None:
+            return True
+        left = bias[: self.vocab] > NEVER
+        if 0 <= self.new_tokens < self.minimum:
+            left[self.end_list] = False
+        return bool(left.any())
 
     # drawing
 
@@ -111,7 +125,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         bias = self.gen_settings.token_bias
         if bias is not None:
             row += bias[: self.vocab]
-        if self.new_tokens < self.minimum:
+        if 0 <= self.new_tokens < self.minimum:
             row[self.end_list] = NEVER
         return _argmax(row)
 
@@ -136,7 +150,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             point,
             self.generator.tokenizer,
             return_top_tokens=top,
-            blocked_tokens=self.end_list if self.new_tokens < self.minimum else None,
+            blocked_tokens=self.end_list if 0 <= self.new_tokens < self.minimum else None,
         )
         token = int(drawn)
         if not float(prob) > UNLIKELY or token >= self.vocab:
@@ -172,7 +186,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             self.gen_settings.token_bias = self.bias.tensor if self.bias else None
         if self.past is not None:
             self.past.push(token)
-        if token in self.end_ids:
+        if token in self.end_ids and self.new_tokens:
             self.ended = "stop"
         elif self.new_tokens >= self.limit:
             self.ended = "length"

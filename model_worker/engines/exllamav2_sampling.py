@@ -23,9 +23,13 @@ XTC_LOWEST = 0.01
 XTC_HIGHEST = 0.5
 """Two tokens cannot both be likelier than this: nothing is ever left out."""
 
+NEVER = float("-inf")
+"""Bias of what must not be drawn."""
 OFFERED = frozenset(SamplingParams.model_fields) | {
     "min_tokens",
     "stop_token_ids",
+    "banned_strings",
+    "token_healing",
     "logprobs",
     "top_logprobs",
     "negative_prompt",
@@ -110,27 +114,15 @@ def check_sampling(job: Job, vocab: int, eos_ids: Collection[int]) -> None:
         for token in ids:
             if not 0 <= token < vocab:
                 raise RequestError(f"{field}: token id {token} is not in the vocabulary of {vocab}", field=field)
-    if not remaining(job, vocab, eos_ids):
-        field = "allowed_tokens" if sampling.allowed_tokens else "banned_tokens"
-        raise RequestError("no token is left that may be drawn", field=field)
-
-
-def remaining(job: Job, vocab: int, eos_ids: Collection[int], only: Collection[int] | None = None) -> int:
-    """How many ids may be drawn as the first token of the answer; ``only``: out of these."""
-    sampling = job.sampling
     excluded = set(sampling.banned_tokens)
     if sampling.ignore_eos or job.min_new_tokens:
         excluded.update(eos_ids)
     if job.min_new_tokens:
         excluded.update(job.stop_token_ids)
-    left: Collection[int] = range(vocab)
-    if sampling.allowed_tokens:
-        left = set(sampling.allowed_tokens)
-    if only is not None:
-        left = set(only).intersection(left)
-    if isinstance(left, range):
-        return vocab - sum(0 <= token < vocab for token in excluded)
-    return len(left - excluded)  # type: ignore[operator]
+    some = sampling.allowed_tokens or range(min(vocab, len(excluded) + 1))
+    if excluded.issuperset(some):
+        field = "allowed_tokens" if sampling.allowed_tokens else "banned_tokens"
+        raise RequestError("no token is left that may be drawn", field=field)
 
 
 class TokenBias:
@@ -143,13 +135,13 @@ class TokenBias:
         self._frequency, self._presence = sampling.frequency_penalty, sampling.presence_penalty
         self.counts = bool(self._frequency or self._presence)
         self._count: dict[int, int] = {}
-        bias = torch.full((padded,), float("-inf") if sampling.allowed_tokens else 0.0, dtype=torch.float32)
+        bias = torch.full((padded,), NEVER if sampling.allowed_tokens else 0.0, dtype=torch.float32)
         bias[list(sampling.allowed_tokens)] = 0.0
         for token, value in (sampling.logit_bias or {}).items():
             bias[token] += value
-        bias[list(sampling.banned_tokens)] = float("-inf")
+        bias[list(sampling.banned_tokens)] = NEVER
         if sampling.ignore_eos:
-            bias[[token for token in eos_ids if token < padded]] = float("-inf")
+            bias[[token for token in eos_ids if token < padded]] = NEVER
         self.tensor = bias
 
     @staticmethod
@@ -167,11 +159,15 @@ class TokenBias:
         self._count[token] = seen + 1
         self.tensor[token] -= self._frequency if seen else self._frequency + self._presence
 
-    def uncount(self, token: int) -> None:
-        """One token of the answer was taken back."""
-        seen = self._count[token] - 1
-        self._count[token] = seen
-        self.tensor[token] += self._frequency if seen else self._frequency + self._presence
+    def count_only(self, tokens: Iterable[int]) -> None:
+        """The answer is ``tokens``: others were taken back."""
+        if not self.counts:
+            return
+        for token, seen in self._count.items():
+            self.tensor[token] += self._presence + seen * self._frequency
+        self._count.clear()
+        for token in tokens:
+            self.count(token)
 
 
 class PieceSearch:

@@ -1,20 +1,41 @@
 """The exllamav2 engine, loaded around an oracle, and what its answers must be."""
 
+import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+from model_worker.engine import EngineEvent, Job, TokenLogprob
 from model_worker.engines import exllamav2_engine
 from model_worker.engines.exllamav2_engine import ExLlamaV2Engine
 from model_worker.engines.exllamav2_load import Loaded
+from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
-from tests.engines.driver import Driver, Outcome
+from tests.engines.driver import GREEDY, Driver, Outcome
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
 from tests.engines.exllamav2_cpu.package import DEMO_MODELS, import_package, oracle, read_tokenizer
 
 PAGE = 256
+_job_ids = itertools.count(1_000_000)
 VOCAB = 448
 """Of the demo model ``letters``."""
+
+
+class Recording:
+    """An engine, and every event that came of it."""
+
+    def __init__(self, engine: ExLlamaV2Engine) -> None:
+        self._engine = engine
+        self.events: list[EngineEvent] = []
+
+    def step(self) -> list[EngineEvent]:
+        events = self._engine.step()
+        self.events += events
+        return events
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 class Harness:
@@ -67,7 +88,24 @@ class Harness:
             self.engine.load(lambda *_: None)
         self.generator = self.engine._generator
         self.eos_ids = tuple(self.engine._tokenizer.eos_ids)
-        self.driver = Driver(self.engine)
+        self.recording = Recording(self.engine)
+        self.driver = Driver(self.recording)
+
+    def submit(self, ids: Sequence[int], size: int = 30, sampling: SamplingParams = GREEDY, **fields: Any) -> Outcome:
+        """A job with any of its fields."""
+        job = Job(next(_job_ids), tuple(ids), size, sampling, **fields)
+        self.engine.submit(job)
+        outcome = self.driver.outcomes[job.id] = Outcome(job)
+        return outcome
+
+    def answer(self, ids: Sequence[int], size: int = 30, sampling: SamplingParams = GREEDY, **fields: Any) -> Outcome:
+        """A job, alone, to its end."""
+        outcome = self.submit(ids, size, sampling, **fields)
+        self.driver.run()
+        return outcome
+
+    def logprobs(self, outcome: Outcome) -> list[TokenLogprob]:
+        return [one for event in self.recording.events if event.job == outcome.job.id for one in event.logprobs]
 
     def expected(self, outcome: Outcome) -> list[int]:
         """The greedy answer of a job, its end token included."""
