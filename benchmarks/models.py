@@ -184,7 +184,7 @@ def _converter(scratch: Path, work: str, source: Path, *options: object) -> None
 
 def _calibration(file: Path) -> Path:
     """Random words: as random as the weights."""
-    import pandas
+    import pandas  # type: ignore[import-untyped]
 
     draw = random.Random(0)
     words = ("".join(draw.choices(ascii_lowercase, k=draw.choice((2, 4, 8)))) for _ in range(2 * ROWS * ROW_TOKENS))

@@ -16,12 +16,15 @@ import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 KEYS = ("machine", "commit", "command", "date", "results")
+SHORT = 6
+"""Results that are shown without a choice."""
 RESULT_KEYS = ("name", "value", "unit", "target", "meets")
 
 _COMPARE = {">=": float.__ge__, "<=": float.__le__}
@@ -99,6 +102,12 @@ def check(content: object) -> None:
             raise ValueError(f"{entry['name']}: meets does not follow from value and target")
 
 
+def headline(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results that the README shows: those with a target, met or missed, and ratios; all of a short file."""
+    chosen = [r for r in results if r["target"] or r["unit"] == "ratio"]
+    return results if len(results) <= SHORT else chosen or results[:SHORT]
+
+
 def figures() -> str:
     """The README's tables, one per result file."""
     parts = []
@@ -107,8 +116,10 @@ def figures() -> str:
         check(content)
         rows = [
             f"| {r['name']} | {r['value']:.4g} {r['unit']} | {r['target'] or ''} | {_verdict(r['meets'])} |"
-            for r in content["results"]
+            for r in headline(content["results"])
         ]
+        if more := len(content["results"]) - len(rows):
+            rows.append(f"| ({more} more in the file) | | | |")
         parts.append(
             f"**{path.stem}**: `{content['command']}`, {content['machine']}, {content['date'][:10]}, "
             f"commit {content['commit']}\n\n| figure | value | target | |\n|---|---|---|---|\n" + "\n".join(rows)

@@ -1,144 +1,94 @@
-"""What supervisor, sockets and process boundary cost: a demo model through a client against the bare engine.
+"""What supervisor, sockets and process boundary cost: a model through a client against the same without serving.
 
-    make bench          or: python -m benchmarks.serving [--engine exllamav2 --gpu 0]
+    make bench          or: python -m benchmarks.serving --engine exllamav2 --gpu 0 [--models 1b 8b 1b-exl2]
 
-Both sides compute the same greedy answers with the same engine in the same run, alternating; figures are medians of
-ROUNDS rounds. Machines are noisy: read the ratios.
+The other side is, for ExLlamaV2, the package's own dynamic generator driven in this process (its jobs, its sampling,
+its text), and for transformers the bare engine. Both compute greedy answers to the same prompts in the same run, taking
+turns; figures are medians of ROUNDS rounds. Machines are noisy: read the ratios.
+
+Smooth: the 99th percentile of what the client sees between two deltas of a stream, while all streams run, over that of
+the generator's own step while it computes as many jobs. Burst at the end: how much faster than a whole stream its last
+tenth came, the largest of all streams.
 """
 
-import argparse
-import asyncio
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
+from typing import Any
 
 import psutil
 
+from benchmarks.bare import bare
+from benchmarks.harness import Run, Server, arguments_for, entry, percentile, quiet_heap, requests, served
 from benchmarks.report import Result, write
-from model_worker.demo_models import corpus, directory
-from model_worker.engine import Finished, Job
-from model_worker.engines import build_engine
-from protocol import AsyncClient, Client
-from protocol.request import SamplingParams
-from protocol.worker_spec import EngineSpec
 
 ROUNDS = 5
 CONCURRENT = (1, 8, 32)
-TOKENS = 160
+TOKENS = {"transformers": 160, "exllamav2": 256}
 CACHE_SIZE = max(CONCURRENT) * 512
-MODELCTL = [sys.executable, "-m", "supervisor"]
-PROMPTS = [prompt for prompt, _ in corpus.STORIES_TEST_REQUESTS]
 
 
-def bare(engine: object, prompts: list[list[int]]) -> tuple[float, float]:
-    """(tokens per second, seconds to the first token) of the engine stepped in this process."""
-    sampling = SamplingParams(temperature=0.0)
-    begun = time.perf_counter()
-    for i, ids in enumerate(prompts):
-        engine.submit(Job(i, tuple(ids), TOKENS, sampling))  # type: ignore[attr-defined]
-    first, tokens, left = 0.0, 0, len(prompts)
-    while left:
-        for event in engine.step():  # type: ignore[attr-defined]
-            first = first or time.perf_counter() - begun
-            if isinstance(event, Finished):
-                left -= 1
-                tokens += event.completion_tokens
-    return tokens / (time.perf_counter() - begun), first
-
-
-async def served(runtime_dir: Path, count: int) -> tuple[float, float]:
-    """The same through one client connection."""
-    async with AsyncClient(runtime_dir=runtime_dir) as client:
-        begun = time.perf_counter()
-        firsts: list[float] = []
-
-        async def one(prompt: str) -> int:
-            messages = [{"role": "user", "content": prompt}]
-            stream = client.generate("stories", messages=messages, max_tokens=TOKENS, temperature=0)
-            seen = False
-            async for _ in stream:
-                if not seen:
-                    seen = True
-                    firsts.append(time.perf_counter() - begun)
-            return int(stream.usage["completion_tokens"])
-
-        tokens = sum(await asyncio.gather(*(one(prompt) for prompt in PROMPTS[:count])))
-        return tokens / (time.perf_counter() - begun), min(firsts)
-
-
-def measure(runtime_dir: Path, supervisor: psutil.Process, name: str, gpu: str) -> list[Result]:
-    spec = EngineSpec(
-        "stories",
-        name,
-        str(directory("stories")),
-        device="cpu" if gpu == "cpu" else "cuda",
-        max_batch_size=max(CONCURRENT),
-        options={"cache_size": CACHE_SIZE} if name == "exllamav2" else {},
-    )
-    engine = build_engine(spec)
-    engine.load(lambda *_: None)
+def measure(server: Server, model: str, made: dict[str, Any], quick: bool, rounds: int) -> list[Result]:
+    """``made``: the model's entry of models.yaml. On the GPU these figures have targets."""
+    gpu = made["engine"] == "exllamav2"
+    tokens = 24 if quick else TOKENS[made["engine"]]
+    other = bare(made)
+    quiet_heap()
     results = []
+    label = f"{model}, " if gpu else ""
     for count in CONCURRENT:
-        ids = [list(engine.encode(corpus.render_chat([{"role": "user", "content": p}]))) for p in PROMPTS[:count]]
-        rates: list[tuple[float, float]] = []
-        firsts: list[tuple[float, float]] = []
-        for round_number in range(ROUNDS + 1):
-            bare_rate, bare_first = bare(engine, ids)
-            served_rate, served_first = asyncio.run(served(runtime_dir, count))
-            if round_number:  # the first one warms up
-                rates.append((served_rate, bare_rate))
-                firsts.append((served_first, bare_first))
-        ratio = statistics.median(s / b for s, b in rates)
-        more = statistics.median(s - b for s, b in firsts)
-        results += [
-            Result(f"{count} streams: tokens/s served", statistics.median(s for s, _ in rates), "tok/s"),
-            Result(
-                f"{count} streams: tokens/s, bare engine in one process",
-                statistics.median(b for _, b in rates),
-                "tok/s",
-            ),
-            Result(f"{count} streams: served over bare", ratio, "ratio"),
-            Result(f"{count} streams: first token later than bare", more * 1000, "ms"),
-        ]
-    ps = [_timed([*MODELCTL, "ps", "--runtime-dir", str(runtime_dir)]) for _ in range(2 * ROUNDS)]
-    results += [
-        Result("modelctl ps", statistics.median(ps), "s", "<= 0.2"),
-        Result("supervisor's memory (RSS) after serving", supervisor.memory_info().rss / 1e6, "MB", "<= 80"),
-    ]
+        pairs: list[tuple[Run, Run]] = []
+        for number in range(1 + (1 if quick else rounds)):
+            asked = requests(model, made["model_dir"], count, seed=number)
+            without = other.run(asked, tokens)
+            through = served(server, model, asked, tokens)
+            if number:  # the first one warms up
+                pairs.append((through, without))
+        results += _figures(f"{label}{count} streams: ", pairs, gpu, smooth=count == max(CONCURRENT))
+    other.close()
     return results
 
 
-def _timed(command: list[str]) -> float:
-    begun = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - begun
+def _figures(label: str, pairs: list[tuple[Run, Run]], targets: bool, smooth: bool) -> list[Result]:
+    """Of rounds (served, bare)."""
+    kind = "generator" if targets else "engine"
+    ratio = statistics.median(s.rate / b.rate for s, b in pairs)
+    later = statistics.median(s.first - b.first for s, b in pairs)
+    results = [
+        Result(f"{label}tokens/s served", statistics.median(s.rate for s, _ in pairs), "tok/s"),
+        Result(f"{label}tokens/s, bare {kind} in one process", statistics.median(b.rate for _, b in pairs), "tok/s"),
+        Result(f"{label}served over bare", ratio, "ratio", ">= 0.97" if targets else None),
+        Result(f"{label}first token later than bare", later * 1000, "ms", "<= 2" if targets else None),
+    ]
+    gaps, steps = [gap for s, _ in pairs for gap in s.gaps()], [step for _, b in pairs for step in b.steps]
+    if smooth and len(gaps) > 1 and len(steps) > 1:
+        gap, step = percentile(gaps, 99), percentile(steps, 99)
+        burst = max(s.last_tenth() for s, _ in pairs)
+        results += [
+            Result(f"{label}{kind}'s own step, p99", step * 1000, "ms"),
+            Result(f"{label}gap between deltas, p99", gap * 1000, "ms"),
+            Result(f"{label}gap over step, both p99", gap / step, "ratio", "<= 1.3" if targets else None),
+            Result(f"{label}last tenth of a stream over its rate", burst, "ratio", "<= 1.3" if targets else None),
+        ]
+    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", default="transformers")
-    parser.add_argument("--gpu", default="cpu")
+    parser = arguments_for(__doc__)
+    parser.set_defaults(engine="transformers", gpu="cpu")
+    parser.add_argument("--models", nargs="+", help="default: stories for transformers, else 1b 8b 1b-exl2")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="modelctl-bench-") as scratch:
-        runtime_dir = Path(scratch) / "run"
-        common = ["--runtime-dir", str(runtime_dir)]
-        models_yaml = Path(scratch) / "models.yaml"
-        cache = f", cache_size: {CACHE_SIZE}" if arguments.engine == "exllamav2" else ""
-        models_yaml.write_text(
-            f"models: {{stories: {{model_dir: 'demo:stories', engine: {arguments.engine}, gpu: {arguments.gpu}, "
-            f"max_batch_size: {max(CONCURRENT)}{cache}}}}}\n"
-        )
-        subprocess.run([*MODELCTL, "serve", "--detach", "-c", str(models_yaml), *common], check=True)
-        try:
-            with Client(runtime_dir=runtime_dir) as client:
-                pid = client.status()["supervisor"]["pid"]
-            results = measure(runtime_dir, psutil.Process(pid), arguments.engine, arguments.gpu)
-            write(f"serving-{arguments.engine}", results)
-        finally:
-            subprocess.run([*MODELCTL, "shutdown", "--now", *common], check=True)
+    default = ["stories"] if arguments.engine == "transformers" else ["1b", "8b", "1b-exl2"]
+    results: list[Result] = []
+    for model in arguments.models or default:
+        made = entry(arguments, model, max(CONCURRENT), CACHE_SIZE)
+        with Server({model: made}) as server:
+            results += measure(server, model, made, arguments.quick, arguments.rounds)
+            process = psutil.Process(server.overview()["supervisor"]["pid"])
+            last = [
+                Result("modelctl ps", statistics.median(server.modelctl("ps") for _ in range(ROUNDS)), "s", "<= 0.2"),
+                Result("supervisor's memory (RSS) after serving", process.memory_info().rss / 1e6, "MB", "<= 80"),
+            ]
+        write(f"serving-{arguments.engine}", results + last, arguments.out)  # also when a later model fails
 
 
 if __name__ == "__main__":

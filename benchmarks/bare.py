@@ -1,0 +1,127 @@
+"""The same requests without any of this project's serving: what a served model is compared with.
+
+For ExLlamaV2 the package's own dynamic generator, jobs and sampling in one process; for transformers the engine.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from benchmarks.harness import Request, Run
+from model_worker.engine import Finished, Job
+from model_worker.engines import build_engine
+from model_worker.engines.model_dir import ModelDir
+from protocol.request import SamplingParams
+from protocol.worker_spec import EngineSpec
+
+_OWN_KEYS = frozenset({"model_dir", "engine", "gpu", "max_batch_size", "max_seq_len"})
+
+
+class Bare(Protocol):
+    def run(self, asked: Sequence[Request], tokens: int) -> Run:
+        """Greedy answers of at most ``tokens`` tokens to all of them at once."""
+
+    def close(self) -> None:
+        """Give back the memory."""
+
+
+def bare(entry: dict[str, Any]) -> Bare:
+    """What an entry of models.yaml describes, loaded into this process."""
+    spec = EngineSpec(
+        "bare",
+        entry["engine"],
+        entry["model_dir"],
+        device="cpu" if entry["gpu"] == "cpu" else "cuda",
+        max_seq_len=entry["max_seq_len"],
+        max_batch_size=entry["max_batch_size"],
+        options={key: value for key, value in entry.items() if key not in _OWN_KEYS},
+    )
+    return BareGenerator(spec) if spec.engine == "exllamav2" else BareEngine(spec)
+
+
+class BareGenerator:
+    """ExLlamaV2DynamicGenerator and nothing around it but the attention that it is given in place of flash-attn."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from model_worker.engines.exllamav2_load import load, make_generator
+        from model_worker.engines.exllamav2_options import read_options
+
+        self._loaded = load(spec, read_options(spec), ModelDir(spec.model_dir), lambda *_: None)
+        self.generator = make_generator(self._loaded, spec.max_batch_size)
+
+    def run(self, asked: Sequence[Request], tokens: int) -> Run:
+        import torch
+
+        package, generator = self._loaded.generator, self.generator
+        greedy = package.ExLlamaV2Sampler.Settings.greedy
+        eos = self._loaded.tokenizer.eos_token_id
+        streams: list[list[tuple[float, int]]] = [[] for _ in asked]
+        steps = []
+        begun = time.perf_counter()
+        for number, request in enumerate(asked):
+            generator.enqueue(
+                package.ExLlamaV2DynamicJob(
+                    input_ids=torch.tensor([request.ids]),
+                    max_new_tokens=tokens,
+                    gen_settings=greedy(),
+                    stop_conditions=[eos],
+                    identifier=number,
+                )
+            )
+        before = begun
+        while generator.num_remaining_jobs():
+            results = generator.iterate()
+            now = time.perf_counter()
+            going_on = 0
+            for result in results:
+                if result["stage"] == "streaming":
+                    stream, got = streams[result["identifier"]], result.get("token_ids")
+                    going_on += bool(stream)
+                    stream.append((now - begun, 0 if got is None else got.shape[-1]))
+            if going_on == len(asked):
+                steps.append(now - before)
+            before = now
+        return Run(streams, steps)
+
+    def close(self) -> None:
+        import torch
+
+        self._loaded.model.unload()
+        del self._loaded, self.generator
+        gc.unfreeze()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class BareEngine:
+    """An engine of this project, stepped in this process."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._engine = build_engine(spec)
+        self._engine.load(lambda *_: None)
+
+    def run(self, asked: Sequence[Request], tokens: int) -> Run:
+        engine = self._engine
+        sampling = SamplingParams(temperature=0.0)
+        streams: list[list[tuple[float, int]]] = [[] for _ in asked]
+        steps = []
+        begun = time.perf_counter()
+        for number, request in enumerate(asked):
+            engine.submit(Job(number, tuple(request.ids), tokens, sampling))
+        left, before = len(asked), begun
+        while left:
+            events = engine.step()
+            now = time.perf_counter()
+            going_on = 0
+            for event in events:
+                going_on += bool(streams[event.job])
+                streams[event.job].append((now - begun, len(event.token_ids)))
+                left -= isinstance(event, Finished)
+            if going_on == len(asked):
+                steps.append(now - before)
+            before = now
+        return Run(streams, steps)
+
+    def close(self) -> None:
+        self._engine.close()

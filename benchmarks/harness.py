@@ -1,0 +1,221 @@
+"""What the measurements of a served model share: a supervisor of their own, requests, and how answers arrive."""
+
+import argparse
+import asyncio
+import gc
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from benchmarks.models import WHERE, path_of
+from benchmarks.report import RESULTS
+from model_worker.demo_models import NAMES, corpus
+from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.tokenizer import Tokenizer
+from protocol import AsyncClient, Client
+
+MODELCTL = [sys.executable, "-m", "supervisor"]
+LOAD_SECONDS = 300.0
+SPECIAL_IDS = 2
+"""Ids that no prompt of random ids holds: <s> and </s> of the models in ``benchmarks.models``."""
+
+
+def arguments_for(doc: str | None) -> argparse.ArgumentParser:
+    """The options that every script has."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", default="exllamav2", help="exllamav2 or transformers")
+    parser.add_argument("--gpu", default="0", help="an index as nvidia-smi counts, or cpu")
+    parser.add_argument("--quick", action="store_true", help="a small model and few requests: tries the script itself")
+    parser.add_argument("--where", type=Path, default=WHERE, help="where models are kept and made")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
+    return parser
+
+
+def entry(
+    arguments: argparse.Namespace, model: str, batch: int, cache_size: int, context: int = 2048, **keys: Any
+) -> dict[str, Any]:
+    """The entry of models.yaml for a model of ``benchmarks.models``. Sizes in tokens."""
+    gpu = arguments.gpu if arguments.gpu == "cpu" else int(arguments.gpu)
+    made: dict[str, Any] = {
+        "model_dir": str(path_of(model, arguments.where)), "engine": arguments.engine, "gpu": gpu,
+        "max_batch_size": batch, "max_seq_len": context,
+    }  # fmt: skip
+    if arguments.engine == "exllamav2":
+        made["cache_size"] = cache_size
+    return made | keys
+
+
+class Server:
+    """``modelctl serve`` with these models (name → entry of models.yaml), ready. A context manager."""
+
+    def __init__(self, models: dict[str, dict[str, Any]], wait: bool = True) -> None:
+        self._models, self._wait = models, wait
+        self._scratch = tempfile.TemporaryDirectory(prefix="modelctl-bench-")
+        self.runtime_dir = Path(self._scratch.name) / "run"
+
+    def __enter__(self) -> Self:
+        config = Path(self._scratch.name) / "models.yaml"
+        config.write_text(yaml.safe_dump({"models": self._models}))
+        try:
+            self.modelctl("serve", "--detach", "-c", str(config))
+            if self._wait:
+                for model in self._models:
+                    self.wait_state(model, "ready")
+        except BaseException:
+            self._print_logs()
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        if kind is not None:
+            self._print_logs()
+        subprocess.run([*MODELCTL, "shutdown", "--now", "--runtime-dir", str(self.runtime_dir)], check=False)
+        self._scratch.cleanup()
+
+    def _print_logs(self) -> None:
+        for log in self.runtime_dir.glob("logs/*.log"):
+            print(f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+
+    def modelctl(self, *arguments: str) -> float:
+        """Run a command; seconds it took. Raises CalledProcessError."""
+        begun = time.perf_counter()
+        command = [*MODELCTL, *arguments, "--runtime-dir", str(self.runtime_dir)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - begun
+
+    def client(self) -> Client:
+        return Client(runtime_dir=self.runtime_dir)
+
+    def overview(self) -> dict[str, Any]:
+        with self.client() as client:
+            return client.status()
+
+    def status(self, model: str) -> dict[str, Any]:
+        return next(m for m in self.overview()["models"] if m["name"] == model)
+
+    def wait_state(self, model: str, state: str, within: float = LOAD_SECONDS) -> dict[str, Any]:
+        """Its status when it is in this state. Raises TimeoutError; RuntimeError if it fails for good."""
+        deadline = time.monotonic() + within
+        while (status := self.status(model))["state"] != state:
+            if status["state"] == "failed" or time.monotonic() > deadline:
+                kind = RuntimeError if status["state"] == "failed" else TimeoutError
+                raise kind(f"{model} is {status['state']}, not {state}: {status['last_exit']}")
+            time.sleep(0.02)
+        return status
+
+    def wait_idle(self, model: str, within: float = 10.0) -> dict[str, Any]:
+        """Its status once nothing is left of any request, in the queue, the worker or the engine."""
+        deadline = time.monotonic() + within
+        while True:
+            status = self.status(model)
+            engine = status["engine_stats"]
+            if not (status["active"] or status["queued"] or engine.get("active") or engine.get("pending")):
+                return status
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{model} still has {status['active']} active, engine {engine}")
+            time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt as token ids, and the fields that ask a client for the same."""
+
+    ids: list[int]
+    fields: dict[str, Any]
+
+
+def requests(model: str, directory: str | Path, count: int, tokens: int = 64, seed: int = 0) -> list[Request]:
+    """Prompts: random ids for random weights; for the demo models their test prompts, whatever ``tokens`` is."""
+    if model.removesuffix("-exl2") in NAMES:
+        tokenizer = Tokenizer(ModelDir(str(directory)))
+        texts = [text for text, _ in corpus.TEST_PROMPTS[model.removesuffix("-exl2")]]
+        texts = [texts[(seed * count + i) % len(texts)] for i in range(count)]
+        return [Request(list(tokenizer.encode(text)), {"prompt": text}) for text in texts]
+    vocab = int(json.loads(Path(directory, "config.json").read_text())["vocab_size"])
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(SPECIAL_IDS, vocab) for _ in range(tokens)] for _ in range(count)]
+    return [Request(ids, {"token_ids": ids}) for ids in prompts]
+
+
+@dataclass
+class Run:
+    """Requests that began together: for each the deltas that came, as (seconds since the begin, tokens).
+
+    steps  seconds of each step of the generator in which all of them got a token and no prompt was read
+    """
+
+    streams: list[list[tuple[float, int]]]
+    steps: list[float] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(n for stream in self.streams for _, n in stream)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, to the last one."""
+        return self.tokens / max(stream[-1][0] for stream in self.streams)
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token: the median of the streams."""
+        return statistics.median(next(at for at, n in stream if n) for stream in self.streams)
+
+    def gaps(self) -> list[float]:
+        """Seconds between deltas of a stream, while all of them run."""
+        begin, end = max(s[0][0] for s in self.streams), min(s[-1][0] for s in self.streams)
+        gaps: list[float] = []
+        for stream in self.streams:
+            inside = [at for at, n in stream if n and begin <= at <= end]
+            gaps += [b - a for a, b in itertools.pairwise(inside)]
+        return gaps
+
+    def last_tenth(self) -> float:
+        """How much faster the last tenth of a stream's tokens came than the stream as a whole: the largest ratio."""
+        ratios = []
+        for stream in self.streams:
+            times = [at for at, n in stream for _ in range(n)]
+            last = len(times) // 10
+            if last > 1 and times[-1] > times[0]:
+                own = (len(times) - 1) / (times[-1] - times[0])
+                ratios.append(last / max(times[-1] - times[-1 - last], 1e-9) / own)
+        return max(ratios, default=0.0)
+
+
+async def _served(runtime_dir: Path, model: str, asked: Sequence[Request], tokens: int) -> Run:
+    async with AsyncClient(runtime_dir=runtime_dir) as client:
+        begun = time.perf_counter()
+
+        async def one(request: Request) -> list[tuple[float, int]]:
+            stream = client.generate(model, max_tokens=tokens, temperature=0, **request.fields)
+            return [(time.perf_counter() - begun, len(delta.token_ids)) async for delta in stream]
+
+        return Run(list(await asyncio.gather(*(one(request) for request in asked))))
+
+
+def served(server: Server, model: str, asked: Sequence[Request], tokens: int) -> Run:
+    """Greedy answers through one client connection."""
+    return asyncio.run(_served(server.runtime_dir, model, asked, tokens))
+
+
+def quiet_heap() -> None:
+    """Keep the garbage collector off what is loaded, in this process that is both a client and the bare generator."""
+    gc.collect()
+    gc.freeze()
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
