@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError
-from protocol.request import GenerateRequest, parse_generate
+from protocol.request import ALIASES, GenerateRequest, SamplingParams, parse_generate
 
 SECRET = "the secret of the prompt"
 NAN, INF = float("nan"), float("inf")
@@ -39,9 +39,130 @@ def test_what_is_asked_for_is_kept() -> None:
     assert parse_generate(pack_body({"token_ids": b"\1\0\0\0"})).token_ids == b"\1\0\0\0"
 
 
+FIELDS: dict[str, list[Any]] = {
+    "temperature": [0, 0.7, 10], "top_k": [0, 40], "top_p": [0.5, 1], "min_p": [0, 0.05, 1], "top_a": [0.2],
+    "typical_p": [0.9], "tfs": [0.95], "skew": [-1.5, 2], "smoothing_factor": [0.3], "temperature_last": [True, False],
+    "max_temp": [1.5], "min_temp": [0.5], "temp_exponent": [2], "repetition_penalty": [1.1], "penalty_range": [-1, 64],
+    "repetition_decay": [32], "frequency_penalty": [-2, 0.5], "presence_penalty": [2], "dry_multiplier": [0.8],
+    "dry_base": [1.75], "dry_allowed_length": [3], "dry_range": [0, 21], "dry_sequence_breakers": [["\n", ":"], []],
+    "xtc_probability": [0.5], "xtc_threshold": [0.1], "mirostat_mode": [0, 2], "mirostat_tau": [5], "mirostat_eta": [1],
+    "logit_bias": [{}, {"5": 1, "7": -100.0}, None], "banned_tokens": [[], [5, 7]], "allowed_tokens": [[1]],
+    "ignore_eos": [True], "cfg_scale": [0, 1.5], "seed": [0, (1 << 63) - 1, None], "max_tokens": [1, None],
+    "stop": [["a"]], "min_tokens": [0, 9], "stop_token_ids": [[2, 3]], "banned_strings": [["shiver", "spine"]],
+    "token_healing": [True], "logprobs": [True, False], "top_logprobs": [0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in FIELDS.items() for v in values])
+def test_every_field_is_taken(field: str, value: Any) -> None:
+    request = parse_generate(pack_body({"prompt": "x", field: value}))
+    kept = getattr(request, field)
+    if field == "logit_bias" and value is not None:
+        assert kept == {int(token): float(bias) for token, bias in value.items()}
+    else:
+        assert kept == (tuple(value) if isinstance(value, list) else value)
+    assert type(kept) is not bool or type(value) is bool
+
+
+def test_no_field_goes_untested() -> None:
+    others = {"prompt", "messages", "token_ids", "negative_prompt"}
+    assert set(GenerateRequest.model_fields) == FIELDS.keys() | others
+    assert set(ALIASES.values()) <= set(GenerateRequest.model_fields)
+    assert not ALIASES.keys() & set(GenerateRequest.model_fields)
+    neutral = parse_generate(pack_body({"prompt": "x"}))
+    assert neutral == GenerateRequest(prompt="x")
+    assert {name: getattr(neutral, name) for name in SamplingParams.model_fields} == SamplingParams().model_dump()
+
+
+@pytest.mark.parametrize("alias", sorted(ALIASES))
+def test_other_names_are_the_same_fields(alias: str) -> None:
+    name = ALIASES[alias]
+    value = FIELDS[name][-1] if FIELDS[name][-1] is not None else 5
+    assert getattr(parse_generate(pack_body({"prompt": "x", alias: value})), name) == getattr(
+        parse_generate(pack_body({"prompt": "x", name: value})), name
+    )
+    error = refusal({"prompt": SECRET, alias: value, name: value})
+    assert error.message == f"{alias} and {name} are the same field: give one of them"
+    assert error.field == alias
+    bad = refusal({"prompt": SECRET, alias: [{}]})
+    assert bad.message.startswith(f"{alias}")
+    assert (bad.field or "").partition(".")[0] == alias
+
+
+def test_two_other_names_of_one_field() -> None:
+    error = refusal({"prompt": SECRET, "max_length": 5, "max_completion_tokens": 5})
+    assert error.message == "max_length and max_completion_tokens are the same field: give one of them"
+
+
+def test_top_k_of_minus_one_is_off() -> None:
+    assert parse_generate(pack_body({"prompt": "x", "top_k": -1})).top_k == 0
+    assert refusal({"prompt": "x", "top_k": -2}).message == "top_k is -2: must be at least 0"
+    assert refusal({"prompt": "x", "top_k": -1.0}).field == "top_k"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_logprobs": 5}, "top_logprobs is 5: needs logprobs to be true"),
+        ({"negative_prompt": SECRET}, "negative_prompt does nothing while cfg_scale is 1: give another cfg_scale"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9: must be at most max_tokens, which is 8"),
+        ({"min_length": 9, "max_length": 8}, "min_length is 9: must be at most max_tokens, which is 8"),
+        ({"min_temp": 1.5}, "min_temp is 1.5: must be less than max_temp, which is 1"),
+        ({"min_temp": 0.5, "max_temp": 0.5}, "min_temp is 0.5: must be less than max_temp, which is 0.5"),
+        ({"dynatemp_high": 0.5}, "min_temp is 1: must be less than max_temp, which is 0.5"),
+        ({"allowed_tokens": [5, 6], "banned_tokens": [6]}, "banned_tokens holds 6, which allowed_tokens holds too"),
+        ({"dry_range": 20}, "dry_range is 20: must be 0 or more than 20"),
+    ],
+)
+def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) -> None:
+    error = refusal({"prompt": SECRET, **fields})
+    assert error.message.startswith(message)
+    assert error.field == message.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        ({"5": 100.5}, "logit_bias is a map: must have values from -100 to 100 (that of 5 is 100.5)"),
+        ({"5": NAN}, "logit_bias is a map: must have values from -100 to 100 (that of 5 is nan)"),
+        ({"5": True}, "logit_bias is a map: must have numbers as values (that of 5 is none)"),
+        ({"5": SECRET}, "logit_bias is a map: must have numbers as values (that of 5 is none)"),
+        ({SECRET: 1}, "logit_bias is a map: must have token ids (0 to 2147483647) as keys"),
+        ({"-5": 1}, "logit_bias is a map: must have token ids (0 to 2147483647) as keys"),
+        ({"\u0665": 1}, "logit_bias is a map: must have token ids (0 to 2147483647) as keys"),
+        ({"9" * 4000: 1}, "logit_bias is a map: must have token ids (0 to 2147483647) as keys"),
+        ({"9" * 5000: 1}, "logit_bias is a map: must have token ids (0 to 2147483647) as keys"),
+        ({b"5": 1}, "logit_bias is a map: must have token ids (0 to 2147483647) as keys"),
+        ({"5": 1, "05": 2}, "logit_bias is a map: must not hold an id twice (5)"),
+        ({str(i): 1 for i in range(1025)}, "logit_bias is a map: must hold at most 1024 token ids, not 1025"),
+        ([[5, 1]], "logit_bias is a list of 1 element: must be a map of token ids and numbers"),
+    ],
+)
+def test_bad_biases_are_told_which(bias: Any, message: str) -> None:
+    error = refusal({"prompt": SECRET, "logit_bias": bias})
+    assert error.message == message
+    assert error.field == "logit_bias"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
+        ("logprobs", 5, "logprobs is 5: must be true or false"),
+        ("ignore_eos", SECRET, "ignore_eos is a string of 24 characters: must be true or false"),
+        ("top_logprobs", 21, "top_logprobs is 21: must be at most 20"),
+        ("mirostat_mode", 1, "mirostat_mode is 1: must be 0 or 2"),
+        ("banned_tokens", [-1], "banned_tokens.0 is -1: must be at least 0"),
+        ("banned_tokens", 5, "banned_tokens is 5: must be a list of token ids"),
+        ("allowed_tokens", [SECRET], "allowed_tokens.0 is a string of 24 characters: must be a whole number from 0 to"),
+        ("stop_token_ids", [1] * 65, "stop_token_ids is a list of 65 elements: must be at most 64 long"),
+        ("banned_strings", [""], "banned_strings.0 is a string of 0 characters: must be at least 1 character long"),
+        ("banned_strings", [SECRET] * 65, "banned_strings is a list of 65 elements: must be at most 64 long"),
+        ("banned_strings", SECRET, "banned_strings is a string of 24 characters: must be a list of strings"),
+        ("dry_sequence_breakers", [5], "dry_sequence_breakers.0 is 5: must be a string"),
+        ("negative_prompt", 5, "negative_prompt is 5: must be a string"),
+        ("cfg_scale", INF, "cfg_scale is inf: must be a finite number from 0 to 20"),
+        ("top_p", 0, "top_p is 0: must be more than 0"),
+        ("min_tokens", 1.5, "min_tokens is 1.5: must be a whole number from 0 to 2147483648"),
         ("max_tokens", 0, "max_tokens is 0: must be at least 1"),
         ("max_tokens", -1, "max_tokens is -1: must be at least 1"),
         ("max_tokens", 1.5, "max_tokens is 1.5: must be a whole number from 1 to 2147483648"),
@@ -103,7 +224,8 @@ def test_a_bad_value_is_named_with_its_limit(field: str, value: object, message:
         ({"token_ids": b"abc"}, "token_ids is a bin of 3 bytes: must be at least one id of 4 bytes", "token_ids"),
         ({"token_ids": [1, 2]}, "token_ids is a list of 2 elements: must be a bin of token ids (u32", "token_ids"),
         ({"prompt": SECRET, "temprature": 1}, "unknown field 'temprature': did you mean 'temperature'?", "temprature"),
-        ({"prompt": SECRET, "zzz": SECRET}, "unknown field 'zzz': known are frequency_penalty, max_tokens", "zzz"),
+        ({"prompt": SECRET, "zzz": SECRET}, "unknown field 'zzz': none has a similar name", "zzz"),
+        ({"prompt": SECRET, "rep_penn": 1}, "unknown field 'rep_penn': did you mean 'rep_pen'?", "rep_penn"),
         ({"prompt": SECRET, "x" * 5000: 1}, "unknown field 'xxxx", "x" * 64 + "..."),
         ({"prompt": SECRET, b"stop": 1}, "did you mean 'stop'?", "b'stop'"),
     ],

@@ -1,0 +1,151 @@
+"""How the next token is drawn: the fields of a request that every engine may offer, with their limits and defaults.
+
+Defaults are neutral (the engines' own are not) and stand here once.
+"""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+MOST_BIASES = 1024
+LARGEST_BIAS = 100
+LARGEST_ID = (1 << 31) - 1
+DRY_LONGEST = 20
+"""Tokens of the longest repeated sequence that DRY looks for; a shorter range would hold none."""
+
+
+class FieldsDisagree(ValueError):
+    """Fields that are right each by itself. ``field`` is the one to mend, ``rule`` what is wrong with it."""
+
+    def __init__(self, field: str, rule: str) -> None:
+        super().__init__(rule)
+        self.field, self.rule = field, rule
+
+
+def _biases(given: Any) -> Any:
+    """{id: bias} with its ids as integers. On the wire they are strings, as in JSON."""
+    if not isinstance(given, dict):
+        return given
+    if len(given) > MOST_BIASES:
+        raise ValueError(f"must hold at most {MOST_BIASES} token ids, not {len(given)}")
+    biases: dict[int, float] = {}
+    for key, bias in given.items():
+        text = str(key)
+        digits = len(text) <= 10 and text.isascii() and text.isdecimal()
+        if isinstance(key, bool | bytes) or not digits or int(text) > LARGEST_ID:
+            raise ValueError(f"must have token ids (0 to {LARGEST_ID}) as keys")
+        if int(text) in biases:
+            raise ValueError(f"must not hold an id twice ({int(text)})")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ValueError(f"must have numbers as values (that of {int(text)} is none)")
+        if not math.isfinite(bias) or abs(bias) > LARGEST_BIAS:
+            raise ValueError(
+                f"must have values from -{LARGEST_BIAS} to {LARGEST_BIAS} (that of {int(text)} is {bias!r})"
+            )
+        biases[int(text)] = float(bias)
+    return biases
+
+
+TokenId = Annotated[int, Field(ge=0, le=LARGEST_ID)]
+LogitBias = Annotated[dict[int, float] | None, BeforeValidator(_biases)]
+
+
+class SamplingParams(BaseModel):
+    """How the next token is drawn. Every default leaves the model's own distribution as it is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
+    """0 is greedy: always the likeliest token."""
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Draw from the k likeliest tokens; 0 is off, and so is -1 in a request."""
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    """Draw from the smallest set of tokens whose probabilities sum to p; 1 is off."""
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    """Drop tokens less likely than this share of the likeliest; 0 is off."""
+    top_a: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    """Drop tokens less likely than this times the square of the likeliest's probability; 0 is off."""
+    typical_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    """Draw from the tokens nearest to the expected information whose probabilities sum to p; 1 is off."""
+    tfs: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    """Tail-free sampling: keep this share of the curve's bend; 1 is off."""
+    skew: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] = 0.0
+    """Bends the draw towards likely (negative) or unlikely tokens; 0 is off."""
+    smoothing_factor: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    """Quadratic smoothing of the logits around the likeliest; 0 is off."""
+    temperature_last: bool = False
+    """Apply the temperature after the other filters."""
+    min_temp: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
+    """Dynamic temperature, lower end; on when max_temp is greater."""
+    max_temp: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
+    """Dynamic temperature, upper end; on when greater than min_temp."""
+    temp_exponent: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 1.0
+    """Dynamic temperature: exponent of the normalized entropy."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 1.0
+    """Divide the (positive) logits of tokens that prompt or answer already hold; 1 is off."""
+    penalty_range: Annotated[int, Field(ge=-1, le=1 << 31)] = -1
+    """Newest tokens that repetition_penalty looks at; -1 is all."""
+    repetition_decay: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    """Tokens over which repetition_penalty fades out behind penalty_range; 0 ends it at once."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    """Subtract this for each time the answer holds the token; 0 is off."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    """Subtract this once if the answer holds the token; 0 is off."""
+    dry_multiplier: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    """DRY: strength of the penalty on tokens that would continue a repeated sequence; 0 is off."""
+    dry_base: Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)] = 1.75
+    """DRY: growth of the penalty per token of the repeated sequence."""
+    dry_allowed_length: Annotated[int, Field(ge=1, le=1000)] = 2
+    """DRY: longest repeated sequence that costs nothing."""
+    dry_range: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    """DRY: newest tokens that are searched; 0 is all, else more than 20 (the longest sequence looked for)."""
+    dry_sequence_breakers: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=64)], ...],
+        Field(strict=False, max_length=64, fail_fast=True),
+    ] = ()
+    """DRY: texts whose tokens end a repeated sequence; empty is the engine's own punctuation."""
+    xtc_probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    """XTC: how often the likeliest tokens are left out; 0 is off."""
+    xtc_threshold: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
+    """XTC: the least probability of a token that may be left out."""
+    mirostat_mode: Literal[0, 2] = 0
+    """2 draws by Mirostat 2.0; 0 is off."""
+    mirostat_tau: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.5
+    """Mirostat: target surprise, in bits."""
+    mirostat_eta: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.3
+    """Mirostat: learning rate."""
+    logit_bias: LogitBias = None
+    """Added to the logits of these token ids, -100 to 100. On the wire the ids are strings of decimal digits."""
+    banned_tokens: Annotated[tuple[TokenId, ...], Field(strict=False, max_length=4096, fail_fast=True)] = ()
+    """Token ids that are never drawn."""
+    allowed_tokens: Annotated[tuple[TokenId, ...], Field(strict=False, max_length=4096, fail_fast=True)] = ()
+    """The only token ids that may be drawn; empty is all."""
+    ignore_eos: bool = False
+    """Never draw a token that ends the answer."""
+    cfg_scale: Annotated[float, Field(ge=0, le=20, allow_inf_nan=False)] = 1.0
+    """Classifier-free guidance: weight of the prompt against negative_prompt; 1 is off."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    """Seed of this request's draws; unset draws one."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @field_validator("dry_range")
+    @classmethod
+    def _dry_range(cls, dry_range: int) -> int:
+        if 0 < dry_range <= DRY_LONGEST:
+            raise ValueError(f"must be 0 or more than {DRY_LONGEST}")
+        return dry_range
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "SamplingParams":
+        if self.min_temp >= self.max_temp and (self.min_temp, self.max_temp) != (1.0, 1.0):
+            raise FieldsDisagree(
+                "min_temp", f"is {self.min_temp:.15g}: must be less than max_temp, which is {self.max_temp:.15g}"
+            )
+        both = set(self.allowed_tokens).intersection(self.banned_tokens)
+        if both:
+            raise FieldsDisagree("banned_tokens", f"holds {min(both)}, which allowed_tokens holds too: leave one out")
+        return self
