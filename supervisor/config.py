@@ -16,6 +16,7 @@ from protocol.worker_spec import EngineSpec
 from supervisor.config_schema import (
     ENGINE_KEYS,
     FileConfig,
+    LoraConfig,
     ModelConfig,
     RestartConfig,
     StopConfig,
@@ -27,13 +28,29 @@ DEMO_PREFIX = "demo:"
 DEMO_DIR = Path(__file__).resolve().parent.parent / "model_worker" / "demo_models"
 
 
-class ModelSpec:
-    """One model as configured: its name, its keys, and what follows from them."""
+PAGE = 256
+"""Tokens of a page of ExLlamaV2's cache."""
 
-    def __init__(self, name: str, config: ModelConfig, model_dir: Path) -> None:
+
+class ModelSpec:
+    """One model as configured: its name, its keys, and what follows from them.
+
+    draft_model, lora  directories of these keys
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        model_dir: Path,
+        draft_model: Path | None = None,
+        lora: tuple[Path, ...] = (),
+    ) -> None:
         self.name = name
         self.config = config
         self.model_dir = model_dir
+        self.draft_model = draft_model
+        self.lora = lora
 
     @property
     def visible_devices(self) -> str:
@@ -48,6 +65,11 @@ class ModelSpec:
         config = self.config
         keys = frozenset[str]().union(*ENGINE_KEYS.values())
         options = {key: value for key in sorted(keys) if (value := getattr(config, key)) is not None}
+        if self.draft_model:
+            options["draft_model"] = str(self.draft_model)
+        if config.lora:
+            found = zip(self.lora, config.lora, strict=True)
+            options["lora"] = [{"dir": str(path), "scaling": entry.scaling} for path, entry in found]
         return EngineSpec(
             model=self.name,
             engine=config.engine,
@@ -89,17 +111,27 @@ def load_config(file: Path) -> Config:
         if name == limits.SUPERVISOR_NAME:
             problems.append(source.problem(path, "is taken: the supervisor's own log is called so"))
         problems += [source.problem((*path, key), message) for key, message in _combination_problems(config)]
-        try:
-            models[name] = ModelSpec(name, config, _resolve(config.model_dir, Path(file).resolve().parent))
-        except (ValueError, RuntimeError, OSError) as e:  # no such user in ~user, a loop of links, a name too long
-            problems.append(source.problem((*path, "model_dir"), str(e)))
+        base = Path(file).resolve().parent
+        paths: list[tuple[KeyPath, str]] = [(("model_dir",), config.model_dir)]
+        if config.draft_model is not None:
+            paths.append((("draft_model",), config.draft_model))
+        paths += [(("lora", index, "dir"), entry.dir) for index, entry in enumerate(config.lora or ())]
+        found = {}
+        for key, given in paths:
+            try:
+                found[key] = _resolve(given, base)
+            except (ValueError, RuntimeError, OSError) as e:  # no such user in ~user, a loop of links, a name too long
+                problems.append(source.problem((*path, *key), str(e)))
+        if len(found) == len(paths):
+            lora = tuple(directory for key, directory in found.items() if key[0] == "lora")
+            models[name] = ModelSpec(name, config, found["model_dir",], found.get(("draft_model",)), lora)
     if problems:
         raise ConfigError(problems)
     return Config(Path(file).resolve(), models, parsed.supervisor)
 
 
 def _resolve(model_dir: str, base: Path) -> Path:
-    """The model's directory. Raises ValueError if there is none."""
+    """The directory of a model or adapter. Raises ValueError if there is none."""
     if model_dir.startswith(DEMO_PREFIX):
         # Looked up, never joined into a path: demo:../../x must not leave the package.
         shipped = {path.parent.name: path.parent for path in DEMO_DIR.glob("*/config.json")}
@@ -131,12 +163,48 @@ def _combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
         problems.append(
             ("gpu", "engine exllamav2 needs the GPU this model is pinned to: add gpu: 0, [0, 1] or GPU-<uuid>")
         )
+    if config.engine == "exllamav2":
+        problems += _exllamav2_problems(config)
+    return problems
+
+
+def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:
+    """(key, message) for keys of engine exllamav2 that are wrong together."""
+    problems = []
+    for key in ("cache_size", "chunk_size"):
+        value = getattr(config, key)
+        if value is not None and value % PAGE:
+            near = -(-value // PAGE) * PAGE
+            problems.append((key, f"is {value}: must be a multiple of {PAGE}, such as {near}"))
+    if config.draft_model is not None and config.ngram_draft:
+        problems.append(("ngram_draft", "speculates as draft_model does; keep one of them"))
+    if config.draft_model is None:
+        alone = ("draft_cache_mode", "draft_rope_scale", "draft_rope_alpha")
+        problems += [(key, "is for a draft_model; add one, or remove it") for key in alone if getattr(config, key)]
+        if config.draft_tokens and not config.ngram_draft:
+            problems.append(("draft_tokens", "is without effect: add draft_model or ngram_draft, or remove it"))
+    gpus = len(config.gpu) if isinstance(config.gpu, tuple) else 1
+    for key in ("gpu_split", "autosplit_reserve"):
+        value = getattr(config, key)
+        if value is not None and gpus == 1:
+            problems.append((key, "is for several GPUs; list them (gpu: [0, 1]), or remove it"))
+        elif value is not None and len(value) != gpus:
+            problems.append((key, f"has {len(value)} values for {gpus} GPUs; give one for each"))
+    if config.autosplit_reserve is not None and (config.gpu_split is not None or config.tensor_parallel):
+        other = "gpu_split" if config.gpu_split is not None else "tensor_parallel"
+        problems.append(("autosplit_reserve", f"is for the automatic split, which {other} turns off; keep one of them"))
+    if config.tensor_parallel:
+        if gpus == 1:
+            problems.append(("tensor_parallel", "needs several GPUs; list them (gpu: [0, 1]), or remove it"))
+        if config.lora:
+            problems.append(("lora", "does not work with tensor_parallel; remove one of them"))
     return problems
 
 
 _KNOWN: dict[str, type[BaseModel]] = {
     "": FileConfig,
     "models": ModelConfig,
+    "lora": LoraConfig,
     "supervisor": SupervisorConfig,
     "restart": RestartConfig,
     "stop": StopConfig,
@@ -147,7 +215,9 @@ def _problem(source: YamlSource, error: Any) -> Problem:
     path: KeyPath = tuple(error["loc"])
     if error["type"] == "extra_forbidden":
         parents = path[:-1]
-        section = "models" if parents[:1] == ("models",) else str(parents[-1]) if parents else ""
+        section = str(parents[-1]) if parents else ""
+        if parents[:1] == ("models",):
+            section = "lora" if parents[2:3] == ("lora",) else "models"
         known = list(_KNOWN[section].model_fields)
         near = difflib.get_close_matches(str(path[-1]), known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"

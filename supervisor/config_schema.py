@@ -10,7 +10,25 @@ from supervisor.restart import RestartPolicy
 from supervisor.stop_ladder import PATIENT, LadderTimes
 
 ENGINE_KEYS: dict[str, frozenset[str]] = {
-    "exllamav2": frozenset({"cache_size", "cache_mode", "chunk_size"}),
+    "exllamav2": frozenset(
+        {
+            "cache_size",
+            "cache_mode",
+            "chunk_size",
+            "rope_scale",
+            "rope_alpha",
+            "gpu_split",
+            "autosplit_reserve",
+            "tensor_parallel",
+            "draft_model",
+            "draft_cache_mode",
+            "draft_rope_scale",
+            "draft_rope_alpha",
+            "draft_tokens",
+            "ngram_draft",
+            "lora",
+        }
+    ),
     "transformers": frozenset({"chunk_size", "threads"}),
 }
 """Keys of models.yaml that only some engines know. An engine named by an import string takes ``options`` instead."""
@@ -59,6 +77,21 @@ Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+CacheMode = Literal["FP16", "Q8", "Q6", "Q4"]
+Factor = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class LoraConfig(BaseModel):
+    """One entry under ``lora``."""
+
+    model_config = _STRICT
+
+    dir: str
+    """Directory with adapter_config.json and adapter_model.safetensors, absolute or relative to the file."""
+    scaling: Annotated[float, Field(ge=-1000, le=1000)] = 1.0
+    """Factor on what the adapter adds, beside the one it has itself."""
+
+
 class ModelConfig(BaseModel):
     """One entry under ``models``. The keys are those that EXL2 users know from elsewhere."""
 
@@ -76,10 +109,33 @@ class ModelConfig(BaseModel):
     """Requests decoded together."""
     cache_size: Tokens | None = None
     """exllamav2: tokens of all running requests together; by default the larger of the context and 256 a request."""
-    cache_mode: Literal["FP16", "Q8", "Q6", "Q4"] | None = None
+    cache_mode: CacheMode | None = None
     """exllamav2: FP16 by default."""
     chunk_size: Tokens | None = None
     """Prompt tokens computed in one step."""
+    rope_scale: Factor | None = None
+    """exllamav2: positions are divided by it (linear scaling); the model's own by default."""
+    rope_alpha: Factor | None = None
+    """exllamav2: NTK scaling of the rotary base; 1 by default."""
+    gpu_split: list[Annotated[float, Field(gt=0, le=1e6)]] | None = None
+    """exllamav2 on several GPUs: GB of weights on each; split automatically by default."""
+    autosplit_reserve: list[Annotated[int, Field(ge=0, le=1 << 20)]] | None = None
+    """exllamav2 on several GPUs: MB that the automatic split leaves free on each; 96 by default."""
+    tensor_parallel: bool | None = None
+    """exllamav2 on several GPUs: every layer is split among them (EXL2 weights, some architectures)."""
+    draft_model: str | None = None
+    """exllamav2: directory of a small model of the same vocabulary that speculates; as model_dir."""
+    draft_cache_mode: CacheMode | None = None
+    """exllamav2: cache_mode by default."""
+    draft_rope_scale: Factor | None = None
+    draft_rope_alpha: Factor | None = None
+    """exllamav2: as rope_scale and rope_alpha, of the draft model."""
+    draft_tokens: Annotated[int, Field(ge=1, le=16)] | None = None
+    """exllamav2: tokens speculated per step; 4 by default."""
+    ngram_draft: bool | None = None
+    """exllamav2: speculate from what the text repeats, without a draft model."""
+    lora: list[LoraConfig] | None = None
+    """exllamav2: adapters that apply to every request."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """transformers on the CPU: 1 by default, so that several models do not fight for the cores."""
     max_queue: Annotated[int, Field(ge=1, le=100_000)] = 256

@@ -1,11 +1,13 @@
 """models.yaml: what is refused, and in which words."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from model_worker.engines.exllamav2_options import read_options
 from supervisor.config import Config, load_config
 from supervisor.config_schema import ModelConfig, parse_duration, parse_gpu
 from supervisor.yaml_source import ConfigError
@@ -43,10 +45,11 @@ def test_the_examples_in_the_comments_of_the_shipped_file_load_too(tmp_path: Pat
     start = next(i for i, line in enumerate(plain) if line.strip().startswith("llama-8b:"))
     section = next(i for i, line in enumerate(plain) if line.startswith("supervisor:"))
     (tmp_path / "weights").mkdir()
-    example = [line for line in plain[start:section] if ":" in line]
-    example = [line.replace("~/models/Llama-3.1-8B-Instruct-exl2-6.0bpw", "weights") for line in example]
+    example = [line for line in plain[start:section] if re.match(r" +(- )?[{\w-]+:", line)]
+    example = [re.sub(r"~/(models|loras)/[\w.-]+", "weights", line) for line in example]
     config = load(tmp_path, "\n".join(["models:", *example, *plain[section:]]))
     assert config.models["llama-8b"].visible_devices == "1"
+    assert config.models["mistral-large"].engine_spec.options["gpu_split"] == [20, 22.5]
     assert config.supervisor.stop.drain == 30.0
 
 
@@ -67,7 +70,10 @@ def test_defaults(tmp_path: Path) -> None:
             "models:\n  a:\n    model_dir: .\n    engine: transformers\n    max_seqlen: 5\n",
             "models.yaml:5: models.a.max_seqlen: unknown key; did you mean 'max_seq_len'?",
         ),
-        ("models:\n  a: {model_dir: ., zzz: 1}", "models.yaml:2: models.a.zzz: unknown key; known are autostart, "),
+        (
+            "models:\n  a: {model_dir: ., zzz: 1}",
+            "models.yaml:2: models.a.zzz: unknown key; known are autosplit_reserve, autostart, ",
+        ),
         ("model:\n  a: {}\n", "models.yaml:1: model: unknown key; did you mean 'models'?"),
         (
             "models: {a: {model_dir: ., engine: transformers}}\nsupervisor:\n  stop:\n    drian: 5s\n",
@@ -203,6 +209,78 @@ def test_only_what_was_set_reaches_the_engine(tmp_path: Path) -> None:
     keys = {"engine": "exllamav2", "gpu": 0, "cache_mode": "Q8", "cache_size": 8192}
     assert load(tmp_path, model(**keys)).models["a"].engine_spec.options == {"cache_mode": "Q8", "cache_size": 8192}
     assert load(tmp_path, model(options={"step_s": 1})).models["a"].engine_spec.options == {"step_s": 1}
+
+
+def exllamav2(**keys: Any) -> str:
+    return model(**({"engine": "exllamav2", "gpu": 0} | keys))
+
+
+def test_directories_of_draft_model_and_adapters_are_found_like_model_dir(tmp_path: Path) -> None:
+    (tmp_path / "pirate").mkdir()
+    text = exllamav2(draft_model="demo:letters", lora=[{"dir": "pirate"}, {"dir": "./pirate", "scaling": 0.5}])
+    options = load(tmp_path, text).models["a"].engine_spec.options
+    assert Path(options["draft_model"]).parts[-2:] == ("demo_models", "letters")
+    pirate = str(tmp_path.resolve() / "pirate")
+    assert options["lora"] == [{"dir": pirate, "scaling": 1.0}, {"dir": pirate, "scaling": 0.5}]
+    told = problems(tmp_path, exllamav2(draft_model="absent", lora=[{"dir": "pirate"}, {"dir": "gone"}]))
+    assert len(told) == 2
+    assert "models.a.draft_model: 'absent' is no directory" in told[0]
+    assert "models.a.lora.1.dir: 'gone' is no directory" in told[1]
+    (told_of_key,) = problems(tmp_path, exllamav2(lora=[{"dir": "pirate", "scale": 1}]))
+    assert "models.a.lora.0.scale: unknown key; did you mean 'scaling'?" in told_of_key
+
+
+def test_the_options_of_the_configuration_are_those_the_engine_reads(tmp_path: Path) -> None:
+    text = exllamav2(
+        gpu=[0, 1], cache_mode="Q6", cache_size=4096, chunk_size=512, rope_scale=2, rope_alpha=1.5, gpu_split=[1, 2.5],
+        draft_model="demo:letters", draft_cache_mode="Q4", draft_rope_scale=1.5, draft_rope_alpha=2.0, draft_tokens=3,
+        lora=[{"dir": "."}],
+    )  # fmt: skip
+    options = read_options(load(tmp_path, text).models["a"].engine_spec)
+    assert (options.cache_mode, options.cache_size, options.chunk_size) == ("Q6", 4096, 512)
+    assert (options.rope_scale, options.rope_alpha, options.gpu_split) == (2.0, 1.5, (1.0, 2.5))
+    assert (options.draft_cache_mode, options.draft_rope_scale, options.draft_rope_alpha) == ("Q4", 1.5, 2.0)
+    assert (options.draft_tokens, options.speculates, options.loras[0].scaling) == (3, True, 1.0)
+    text = exllamav2(gpu=[0, 1], autosplit_reserve=[64, 0], ngram_draft=True, tensor_parallel=False)
+    options = read_options(load(tmp_path, text).models["a"].engine_spec)
+    assert (options.autosplit_reserve, options.ngram_draft, options.tensor_parallel) == ((64, 0), True, False)
+    text = exllamav2(gpu=[0, 1], tensor_parallel=True)
+    assert read_options(load(tmp_path, text).models["a"].engine_spec).tensor_parallel
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "says"),
+    [
+        ({"cache_size": 1000}, "cache_size", "must be a multiple of 256, such as 1024"),
+        ({"chunk_size": 100}, "chunk_size", "must be a multiple of 256, such as 256"),
+        ({"draft_model": "demo:letters", "ngram_draft": True}, "ngram_draft", "keep one of them"),
+        ({"draft_cache_mode": "Q4"}, "draft_cache_mode", "is for a draft_model"),
+        ({"draft_rope_alpha": 2.0, "ngram_draft": True}, "draft_rope_alpha", "is for a draft_model"),
+        ({"draft_tokens": 4}, "draft_tokens", "add draft_model or ngram_draft"),
+        ({"draft_tokens": 17, "ngram_draft": True}, "draft_tokens", "is 17: "),
+        ({"gpu_split": [10]}, "gpu_split", "is for several GPUs"),
+        ({"gpu": [0], "autosplit_reserve": [10]}, "autosplit_reserve", "is for several GPUs"),
+        ({"gpu": [0, 1], "gpu_split": [10]}, "gpu_split", "has 1 values for 2 GPUs"),
+        ({"gpu": [0, 1], "gpu_split": [10, -1]}, "gpu_split.1", "is -1: "),
+        ({"gpu": [0, 1], "gpu_split": [9, 9], "autosplit_reserve": [9, 9]}, "autosplit_reserve", "gpu_split turns off"),
+        ({"tensor_parallel": True}, "tensor_parallel", "needs several GPUs"),
+        (
+            {"gpu": [0, 1], "tensor_parallel": True, "lora": [{"dir": "."}]},
+            "lora",
+            "does not work with tensor_parallel",
+        ),
+        ({"rope_alpha": 0}, "rope_alpha", "is 0: "),
+        ({"rope_scale": "2"}, "rope_scale", "is '2': "),
+        ({"lora": "pirate"}, "lora", "is 'pirate': "),
+        ({"ngram_draft": 1}, "ngram_draft", "is 1: "),
+        ({"engine": "transformers", "draft_model": "."}, "draft_model", "is not a key of engine 'transformers'"),
+    ],
+)
+def test_what_exllamav2_cannot_do_together(tmp_path: Path, keys: dict[str, Any], key: str, says: str) -> None:
+    told = problems(tmp_path, exllamav2(**keys))
+    assert len(told) == 1, told
+    assert f"models.a.{key}: " in told[0]
+    assert says in told[0]
 
 
 def test_every_key_is_documented() -> None:
