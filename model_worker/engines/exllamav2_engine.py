@@ -48,6 +48,10 @@ from protocol.errors import ErrorCode, RequestError
 from protocol.request import ChatMessage, SamplingParams
 from protocol.worker_spec import EngineSpec
 
+THREADED = 3
+"""Draws of a step that are worth the generator's threads."""
+LARGE_VOCABULARY = 8192
+
 
 class ExLlamaV2Engine:
     """See the module; options in ``exllamav2_options``."""
@@ -285,6 +289,7 @@ class ExLlamaV2Engine:
         before = time.monotonic()
         for handle in self._batch.start():
             answers[handle.identifier].begin(before)
+        self._generator.min_sampling_threads = THREADED if self._is_worth_threads() else 1 << 30
         results = self._generator.iterate()
         now = time.monotonic()
         events: list[EngineEvent] = []
@@ -305,6 +310,13 @@ class ExLlamaV2Engine:
             events.append(event)
         self._meter.step(now - before, jobs, tokens, read)
         return events
+
+    def _is_worth_threads(self) -> bool:
+        """Whether the step's draws take longer than handing them to the generator's threads, and getting the
+        interpreter's lock back from them: those that look at a large vocabulary more than once."""
+        if self._drawable < LARGE_VOCABULARY:
+            return False
+        return sum(not answer.handle.shortcut for answer in self._answers.values()) >= THREADED
 
     def _finish(self, answer: Answer, event: Finished) -> None:
         del self._answers[event.job]

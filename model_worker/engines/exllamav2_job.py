@@ -17,6 +17,7 @@ import random
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from exllamav2.generator import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exllamav2.generator.dynamic import _tensor_hash_checksum
@@ -27,6 +28,7 @@ from model_worker.engines.exllamav2_sampling import NEVER, TokenBias
 from model_worker.engines.exllamav2_xtc import draw_excluding_top
 
 PAGE = 256
+NOT_NUMBERS = "the model's logits are not numbers"
 UNLIKELY = 1e-30
 """A token drawn with less than this was not drawn: probabilities were not numbers, or underflowed."""
 
@@ -45,6 +47,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     top          None, or how many of the likeliest tokens are reported with each
     xtc          (probability, threshold, ids that are never left out, skew), or None
     ended        "stop" or "length" once the answer has ended
+    shortcut     it is greedy, and nothing but a bias changes the logits: its draws take no sampler
     """
 
     def __init__(
@@ -88,13 +91,14 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self.fresh_logprobs: list[TokenLogprob] = []
         self.ended: str | None = None
         self.greedy = settings["top_k"] == 1
-        self._shortcut = (
+        self.shortcut = (
             self.greedy
             and settings["token_repetition_penalty"] == 1.0
             and not settings["dry_multiplier"]
             and settings["cfg_scale"] is None
         )
-        self._drawn = -1
+        self._drawn = np.array([[prompts[0][-1]]], np.int64)
+        self._drawn_tensor = torch.from_numpy(self._drawn)
         self._logprob: TokenLogprob | None = None
 
     def can_draw(self) -> bool:
@@ -111,27 +115,29 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
 
     def receive_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, None, None, None, bool]:
         """Draw from float32 logits [sequences, 1, padded vocabulary]. May run on a thread of the generator's pool."""
-        assert logits.shape[0] == len(self.sequences)
         raw = logits[0, 0, : self.vocab].clone() if self.top is not None else None
-        token = self._likeliest(logits) if self._shortcut else self._sampled(logits)
-        self._drawn = token
+        token = self._likeliest(logits) if self.shortcut else self._sampled(logits)
+        self._drawn[0, 0] = token
         if raw is not None:
             self._logprob = _logprob(raw, token, self.top or 0)
-        return torch.tensor([[token]]), None, None, None, False
+        return self._drawn_tensor, None, None, None, False
 
     def _likeliest(self, logits: torch.Tensor) -> int:
         """The greedy token, where nothing but a bias changes the logits: a third of the sampler's time."""
-        row = logits[0, 0, : self.vocab]
+        row = logits.numpy()[0, 0, : self.vocab]
         bias = self.gen_settings.token_bias
         if bias is not None:
-            row += bias[: self.vocab]
+            row += bias.numpy()[: self.vocab]
         if 0 <= self.new_tokens < self.minimum:
             row[self.end_list] = NEVER
-        return _argmax(row)
+        token = int(row.argmax())  # a NaN counts as highest
+        if row[token] != row[token]:
+            raise RuntimeError(NOT_NUMBERS)
+        return token
 
     def _sampled(self, logits: torch.Tensor) -> int:
         if self.greedy and math.isnan(float(logits[:, :, : self.vocab].max())):
-            raise RuntimeError("the model's logits are not numbers")  # the kernel would index with what is on its stack
+            raise RuntimeError(NOT_NUMBERS)  # the kernel would index with what is on its stack
         if self.xtc is not None and self.rng.random() < self.xtc[0]:
             _, threshold, protected, skew = self.xtc
             return draw_excluding_top(
@@ -157,7 +163,11 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             # powers of probabilities underflow at low temperatures, penalties divide by next to nothing: what is left
             # of the distribution is its top
             row, bias = logits[0, 0, : self.vocab], self.gen_settings.token_bias
-            token = _argmax(row if bias is None else row.masked_fill(bias[: self.vocab] == NEVER, NEVER))
+            if bias is not None:
+                row = row.masked_fill(bias[: self.vocab] == NEVER, NEVER)
+            token = int(row.argmax())
+            if math.isnan(float(row[token])):
+                raise RuntimeError(NOT_NUMBERS)
         return token, top_ids[0, 0].tolist() if top else [], top_probs[0, 0].tolist() if top else []
 
     # what was drawn
@@ -167,7 +177,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         results: list[Any], first_sample_in_sd_batch: bool = True,
     ) -> tuple[bool, torch.Tensor]:  # fmt: skip
         """Take the token. (whether the answer has ended, the token). Puts the job itself into results, once a step."""
-        token = self._drawn
+        token = int(self._drawn[0, 0])
         if not self.fresh:
             results.append(self)
         self.fresh.append(token)
@@ -217,6 +227,31 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         following = sequence.allocated_pages[index + 1]
         following.prev_hash = sequence.allocated_pages[index].phash
         following.can_revert = False
+
+    # what the generator asks at every step
+
+    def is_prefill_done(self) -> bool:
+        for sequence in self.sequences:  # noqa: SIM110: asked five times a step, and a generator costs more
+            if sequence.kv_position != sequence.sequence_ids.seq_len - 1:
+                return False
+        return True
+
+    def get_input_ids_list(
+        self, draft_tokens: torch.Tensor | None = None, idx: int = 0, add_to_cache: bool = False
+    ) -> list[torch.Tensor]:
+        """As the package, with fewer tensors where one token is added to one sequence."""
+        sequence = self.sequences[0]
+        if draft_tokens is not None or len(self.sequences) > 1:
+            inputs: list[torch.Tensor] = super().get_input_ids_list(draft_tokens, idx, add_to_cache)
+            return inputs
+        if add_to_cache:
+            page = sequence.allocated_pages[sequence.kv_position // PAGE]
+            assert page.ref_count == 1
+            page.sequence.numpy()[0, page.kv_position] = self._drawn[0, 0]
+            page.kv_position += 1
+            page.can_revert = False
+        # the last token of the prompt, and from then on the last one drawn
+        return [self._drawn_tensor]
 
     # pages
 
@@ -270,15 +305,6 @@ def _release(page: Any) -> None:
     page.sub_ref()
     if not page.ref_count and page.phash != name:
         page.kv_position = 0
-
-
-def _argmax(row: torch.Tensor) -> int:
-    """The first index of the highest value. Raises RuntimeError if one is not a number."""
-    values = row.numpy()
-    token = int(values.argmax())  # a NaN counts as highest
-    if math.isnan(values[token]):
-        raise RuntimeError("the model's logits are not numbers")
-    return token
 
 
 def _logprob(raw: torch.Tensor, token: int, top: int) -> TokenLogprob:

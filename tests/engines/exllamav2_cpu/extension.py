@@ -70,7 +70,9 @@ def apply_rep_penalty(
     for token in reversed(ids[begin:]):
         if token < len(row):
             if token not in seen:
-                row[token] = (row[token] / penalty if row[token] > 0 else row[token] * penalty) - presence
+                with np.errstate(divide="ignore"):
+                    value = row[token] / np.float32(penalty) if row[token] > 0 else row[token] * np.float32(penalty)
+                row[token] = value - presence
                 seen.add(token)
             row[token] -= frequency
         left -= 1
@@ -90,6 +92,7 @@ def sample_basic(
     assert logits.dtype == torch.float32
     assert logits.shape[:2] == (1, 1)
     assert xtc_probability == 0.0, "the package's own XTC is wrong"
+    temperature, smoothing_factor = float(np.float32(temperature)), float(np.float32(smoothing_factor))
     if temperature < 0.01:
         temperature, top_k = 1.0, 1
     exponent = 1.0
@@ -97,7 +100,7 @@ def sample_basic(
         exponent, temperature = 2.0, temperature / smoothing_factor
     row = logits[0, 0].numpy()
     allowed = np.ones(len(row), bool) if logit_filter.is_meta else logit_filter[0].numpy()
-    if not (row[allowed] > -1e38).any():
+    if not (row[allowed] > -1e38).any() and (top_k == 1 or not np.isnan(row).any()):
         raise AssertionError("no token is left: the kernel would index with what is on its stack")
     probs, ids = _softmax(row, allowed, temperature, exponent)
     if 0 < top_k < len(row):

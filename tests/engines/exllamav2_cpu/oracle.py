@@ -26,13 +26,14 @@ def digest(ids: np.ndarray[Any, Any]) -> int:
 class OracleLogits:
     """Logits [vocab] for a prefix. The likeliest token leads the next by about 3.
 
-    eos_id      the likeliest token at one of ``eos_every`` prefixes
+    eos_id      the likeliest token at one of ``eos_every`` prefixes, and at no other
     habit       how often (0 to 1) the likeliest token follows from the last one alone, as speculation needs it
     """
 
-    def __init__(self, vocab: int, *, eos_id: int = -1, eos_every: int = 0, habit: float = 0.5) -> None:
+    def __init__(self, vocab: int, *, eos_id: int = 2, eos_every: int = 0, habit: float = 0.5) -> None:
         self.vocab, self.eos_id, self.eos_every, self.habit = vocab, eos_id, eos_every, habit
-        self._noise = np.random.default_rng(0).normal(0.0, 1.0, 1 << 16).astype(np.float32).clip(-2.5, 2.5)
+        # no two alike
+        self._noise = np.random.default_rng(0).permutation(np.linspace(-2.5, 2.5, 1 << 16, dtype=np.float32))
         self._noise = np.concatenate([self._noise, self._noise[:vocab]])
 
     def best(self, ids: np.ndarray[Any, Any]) -> int:
