@@ -77,6 +77,9 @@ class PacedEngine:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id % 256])
+
     def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
         return 1
 

@@ -24,7 +24,7 @@ class LoadError(Exception):
 class Capabilities:
     """What an engine offers, read after load(). Asking for anything else is refused by name.
 
-    context        tokens of prompt and answer together
+    context        tokens of prompt and answer together (and of the negative prompt and the answer)
     max_batch_size requests that are decoded together
     offered        names of optional fields of a request (all of SamplingParams, and min_tokens, stop_token_ids,
                    banned_strings, token_healing, logprobs, top_logprobs, negative_prompt) that may differ from
@@ -46,7 +46,8 @@ class Capabilities:
 class Job:
     """One request, ready for the engine. ``max_new_tokens`` >= 1 and prompt plus it fits ``Capabilities.context``.
 
-    Until ``min_new_tokens`` no end token is drawn and no stop string looked for. ``top_logprobs`` None reports no
+    Until ``min_new_tokens`` no end token is drawn and no stop string looked for. ``banned_strings`` and
+    ``token_healing`` are as engines.banned and engines.healing say. ``top_logprobs`` None reports no
     log-probabilities, 0 those of the tokens drawn only. ``negative_ids`` is the other prompt of classifier-free
     guidance, given if and only if sampling.cfg_scale is not 1.
     """
@@ -91,7 +92,7 @@ class Finished:
     A job's token ids, over all its events, add up to ``completion_tokens``: those of an end token and of a stop string
     are among them, their text is not.
 
-    finish_reason      "stop" or "length" (FinishReason)
+    finish_reason      "stop", "length" or "banned_strings" (FinishReason)
     completion_tokens  tokens generated, the end-of-sequence token included
     prefill_s, decode_s  seconds; prefill from the job's first computation to its first token
     draft_accepted, draft_rejected  speculated tokens that were and were not taken
@@ -149,11 +150,17 @@ class Engine(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, in UTF-8 (characters may be incomplete); a special token's own name. For people:
+        it stands beside log-probabilities."""
+
     def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Cache units (pages, slots) the job would hold, for admission and status."""
 
     def submit(self, job: Job) -> None:
-        """Take a job; it is started by a later step(). Ids are unique among unfinished jobs. Raises RequestError."""
+        """Take a job; it is started by a later step(). Ids are unique among unfinished jobs. Raises RequestError for
+        all that cannot be computed or is not offered: engines.admission holds what is the same for every engine, and
+        the worker's loop leaves it to that. Field "prompt" stands for the prompt in whichever form it came."""
 
     def step(self) -> list[EngineEvent]:
         """Advance everything by one step and say what came of it; [] at once when there is nothing to do."""

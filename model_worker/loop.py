@@ -4,8 +4,10 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
-from model_worker.engine import Delta, Engine, EngineEvent, Finished, Job
+from model_worker.engine import Delta, Engine, EngineEvent, Finished, Job, TokenLogprob
 from model_worker.link import SupervisorLink
 from protocol.codec import EventWriter
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -18,7 +20,7 @@ from protocol.messages import (
     Message,
     Shutdown,
 )
-from protocol.request import GenerateRequest, SamplingParams, parse_generate
+from protocol.request import GenerateRequest, parse_generate
 
 IDLE_WAIT_MS = 200
 UNSENT_WAIT_MS = 5
@@ -29,8 +31,6 @@ SLACK_JOBS = 2
 MAX_BYTES_PER_TOKEN = 16
 """A prompt of more bytes per token of context than this is refused before it is tokenized, which would stall the loop.
 English text has 4 to 5."""
-
-_NEUTRAL = SamplingParams()
 
 
 @dataclass(slots=True)
@@ -52,6 +52,7 @@ class WorkerLoop:
         self._link = link
         self._capabilities = engine.capabilities
         self._writer = EventWriter()
+        self._token_bytes = lru_cache(1 << 16)(engine.token_bytes)
         self._ids = itertools.count(1)
         self._jobs: dict[int, _Tracked] = {}
         self._job_ids: dict[tuple[int, int], int] = {}
@@ -84,59 +85,74 @@ class WorkerLoop:
 
     def _submit(self, channel: int, request: int, body: bytes) -> None:
         job_id = next(self._ids)
+        asked: GenerateRequest | None = None
         try:
-            job = self._job(job_id, parse_generate(body))
+            asked = parse_generate(body)
+            job = self._job(job_id, asked)
             self._engine.submit(job)
         except RequestError as e:
+            if e.field == "prompt" and asked is not None:
+                e.field = _prompt_field(asked)
             self._send_error(_Tracked(channel, request, 0), e)
             return
         self._jobs[job_id] = _Tracked(channel, request, len(job.prompt_ids))
         self._job_ids[channel, request] = job_id
 
     def _job(self, job_id: int, request: GenerateRequest) -> Job:
-        """The engine's job for a request: encoded, and checked against what this model can do. Raises RequestError."""
-        for name in SamplingParams.model_fields:
-            if name not in self._capabilities.offered and getattr(request, name) != getattr(_NEUTRAL, name):
-                raise RequestError(
-                    f"{name}: this model's engine does not offer it", field=name, code=ErrorCode.UNSUPPORTED
-                )
+        """The engine's job for a request. Whether it fits and is offered, the engine's ``submit`` says. Raises
+        RequestError for text that cannot be encoded."""
         prompt_ids = self._encode(request)
-        context = self._capabilities.context
-        room = context - len(prompt_ids)
-        if not prompt_ids:
-            raise RequestError("the prompt has no tokens: send at least one", field="prompt")
-        if room < 1:
+        room = max(1, self._capabilities.context - len(prompt_ids))
+        return Job(
+            job_id,
+            tuple(prompt_ids),
+            room if request.max_tokens is None else request.max_tokens,
+            request,
+            request.stop,
+            min_new_tokens=request.min_tokens,
+            stop_token_ids=request.stop_token_ids,
+            banned_strings=request.banned_strings,
+            token_healing=request.token_healing,
+            top_logprobs=request.top_logprobs if request.logprobs else None,
+            negative_ids=self._negative(request),
+        )
+
+    def _negative(self, request: GenerateRequest) -> tuple[int, ...] | None:
+        """The other prompt of classifier-free guidance: the text given, or what an empty one is encoded as."""
+        if request.cfg_scale == 1 or "cfg_scale" not in self._capabilities.offered:
+            return None
+        text = request.negative_prompt or ""
+        self._check_size("negative_prompt", len(text.encode(errors="surrogatepass")))
+        try:
+            ids = self._engine.encode(text)
+        except RequestError as e:
+            raise RequestError(f"negative_prompt: {e.message}", field="negative_prompt", code=e.code) from None
+        if not ids:
             raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens: at most {context - 1} fit the context of {context}",
-                field=_prompt_field(request),
-                code=ErrorCode.CONTEXT_OVERFLOW,
+                "negative_prompt: this model has no beginning-of-sequence token to stand for none: give a text",
+                field="negative_prompt",
             )
-        max_tokens = room if request.max_tokens is None else request.max_tokens
-        if max_tokens > room:
-            raise RequestError(
-                f"max_tokens is {max_tokens}: at most {room} fit the context of {context} behind "
-                f"a prompt of {len(prompt_ids)} tokens",
-                field="max_tokens",
-                code=ErrorCode.CONTEXT_OVERFLOW,
-            )
-        return Job(job_id, tuple(prompt_ids), max_tokens, request, request.stop)
+        return tuple(ids)
 
     def _encode(self, request: GenerateRequest) -> list[int]:
         if request.token_ids is not None:
             return list(memoryview(request.token_ids).cast("I"))
-        context = self._capabilities.context
-        limit = context * MAX_BYTES_PER_TOKEN
         texts = [request.prompt] if request.prompt is not None else [m.content for m in request.messages or ()]
-        size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
-        if size > limit:
-            raise RequestError(
-                f"the prompt has {size} bytes: at most {limit} can fit the context of {context} tokens",
-                field=_prompt_field(request),
-                code=ErrorCode.CONTEXT_OVERFLOW,
-            )
+        self._check_size("prompt", sum(len(text.encode(errors="surrogatepass")) for text in texts))
         if request.messages is not None:
             return self._engine.encode_chat(request.messages)
         return self._engine.encode(texts[0])
+
+    def _check_size(self, field: str, size: int) -> None:
+        context = self._capabilities.context
+        limit = context * MAX_BYTES_PER_TOKEN
+        if size > limit:
+            raise RequestError(
+                f"the {field.replace('_', ' ')} has {size} bytes: at most {limit} can fit the context of {context} "
+                "tokens",
+                field=field,
+                code=ErrorCode.CONTEXT_OVERFLOW,
+            )
 
     def _cancel(self, channel: int, request: int) -> None:
         """Free the job and confirm. A job unknown here has ended: its terminal event is on its way."""
@@ -152,7 +168,10 @@ class WorkerLoop:
         if isinstance(event, Delta):
             tracked = self._jobs[event.job]
             if event.token_ids or event.text:
-                self._send(tracked, event.token_ids, {"text": event.text}, 0)
+                fields: dict[str, object] = {"text": event.text}
+                if event.logprobs:
+                    fields["logprobs"] = self._logprobs(event.logprobs)
+                self._send(tracked, event.token_ids, fields, 0)
             return
         tracked = self._forget(event.job)
         self._send_finished(tracked, event.token_ids, event.text, event.finish_reason, _timings(event), event)
@@ -175,8 +194,20 @@ class WorkerLoop:
         usage = {"prompt_tokens": tracked.prompt_tokens, "completion_tokens": completion}
         if finished and finished.cached_tokens:
             usage["cached_tokens"] = finished.cached_tokens
+        if finished and (finished.draft_accepted or finished.draft_rejected):
+            usage |= {"draft_accepted": finished.draft_accepted, "draft_rejected": finished.draft_rejected}
         fields: dict[str, object] = {"text": text, "finish_reason": reason, "usage": usage, "timings": timings}
+        if finished and finished.logprobs:
+            fields["logprobs"] = self._logprobs(finished.logprobs)
         self._send(tracked, token_ids, fields, EventFlag.FINISHED)
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[Any]:
+        """As ``protocol.messages`` has them: [[logprob, bytes, [[id, logprob, bytes], ...]], ...]."""
+        spell = self._token_bytes
+        return [
+            [token.logprob, spell(token.token_id), [[other, logprob, spell(other)] for other, logprob in token.top]]
+            for token in tokens
+        ]
 
     def _send_error(self, tracked: _Tracked, error: WireError) -> None:
         self._send(tracked, (), {"error": error.to_wire(), "delivered_tokens": tracked.tokens}, EventFlag.ERROR)

@@ -4,23 +4,47 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.errors import WireError
+from protocol.errors import ErrorCode, FrameError, WireError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and the natural logarithm of its probability by the model alone, before any sampling parameter.
+
+    bytes  what it adds to the text: UTF-8, of which a character may be incomplete
+    top    the likeliest tokens at its place, best first, if they were asked for
+    """
+
+    token_id: int
+    logprob: float
+    bytes: bytes
+    top: tuple["TokenLogprob", ...] = ()
+
+    @property
+    def text(self) -> str:
+        """For people: an incomplete character is U+FFFD."""
+        return self.bytes.decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of an answer and the ids of its tokens. Either may be empty while the other is not."""
+    """New text of an answer and the ids of its tokens. Either may be empty while the other is not.
+
+    logprobs  one for each id, if they were asked for
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A whole answer.
 
-    finish_reason  "stop", "length" or "cancelled" (protocol.messages.FinishReason)
+    finish_reason  "stop", "length", "cancelled" or "banned_strings" (protocol.messages.FinishReason)
     usage          {prompt_tokens, completion_tokens, ...}: counts of tokens
+    logprobs       one for each token id, if they were asked for
     timings        what the worker measured, in the unit that each name ends with
     """
 
@@ -29,6 +53,7 @@ class Completion:
     finish_reason: str
     usage: dict[str, Any]
     timings: dict[str, Any]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(slots=True)
@@ -56,6 +81,7 @@ class StreamState:
     timings: dict[str, Any] = field(default_factory=dict)
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -69,3 +95,22 @@ class CallState:
 
 
 Touched = StreamState | CallState
+
+
+def read_logprobs(token_ids: tuple[int, ...], entries: Any) -> tuple[TokenLogprob, ...]:
+    """Those of an event, as ``protocol.messages`` has them. Raises FrameError for anything else."""
+    try:
+        if len(entries) != len(token_ids):
+            raise ValueError
+        return tuple(
+            TokenLogprob(*_checked(token_id, logprob, data), tuple(TokenLogprob(*_checked(*other)) for other in top))
+            for token_id, (logprob, data, top) in zip(token_ids, entries, strict=True)
+        )
+    except (TypeError, ValueError):
+        raise FrameError(ErrorCode.BAD_FRAME, "its logprobs have the wrong shape") from None
+
+
+def _checked(token_id: Any, logprob: Any, data: Any) -> tuple[int, float, bytes]:
+    if type(token_id) is not int or type(logprob) is not float or type(data) is not bytes:
+        raise ValueError
+    return token_id, logprob, data

@@ -28,6 +28,9 @@ def generate_body(
             ) from None
     given = {"prompt": prompt, "messages": messages, "token_ids": token_ids, "max_tokens": max_tokens}
     body = {name: value for name, value in (given | sampling).items() if value is not None}
+    bias = body.get("logit_bias")
+    if isinstance(bias, dict):  # keys on the wire are strings
+        body["logit_bias"] = {str(key) if type(key) is int else key: value for key, value in bias.items()}
     if stop:
         # a lone string stays one, so that it is refused rather than read as a list of letters
         body["stop"] = stop if isinstance(stop, str) else list(stop)

@@ -15,13 +15,13 @@ from typing import Any, Self
 
 import zmq
 
-from protocol.answers import Completion, Delta, StreamState, Touched
+from protocol.answers import Completion, Delta, StreamState, TokenLogprob, Touched
 from protocol.asking import generate_body
 from protocol.connection import Connection, check_can_generate, check_welcomed
 from protocol.errors import ConnectionLost
 from protocol.stream import StreamBase
 
-__all__ = ["AsyncClient", "AsyncStream", "Completion", "Delta"]
+__all__ = ["AsyncClient", "AsyncStream", "Completion", "Delta", "TokenLogprob"]
 
 _WELCOME = 0
 """What waits for the greeting, among the ids of requests and calls (which begin at 1)."""

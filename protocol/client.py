@@ -20,13 +20,13 @@ from typing import Any, Final, Self
 
 import zmq
 
-from protocol.answers import Completion, Delta, StreamState
+from protocol.answers import Completion, Delta, StreamState, TokenLogprob
 from protocol.asking import generate_body
 from protocol.connection import Connection, check_can_generate, check_welcomed
 from protocol.errors import ConnectionLost
 from protocol.stream import StreamBase
 
-__all__ = ["Client", "Completion", "Delta", "Stream"]
+__all__ = ["Client", "Completion", "Delta", "Stream", "TokenLogprob"]
 
 _LONGEST_POLL_S: Final = 60.0
 
@@ -167,7 +167,8 @@ class Client:
         resume      whether the answer may go on after the death of its worker
         timeout     seconds without any event of this request, while it is read, after which it is cancelled and
                     TimeoutError raised; unset waits while the connection lives (a model may be loading)
-        sampling    temperature, top_k, top_p, ... (protocol.request.SamplingParams); None is unset
+        sampling    temperature, top_k, min_tokens, logprobs, ...: the fields of protocol.request.GenerateRequest, or
+                    their other names; None is unset
 
         Raises WireError: too_large, draining, connection_lost, invalid_request (a value that cannot be sent). All else
         that is wrong with the request is raised from the stream, naming the field.

@@ -29,9 +29,16 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
 * ``index`` is ``[[request, seq, flags, tokens, length], ...]``, one entry an event: its number within the request
   (gapless from 0), EventFlag bits, how many token ids it holds, how many bytes of the body are its own. The events'
   bytes lie one after the other; each is ``tokens`` ids (u32, little endian), then one msgpack map:
-    delta     {text}
-    FINISHED  {text?, finish_reason, usage{prompt_tokens, completion_tokens}, timings{...}}
+    delta     {text, logprobs?}
+    FINISHED  {text?, logprobs?, finish_reason, usage{prompt_tokens, completion_tokens, cached_tokens?, draft_accepted?,
+              draft_rejected?}, timings{...}}
     ERROR     {error{code, name, message, retryable, field?, retry_after_ms?}, delivered_tokens?}
+* ``logprobs``, if the request asked for them, has one entry for each of the event's ids, ``[logprob, bytes, top]``: the
+  natural logarithm of its probability by the model alone (before penalties, bias and temperature), what it adds to the
+  text (a bin: UTF-8, of which a character may be incomplete), and the likeliest tokens there, best first, as
+  ``[[id, logprob, bytes], ...]``.
+* Text need not arrive with its ids: characters that may begin a stop string come with later ones, and token healing
+  begins an answer with text that has no id.
 * Credit: a stream starts with ``window`` events (WELCOME) and gains what CREDIT grants. A stream without credit has its
   events held, up to a bound, and then ends with ``slow_consumer``; a terminal event needs no credit.
 * PING is answered by PONG with the same nonce, by either side.

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from protocol import limits
-from protocol.answers import CallState, Delta, StreamState, Touched
+from protocol.answers import CallState, Delta, StreamState, Touched, read_logprobs
 from protocol.asking import pack_fields
 from protocol.codec import check_size, decode, encode, pack_body, split_events, unpack_body, unpack_event
 from protocol.errors import ConnectionLost, ErrorCode, FrameError, WireError
@@ -83,6 +83,7 @@ class ClientSession:
             delta = state.deltas.popleft()
             state.text.append(delta.text)
             state.token_ids.extend(delta.token_ids)
+            state.logprobs.extend(delta.logprobs)
             self._consumed(state, 1)
             return delta
         if state.ended:
@@ -187,7 +188,8 @@ class ClientSession:
             raise FrameError(ErrorCode.BAD_FRAME, "it is flagged both FINISHED and ERROR")
         state.ended = bool(terminal)
         if (ids or text) and not state.abandoned:
-            state.deltas.append(Delta(text, ids))
+            entries = fields.get("logprobs")
+            state.deltas.append(Delta(text, ids, read_logprobs(ids, entries)) if entries else Delta(text, ids))
         else:
             self._consumed(state, 1)
 

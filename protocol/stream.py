@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from protocol.answers import Completion, Delta, StreamState
+from protocol.answers import Completion, Delta, StreamState, TokenLogprob
 from protocol.connection import Connection
 
 
@@ -34,8 +34,13 @@ class StreamBase:
         return tuple(self._state.token_ids)
 
     @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Those of all tokens read so far, if the request asked for logprobs."""
+        return tuple(self._state.logprobs)
+
+    @property
     def finish_reason(self) -> str | None:
-        """Once the answer was read to its end "stop", "length" or "cancelled", else None."""
+        """Once the answer was read to its end why it ended (protocol.messages.FinishReason), else None."""
         return None if self._state.deltas else self._state.finish_reason
 
     @property
@@ -77,4 +82,4 @@ class StreamBase:
         return delta
 
     def _completion(self) -> Completion:
-        return Completion(self.text, self.token_ids, self.finish_reason or "", self.usage, self.timings)
+        return Completion(self.text, self.token_ids, self.finish_reason or "", self.usage, self.timings, self.logprobs)

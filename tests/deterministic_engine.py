@@ -23,15 +23,17 @@ from model_worker.engine import (
     LoadError,
     ProgressCallback,
 )
+from model_worker.engines.admission import check_job
 from model_worker.link import SupervisorLink
 from model_worker.loop import WorkerLoop
 from protocol import __version__
 from protocol.codec import encode, pack_body, pack_event
-from protocol.errors import RequestError
 from protocol.messages import EventEntry, Events, Hello, Progress, Ready, Stats
 from protocol.request import ChatMessage, SamplingParams
 from protocol.worker_spec import EngineSpec
 
+OFFERED = frozenset(SamplingParams.model_fields) - {"logit_bias", "banned_tokens", "allowed_tokens", "cfg_scale"}
+"""What changes probabilities: there are none here, so it is honoured as it stands. What forces or forbids is not."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
@@ -69,7 +71,7 @@ class DeterministicEngine:
         return Capabilities(
             context=int(self.spec.options.get("context", 4096)),
             max_batch_size=self.spec.max_batch_size,
-            offered=frozenset(SamplingParams.model_fields),
+            offered=OFFERED,
             chat=True,
             device="none",
             attention="none",
@@ -84,12 +86,14 @@ class DeterministicEngine:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
     def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
         return 1
 
     def submit(self, job: Job) -> None:
-        if any(token > 255 for token in job.prompt_ids):
-            raise RequestError("token_ids: ids are below 256", field="token_ids")
+        check_job(job, self.capabilities, 256)
         self.pending.append(job)
 
     def step(self) -> list[EngineEvent]:

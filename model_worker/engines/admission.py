@@ -1,5 +1,7 @@
 """What an engine refuses before it computes: one bad request must never reach what all requests share. No torch."""
 
+from collections.abc import Collection
+
 from model_worker.engine import Capabilities, Job
 from protocol.errors import ErrorCode, RequestError
 from protocol.request import SamplingParams
@@ -13,27 +15,117 @@ def is_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1 or sampling.min_p == 1.0
 
 
-def check_job(job: Job, capabilities: Capabilities, vocab_size: int) -> None:
-    """Raise RequestError for a job that does not fit the context, holds ids that the model has not, or asks for
-    sampling that the engine does not offer.
+def check_job(
+    job: Job,
+    capabilities: Capabilities,
+    vocab_size: int,
+    drawable: int | None = None,
+    eos_ids: Collection[int] = (),
+) -> None:
+    """Raise RequestError for a job that is not offered, does not fit the context, names ids that the model has not, or
+    leaves no token to draw.
 
     vocab_size  rows of the model's embedding: an id beyond would fault the whole batch
+    drawable    ids below this can be drawn; default all
+    eos_ids     ids that end an answer
     """
-    if not job.prompt_ids:
-        raise RequestError("the prompt has no tokens", field="prompt")
-    if job.max_new_tokens < 1:
-        raise RequestError(f"max_tokens is {job.max_new_tokens}: it must be at least 1", field="max_tokens")
-    total = len(job.prompt_ids) + job.max_new_tokens
-    if total > capabilities.context:
+    _check_offered(job, capabilities.offered)
+    _check_room(job, capabilities.context)
+    for field, ids in (("token_ids", job.prompt_ids), ("negative_prompt", job.negative_ids or ())):
+        _check_ids(field, ids, vocab_size)
+    drawable = vocab_size if drawable is None else drawable
+    sampling = job.sampling
+    named: tuple[tuple[str, Collection[int]], ...] = (
+        ("logit_bias", sampling.logit_bias or ()),
+        ("banned_tokens", sampling.banned_tokens),
+        ("allowed_tokens", sampling.allowed_tokens),
+        ("stop_token_ids", job.stop_token_ids),
+    )
+    for field, ids in named:
+        _check_ids(field, ids, drawable)
+    if not left_to_draw(job, drawable, eos_ids):
+        field = "allowed_tokens" if sampling.allowed_tokens else "banned_tokens"
+        raise RequestError(f"{field}: no token is left that may be drawn", field=field)
+
+
+def excluded_ids(job: Job, eos_ids: Collection[int], *, early: bool) -> set[int]:
+    """Ids that may not be drawn, whatever stands before them. ``early``: among the first ``min_new_tokens``."""
+    excluded = set(job.sampling.banned_tokens)
+    if job.sampling.ignore_eos or early:
+        excluded.update(eos_ids)
+    if early:
+        excluded.update(job.stop_token_ids)
+    return excluded
+
+
+def left_to_draw(job: Job, drawable: int, eos_ids: Collection[int], only: Collection[int] | None = None) -> int:
+    """How many ids may be drawn as the first token of the answer; ``only``: out of these (token healing)."""
+    excluded = excluded_ids(job, eos_ids, early=job.min_new_tokens > 0)
+    left = None if only is None else set(only)
+    if job.sampling.allowed_tokens:
+        left = set(job.sampling.allowed_tokens) if left is None else left.intersection(job.sampling.allowed_tokens)
+    if left is None:
+        return drawable - sum(0 <= token < drawable for token in excluded)
+    return len(left - excluded)
+
+
+def _check_offered(job: Job, offered: Collection[str]) -> None:
+    asked = [
+        name
+        for name, field in SamplingParams.model_fields.items()
+        if name not in offered and getattr(job.sampling, name) != field.default
+    ]
+    optional = {
+        "min_tokens": job.min_new_tokens > 0,
+        "stop_token_ids": bool(job.stop_token_ids),
+        "banned_strings": bool(job.banned_strings),
+        "token_healing": job.token_healing,
+        "logprobs": job.top_logprobs is not None,
+        "top_logprobs": bool(job.top_logprobs),
+        "negative_prompt": job.negative_ids is not None,
+    }
+    asked += [name for name, wanted in optional.items() if wanted and name not in offered]
+    if asked:
         raise RequestError(
-            f"a prompt of {len(job.prompt_ids)} tokens and max_tokens {job.max_new_tokens} are {total} tokens; "
-            f"the model's context is {capabilities.context}",
-            field="max_tokens" if len(job.prompt_ids) < capabilities.context else "prompt",
+            f"{asked[0]} is not offered by this model's engine", field=asked[0], code=ErrorCode.UNSUPPORTED
+        )
+
+
+def _check_room(job: Job, context: int) -> None:
+    prompt, new = len(job.prompt_ids), job.max_new_tokens
+    if not prompt:
+        raise RequestError("the prompt has no tokens: send at least one", field="prompt")
+    if new < 1:
+        raise RequestError(f"max_tokens is {new}: must be at least 1", field="max_tokens")
+    if prompt >= context:
+        raise RequestError(
+            f"the prompt has {prompt} tokens: at most {context - 1} fit the context of {context}",
+            field="prompt",
             code=ErrorCode.CONTEXT_OVERFLOW,
         )
-    if min(job.prompt_ids) < 0 or max(job.prompt_ids) >= vocab_size:
-        bad = next(i for i in job.prompt_ids if not 0 <= i < vocab_size)
-        raise RequestError(f"token id {bad} is not in the vocabulary of {vocab_size}", field="token_ids")
-    for name, field in SamplingParams.model_fields.items():
-        if name not in capabilities.offered and getattr(job.sampling, name) != field.default:
-            raise RequestError(f"{name} is not offered by this model", field=name, code=ErrorCode.UNSUPPORTED)
+    if prompt + new > context:
+        raise RequestError(
+            f"max_tokens is {new}: at most {context - prompt} fit the context of {context} behind a prompt of {prompt} "
+            f"tokens ({prompt + new} tokens in all)",
+            field="max_tokens",
+            code=ErrorCode.CONTEXT_OVERFLOW,
+        )
+    if job.min_new_tokens > new:
+        raise RequestError(
+            f"min_tokens is {job.min_new_tokens}: at most {new} fit the context of {context}",
+            field="min_tokens",
+            code=ErrorCode.CONTEXT_OVERFLOW,
+        )
+    if job.negative_ids is not None and not 0 < len(job.negative_ids) <= context - new:
+        raise RequestError(
+            f"negative_prompt has {len(job.negative_ids)} tokens: 1 to {context - new} fit the context of {context} "
+            f"before {new} tokens",
+            field="negative_prompt",
+            code=ErrorCode.CONTEXT_OVERFLOW,
+        )
+
+
+def _check_ids(field: str, ids: Collection[int], below: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < below):
+        bad = next(i for i in ids if not 0 <= i < below)
+        raise RequestError(f"{field}: token id {bad} is not in the vocabulary of {below}", field=field)

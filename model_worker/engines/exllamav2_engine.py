@@ -128,6 +128,9 @@ class ExLlamaV2Engine:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
     def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Pages of 256 tokens, all of them reserved when the job starts; shared prefixes may save some."""
         return -(-(prompt_tokens + max_new_tokens + self._loaded.draft_tokens) // PAGE)

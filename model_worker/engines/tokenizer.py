@@ -97,6 +97,13 @@ class Tokenizer:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, in UTF-8 (characters may be incomplete); a special token's own name."""
+        piece = self.pieces.table[token_id] if self.pieces and 0 <= token_id < len(self.pieces.table) else None
+        if piece is None:
+            piece = self._tokenizer.id_to_token(token_id) or ""
+        return piece if isinstance(piece, bytes) else piece.encode(errors="surrogatepass")
+
     def stream(self, context: Sequence[int], stops: Iterable[str] = ()) -> TextStream:
         """The text of an answer behind the ids ``context``, up to the first of the stop strings."""
         return TextStream(self.pieces or self.decode, context, stops)

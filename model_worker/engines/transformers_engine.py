@@ -143,6 +143,9 @@ class TransformersEngine:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
     def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """One slot, whatever the length."""
         return 1

@@ -175,7 +175,6 @@ def test_bad_biases_are_told_which(bias: Any, message: str) -> None:
         ("temperature", 10.5, "temperature is 10.5: must be at most 10"),
         ("temperature", None, "temperature is nil: must be a finite number from 0 to 10"),
         ("temperature", [SECRET], "temperature is a list of 1 element: must be a finite number from 0 to 10"),
-        ("top_p", 0, "top_p is 0: must be more than 0"),
         ("top_p", NAN, "top_p is nan: must be a finite number, more than 0 and at most 1"),
         ("top_k", 1.0, "top_k is 1.0: must be a whole number from 0 to 1000000"),
         ("seed", 1 << 63, "seed is 9223372036854775808: must be less than 9223372036854775808"),

@@ -141,7 +141,7 @@ class OffersLittle(DeterministicEngine):
     def capabilities(self) -> Any:
         from dataclasses import replace
 
-        return replace(super().capabilities, sampling=frozenset({"temperature"}))
+        return replace(super().capabilities, offered=frozenset({"temperature"}))
 
 
 def test_what_the_engine_does_not_offer_is_refused_by_name_unless_neutral() -> None:
