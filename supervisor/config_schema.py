@@ -120,7 +120,7 @@ class ModelConfig(BaseModel):
     gpu_split: list[Annotated[float, Field(gt=0, le=1e6)]] | None = None
     """exllamav2 on several GPUs: GB of weights on each; split automatically by default."""
     autosplit_reserve: list[Annotated[int, Field(ge=0, le=1 << 20)]] | None = None
-    """exllamav2 on several GPUs: MB that the automatic split leaves free on each; 96 by default."""
+    """exllamav2 on several GPUs: MB that the automatic split leaves free on each; 256 by default."""
     tensor_parallel: bool | None = None
     """exllamav2 on several GPUs: every layer is split among them (EXL2 weights, some architectures)."""
     draft_model: str | None = None

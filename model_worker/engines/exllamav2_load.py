@@ -1,24 +1,30 @@
-"""Getting ExLlamaV2 and a model into memory: what is refused before it starts, and which attention it gets.
+"""Getting ExLlamaV2 and a model into memory.
 
-exllamav2 is imported in here and nowhere else, late: it initialises CUDA, and what it finds under the name flash_attn
-at that moment decides whether it can batch.
+What can be known to fail is refused before anything heavy happens (``exllamav2_check``, ``exllamav2_lora``, ``vram``).
 """
 
+import contextlib
+import copy
 import importlib
-import importlib.util
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from model_worker.engine import LoadError, ProgressCallback
-from model_worker.engines import one_line, paged_attention
-from model_worker.engines.exllamav2_options import PAGE, ExLlamaV2Options
+from model_worker.engines import one_line, vram
+from model_worker.engines.exllamav2_attention_choice import Package, import_package
+from model_worker.engines.exllamav2_check import check_cache, check_directory, check_parallel, open_draft
+from model_worker.engines.exllamav2_lora import check_adapter, load_adapters
+from model_worker.engines.exllamav2_options import ExLlamaV2Options, Sizes, sizes_of
 from model_worker.engines.model_dir import ModelDir
 from protocol.worker_spec import EngineSpec
 
-DEFAULT_CHUNK_SIZE = 2048
+DEFAULT_RESERVE_MB = 256
+"""Left free on each GPU by the automatic split: kernels that are loaded later, cuBLAS, attention, logits."""
+MEGABYTE = 1 << 20
 
 _CACHES = {
     "FP16": "ExLlamaV2Cache",
@@ -26,120 +32,6 @@ _CACHES = {
     "Q6": "ExLlamaV2Cache_Q6",
     "Q4": "ExLlamaV2Cache_Q4",
 }
-
-# The package loads an architecture that it does not know as Llama, after a line on stdout.
-ARCHITECTURES = frozenset(
-    {
-        "CohereForCausalLM",
-        "Cohere2ForCausalLM",
-        "DbrxForCausalLM",
-        "GPT2LMHeadModel",
-        "GPTBigCodeForCausalLM",
-        "GemmaForCausalLM",
-        "Gemma2ForCausalLM",
-        "Gemma3ForConditionalGeneration",
-        "GemmoeForCausalLM",
-        "Glm4ForCausalLM",
-        "GraniteForCausalLM",
-        "IndexForCausalLM",
-        "InternLM2ForCausalLM",
-        "LlamaForCausalLM",
-        "MiniCPMForCausalLM",
-        "MistralForCausalLM",
-        "Mistral3ForConditionalGeneration",
-        "MixtralForCausalLM",
-        "OrionForCausalLM",
-        "Phi3ForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Starcoder2ForCausalLM",
-        "YiForCausalLM",
-    }
-)
-
-
-@dataclass(frozen=True)
-class Package:
-    """The imported package, and which attention it uses (for people)."""
-
-    core: Any
-    generator: Any
-    attention: str
-
-
-def check_directory(directory: ModelDir) -> None:
-    """Raise LoadError for a model that the package would refuse with an assertion, or load wrongly without a word."""
-    name = directory.architecture
-    if name not in ARCHITECTURES:
-        raise LoadError(f"architecture {name} is not one that ExLlamaV2 0.3.2 knows (it would be computed as Llama)")
-    if directory.quantization not in (None, "exl2", "gptq"):
-        raise LoadError(
-            f"{directory.path} is quantized as {directory.quantization}: ExLlamaV2 loads EXL2, GPTQ (4 bit) and plain "
-            "16-bit or 32-bit weights"
-        )
-    config = directory.text_config
-    rope = config.get("rope_parameters")
-    if isinstance(rope, dict):
-        kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta")
-        flat = config.get("rope_theta", directory.config.get("rope_theta"))
-        scaling = config.get("rope_scaling") or directory.config.get("rope_scaling")
-        if theta != flat or (kind != "default" and not scaling):
-            raise LoadError(
-                f"{directory.path}/config.json keeps its rotary embedding in rope_parameters (transformers 5), which "
-                f"ExLlamaV2 does not read: write rope_theta ({theta}) at the top level"
-                + (f", and rope_scaling with rope_type {kind}" if kind != "default" else "")
-            )
-    scaling = config.get("rope_scaling")
-    if isinstance(scaling, dict) and scaling.get("type") and scaling.get("rope_type"):
-        raise LoadError(f"{directory.path}/config.json: rope_scaling has both type and rope_type: remove type")
-
-
-def import_package() -> Package:
-    """Import exllamav2, with flash-attn where it works and PyTorch's attention in its place where it does not.
-
-    Raises LoadError in one line for whatever is missing.
-    """
-    if not __debug__:
-        raise LoadError("ExLlamaV2 checks its input with assertions: do not run Python with -O or PYTHONOPTIMIZE")
-    if not torch.cuda.is_available():
-        raise LoadError("no CUDA device is visible to this process: ExLlamaV2 needs one")
-    os.environ.setdefault("EXLLAMA_NO_XFORMERS", "1")  # unused, and a build for another torch would break the import
-    attention = _choose_attention()
-    try:
-        core = importlib.import_module("exllamav2")
-        generator = importlib.import_module("exllamav2.generator")
-    except ModuleNotFoundError as e:
-        raise LoadError(f"engine exllamav2 needs the package {e.name}: pip install 'modelctl[exllamav2]'") from e
-    except Exception as e:  # its import may run a compiler
-        raise LoadError(f"exllamav2 cannot be imported: {type(e).__name__}: {one_line(e)}") from e
-    return Package(core, generator, attention)
-
-
-def _choose_attention() -> str:
-    """Leave ``flash_attn`` as it is if it works here, else replace it. Which one it is, for people."""
-    # this variable makes the package do without any paged attention; here it only chooses
-    switched_off = os.environ.pop("EXLLAMA_NO_FLASH_ATTN", None) is not None
-    old = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) < (8, 0)]
-    if paged_attention.is_installed():
-        return paged_attention.NAME
-    if switched_off:
-        why = "flash-attn is switched off"
-    elif importlib.util.find_spec("flash_attn") is None:
-        why = "flash-attn is not installed"
-    elif old:
-        why = "flash-attn needs an Ampere GPU or later"
-    else:
-        try:
-            version = str(importlib.import_module("flash_attn").__version__)
-            importlib.import_module("flash_attn_2_cuda")
-            if [int(part) for part in version.split(".")[:3] if part.isdigit()] >= [2, 5, 7]:
-                return f"flash-attn {version}, paged"
-            why = f"flash-attn {version} is older than 2.5.7"
-        except Exception as e:  # a build for another torch: the package would not survive the import
-            why = f"flash-attn does not load: {one_line(e)}"
-    paged_attention.install()
-    return f"{paged_attention.NAME}; {why}"
 
 
 @dataclass(frozen=True)
@@ -177,25 +69,71 @@ class Loaded:
 
 
 def load(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir, progress: ProgressCallback) -> Loaded:
-    """Load onto the visible GPUs. Raises LoadError; progress counts the model's modules."""
+    """Load onto the visible GPUs: one as it is, several by layers or, if asked for, by tensors.
+
+    Raises LoadError. progress: phase "compiling ExLlamaV2" (steps) if nobody has, "loading draft" and "loading"
+    (modules), "loading lora" (adapters).
+    """
     check_directory(directory)
-    context, batch = directory.context(spec.max_seq_len), spec.max_batch_size
-    padded = -(-context // PAGE) * PAGE
-    chunk_size = options.chunk_size or min(DEFAULT_CHUNK_SIZE, padded)
-    cache_size = options.cache_size or max(padded, batch * PAGE)
-    if cache_size < padded:
-        raise LoadError(
-            f"cache_size is {cache_size}, less than the context of {context} tokens: "
-            f"set max_seq_len to at most {cache_size}, or cache_size to at least {padded}"
-        )
-    if batch > chunk_size:
-        raise LoadError(f"max_batch_size is {batch}: it must be at most chunk_size, which is {chunk_size}")
-    package = import_package()
-    model, cache, tokenizer = _load_model(
-        package, directory, context, chunk_size, options.cache_mode, cache_size, progress
-    )
+    check_cache(directory, options.cache_mode)
+    sizes = sizes_of(spec, options, directory)
+    draft = open_draft(options, directory, sizes)
+    for adapter in options.loras:
+        check_adapter(adapter, directory)
+    package = import_package(progress)
+    expand_segments()
+    gpus = torch.cuda.device_count()
+    check_parallel(options, directory, sizes, gpus)
+    needs = vram.estimate_of(options, sizes, directory, draft, gpus)
+    memory = [torch.cuda.mem_get_info(index) for index in range(gpus)]
+    refusal = vram.refusal(needs, sum(free for free, _ in memory), sum(total for _, total in memory), options, sizes)
+    if needs.total > sum(free for free, _ in memory):
+        raise refusal
+    _keep_rope_to_context()
+    config = _config(package, directory, options.rope_scale, options.rope_alpha, sizes)
+    core, draft_model, draft_cache = package.core, None, None
+    try:
+        with _assertions_named(directory):
+            tokenizer = core.ExLlamaV2Tokenizer(config)
+        if draft is not None:
+            with _assertions_named(draft):
+                scales = options.draft_rope_scale, options.draft_rope_alpha
+                draft_model = core.ExLlamaV2(_config(package, draft, *scales, sizes))
+                draft_model.load(callback=_counted(progress, "loading draft"))
+                mode = options.draft_cache_mode or options.cache_mode
+                draft_cache = getattr(core, _CACHES[mode])(draft_model, batch_size=1, max_seq_len=sizes.cache_size)
+        with _assertions_named(directory):
+            model = core.ExLlamaV2(config)
+            cache = _load_model(core, model, options, sizes, gpus, _counted(progress, "loading"))
+            if options.loras:
+                progress("loading lora", 0, len(options.loras))
+            loras = load_adapters(core, model, options.loras)
+    except torch.OutOfMemoryError:
+        raise refusal from None
+    except RuntimeError as e:
+        if "out of memory" in str(e) or "Insufficient VRAM" in str(e):
+            raise refusal from None
+        raise
+    # built at the first token otherwise, in the middle of the first answer
+    tokenizer.get_id_to_piece_list(True)
+    tokenizer.get_id_to_piece_list(False)
+    torch.cuda.empty_cache()  # what was on its way to fp16, or to another order
     return Loaded(
-        package.core, package.generator, package.attention, model, cache, tokenizer, context, chunk_size, cache_size
+        core=core,
+        generator=package.generator,
+        attention=package.attention,
+        model=model,
+        cache=cache,
+        tokenizer=tokenizer,
+        context=sizes.context,
+        chunk_size=sizes.chunk_size,
+        cache_size=sizes.cache_size,
+        draft_model=draft_model,
+        draft_cache=draft_cache,
+        draft_tokens=options.draft_tokens if options.speculates else 0,
+        ngram=options.ngram_draft,
+        loras=loras,
+        devices=sorted({tensor.device.index for tensor in cache.all_tensors()}),
     )
 
 
@@ -220,52 +158,100 @@ def make_generator(loaded: Loaded, max_batch_size: int) -> Any:
     return generator
 
 
-def _load_model(
-    package: Package, directory: ModelDir, context: int, chunk_size: int, cache_mode: str, cache_size: int,
-    progress: ProgressCallback,
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """(model, cache, tokenizer) on the first visible GPU. Sizes in tokens. Raises LoadError.
+def expand_segments() -> None:
+    """Have PyTorch's allocator grow its segments, which wastes least; what the environment says goes first.
 
-    progress counts the model's modules.
+    Only before anything is allocated.
     """
-    core = package.core
-    config = core.ExLlamaV2Config()
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
+        return
+    setting = getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    if setting is not None:
+        setting("expandable_segments:True")
+
+
+def _config(
+    package: Package, directory: ModelDir, rope_scale: float | None, rope_alpha: float | None, sizes: Sizes
+) -> Any:
+    """The package's configuration of a model. Raises LoadError."""
+    config = package.core.ExLlamaV2Config()
     config.model_dir = str(directory.path)
-    try:
+    with _assertions_named(directory):
         config.prepare()
         config.arch_compat_overrides(quiet=True)
-    except (AssertionError, ValueError, KeyError, TypeError) as e:
-        raise LoadError(f"{directory.path} cannot be loaded: {one_line(e)}") from e
     if config.no_flash_attn:
         raise LoadError(
             f"architecture {directory.architecture} is computed without paged attention only: not supported"
         )
-    if cache_mode != "FP16" and config.head_dim % 32:
-        raise LoadError(
-            f"cache_mode {cache_mode} needs heads of a multiple of 32, they are {config.head_dim}: use FP16"
-        )
+    if rope_scale is not None:
+        config.scale_pos_emb = rope_scale
+    if rope_alpha is not None:
+        config.scale_alpha_value = rope_alpha
     # the tables of positions have exactly this length and are read without a check: admission keeps to it
-    config.max_seq_len = context
-    config.max_input_len = chunk_size
-    config.max_attention_size = chunk_size**2
-    free = torch.cuda.mem_get_info()[0]
+    config.max_seq_len = sizes.positions
+    config.modelctl_context = sizes.context
+    config.max_input_len = sizes.chunk_size
+    config.max_attention_size = sizes.chunk_size**2
+    config.max_output_len = max(sizes.rows, 16)  # tokens that logits are computed of at once
+    return config
+
+
+def _keep_rope_to_context() -> None:
+    """The package chooses the frequencies of some models by the length of its tables, which here goes a little beyond
+    the context; and it takes that length for the one that yarn's ramp was trained with."""
+    rope: Any = importlib.import_module("exllamav2.rope")
+    if hasattr(rope, "modelctl_original"):
+        return
+    original = rope.modelctl_original = rope.get_rope_params
+
+    def get_rope_params(device: Any, cfg: Any, base: float) -> Any:
+        cfg = copy.copy(cfg)
+        cfg.max_seq_len = getattr(cfg, "modelctl_context", cfg.max_seq_len)
+        if cfg.alt_rope_method == "yarn":
+            # it scales beyond the original length only: as before, but ramped as in transformers (modeling_rope_utils)
+            cfg.max_seq_len = min(cfg.max_seq_len, cfg.yarn_rope_original_max_position_embeddings + 1)
+        return original(device, cfg, base)
+
+    rope.get_rope_params = get_rope_params
+
+
+def _load_model(
+    core: Any, model: Any, options: ExLlamaV2Options, sizes: Sizes, gpus: int, count: Callable[[int, int], None]
+) -> Any:
+    """Load the weights, and make the cache, which is returned."""
+    kind = getattr(core, _CACHES[options.cache_mode])
+    if options.tensor_parallel:
+        # without a split the package reads CUDA_VISIBLE_DEVICES as numbers, which may be UUIDs
+        split = options.gpu_split or [torch.cuda.mem_get_info(index)[0] / 2**30 for index in range(gpus)]
+        model.load_tp(list(split), callback=count, expect_cache_tokens=sizes.cache_size, expect_cache_base=kind)
+        return core.ExLlamaV2Cache_TP(model, base=kind, batch_size=1, max_seq_len=sizes.cache_size)
+    if gpus > 1 and not options.gpu_split:
+        cache = kind(model, batch_size=1, max_seq_len=sizes.cache_size, lazy=True)
+        reserve = options.autosplit_reserve or (DEFAULT_RESERVE_MB,) * gpus
+        # every layer is tried out without pages, which the stand-in for flash-attn does not compute
+        model.config.no_flash_attn = True
+        try:
+            model.load_autosplit(cache, reserve_vram=[mb * MEGABYTE for mb in reserve], callback=count)
+        finally:
+            model.config.no_flash_attn = False
+        return cache
+    model.load(list(options.gpu_split) if options.gpu_split else None, callback=count)
+    return kind(model, batch_size=1, max_seq_len=sizes.cache_size)
+
+
+def _counted(progress: ProgressCallback, phase: str) -> Callable[[int, int], None]:
+    return lambda done, total: progress(phase, done, total)
+
+
+@contextlib.contextmanager
+def _assertions_named(directory: ModelDir) -> Iterator[None]:
+    """What the package says about a model, as a LoadError."""
     try:
-        tokenizer = core.ExLlamaV2Tokenizer(config)
-        model = core.ExLlamaV2(config)
-        model.load(callback=lambda done, total: progress("loading", done, total))
-        cache = getattr(core, _CACHES[cache_mode])(model, batch_size=1, max_seq_len=cache_size)
-    except torch.OutOfMemoryError:
-        raise LoadError(
-            f"not enough VRAM: {_gib(free)} were free, the weights take {_gib(directory.weight_bytes)} and the "
-            f"{cache_mode} cache of {cache_size} tokens comes on top: use a smaller cache_size, cache_mode or model"
-        ) from None
+        yield
     except (AssertionError, ValueError, KeyError, TypeError) as e:
+        if "Insufficient space in device allocation" in str(e):
+            raise LoadError(
+                "gpu_split leaves no room for all layers: it has to hold the weights, and on each GPU the buffers that "
+                "a chunk needs: raise it, or remove it to have the layers split automatically"
+            ) from None
         raise LoadError(f"{directory.path} cannot be loaded: {one_line(e)}") from e
-    # built at the first token otherwise, in the middle of the first answer
-    tokenizer.get_id_to_piece_list(True)
-    tokenizer.get_id_to_piece_list(False)
-    return model, cache, tokenizer
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

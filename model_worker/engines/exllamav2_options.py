@@ -42,7 +42,7 @@ class ExLlamaV2Options:
     rope_scale         positions are divided by it; None: as the model says
     rope_alpha         NTK scaling of the rotary base; None: 1
     gpu_split          GB (2**30) of weights and buffers per GPU of the worker; None: split automatically, if several
-    autosplit_reserve  MB (2**20) per GPU that the automatic split leaves free; None: 96 each
+    autosplit_reserve  MB (2**20) per GPU that the automatic split leaves free; None: 256 each
     tensor_parallel    split every layer over the GPUs, instead of the layers among them
     draft_model        directory of a small model of the same vocabulary that speculates; None for none
     draft_cache_mode   None: cache_mode
@@ -81,7 +81,7 @@ class Sizes:
     chunk_size  prompt tokens computed at a time
     cache_size  all requests together
     rows        tokens that one step of a full batch computes: each request's last one, and those speculated behind it
-    positions   places that have to be known: speculation looks beyond the context
+    positions   places that have to be known: speculation looks beyond the context, and loading computes a full chunk
     """
 
     context: int
@@ -105,6 +105,8 @@ def sizes_of(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir) -
             f"cache_size is {cache_size}, less than the context of {tokens}: set max_seq_len to at most "
             f"{cache_size - speculated}, or cache_size to at least {padded}"
         )
+    if chunk_size > cache_size:
+        raise LoadError(f"chunk_size is {chunk_size}, more than cache_size, which is {cache_size}: lower it")
     rows = batch * (speculated + 1)
     if rows > chunk_size:
         raise LoadError(
@@ -112,7 +114,7 @@ def sizes_of(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir) -
             + (f", each with {speculated} speculated tokens" if speculated else "")
             + f": {rows} tokens a step, which must be at most chunk_size, {chunk_size}"
         )
-    return Sizes(context, chunk_size, cache_size, rows, context + speculated)
+    return Sizes(context, chunk_size, cache_size, rows, max(context + speculated, chunk_size))
 
 
 def read_options(spec: EngineSpec) -> ExLlamaV2Options:

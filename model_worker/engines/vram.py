@@ -8,7 +8,9 @@
     workspace  everything else: the package's scratch memory, tables of positions, activations of a full chunk, logits,
                cuBLAS, attention
 
-It is what the process takes beyond its CUDA context (some 500 MB, which depends on driver and GPU: measure it once).
+It is what PyTorch's allocator holds once a full chunk and a full batch have been computed (its segments expandable, as
+``exllamav2_load`` asks for). The process takes its CUDA context and the kernels that it has loaded besides, the same
+for every model: NVML's figure for the process less torch.cuda.memory_reserved() (764 MiB on an H200 with torch 2.11).
 Sources: model.py, linear.py, attn.py, mlp.py, moe_mlp.py, cache.py, device.py of the package (``scratch_space_fixed``
 and ``create_state_tensors``), and the rounding of PyTorch's allocator.
 """
@@ -25,6 +27,8 @@ MAX_DEQUANTIZED = 512 << 20
 """Elements of a matrix that the package unpacks at once (config.max_dq_size)."""
 CUBLAS_WORKSPACE = 32 << 20
 """Bytes that PyTorch gives cuBLAS for each stream, on Hopper; earlier GPUs take 8 MiB."""
+SLACK = 32 << 20
+"""Bytes that the allocator holds and cannot use, on each GPU: measured, 30 to 38 MiB."""
 BYTES_PER_ELEMENT = {"FP16": (2.0, 2.0), "Q8": (1.0, 1.0), "Q6": (1.0, 0.5), "Q4": (0.5, 0.5)}
 """Of keys and of values, by cache mode, without scales."""
 _SMALL, _LARGE = 1 << 20, 10 << 20
@@ -129,8 +133,9 @@ def _shared_bytes(directory: ModelDir, shape: ModelShape, sizes: Sizes) -> int:
     return (
         _scratch_bytes(directory, shape, sizes)
         + _position_bytes(shape, sizes)
-        + _activation_bytes(shape, sizes.chunk_size, directory.is_quantized)
+        + _activation_bytes(shape, sizes, directory.is_quantized)
         + CUBLAS_WORKSPACE
+        + SLACK
     )
 
 
@@ -162,12 +167,14 @@ def _position_bytes(shape: ModelShape, sizes: Sizes) -> int:
     return shape.rotary_tables * 2 * _block(2 * sizes.positions * shape.rotary_dim)
 
 
-def _activation_bytes(shape: ModelShape, chunk: int, quantized: bool) -> int:
-    """Most that is alive at once while a chunk of a prompt is computed."""
+def _activation_bytes(shape: ModelShape, sizes: Sizes, quantized: bool) -> int:
+    """Most that is alive at once while a chunk of a prompt is computed, fp16."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = 2 * shape.hidden + 2 * queries + 2 * keys  # residual and its norm; q and output; k and v
-    mlp = 0 if quantized else 4 * shape.hidden + 3 * shape.intermediate  # gate, its activation and up beside down
-    return chunk * 2 * max(attention, mlp)
+    # residual and its norm; q and output; k and v. Keys and values of one sequence may be gathered from their pages
+    attention = sizes.chunk_size * 2 * (2 * shape.hidden + 2 * queries + 2 * keys) + 2 * 2 * sizes.positions * keys
+    # plain weights: gate, its activation and up beside what goes in and comes out
+    mlp = 0 if quantized else sizes.chunk_size * 2 * (5 * shape.hidden + 3 * shape.intermediate)
+    return max(attention, mlp)
 
 
 def _logits_bytes(shape: ModelShape, sizes: Sizes) -> int:

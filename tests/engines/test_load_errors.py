@@ -13,7 +13,7 @@ import pytest
 
 from model_worker.engine import LoadError
 from model_worker.engines import build_engine
-from model_worker.engines.exllamav2_load import check_directory
+from model_worker.engines.exllamav2_check import check_directory
 from model_worker.engines.model_dir import ModelDir
 from protocol.worker_spec import EngineSpec
 from tests.engines.random_model import edit_json, write_model, write_tokenizer
@@ -47,9 +47,11 @@ def model(original: Path, tmp_path: Path) -> Path:
 
 
 def write_safetensors(file: Path, names: list[str]) -> None:
-    """A file whose tensors are single bytes."""
-    header = json.dumps({n: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i, n in enumerate(names)})
-    file.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(len(names)))
+    """A file whose tensors hold one number each."""
+    header = json.dumps(
+        {n: {"dtype": "F16", "shape": [1], "data_offsets": [2 * i, 2 * i + 2]} for i, n in enumerate(names)}
+    )
+    file.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(2 * len(names)))
 
 
 # by name
@@ -208,7 +210,7 @@ def test_assertions_must_be_on() -> None:
     in_a_process(
         """
 from model_worker.engine import LoadError
-from model_worker.engines.exllamav2_load import import_package
+from model_worker.engines.exllamav2_attention_choice import import_package
 try:
     import_package()
 except LoadError as e:

@@ -1,0 +1,118 @@
+"""Importing exllamav2, and which attention it gets.
+
+What the package finds under the name flash_attn at that moment decides whether it can batch, so it is imported in here
+and nowhere else, late.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from model_worker.engine import LoadError, ProgressCallback
+from model_worker.engines import extension, one_line, paged_attention
+
+
+@dataclass(frozen=True)
+class Package:
+    """The imported package, and which attention it uses (for people)."""
+
+    core: Any
+    generator: Any
+    attention: str
+
+
+def import_package(progress: ProgressCallback = lambda *_: None) -> Package:
+    """Import exllamav2, with flash-attn where it works and PyTorch's attention in its place where it does not.
+
+    Compiles the package's extension first if nobody has. Raises LoadError in one line for whatever is missing.
+    """
+    if not __debug__:
+        raise LoadError("ExLlamaV2 checks its input with assertions: do not run Python with -O or PYTHONOPTIMIZE")
+    if not torch.cuda.is_available():
+        raise LoadError(
+            "no CUDA device is visible to this process: ExLlamaV2 needs one; see whether nvidia-smi finds it, and "
+            f"whether torch {torch.__version__} is a CUDA build"
+        )
+    os.environ.setdefault("EXLLAMA_NO_XFORMERS", "1")  # unused, and a build for another torch would break the import
+    if "exllamav2" not in sys.modules:
+        _load_extension(progress)
+    attention = _choose_attention()
+    try:
+        core = importlib.import_module("exllamav2")
+        generator = importlib.import_module("exllamav2.generator")
+    except ModuleNotFoundError as e:
+        raise LoadError(f"engine exllamav2 needs the package {e.name}: pip install 'modelctl[exllamav2]'") from e
+    except Exception as e:
+        raise LoadError(f"exllamav2 cannot be imported: {type(e).__name__}: {one_line(e)}") from e
+    return Package(core, generator, attention)
+
+
+def _load_extension(progress: ProgressCallback) -> None:
+    """Put the compiled extension where the package looks first, so that it never compiles by itself."""
+    phases = {"waiting": "waiting for a compiler", "build": "compiling ExLlamaV2"}
+    try:
+        extension.ensure(lambda phase, done, total: progress(phases[phase], done, total))
+        file = extension.location() if importlib.util.find_spec("exllamav2") else None
+    except extension.ExtensionError as e:
+        raise LoadError(str(e)) from None
+    if file is None:
+        return
+    spec = importlib.util.spec_from_file_location(extension.NAME, file)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as e:
+        raise LoadError(
+            f"{file} cannot be loaded ({one_line(e)}): remove its directory to have it built again"
+        ) from None
+    sys.modules[extension.NAME] = module
+
+
+def _choose_attention() -> str:
+    """Leave ``flash_attn`` as it is if it works here, else replace it. Which one it is, for people."""
+    # this variable makes the package do without any paged attention; here it only chooses
+    switched_off = os.environ.pop("EXLLAMA_NO_FLASH_ATTN", None) is not None
+    old = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) < (8, 0)]
+    if paged_attention.is_installed():
+        return paged_attention.NAME
+    if switched_off:
+        why = "flash-attn is switched off"
+    elif importlib.util.find_spec("flash_attn") is None:
+        why = "flash-attn is not installed"
+    elif old:
+        why = "flash-attn needs an Ampere GPU or later"
+    else:
+        try:
+            version = str(importlib.import_module("flash_attn").__version__)
+            importlib.import_module("flash_attn_2_cuda")
+            if [int(part) for part in version.split(".")[:3] if part.isdigit()] >= [2, 5, 7]:
+                return f"flash-attn {version}, paged"
+            why = f"flash-attn {version} is older than 2.5.7"
+        except Exception as e:  # a build for another torch: the package would not survive the import
+            why = f"flash-attn does not load: {one_line(e)}"
+    paged_attention.install()
+    compiled: Any = sys.modules["flash_attn_2_cuda"]
+    if not hasattr(compiled, "fwd_kvcache"):
+        compiled.fwd_kvcache = _fwd_kvcache
+    return f"{paged_attention.NAME}; {why}"
+
+
+def _fwd_kvcache(
+    q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, seqlens: Any, _cos: Any, _sin: Any, _batch_index: Any,
+    _leftpad: Any, block_table: Any, _alibi: Any, out: Any, scale: float, causal: bool, *_rest: Any,
+) -> None:  # fmt: skip
+    """flash-attn's compiled function of this name, which the package's tensor parallel code calls from C++: attention
+    over pages, written into ``out`` [b, q_len, heads, head_dim]."""
+    out.copy_(
+        paged_attention.flash_attn_with_kvcache(
+            q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, cache_seqlens=seqlens, block_table=block_table,
+            causal=causal, softmax_scale=scale,
+        )
+    )  # fmt: skip

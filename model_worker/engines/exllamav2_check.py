@@ -1,0 +1,184 @@
+"""What ExLlamaV2 would refuse with an assertion, or load wrongly without a word: refused by name, before it starts.
+No torch."""
+
+from typing import Any
+
+import tokenizers
+
+from model_worker.engine import LoadError
+from model_worker.engines.exllamav2_options import ExLlamaV2Options, Sizes
+from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.model_shape import read_shape
+
+# The package loads an architecture that it does not know as Llama, after a line on stdout.
+ARCHITECTURES = frozenset(
+    {
+        "CohereForCausalLM",
+        "Cohere2ForCausalLM",
+        "DbrxForCausalLM",
+        "GPT2LMHeadModel",
+        "GPTBigCodeForCausalLM",
+        "GemmaForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "GemmoeForCausalLM",
+        "Glm4ForCausalLM",
+        "GraniteForCausalLM",
+        "IndexForCausalLM",
+        "InternLM2ForCausalLM",
+        "LlamaForCausalLM",
+        "MiniCPMForCausalLM",
+        "MistralForCausalLM",
+        "Mistral3ForConditionalGeneration",
+        "MixtralForCausalLM",
+        "OrionForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Starcoder2ForCausalLM",
+        "YiForCausalLM",
+    }
+)
+PARALLEL = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+"""Architectures that tensor parallelism computes rightly. The package takes more, but leaves out the norms of heads
+(Qwen3) and partial rotary embeddings (Glm4), and does not split experts (Qwen3Moe)."""
+_DTYPES = ("F16", "BF16", "F32", "I16", "I32")
+
+
+def check_directory(directory: ModelDir) -> None:
+    """Raise LoadError for a model that the package cannot load, or would load wrongly."""
+    name = directory.architecture
+    if name not in ARCHITECTURES:
+        raise LoadError(f"architecture {name} is not one that ExLlamaV2 0.3.2 knows (it would be computed as Llama)")
+    if directory.quantization not in (None, "exl2", "gptq"):
+        raise LoadError(
+            f"{directory.path} is quantized as {directory.quantization}: ExLlamaV2 loads EXL2, GPTQ (4 bit) and plain "
+            "16-bit or 32-bit weights"
+        )
+    declared = directory.config.get("quantization_config")
+    bits = declared.get("bits") if isinstance(declared, dict) else None
+    if directory.quantization == "gptq" and bits not in (None, 4):
+        raise LoadError(f"{directory.path} is quantized by GPTQ to {bits} bits: ExLlamaV2 loads GPTQ with 4 bits only")
+    for tensor_name, tensor in directory.tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise LoadError(
+                f"{directory.path}: {tensor_name} has dtype {tensor.dtype}: ExLlamaV2 loads {', '.join(_DTYPES)}; "
+                "use weights in 16 bits, or EXL2"
+            )
+    _check_rope(directory)
+
+
+def _check_rope(directory: ModelDir) -> None:
+    config = directory.text_config
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict):
+        kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta")
+        flat = config.get("rope_theta", directory.config.get("rope_theta"))
+        scaling = config.get("rope_scaling") or directory.config.get("rope_scaling")
+        if theta != flat or (kind != "default" and not scaling):
+            raise LoadError(
+                f"{directory.path}/config.json keeps its rotary embedding in rope_parameters (transformers 5), which "
+                f"ExLlamaV2 does not read: write rope_theta ({theta}) at the top level"
+                + (f", and rope_scaling with rope_type {kind}" if kind != "default" else "")
+            )
+    scaling = config.get("rope_scaling")
+    if not isinstance(scaling, dict):
+        return
+    if scaling.get("type") and scaling.get("rope_type"):
+        raise LoadError(f"{directory.path}/config.json: rope_scaling has both type and rope_type: remove type")
+    kind = scaling.get("type") or scaling.get("rope_type") or "default"
+    if kind not in ("default", "linear", "su", "longrope", "yarn", "llama3", "mrope"):
+        raise LoadError(
+            f"{directory.path}/config.json: rope_scaling of type {kind} is one that ExLlamaV2 leaves out without a word"
+        )
+    wanted = {
+        "linear": ("factor",),
+        "yarn": ("factor", "original_max_position_embeddings"),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        "su": ("long_factor", "short_factor"),
+        "longrope": ("long_factor", "short_factor"),
+    }.get(kind, ())
+    if missing := [key for key in wanted if key not in scaling]:
+        raise LoadError(f"{directory.path}/config.json: rope_scaling of type {kind} lacks {missing[0]}")
+
+
+def check_cache(directory: ModelDir, mode: str, key: str = "cache_mode") -> None:
+    """Raise LoadError for heads that a quantized cache cannot hold: it scales 32 elements at a time."""
+    head_dim = read_shape(directory).head_dim
+    if mode != "FP16" and head_dim % 32:
+        raise LoadError(f"{key} {mode} needs heads of a multiple of 32, those of {directory.path} are {head_dim}: FP16")
+
+
+def open_draft(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes) -> ModelDir | None:
+    """The draft model's directory, None without one. Raises LoadError for one that cannot speculate."""
+    if options.draft_model is None:
+        return None
+    try:
+        draft = ModelDir(options.draft_model)
+        check_directory(draft)
+        check_cache(draft, options.draft_cache_mode or options.cache_mode, "draft_cache_mode")
+        stretched = options.draft_rope_scale is not None or options.draft_rope_alpha is not None
+        own = draft.context(None)
+        if own < sizes.context and not stretched:
+            raise LoadError(
+                f"the context of {draft.path} is {own}, less than the model's {sizes.context}: set max_seq_len to at "
+                f"most {own}, or draft_rope_alpha"
+            )
+        ours, theirs = _vocabulary(directory), _vocabulary(draft)
+        if ours != theirs:
+            odd = min(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[1])
+            raise LoadError(
+                f"{draft.path} has another vocabulary: {len(theirs)} tokens, the model has {len(ours)}, and they "
+                f"differ from id {odd[1]} on"
+            )
+        rows, draft_rows = read_shape(directory).vocab, read_shape(draft).vocab
+        if draft_rows > rows:
+            raise LoadError(f"{draft.path} can draw {draft_rows} ids, the model knows {rows} only: use another one")
+    except LoadError as e:
+        raise LoadError(f"draft_model: {e}") from None
+    return draft
+
+
+def _vocabulary(directory: ModelDir) -> dict[str, int]:
+    """Ids by token. Without those added for control: models of one family name them differently."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(directory.tokenizer_path))
+    except Exception as e:  # the library raises bare Exception
+        raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
+    return dict(tokenizer.get_vocab(with_added_tokens=False))
+
+
+def check_parallel(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes, gpus: int) -> None:
+    """Raise LoadError for splits that the package does not compute rightly, or not at all, on ``gpus`` GPUs."""
+    for key, values in (("gpu_split", options.gpu_split), ("autosplit_reserve", options.autosplit_reserve)):
+        if values is not None and len(values) != gpus:
+            raise LoadError(f"{key} has {len(values)} values, the worker has {gpus} GPUs: give one for each")
+    if not options.tensor_parallel:
+        return
+
+    def no(why: str) -> LoadError:
+        return LoadError(f"tensor_parallel: {why}; without it, layers are split among the GPUs")
+
+    if gpus < 2:
+        raise no("the worker has one GPU")
+    if directory.architecture not in PARALLEL:
+        raise no(f"architecture {directory.architecture} is not computed rightly, only {', '.join(PARALLEL)} are")
+    if directory.quantization != "exl2" or "lm_head.q_weight" not in directory.tensors:
+        raise no("only EXL2 weights with a quantized head can be split")
+    if options.loras:
+        raise no("lora is left out by it")
+    shape, window = read_shape(directory), _window(directory.text_config)
+    if window is not None and window < sizes.context:
+        raise no(f"the sliding window of {window} tokens is left out by it")
+    if shape.heads * shape.head_dim != shape.hidden:
+        raise no(f"{shape.heads} heads of {shape.head_dim} do not make up the hidden size {shape.hidden}")
+    if shape.kv_heads < gpus:
+        raise no(f"{shape.kv_heads} heads of keys cannot be split over {gpus} GPUs")
+    if shape.intermediate % 128 or shape.rotary_dim != shape.head_dim:
+        raise no("the MLP's size is no multiple of 128, or only a part of each head is rotated")
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    window = config.get("sliding_window")
+    return window if isinstance(window, int) and config.get("use_sliding_window") is not False else None

@@ -1,0 +1,117 @@
+"""LoRA adapters: what is refused before they are loaded, and how they are. They apply to every request.
+
+The package checks shapes with assertions, follows pointers of halves that are not there, leaves out what it does not
+know, and prefers a pickled file. No torch here.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from model_worker.engine import LoadError
+from model_worker.engines.exllamav2_options import Adapter
+from model_worker.engines.model_dir import ModelDir, Tensor, read_header
+from model_worker.engines.model_shape import ModelShape, read_shape
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "YiForCausalLM",
+    "GraniteForCausalLM",
+)
+"""Those whose layers all pass adapters on. Others (parallel blocks, experts, 32-bit residuals, names with a prefix) are
+refused by the package, or leave a part of them out."""
+WEIGHTS = "adapter_model.safetensors"
+_KEY = re.compile(r"model\.layers\.(\d+)\.(self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.lora_([AB])\.weight$")
+
+
+def check_adapter(adapter: Adapter, directory: ModelDir) -> dict[str, Tensor]:
+    """The tensors of an adapter. Raises LoadError, naming it, for one that does not fit the model."""
+    try:
+        return _check(Path(adapter.directory), directory)
+    except LoadError as e:
+        raise LoadError(f"lora {adapter.directory}: {e}") from None
+
+
+def _check(path: Path, directory: ModelDir) -> dict[str, Tensor]:
+    if directory.architecture not in ARCHITECTURES:
+        raise LoadError(f"adapters are not supported for architecture {directory.architecture}")
+    rank = _check_config(path / "adapter_config.json")
+    if not (path / WEIGHTS).is_file():
+        pickled = (path / "adapter_model.bin").is_file()
+        raise LoadError(
+            f"there is no {WEIGHTS}" + ("; pickled weights are never loaded, convert them" if pickled else "")
+        )
+    tensors = read_header(path / WEIGHTS)
+    shape = read_shape(directory)
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _KEY.search(name)
+        if match is None:
+            raise LoadError(f"{name} is not supported: only the projections of attention and MLP are")
+        if int(match[1]) >= shape.layers:
+            raise LoadError(f"{name}: the model has {shape.layers} layers")
+        if tensor.dtype not in ("F16", "BF16", "F32"):
+            raise LoadError(f"{name} has dtype {tensor.dtype}: use 16-bit weights")
+        halves.setdefault(f"{match[1]}.{match[2]}", {})[match[3]] = tensor
+    if not halves:
+        raise LoadError(f"{WEIGHTS} holds nothing")
+    for place, pair in halves.items():
+        inputs, outputs = _features(shape, place.split(".")[-1])
+        if set(pair) != {"A", "B"}:
+            raise LoadError(f"layer {place} has lora_{min(pair)} without the other half")
+        if pair["A"].shape != (rank, inputs) or pair["B"].shape != (outputs, rank):
+            raise LoadError(
+                f"layer {place} has shapes {list(pair['A'].shape)} and {list(pair['B'].shape)}, this model and rank "
+                f"{rank} need {[rank, inputs]} and {[outputs, rank]}"
+            )
+    return tensors
+
+
+def _check_config(file: Path) -> int:
+    """The rank. Raises LoadError."""
+    try:
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise LoadError(f"{file.name} cannot be read: {e}") from None
+    rank, alpha = (config.get(key) if isinstance(config, dict) else None for key in ("r", "lora_alpha"))
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise LoadError(f"{file.name} has r={rank!r}: it must be the rank")
+    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise LoadError(f"{file.name} has lora_alpha={alpha!r}: it must be a number")
+    for key in ("fan_in_fan_out", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save"):
+        if config.get(key):
+            raise LoadError(f"{file.name} has {key}={config[key]!r}, which ExLlamaV2 does not compute")
+    return rank
+
+
+def _features(shape: ModelShape, projection: str) -> tuple[int, int]:
+    """(inputs, outputs) of a projection, as the package has them: outputs filled up to a multiple of 32."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden, inner = shape.hidden, shape.intermediate
+    inputs, outputs = {
+        "q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys), "o_proj": (queries, hidden),
+        "gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden),
+    }[projection]  # fmt: skip
+    return inputs, -(-outputs // 32) * 32
+
+
+def adapter_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of an adapter's tensors on the GPU: fp16."""
+    return sum(-(-2 * tensor.elements // 512) * 512 for tensor in tensors)
+
+
+def load_adapters(core: Any, model: Any, adapters: Iterable[Adapter]) -> list[Any]:
+    """The package's adapters, on the model's GPUs. They have been checked."""
+    return [
+        core.ExLlamaV2Lora(
+            model, str(Path(adapter.directory) / "adapter_config.json"), str(Path(adapter.directory) / WEIGHTS),
+            adapter.scaling,
+        )
+        for adapter in adapters
+    ]  # fmt: skip
