@@ -5,10 +5,14 @@ large one before all wait. Here
 
 * new prompts are begun while those being read come to less than one chunk a step (one at least), so that a crowd of
   long prompts slows running answers down by one chunk and not by one each;
+* pages are moved together when nothing waits, not whenever no job is active; and a text of a thousand pages in the
+  cache does not overflow the package's recursion over them, which would end the process;
 * jobs begin in the order in which they came. One that lacks pages is passed by later ones that do not, but by
   PASSES at most; then all wait for it.
 """
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 PASSES = 8
@@ -17,11 +21,14 @@ PASSES = 8
 class Batch:
     """The generator's jobs, waiting and active. Jobs are AnswerJob.
 
-    chunk  prompt tokens computed per step and job
+    chunk         prompt tokens computed per step and job
+    defragmented  called when the generator has put its pages in order
     """
 
-    def __init__(self, generator: Any, chunk: int) -> None:
+    def __init__(self, generator: Any, chunk: int, defragmented: Callable[[], None] = lambda: None) -> None:
         self._generator, self._chunk = generator, chunk
+        self._defragment, self._defragmented = generator.defrag_cache, defragmented
+        generator.defrag_cache = self._defragment_when_idle
         self._line: list[Any] = []
         self._passed: dict[Any, int] = {}
 
@@ -78,6 +85,19 @@ class Batch:
             self._passed.pop(job, None)
         else:
             self._generator.cancel(job)
+
+    def _defragment_when_idle(self) -> None:
+        if self._line:
+            return
+        generator, limit = self._generator, sys.getrecursionlimit()
+        before = generator.last_defrag_serial
+        sys.setrecursionlimit(max(limit, 1000 + 2 * generator.max_pages))
+        try:
+            self._defragment()
+        finally:
+            sys.setrecursionlimit(limit)
+        if generator.last_defrag_serial != before:
+            self._defragmented()
 
     def clear(self) -> None:
         """Forget all jobs, and every cached page."""

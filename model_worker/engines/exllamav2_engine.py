@@ -69,10 +69,9 @@ class ExLlamaV2Engine:
         self._tokenizer = Tokenizer(directory)
         loaded = self._loaded = load(self._spec, self._options, directory, progress)
         self._generator = make_generator(loaded, self._spec.max_batch_size)
-        self._meter.watch_defragmentation(self._generator)
         if loaded.ngram:
             self._generator.iterate_ngram_gen = lambda results: propose_for_all(self._generator)
-        self._batch = Batch(self._generator, loaded.chunk_size)
+        self._batch = Batch(self._generator, loaded.chunk_size, self._meter.defragmented)
         self._new_job = importlib.import_module("model_worker.engines.exllamav2_job").AnswerJob
         config = loaded.model.config
         self._vocab_size = int(config.vocab_size)  # rows of the embedding

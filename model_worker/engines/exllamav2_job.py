@@ -231,7 +231,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     # what the generator asks at every step
 
     def is_prefill_done(self) -> bool:
-        for sequence in self.sequences:  # noqa: SIM110: asked five times a step, and a generator costs more
+        # asked five times a step, and a generator expression costs more
+        for sequence in self.sequences:  # noqa: SIM110
             if sequence.kv_position != sequence.sequence_ids.seq_len - 1:
                 return False
         return True

@@ -21,17 +21,9 @@ class Meter:
         self.steps += 1
         self._recent.append((seconds, jobs, tokens, read))
 
-    def watch_defragmentation(self, generator: Any) -> None:
-        """Note when the generator moves pages together. It tries when its last job ends, and may find no need."""
-        defragment = generator.defrag_cache
-
-        def watched() -> None:
-            before = generator.last_defrag_serial
-            defragment()
-            if generator.last_defrag_serial != before:
-                self._defragmented = time.monotonic()
-
-        generator.defrag_cache = watched
+    def defragmented(self) -> None:
+        """The generator has looked at its pages, and moved them together if more than a tenth were out of order."""
+        self._defragmented = time.monotonic()
 
     def reset(self) -> None:
         """Forget the steps, not when pages were moved."""
