@@ -31,8 +31,8 @@ def check_job(
     """
     _check_offered(job, capabilities.offered)
     _check_room(job, capabilities.context)
-    for field, ids in (("token_ids", job.prompt_ids), ("negative_prompt", job.negative_ids or ())):
-        _check_ids(field, ids, vocab_size)
+    _check_ids("token_ids", job.prompt_ids, vocab_size)
+    _check_ids("negative_prompt", job.negative_ids or (), vocab_size)
     drawable = vocab_size if drawable is None else drawable
     sampling = job.sampling
     named: tuple[tuple[str, Collection[int]], ...] = (

@@ -1,5 +1,6 @@
 """The next token of one request, drawn with the transformers library's own logits processors."""
 
+from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -11,11 +12,14 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
-from model_worker.engine import Job
-from model_worker.engines.admission import is_greedy
+from model_worker.engine import Job, TokenLogprob
+from model_worker.engines.admission import excluded_ids, is_greedy
+from protocol.request import SamplingParams
 
+_NEVER = float("-inf")
 _LARGE = 1e30  # finite stand-in for infinite logits: a softmax over two infinities is NaN, and a draw from it raises
 
 
@@ -38,56 +42,120 @@ class AnswerPenalty(LogitsProcessor):
 class Sampler:
     """Draws one request's tokens. Reproducible for a seed: the draws come from a CPU generator of its own.
 
+    vocab    ids below this can be drawn
+    eos_ids  ids that end an answer
+
     ``plain`` requests take the likeliest token of untouched logits: the engine does that for the whole batch at once.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, vocab: int, eos_ids: Collection[int] = ()) -> None:
         sampling = job.sampling
         self.greedy = is_greedy(sampling)
         prompt_tokens = len(job.prompt_ids)
-        self._penalties = LogitsProcessorList()
-        if sampling.repetition_penalty != 1.0:
-            self._penalties.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        self._repetition: LogitsProcessor | None = None
+        if sampling.repetition_penalty != 1.0 and sampling.penalty_range:
+            self._repetition = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+        self._range = sampling.penalty_range
+        self._answer_penalty: LogitsProcessor | None = None
         if sampling.frequency_penalty or sampling.presence_penalty:
-            self._penalties.append(AnswerPenalty(sampling.frequency_penalty, sampling.presence_penalty, prompt_tokens))
-        self.plain = self.greedy and not self._penalties
+            self._answer_penalty = AnswerPenalty(sampling.frequency_penalty, sampling.presence_penalty, prompt_tokens)
+        self._looks_back = bool(self._repetition or self._answer_penalty)
+        self._bias = _bias(job, vocab, eos_ids)
+        self.plain = self.greedy and not self._looks_back and self._bias is None
         self._warpers = LogitsProcessorList()
         if not self.greedy:
-            if sampling.temperature != 1.0:
-                self._warpers.append(TemperatureLogitsWarper(sampling.temperature))
-            if sampling.top_k:
-                self._warpers.append(TopKLogitsWarper(sampling.top_k))
-            if sampling.top_p < 1.0:
-                self._warpers.append(TopPLogitsWarper(sampling.top_p))
-            if sampling.min_p:
-                self._warpers.append(MinPLogitsWarper(sampling.min_p))
+            self._warpers = _warpers(sampling)
             self._generator = torch.Generator()
             if sampling.seed is None:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(sampling.seed)
         self._ids = torch.empty(0, dtype=torch.int64)
-        if self._penalties:
+        if self._looks_back:
             self._ids = torch.empty(prompt_tokens + job.max_new_tokens, dtype=torch.int64)
             self._ids[:prompt_tokens] = torch.tensor(job.prompt_ids)
-        self._length = prompt_tokens
 
-    def draw(self, logits: torch.Tensor) -> int:
-        """The next token id from logits [vocab] of any device and floating type."""
+    def draw(
+        self, logits: torch.Tensor, length: int, excluded: Collection[int] = (), only: Collection[int] | None = None
+    ) -> int | None:
+        """The next token id from logits [vocab] of any device and floating type; None if none is left.
+
+        length    tokens of prompt and answer before it; those that were drawn for later places are forgotten
+        excluded  ids that must not be drawn now
+        only      ids that alone may be; None is all
+        """
         scores = logits[None].to("cpu", torch.float32)
-        if self._penalties:
-            scores = self._penalties(self._past(), scores)
+        past = cast(torch.LongTensor, self._ids[None, :length])
+        if self._looks_back:
+            if self._repetition is not None:
+                recent = past if self._range < 0 else past[:, -self._range :]
+                scores = self._repetition(cast(torch.LongTensor, recent), scores)
+            if self._answer_penalty is not None:
+                scores = self._answer_penalty(past, scores)
             scores = torch.nan_to_num(scores, nan=-_LARGE, posinf=_LARGE, neginf=-_LARGE).clamp_(-_LARGE, _LARGE)
+        if self._bias is not None:
+            scores = scores + self._bias
+        if excluded or only is not None:
+            scores = _limited(scores, excluded, only)
+        if (self._bias is not None or excluded or only is not None) and torch.isneginf(scores.max()):
+            return None
         if self.greedy:
             token = int(scores.argmax())
         else:
-            scores = self._warpers(self._past(), scores)
+            scores = self._warpers(past, scores)
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
-        if self._penalties:
-            self._ids[self._length] = token
-            self._length += 1
+        if self._looks_back:
+            self._ids[length] = token
         return token
 
-    def _past(self) -> torch.LongTensor:
-        """Prompt and answer so far [1, n]; empty when no penalty looks at them."""
-        return cast(torch.LongTensor, self._ids[None, : self._length])
+
+def _warpers(sampling: SamplingParams) -> LogitsProcessorList:
+    warpers = LogitsProcessorList()
+    temperature = TemperatureLogitsWarper(sampling.temperature) if sampling.temperature != 1.0 else None
+    if temperature and not sampling.temperature_last:
+        warpers.append(temperature)
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    if sampling.typical_p < 1.0:
+        warpers.append(TypicalLogitsWarper(sampling.typical_p))
+    if temperature and sampling.temperature_last:
+        warpers.append(temperature)
+    return warpers
+
+
+def _bias(job: Job, vocab: int, eos_ids: Collection[int]) -> torch.Tensor | None:
+    """What is added to the logits of every draw, float32 [vocab]; None for nothing."""
+    sampling = job.sampling
+    excluded = [token for token in excluded_ids(job, eos_ids, early=False) if token < vocab]
+    if not (sampling.logit_bias or sampling.allowed_tokens or excluded):
+        return None
+    bias = torch.full((vocab,), _NEVER if sampling.allowed_tokens else 0.0)
+    bias[list(sampling.allowed_tokens)] = 0.0
+    for token, value in (sampling.logit_bias or {}).items():
+        bias[token] += value
+    bias[excluded] = _NEVER
+    return bias
+
+
+def _limited(scores: torch.Tensor, excluded: Collection[int], only: Collection[int] | None) -> torch.Tensor:
+    """scores [1, vocab] with -inf where nothing may be drawn."""
+    vocab = scores.shape[-1]
+    scores = scores.clone()
+    if only is not None:
+        allowed = torch.tensor(list(only))
+        kept = scores[:, allowed].clone()
+        scores.fill_(_NEVER)
+        scores[:, allowed] = kept
+    scores[:, [token for token in excluded if token < vocab]] = _NEVER
+    return scores
+
+
+def log_probability(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
+    """Of a token and of the ``top`` likeliest ones, by logits [vocab] as the model made them."""
+    logprobs = logits.to("cpu", torch.float32).log_softmax(-1)
+    values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
+    return TokenLogprob(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

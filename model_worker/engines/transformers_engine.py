@@ -13,21 +13,22 @@ import torch
 
 from model_worker.engine import (
     Capabilities,
-    Delta,
     EngineEvent,
     EngineStats,
     Finished,
     Job,
     ProgressCallback,
 )
-from model_worker.engines.admission import check_job
+from model_worker.engines.admission import check_job, left_to_draw
+from model_worker.engines.healing import Healer
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.options import Options
-from model_worker.engines.sampling import Sampler
+from model_worker.engines.sampling import Sampler, log_probability
 from model_worker.engines.slot_model import SlotModel
 from model_worker.engines.tokenizer import Tokenizer
+from model_worker.engines.transformers_answer import Answer
 from model_worker.engines.transformers_load import check_room, device_name, load_model
-from model_worker.text import TextStream
+from protocol.errors import RequestError
 from protocol.request import ChatMessage, SamplingParams
 from protocol.worker_spec import EngineSpec
 
@@ -38,19 +39,14 @@ DEFAULT_CHUNK_SIZE = 256
 class _Running:
     """A job that holds a row of the cache. ``cached`` of its tokens are there; the newest one never is."""
 
-    job: Job
+    answer: Answer
     row: int
-    text: TextStream
     sampler: Sampler
-    newest: int
     cached: int = 0
-    generated: int = 0
-    started: float = 0.0
-    first_token: float = 0.0
 
     @property
     def to_prefill(self) -> int:
-        return len(self.job.prompt_ids) - 1 - self.cached
+        return len(self.answer.prompt) - 1 - self.cached
 
 
 @dataclass(slots=True)
@@ -69,9 +65,23 @@ OFFERED = frozenset(
         "repetition_penalty",
         "frequency_penalty",
         "presence_penalty",
+        "penalty_range",
+        "typical_p",
+        "temperature_last",
+        "logit_bias",
+        "banned_tokens",
+        "allowed_tokens",
+        "ignore_eos",
         "seed",
+        "min_tokens",
+        "stop_token_ids",
+        "banned_strings",
+        "token_healing",
+        "logprobs",
+        "top_logprobs",
     }
 )
+"""What the library has a processor for, or what needs none."""
 
 
 class TransformersEngine:
@@ -83,12 +93,12 @@ class TransformersEngine:
         self._chunk_size = options.integer("chunk_size", DEFAULT_CHUNK_SIZE)
         self._threads = options.integer("threads", 1)
         self._spec = spec
-        self._pending: deque[Job] = deque()
+        self._pending: deque[Answer] = deque()
         # rows of the cache: the first _decoding ones advance together, those behind are prefilling
         self._rows: list[_Running] = []
         self._decoding = 0
         self._prefilling: deque[_Running] = deque()  # in the order of arrival, which rows may lose
-        self._by_id: dict[int, Job | _Running] = {}
+        self._by_id: dict[int, Answer | _Running] = {}
         self._steps = 0
         self._counters = _Counters()
         self._capabilities: Capabilities | None = None
@@ -101,20 +111,22 @@ class TransformersEngine:
         device = torch.device(self._spec.device)
         check_room(directory, device, self._spec.max_batch_size, context)
         self._tokenizer = Tokenizer(directory)
+        self._healer = Healer(self._tokenizer.pieces) if self._tokenizer.pieces else None
         model = load_model(directory, device, context, progress)
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self._drawable = min(self._vocab_size, self._tokenizer.vocab_size)
         self._model = SlotModel(model, device, self._spec.max_batch_size, context)
         self._capabilities = Capabilities(
             context=context,
             max_batch_size=self._spec.max_batch_size,
-            offered=OFFERED,
+            offered=OFFERED if self._healer else OFFERED - {"token_healing"},
             chat=self._tokenizer.has_chat_template,
             device=device_name(device, self._threads),
             attention="PyTorch SDPA over a cache of slots, float32",
         )
         progress("warmup", 0, 1)
         with torch.inference_mode():
-            self._model.check(directory.architecture, min(self._vocab_size, self._tokenizer.vocab_size))
+            self._model.check(directory.architecture, self._drawable)
         self._warm_up()
         progress("warmup", 1, 1)
 
@@ -154,13 +166,20 @@ class TransformersEngine:
         """Queue a job, first come first served. Raises RequestError for what cannot be computed."""
         if job.id in self._by_id:
             raise ValueError(f"job id {job.id} is in use")
-        check_job(job, self.capabilities, self._vocab_size)
-        self._by_id[job.id] = job
-        self._pending.append(job)
+        eos_ids = self._tokenizer.eos_ids
+        check_job(job, self.capabilities, self._vocab_size, self._drawable, eos_ids)
+        healing = self._healer.heal(job.prompt_ids) if job.token_healing and self._healer else None
+        answer = Answer(job, self._tokenizer.stream, eos_ids, healing)
+        if healing and not left_to_draw(job, self._drawable, answer.end_ids, healing.allowed):
+            raise RequestError(
+                "token_healing: no token that may be drawn begins as the prompt's last one does", field="token_healing"
+            )
+        self._by_id[job.id] = answer
+        self._pending.append(answer)
 
     def cancel(self, job_id: int) -> None:
         entry = self._by_id.pop(job_id, None)
-        if isinstance(entry, Job):
+        if isinstance(entry, Answer):
             self._pending.remove(entry)
         elif entry is not None:
             self._release(entry)
@@ -181,17 +200,12 @@ class TransformersEngine:
 
     def _admit(self) -> None:
         while self._pending and len(self._rows) < self._spec.max_batch_size:
-            job = self._pending.popleft()
-            running = _Running(
-                job,
-                row=len(self._rows),
-                text=self._tokenizer.stream(job.prompt_ids, job.stop),
-                sampler=Sampler(job),
-                newest=job.prompt_ids[-1],
-            )
+            answer = self._pending.popleft()
+            sampler = Sampler(answer.job, self._drawable, self._tokenizer.eos_ids)
+            running = _Running(answer, len(self._rows), sampler)
             self._rows.append(running)
             self._prefilling.append(running)
-            self._by_id[job.id] = running
+            self._by_id[answer.job.id] = running
 
     def _prefill(self) -> None:
         """One forward pass over the next prompts, padded to the longest of them, of at most chunk_size tokens in all.
@@ -206,10 +220,10 @@ class TransformersEngine:
                 break
             group.append(running)
             longest = widest
-            running.started = running.started or time.monotonic()
+            running.answer.started = running.answer.started or time.monotonic()
         if longest:
             some = [r for r in group if r.to_prefill]
-            ids = [r.job.prompt_ids[r.cached : -1][: self._chunk_size] for r in some]
+            ids = [r.answer.prompt[r.cached : -1][: self._chunk_size] for r in some]
             self._model.prefill([r.row for r in some], ids, [r.cached for r in some])
             for running, done in zip(some, ids, strict=True):
                 running.cached += len(done)
@@ -222,8 +236,8 @@ class TransformersEngine:
 
     def _decode(self) -> list[EngineEvent]:
         batch = self._rows[: self._decoding]
-        logits = self._model.decode([r.newest for r in batch], [r.cached for r in batch])
-        logits = logits[:, : self._tokenizer.vocab_size]  # rows beyond are padding, never trained
+        logits = self._model.decode([r.answer.newest for r in batch], [r.cached for r in batch])
+        logits = logits[:, : self._drawable]  # rows beyond are padding, never trained
         likeliest: list[int] = logits.argmax(-1).tolist()
         self._counters.decode_steps += 1
         self._counters.decode_tokens += len(batch)
@@ -232,39 +246,23 @@ class TransformersEngine:
             running.cached += 1
         events: list[EngineEvent] = []
         for i, running in enumerate(batch):
-            token = likeliest[i] if running.sampler.plain else running.sampler.draw(logits[i])
-            running.newest = token
-            running.generated += 1
-            if running.generated == 1:
-                running.first_token = now
-            events.append(self._take(running, token, now))
-        return events
-
-    def _take(self, running: _Running, token: int, now: float) -> EngineEvent:
-        """What a new token means for its answer: more text, or the end."""
-        job = running.job
-        if token in self._tokenizer.eos_ids:
-            text, reason = running.text.finish(), "stop"
-        else:
-            text, stopped = running.text.push(token)
-            if stopped:
-                reason = "stop"
-            elif running.generated < job.max_new_tokens:
-                return Delta(job.id, (token,), text)
+            answer, sampler = running.answer, running.sampler
+            token: int | None = likeliest[i]
+            if not (sampler.plain and answer.is_free):
+                token = sampler.draw(logits[i], answer.length, answer.excluded, answer.only)
+            if token is None:
+                event = answer.give_up(now)
             else:
-                text, reason = text + running.text.finish(), "length"
-        del self._by_id[job.id]
-        self._release(running)
-        return Finished(
-            job.id,
-            (token,),
-            text,
-            reason,
-            prompt_tokens=len(job.prompt_ids),
-            completion_tokens=running.generated,
-            prefill_s=running.first_token - running.started,
-            decode_s=now - running.first_token,
-        )
+                top = answer.job.top_logprobs
+                event = answer.take(token, None if top is None else log_probability(logits[i], token, top), now)
+            if isinstance(event, Finished):
+                del self._by_id[answer.job.id]
+                self._release(running)
+            else:
+                running.cached = answer.length - 1  # fewer, if the answer went back: what lies behind is written anew
+            if event is not None:
+                events.append(event)
+        return events
 
     def _release(self, running: _Running) -> None:
         """Free a row and close the gap: the decoding rows stay the first ones."""

@@ -6,21 +6,35 @@ import pytest
 import torch
 
 from model_worker.engine import Job
-from model_worker.engines import exllamav2_engine
-from model_worker.engines.sampling import AnswerPenalty, Sampler
+from model_worker.engines.exllamav2_sampling import TokenBias
+from model_worker.engines.sampling import AnswerPenalty, Sampler, log_probability
 from protocol.request import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
 
 
-def sampler(prompt: tuple[int, ...] = (0,), **fields: Any) -> Sampler:
-    return Sampler(Job(1, prompt, 5000, SamplingParams(**fields)))
+class Draws:
+    """A sampler and how many tokens it has drawn."""
+
+    def __init__(self, prompt: tuple[int, ...] = (0,), vocab: int = len(LOGITS), **fields: Any) -> None:
+        self.sampler = Sampler(Job(1, prompt, 5000, SamplingParams(**fields)), vocab, eos_ids=(4,))
+        self.plain = self.sampler.plain
+        self.length = len(prompt)
+
+    def draw(self, logits: torch.Tensor, **limits: Any) -> int | None:
+        token = self.sampler.draw(logits, self.length, **limits)
+        self.length += 1
+        return token
+
+
+def sampler(prompt: tuple[int, ...] = (0,), **fields: Any) -> Draws:
+    return Draws(prompt, **fields)
 
 
 def shares(fields: dict[str, float], draws: int = 4000) -> list[float]:
     """How often each token is drawn."""
     drawing = sampler((0,), **({"seed": 1} | fields))
-    counts = torch.bincount(torch.tensor([drawing.draw(LOGITS) for _ in range(draws)]), minlength=len(LOGITS))
+    counts = torch.bincount(torch.tensor([drawing.draw(LOGITS) or 0 for _ in range(draws)]), minlength=len(LOGITS))
     return [count / draws for count in counts.tolist()]
 
 
@@ -33,6 +47,11 @@ def shares(fields: dict[str, float], draws: int = 4000) -> list[float]:
         ({"top_p": 0.7}, LOGITS[:2].softmax(0)),  # 0.64 + 0.24
         ({"min_p": 0.3}, LOGITS[:2].softmax(0)),  # e^-1 is more than 0.3, e^-2 less
         ({"temperature": 2.0, "min_p": 0.3}, (LOGITS[:3] / 2).softmax(0)),  # temperature comes first
+        ({"temperature": 2.0, "min_p": 0.3, "temperature_last": True}, (LOGITS[:2] / 2).softmax(0)),
+        ({"typical_p": 0.5}, LOGITS[:2].softmax(0)),  # 1.44 and 0.44 nats of surprise, where 0.95 are expected
+        ({"logit_bias": {1: 1.0, 4: 100.0}, "ignore_eos": True}, (LOGITS + torch.tensor([0, 1, 0, 0, -99])).softmax(0)),
+        ({"banned_tokens": (1, 2)}, (LOGITS - torch.tensor([0, 99, 99, 0, 0])).softmax(0)),
+        ({"allowed_tokens": (0, 2)}, (LOGITS - torch.tensor([0, 99, 0, 99, 99])).softmax(0)),
     ],
 )
 def test_draws_follow_the_distribution(fields: dict[str, float], expected: torch.Tensor) -> None:
@@ -45,7 +64,12 @@ def test_plain_requests_are_left_to_the_batch() -> None:
     assert sampler(temperature=0.0).plain
     assert sampler(top_k=1).plain
     assert sampler(min_p=1.0).plain
-    assert not sampler(temperature=0.0, presence_penalty=1.0).plain
+    for fields in (
+        {"presence_penalty": 1.0}, {"logit_bias": {3: 0.5}}, {"banned_tokens": (3,)}, {"allowed_tokens": (3,)},
+        {"ignore_eos": True}, {"repetition_penalty": 1.1},
+    ):  # fmt: skip
+        assert not sampler(temperature=0.0, **fields).plain
+    assert sampler(temperature=0.0, repetition_penalty=2.0, penalty_range=0).plain
     assert not sampler().plain
 
 
@@ -62,17 +86,63 @@ def test_answer_penalties_count_the_answer_only() -> None:
     assert [drawing.draw(LOGITS) for _ in range(5)] == [0, 0, 1, 0, 1]
 
 
+def test_penalty_range_forgets() -> None:
+    drawing = sampler(prompt=(0,), temperature=0.0, repetition_penalty=4.0, penalty_range=1)
+    assert [drawing.draw(LOGITS) for _ in range(4)] == [1, 0, 1, 0]
+    drawing = sampler(prompt=(0, 3), temperature=0.0, repetition_penalty=4.0, penalty_range=1)
+    assert drawing.draw(LOGITS) == 0
+
+
+def test_what_was_taken_back_is_not_penalized() -> None:
+    drawing = sampler(prompt=(3,), temperature=0.0, presence_penalty=1.5)
+    assert [drawing.draw(LOGITS) for _ in range(2)] == [0, 1]
+    drawing.length = 1
+    assert drawing.draw(LOGITS, excluded=[1, 2]) == 0
+    assert drawing.draw(LOGITS) == 1
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"seed": 1}, {"temperature": 0.0, "presence_penalty": 1.0}])
+def test_limits_of_one_draw(fields: dict[str, Any]) -> None:
+    drawing = sampler(**fields)
+    logits = LOGITS.clone()
+    assert drawing.draw(LOGITS, excluded=[0, 1, 2, 4, 99]) == 3
+    assert drawing.draw(LOGITS, only=[4]) == 4
+    assert drawing.draw(LOGITS, only=[2, 4], excluded=[4]) == 2
+    assert drawing.draw(LOGITS, only=[2, 4], excluded=[4, 2]) is None
+    assert drawing.draw(LOGITS, excluded=range(5)) is None
+    assert torch.equal(LOGITS, logits), "the logits are the batch's"
+
+
+def test_a_bias_forces_and_forbids_greedy_tokens() -> None:
+    assert sampler(temperature=0.0, logit_bias={3: 3.5}).draw(LOGITS) == 3
+    assert sampler(temperature=0.0, logit_bias={0: -100.0}).draw(LOGITS) == 1
+    assert sampler(temperature=0.0, banned_tokens=(0, 1)).draw(LOGITS) == 2
+    assert sampler(temperature=0.0, allowed_tokens=(4,)).draw(LOGITS) == 4
+    assert sampler(temperature=0.0, allowed_tokens=(4, 2), logit_bias={4: 100.0}).draw(LOGITS) == 4
+    assert sampler(temperature=0.0, logit_bias={4: 100.0}, ignore_eos=True).draw(LOGITS) == 0
+
+
+def test_log_probabilities() -> None:
+    expected = LOGITS.double().log_softmax(0).tolist()
+    told = log_probability(LOGITS, 2, 3)
+    assert (told.token_id, told.logprob) == (2, pytest.approx(expected[2], abs=1e-5))
+    assert [token for token, _ in told.top] == [0, 1, 2]
+    assert [logprob for _, logprob in told.top] == pytest.approx(expected[:3], abs=1e-5)
+    assert log_probability(LOGITS, 4, 0).top == ()
+    assert len(log_probability(LOGITS, 4, 20).top) == len(LOGITS)
+
+
 @pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0.0), (0.0, 1.5), (-2.0, 2.0), (0.25, 0.5)])
 def test_both_engines_penalize_alike(frequency: float, presence: float) -> None:
     torch.manual_seed(0)
     prompt, drawn = [3, 3, 4], torch.randint(32, (40,)).tolist()
     processor = AnswerPenalty(frequency, presence, len(prompt))
     sampling = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
-    biased = exllamav2_engine.AnswerPenalty(sampling, 32)
+    biased = TokenBias(sampling, 32, ())
     logits = torch.randn(1, 32)
     for i, token in enumerate(drawn):
         expected = processor(torch.tensor([prompt + drawn[:i]]), logits)
-        torch.testing.assert_close(logits + biased.bias, expected)
+        torch.testing.assert_close(logits + biased.tensor, expected)
         biased.count(token)
 
 
@@ -82,5 +152,5 @@ def test_no_options_stop_the_process(extreme: float) -> None:
     logits = torch.full((8,), -5.0)
     logits[3] = extreme
     for fields in ({"temperature": 10.0}, {"repetition_penalty": 1e-300}, {"presence_penalty": -2.0, "top_p": 0.5}):
-        drawing = sampler((3,), **fields)
-        assert all(0 <= drawing.draw(logits) < 8 for _ in range(3))
+        drawing = Draws((3,), 8, **fields)
+        assert all(drawing.draw(logits) in range(8) for _ in range(3))

@@ -1,0 +1,153 @@
+"""One answer of the transformers engine, from the ids that were drawn to the events of a job. No torch."""
+
+from collections.abc import Callable, Collection, Sequence
+
+from model_worker.engine import Delta, Finished, Job, TokenLogprob
+from model_worker.engines.banned import BannedStrings, Verdict
+from model_worker.engines.healing import Healing
+from model_worker.text import TextStream
+
+NewStream = Callable[[Sequence[int]], TextStream]
+"""The text of what follows these ids."""
+
+
+class Answer:
+    """A job's answer so far.
+
+    prompt   ids that stand before the first token drawn: the job's prompt, or what healing leaves of it
+    ids      tokens drawn and not taken back, a healed one among them
+    end_ids  ids that end the answer
+    """
+
+    def __init__(
+        self, job: Job, new_stream: NewStream, eos_ids: Collection[int], healing: Healing | None = None
+    ) -> None:
+        self.job, self._healing = job, healing
+        self.prompt = healing.prompt_ids if healing else job.prompt_ids
+        self.ids: list[int] = []
+        self.end_ids = frozenset(eos_ids).union(job.stop_token_ids)
+        self.started = 0.0  # seconds of the monotonic clock
+        self.first_token = 0.0
+        self._logprobs: list[TokenLogprob] = []
+        self._delivered = 0  # of ids
+        self._new_stream = new_stream
+        self._text = new_stream(self.prompt)
+        self._early = job.min_new_tokens
+        self._judge: BannedStrings | None = None
+        if job.banned_strings or healing:  # which also looks for stop strings, in what is left of a healed token's text
+            self._judge = BannedStrings(
+                job.banned_strings,
+                job.stop,
+                minimum=job.min_new_tokens,
+                limit=job.max_new_tokens,
+                healed=healing is not None,
+            )
+        elif not self._early:
+            self._text.stop_at(job.stop)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prompt) + len(self.ids)
+
+    @property
+    def newest(self) -> int:
+        return self.ids[-1] if self.ids else self.prompt[-1]
+
+    @property
+    def completion_tokens(self) -> int:
+        return max(0, len(self.ids) - (self._healing is not None))
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the next draw is limited in no way."""
+        return self._judge is None and len(self.ids) >= self._early
+
+    @property
+    def only(self) -> Collection[int] | None:
+        """The ids that the next draw is limited to; None is all."""
+        return self._healing.allowed if self._healing and not self.ids else None
+
+    @property
+    def excluded(self) -> Collection[int]:
+        """Ids that must not be drawn next."""
+        excluded: Collection[int] = self._judge.blocked if self._judge else ()
+        heals = self._healing is not None and not self.ids
+        return self.end_ids.union(excluded) if heals or self.completion_tokens < self._early else excluded
+
+    def take(self, token: int, logprob: TokenLogprob | None, now: float) -> Delta | Finished | None:
+        """What a new token means: more text, the end, or (``ids`` are fewer then) a way back."""
+        self.ids.append(token)
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        self.first_token = self.first_token or now
+        if self._judge is not None:
+            return self._judged(self._judge, token, now)
+        if token in self.end_ids:
+            return self._event(1, self._text.finish(), "stop", now)
+        if self._early and len(self.ids) > self._early:
+            self._early = 0
+            self._text.stop_at(self.job.stop)
+        text, stopped = self._text.push(token)
+        if stopped:
+            return self._event(1, text, "stop", now)
+        if len(self.ids) < self.job.max_new_tokens:
+            return self._event(1, text, None, now)
+        return self._event(1, text + self._text.finish(), "length", now)
+
+    def give_up(self, now: float) -> Delta | Finished | None:
+        """No token is left that may be drawn next."""
+        if self._judge is None:
+            raise RuntimeError(f"job {self.job.id}: no token is left to draw")
+        verdict = self._judge.give_up()
+        return self._event(verdict.tokens, verdict.text, verdict.ended, now)
+
+    def _judged(self, judge: BannedStrings, token: int, now: float) -> Delta | Finished | None:
+        reason: str | None = None
+        first = Verdict()
+        if token in self.end_ids and judge.position >= (self._healing is not None):
+            reason = "stop"
+        else:
+            text, _ = self._text.push(token)
+            if self._healing and len(self.ids) == 1:
+                text = self._healing.rest(text)
+            first = judge.push(token, text)
+            if self.completion_tokens == self.job.max_new_tokens:
+                reason = "length"
+        last = first
+        if reason and first.back_to is None and not first.ended:
+            last = judge.finish(self._text.finish())
+            if last.back_to is None and not last.ended:  # an end token is not the judge's
+                count = first.tokens + last.tokens + (reason == "stop")
+                return self._event(count, first.text + last.text, reason, now)
+        count, text = (first.tokens, first.text) if last is first else (
+            first.tokens + last.tokens, first.text + last.text,
+        )  # fmt: skip
+        if last.back_to is not None:
+            del self.ids[last.back_to :]
+            del self._logprobs[last.back_to - self._delivered :]
+            self._text = self._new_stream((*self.prompt, *self.ids))
+        return self._event(count, text, last.ended, now)
+
+    def _event(self, count: int, text: str, reason: str | None, now: float) -> Delta | Finished | None:
+        """Deliver the next ``count`` ids, but for a healed one. None where there is nothing to say."""
+        begin = self._delivered
+        self._delivered = begin + count
+        logprobs = self._logprobs[:count]
+        del self._logprobs[:count]
+        if self._healing and begin == 0 and count:
+            begin, logprobs = 1, logprobs[1:]
+        ids = self.ids[begin : self._delivered]
+        if reason is None:
+            return Delta(self.job.id, ids, text, logprobs) if ids or text else None
+        return Finished(
+            self.job.id,
+            ids,
+            text,
+            reason,
+            prompt_tokens=len(self.job.prompt_ids),
+            completion_tokens=max(0, self._delivered - (self._healing is not None)),
+            prefill_s=self.first_token - self.started,
+            decode_s=now - self.first_token,
+            logprobs=logprobs,
+        )
