@@ -105,7 +105,7 @@ class Answer:
 class GuardedAnswer(Answer):
     """An answer that must not hold certain strings (engines/banned): it may go back and draw anew."""
 
-    __slots__ = ("_cached", "_drawn", "_judge", "_kept", "_logprobs", "_new_stream", "_redraw", "_speculated", "_told")
+    __slots__ = ("_cached", "_judge", "_kept", "_logprobs", "_new_stream", "_redraw", "_silent", "_speculated", "_told")
 
     def __init__(
         self, job: Job, handle: Any, new_stream: NewStream, redraw: Redraw, healing: Healing | None = None
@@ -119,6 +119,7 @@ class GuardedAnswer(Answer):
             healed=healing is not None,
         )  # fmt: skip
         self._kept: list[int] = []  # drawn and not taken back
+        self._silent: list[bool] = []  # which of these completed no text
         self._logprobs: list[TokenLogprob] = []  # of those not delivered
         self._unstopped = 1  # every step by way of _take
         self._cached: int | None = None
@@ -134,6 +135,7 @@ class GuardedAnswer(Answer):
                 self._kept.append(token)
                 self._logprobs += logprobs[number : number + 1]
                 new = self.text.push(token)[0]
+                self._silent.append(not new)
                 if self._healing is not None and len(self._kept) == 1:
                     new = self._healing.rest(new)
                 verdict = self._judge.push(token, new)
@@ -179,13 +181,18 @@ class GuardedAnswer(Answer):
         )  # fmt: skip
         if handle.bias is not None:
             handle.bias.count_only(self._kept[:kept])
-        del self._kept[kept:]
+        del self._kept[kept:], self._silent[kept:]
         del self._logprobs[max(kept - self._delivered, 0) :]
         new = self._redraw(handle, self._kept, self._judge.blocked)
         if new is None:
             return self._judge.give_up()
         self.handle = new
-        self.text = self._new_stream((*self._told, *self._kept))
+        told = kept
+        while told and self._silent[told - 1]:
+            told -= 1
+        self.text = self._new_stream((*self._told, *self._kept[:told]))
+        for token in self._kept[told:]:
+            self.text.push(token)  # the beginning of a character, whose end is drawn anew
         return Verdict()
 
     def _event(
