@@ -138,8 +138,8 @@ class ExLlamaV2Engine:
         """Queue a job. Raises RequestError for everything that the package would assert, or read beyond a table for."""
         if job.id in self._answers:
             raise ValueError(f"job id {job.id} is in use")
-        check_job(job, self.capabilities, self._vocab_size)
-        check_sampling(job, self._drawable, self._tokenizer.eos_ids)
+        check_job(job, self.capabilities, self._vocab_size, self._drawable, self._tokenizer.eos_ids)
+        check_sampling(job.sampling)
         prompts = self._prompts(job)
         self._check_pages(job, prompts)
         sampling, healing = job.sampling, self._healing(job)
@@ -234,10 +234,6 @@ class ExLlamaV2Engine:
         """The sequences of a job. Raises RequestError for guidance that cannot be computed."""
         if job.sampling.cfg_scale == 1.0:
             return [job.prompt_ids]
-        if self._loaded.draft_tokens:
-            raise RequestError(
-                "cfg_scale is not offered by a model that speculates", field="cfg_scale", code=ErrorCode.UNSUPPORTED
-            )
         if self._spec.max_batch_size < 2:
             raise RequestError(
                 "cfg_scale computes two sequences, and this model's max_batch_size is 1", field="cfg_scale",
@@ -245,13 +241,6 @@ class ExLlamaV2Engine:
             )  # fmt: skip
         if not job.negative_ids:
             raise RequestError("negative_prompt has no tokens", field="negative_prompt")
-        total, context = len(job.negative_ids) + job.max_new_tokens, self.capabilities.context
-        if total > context:
-            raise RequestError(
-                f"negative_prompt and max_tokens are {total} tokens; the model's context is {context}",
-                field="negative_prompt",
-                code=ErrorCode.CONTEXT_OVERFLOW,
-            )
         return [job.prompt_ids, job.negative_ids]
 
     def _check_pages(self, job: Job, prompts: list[tuple[int, ...]]) -> None:
