@@ -1,131 +1,59 @@
-"""Paged attention for ExLlamaV2 from PyTorch alone: stand-ins for the modules of flash-attn.
+"""Paged attention for ExLlamaV2 without flash-attn: stand-ins for the modules of flash-attn.
 
 ExLlamaV2 batches only if flash-attn is there. It asks the package for a version, two signatures and one function that
-computes: ``flash_attn_with_kvcache`` over pages of 256 tokens. Without it, its own fallback takes one request at a
-time and does not mask the future while it reads a prompt. ``install`` puts modules of these names in place, which must
-happen before exllamav2 is imported.
+computes: ``flash_attn_with_kvcache`` over pages of 256 tokens (tensor parallel: ``flash_attn_2_cuda.fwd_kvcache``).
+Without it, its own fallback takes one request at a time and does not mask the future while it reads a prompt.
+``install`` puts modules of these names in place, which must happen before exllamav2 is imported.
 
-The pages of each sequence are gathered into one tensor and attended with ``scaled_dot_product_attention`` under a mask.
+How it is computed is chosen for each kind of call, the first that can do it in ``WAYS``. ``check`` compares what would
+be used on a device with plain SDPA and leaves out what fails or differs; ``describe`` says what is used.
 """
 
 import importlib.machinery
+import math
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-NAME = "paged, PyTorch SDPA over gathered pages (slower than flash-attn)"
+from model_worker.engines import paged_flash, paged_sdpa, paged_triton
+from model_worker.engines.paged_step import Attend, Shape, Step
+
+NAME = "paged attention of PyTorch and Triton, without flash-attn"
+SDPA = "PyTorch SDPA over gathered pages"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of computing attention. ``plan`` gives None for what it cannot do."""
+
+    name: str
+    plan: Callable[[Step, Shape], Attend | None]
+
+
+WAYS = (
+    Way("Triton kernels that read the pages in place", paged_triton.plan),
+    Way("PyTorch varlen_attn over the pages in place", paged_flash.plan_in_place),
+    Way("PyTorch flash attention over gathered pages", paged_flash.plan_gathered),
+    Way(SDPA, paged_sdpa.plan),  # does everything, everywhere
+)
 
 _installed = False
+_steps: dict[torch.device, Step] = {}  # of each device, the latest
+_left_out: dict[torch.device, dict[str, str]] = {}  # name of a way: why
+_found: dict[torch.device, tuple[str, str]] = {}  # names for decoding and for prompts, as checked
 
 
-class StepPlan:
-    """What is the same for every layer of a step: where new keys go, and which keys each query may see.
-
-    seqlens      int32 [b], tokens in the cache before this step (``appends``) or after it
-    block_table  int32 [b, pages], page numbers of each sequence in order; entries beyond its length are not read
-    q_len        queries per sequence, the last tokens of it
-    appends      the step writes q_len new tokens behind seqlens
-    window       keys before and after a query's own position that it sees, -1 for all; the future never is
-    """
-
-    def __init__(
-        self,
-        seqlens: torch.Tensor,
-        block_table: torch.Tensor,
-        page_size: int,
-        q_len: int,
-        appends: bool,
-        window: tuple[int, int],
-        dtype: torch.dtype,
-    ) -> None:
-        device = seqlens.device
-        end = seqlens.long()[:, None] + (q_len if appends else 0)
-        positions = end - q_len + torch.arange(q_len, device=device)  # [b, q], of the queries
-        self.pages = block_table.long()
-        page = self.pages.gather(1, positions.div(page_size, rounding_mode="floor"))
-        self.slots = (page * page_size + positions % page_size).flatten()  # [b * q], in the cache seen as one row
-        keys = torch.arange(block_table.shape[1] * page_size, device=device)
-        visible = keys <= positions[:, :, None]
-        if window[0] >= 0:
-            visible &= keys >= positions[:, :, None] - window[0]
-        hidden = torch.full((), -torch.inf, dtype=dtype, device=device)
-        # additive, as the kernels turn a boolean mask into one at every call
-        self.mask = torch.where(visible, hidden.new_zeros(()), hidden)[:, None]  # [b, 1, q, keys]
-
-
-class _Plans:
-    """The plans of the current step. ExLlamaV2 passes the very same tensors to all layers of a step; they are kept
-    here, so that their identity cannot be reused by the next step's."""
-
-    def __init__(self) -> None:
-        self._step: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._plans: dict[tuple[Any, ...], StepPlan] = {}
-
-    def get(self, seqlens: torch.Tensor, block_table: torch.Tensor, *rest: Any) -> StepPlan:
-        if self._step is None or self._step[0] is not seqlens or self._step[1] is not block_table:
-            self._step, self._plans = (seqlens, block_table), {}
-        if (plan := self._plans.get(rest)) is None:
-            plan = self._plans[rest] = StepPlan(seqlens, block_table, *rest)
-        return plan
-
-
-def attend_pages(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    plan: StepPlan,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """Causal attention of the last tokens of sequences whose keys and values lie in pages.
-
-    q                 [b, q_len, heads, head_dim]
-    k_cache, v_cache  [pages, page_size, kv_heads, head_dim], written in place where ``plan`` says
-    k, v              [b, q_len, kv_heads, head_dim] to append first, None if the caches already hold them
-    softmax_scale     default head_dim ** -0.5
-    softcap           scores become softcap * tanh(score / softcap); 0 is off
-
-    Returns [b, q_len, heads, head_dim].
-    """
-    batch, q_len, heads, dim = q.shape
-    kv_heads = k_cache.shape[2]
-    if k is not None and v is not None:
-        k_cache.view(-1, kv_heads, dim)[plan.slots] = k.reshape(-1, kv_heads, dim)
-        v_cache.view(-1, kv_heads, dim)[plan.slots] = v.reshape(-1, kv_heads, dim)
-    keys = k_cache[plan.pages].flatten(1, 2).transpose(1, 2)  # [b, kv_heads, keys, head_dim]
-    values = v_cache[plan.pages].flatten(1, 2).transpose(1, 2)
-    group = heads // kv_heads
-    queries = q.transpose(1, 2)
-    if q_len == 1:
-        # the query heads that share a key head become its queries: nothing is copied
-        queries = q.reshape(batch, kv_heads, group, dim)
-    elif group > 1:
-        keys = keys.repeat_interleave(group, dim=1)
-        values = values.repeat_interleave(group, dim=1)
-    if softcap:
-        out = _attend_capped(queries, keys, values, plan.mask, softmax_scale or dim**-0.5, softcap)
-    else:
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=plan.mask, scale=softmax_scale)
-    return out.reshape(batch, 1, heads, dim) if q_len == 1 else out.transpose(1, 2).contiguous()
-
-
-def _attend_capped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
-) -> torch.Tensor:
-    """Attention whose scores are capped, which SDPA cannot do: all scores are held in memory."""
-    scores = (q @ k.transpose(-1, -2)).float() * scale
-    scores = softcap * torch.tanh(scores / softcap) + mask
-    return scores.softmax(-1).to(v.dtype) @ v
-
-
-_plans = _Plans()
+def choose(step: Step, shape: Shape) -> tuple[str, Attend]:
+    """The name of the way taken for this shape on this device, and its attention for this step."""
+    left_out = _left_out.get(step.table.device, {})
+    for way in WAYS:
+        if way.name not in left_out and (attend := way.plan(step, shape)) is not None:
+            return way.name, attend
+    raise AssertionError("SDPA does every shape")
 
 
 def flash_attn_with_kvcache(
@@ -142,13 +70,72 @@ def flash_attn_with_kvcache(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """flash-attn's function of this name, as far as paged generation calls it (always causal, no rotary embedding)."""
-    if not causal:
-        raise NotImplementedError("paged attention without a causal mask")
-    plan = _plans.get(
-        cache_seqlens, block_table, k_cache.shape[1], q.shape[1], k is not None, tuple(window_size), q.dtype
-    )
-    return attend_pages(q, k_cache, v_cache, plan, k, v, softmax_scale=softmax_scale, softcap=softcap)
+    """flash-attn's function of this name, as far as paged generation calls it (always causal, no rotary embedding).
+
+    Shapes as in ``paged_step.Shape``; softmax_scale is head_dim ** -0.5 by default.
+    Raises NotImplementedError unless causal.
+    """
+    device = q.device
+    step = _steps.get(device)
+    if step is None or not step.is_of(cache_seqlens, block_table):
+        step = _steps[device] = Step(cache_seqlens, block_table)
+    key = (q.shape, k_cache.shape, k is None, causal, softmax_scale, window_size, softcap)
+    attend = step.calls.get(key)
+    if attend is None:
+        if not causal:
+            raise NotImplementedError("paged attention without a causal mask")
+        batch, q_len, heads, head_dim = q.shape
+        window = window_size[0]
+        shape = Shape(
+            batch=batch,
+            q_len=q_len,
+            heads=heads,
+            kv_heads=k_cache.shape[2],
+            head_dim=head_dim,
+            page_size=k_cache.shape[1],
+            appends=k is not None,
+            window=window if window < block_table.shape[1] * k_cache.shape[1] else -1,
+            scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+            softcap=softcap,
+            dtype=q.dtype,
+        )
+        attend = step.calls[key] = choose(step, shape)[1]
+    if not q.is_contiguous():
+        q = q.contiguous()
+    if k is not None and v is not None and not (k.is_contiguous() and v.is_contiguous()):
+        k, v = k.contiguous(), v.contiguous()
+    return attend(q, k_cache, v_cache, k, v)
+
+
+def fwd_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache_seqlens: torch.Tensor,
+    rotary_cos: None,
+    rotary_sin: None,
+    cache_batch_idx: None,
+    cache_leftpad: None,
+    block_table: torch.Tensor,
+    alibi_slopes: None,
+    out: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    *_: Any,
+) -> None:
+    """``flash_attn_2_cuda.fwd_kvcache`` as the package's tensor parallel attention calls it: the result is in out."""
+    out.copy_(
+        flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v,
+            cache_seqlens=cache_seqlens, block_table=block_table, softmax_scale=softmax_scale, causal=causal,
+            window_size=(window_left, window_right), softcap=softcap,
+        )
+    )  # fmt: skip
 
 
 def flash_attn_func(
@@ -170,6 +157,90 @@ def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise NotImplementedError("attention outside of paged generation")
 
 
+def check(
+    device: torch.device,
+    *,
+    heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 128,
+    window: int = -1,
+    softcap: float = 0.0,
+    dtype: torch.dtype = torch.float16,
+) -> str:
+    """Compare what would be used on ``device`` for a model of this shape with SDPA, on random pages.
+
+    What cannot be compiled or gives another result is not used from here on, and is named in the text that is returned
+    (``describe``). Compiles what decoding and prompts need, seconds at the first time.
+    """
+    shape = Shape(3, 1, heads, kv_heads, head_dim, 256, True, window, head_dim**-0.5, softcap, dtype)
+    names = []
+    with torch.inference_mode():
+        for q_len, batch, appends in ((1, 3, True), (1, 1, False), (5, 2, True), (300, 1, False)):
+            names.append(_check(device, replace(shape, q_len=q_len, batch=batch, appends=appends)))
+    _found[device] = names[0], names[-1]
+    return describe(device)
+
+
+def _check(device: torch.device, shape: Shape) -> str:
+    """The name of the first way that gives what SDPA gives."""
+    generator = torch.Generator(device).manual_seed(shape.q_len)
+    options: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
+    past = torch.tensor([700, 3, 255][: shape.batch], dtype=torch.int32, device=device)
+    pages = 5
+    table = torch.randperm(shape.batch * pages, generator=generator, device=device).int().view(shape.batch, pages)
+    lengths = past if shape.appends else past + shape.q_len
+    caches = [
+        torch.randn(shape.batch * pages, 256, shape.kv_heads, shape.head_dim, **options).to(shape.dtype)
+        for _ in range(2)
+    ]
+    q = torch.randn(shape.batch, shape.q_len, shape.heads, shape.head_dim, **options).to(shape.dtype)
+    new = [
+        torch.randn(shape.batch, shape.q_len, shape.kv_heads, shape.head_dim, **options).to(shape.dtype)
+        if shape.appends
+        else None
+        for _ in range(2)
+    ]
+    plain = [c.clone() for c in caches]
+    expected = paged_sdpa.plan(Step(lengths, table), shape)(q, plain[0], plain[1], new[0], new[1])
+    left_out = _left_out.setdefault(device, {})
+    while True:
+        name, reason = "", ""
+        mine = [c.clone() for c in caches]
+        step = Step(lengths, table)
+        for way in WAYS:
+            if way.name in left_out:
+                continue
+            name = way.name
+            if name == SDPA:
+                return name
+            try:
+                attend = way.plan(step, shape)
+                if attend is None:
+                    continue
+                for _ in range(2):  # the second call of a kernel goes another way than the first
+                    out = attend(q, mine[0], mine[1], new[0], new[1])
+                error = float((out.float() - expected.float()).abs().max())
+                written = all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+                if written and error < 2e-2 and math.isfinite(error):
+                    return name
+                reason = f"differs from SDPA by {error:.1e}" if written else "writes other pages than SDPA"
+            except Exception as e:  # whatever a compiler raises
+                reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
+            break
+        left_out[name] = reason
+
+
+def describe(device: torch.device | None = None) -> str:
+    """What computes attention on a device (by default the first that was checked), for people."""
+    if device is None:
+        device = next(iter(_found), None)
+    if device is None or device not in _found:
+        return NAME
+    decoding, prompts = _found[device]
+    text = f"paged: {decoding}" if decoding == prompts else f"paged: {decoding} for decoding, {prompts} for prompts"
+    return text + "".join(f"; not {name}: {why}" for name, why in _left_out.get(device, {}).items())
+
+
 def is_installed() -> bool:
     """Whether ``flash_attn`` means the stand-in in this process."""
     return _installed
@@ -179,19 +250,16 @@ def install() -> None:
     """Put stand-ins for ``flash_attn`` and ``flash_attn_2_cuda`` into ``sys.modules``, replacing what is there."""
     global _installed
     _installed = True
-    functions: tuple[Callable[..., torch.Tensor], ...] = (
-        flash_attn_func,
-        flash_attn_varlen_func,
-        flash_attn_with_kvcache,
-    )
     for name in [n for n in sys.modules if n == "flash_attn" or n.startswith("flash_attn.")]:
         del sys.modules[name]
     for name in ("flash_attn", "flash_attn_2_cuda"):
-        module = types.ModuleType(name, "Stand-in: paged attention from PyTorch.")
+        module = types.ModuleType(name, "Stand-in: paged attention without flash-attn.")
         # a module without a spec makes importlib.util.find_spec raise, which other libraries call
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         sys.modules[name] = module
     stand_in: Any = sys.modules["flash_attn"]
     stand_in.__version__ = "2.5.7"  # the least that ExLlamaV2 takes for paged attention
-    for function in functions:
+    for function in (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache):
         setattr(stand_in, function.__name__, function)
+    extension: Any = sys.modules["flash_attn_2_cuda"]
+    extension.fwd_kvcache = fwd_kvcache

@@ -1,132 +1,125 @@
-"""The stand-in for flash-attn against a reference in float64 that knows nothing of pages."""
+"""The ways of computing paged attention against a reference in float64 that knows nothing of pages."""
 
 import importlib.util
-import math
-import random
+import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from model_worker.engines import paged_attention
+from model_worker.engines import paged_attention, paged_sdpa
 from model_worker.engines.paged_attention import flash_attn_with_kvcache
+from model_worker.engines.paged_step import Shape, Step
+from tests.engines import paged_cases
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
-) -> torch.Tensor:
-    """One sequence, one head: q [n, d] are the last n of the positions of k and v [m, d]."""
-    n, m = q.shape[0], k.shape[0]
-    out = torch.empty(n, v.shape[1], dtype=torch.float64)
-    for i in range(n):
-        position = m - n + i
-        first = max(0, position - window) if window >= 0 else 0
-        scores = (k[first : position + 1].double() @ q[i].double()) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        out[i] = scores.softmax(0) @ v[first : position + 1].double()
-    return out
+ROOT = Path(__file__).parents[2]
+SDPA = paged_cases.way("PyTorch SDPA")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(24))
-def test_random_pages_lengths_heads_and_windows(device: str, seed: int) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
+def needs_gpu() -> None:
+    if not torch.cuda.is_available():
         pytest.skip("no CUDA device is visible")
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    dtype = torch.float16 if device == "cuda" else torch.float32
-    page_size = rng.choice([16, 256]) if seed % 4 else 256
-    batch, kv_heads, group = rng.randint(1, 5), rng.randint(1, 3), rng.choice([1, 2, 4, 7])
-    heads, dim = kv_heads * group, rng.choice([32, 64, 128])
-    q_len = 1 if seed % 3 else rng.randint(2, 70)
-    before = [rng.randint(0, 4 * page_size) for _ in range(batch)]
-    appends = bool(rng.randrange(2))
-    window = rng.choice([-1, -1, 0, 5, 300])
-    softcap = rng.choice([0.0, 0.0, 30.0])
-    scale = rng.choice([None, 0.2])
 
-    needed = [math.ceil((length + q_len) / page_size) for length in before]
-    free = list(range(sum(needed) + 3))
-    rng.shuffle(free)
-    table = torch.zeros((batch, max(needed)), dtype=torch.int32)
-    for row, count in enumerate(needed):
-        table[row, :count] = torch.tensor([free.pop() for _ in range(count)])
-    pages = sum(needed) + 3
-    k_cache = torch.randn(pages, page_size, kv_heads, dim).to(dtype)
-    v_cache = torch.randn(pages, page_size, kv_heads, dim).to(dtype)
-    q = torch.randn(batch, q_len, heads, dim).to(dtype)
-    new_k = torch.randn(batch, q_len, kv_heads, dim).to(dtype)
-    new_v = torch.randn(batch, q_len, kv_heads, dim).to(dtype)
 
-    def place(cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """The cache with the new tokens in it, token by token."""
-        cache = cache.clone()
-        for row, length in enumerate(before):
-            for i in range(q_len):
-                at = length + i
-                cache[int(table[row, at // page_size]), at % page_size] = new[row, i]
-        return cache
+@pytest.mark.parametrize("seed", range(32))
+def test_random_pages_lengths_heads_windows_and_caps_with_sdpa(seed: int) -> None:
+    assert paged_cases.compare(paged_cases.random_case(seed, torch.float32, True, garbage=50), SDPA, "cpu")
 
-    k_after, v_after = place(k_cache, new_k), place(v_cache, new_v)
-    expected = torch.empty(batch, q_len, heads, dim, dtype=torch.float64)
-    for row, length in enumerate(before):
-        order = table[row, : needed[row]].long()
-        keys = k_after[order].flatten(0, 1)[: length + q_len]
-        values = v_after[order].flatten(0, 1)[: length + q_len]
-        for head in range(heads):
-            kv = head // group
-            expected[row, :, head] = reference(
-                q[row, :, head], keys[:, kv], values[:, kv], scale or dim**-0.5, window, softcap
-            )
 
-    caches = [t.to(device) for t in ((k_cache, v_cache) if appends else (k_after, v_after))]
-    seqlens = torch.tensor([length + (0 if appends else q_len) for length in before], dtype=torch.int32)
-    with torch.inference_mode():
-        out = flash_attn_with_kvcache(
-            q=q.to(device),
-            k=new_k.to(device) if appends else None,
-            v=new_v.to(device) if appends else None,
-            k_cache=caches[0],
-            v_cache=caches[1],
-            cache_seqlens=seqlens.to(device),
-            block_table=table.to(device),
-            causal=True,
-            softmax_scale=scale,
-            window_size=(window, window) if window >= 0 else (-1, -1),
-            softcap=softcap,
+def test_random_pages_lengths_heads_windows_and_caps_in_tritons_interpreter() -> None:
+    """In a process of its own: the interpreter is chosen before Triton is imported."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engines.paged_cases", "64"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "64 of 64 computed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("way", paged_attention.WAYS, ids=lambda way: way.name)
+def test_random_pages_lengths_heads_windows_and_caps_on_the_gpu(way: paged_attention.Way, dtype: torch.dtype) -> None:
+    needs_gpu()
+    reads_in_place = "in place" in way.name
+    done = [
+        paged_cases.compare(
+            paged_cases.random_case(seed, dtype, **({} if reads_in_place else {"garbage": 50.0})), way, "cuda"
         )
-    assert out.shape == (batch, q_len, heads, dim)
-    assert out.is_contiguous()
-    torch.testing.assert_close(caches[0].cpu(), k_after, rtol=0, atol=0)
-    torch.testing.assert_close(caches[1].cpu(), v_after, rtol=0, atol=0)
-    tolerance = 4e-3 if dtype == torch.float16 else 2e-5
-    torch.testing.assert_close(out.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+        for seed in range(24)
+    ]
+    if not any(done):
+        pytest.skip(f"this PyTorch has no {way.name}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("q_len", "before"),
+    [
+        (1, [8000]),
+        (1, [200 + 7800 * i // 63 for i in range(64)]),
+        (5, [8000, 0, 1, 4000]),
+        (1, [0] * 64),
+        (256, [8000]),
+        (2048, [0]),
+    ],
+    ids=["long", "64", "drafts", "first", "chunk", "prompt"],
+)
+def test_long_sequences_and_many_on_the_gpu(head_dim: int, q_len: int, before: list[int]) -> None:
+    needs_gpu()
+    scale = head_dim**-0.5
+    shape = Shape(len(before), q_len, 8, 2, head_dim, 256, len(before) > 1, -1, scale, 0.0, torch.float16)
+    case = paged_cases.make(shape, before, 1)
+    assert paged_cases.compare(case, paged_cases.way("Triton"), "cuda")
 
 
 def test_what_a_step_shares_is_computed_once_and_not_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = paged_attention.StepPlan.__init__
 
-    def counted(self: paged_attention.StepPlan, *args: object) -> None:
-        made.append(args)
-        original(self, *args)  # type: ignore[arg-type]
+    def counted(step: Step, shape: Shape) -> object:
+        made.append(shape)
+        return paged_sdpa.plan(step, shape)
 
-    monkeypatch.setattr(paged_attention.StepPlan, "__init__", counted)
+    monkeypatch.setattr(paged_attention, "WAYS", (replace(SDPA, plan=counted),))
     k_cache, v_cache = torch.randn(2, 4, 16, 1, 8)
     q = torch.randn(1, 1, 2, 8)
+    lengths, table = torch.tensor([0], dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)
     outputs = []
-    for step in range(3):
-        seqlens, table = torch.tensor([step + 1], dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)
+    for step in range(4):
+        if step < 2:
+            lengths, table = torch.tensor([step + 1], dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)
+        else:
+            lengths += 1  # as the package does between the steps of a draft
         outputs += [
-            flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=seqlens, block_table=table, causal=True)
+            flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, block_table=table, causal=True)
             for _layer in range(4)
         ]
-    assert len(made) == 3
+    assert len(made) == 4
+    assert torch.equal(outputs[0], outputs[3])
     assert not torch.equal(outputs[0], outputs[4])
+    assert not torch.equal(outputs[8], outputs[12])
+
+
+def test_tensor_parallel_attention_writes_into_its_output() -> None:
+    shape = Shape(2, 1, 4, 2, 32, 16, True, -1, 0.2, 0.0, torch.float32)
+    case = paged_cases.make(shape, [5, 20], 3, garbage=50)
+    out = torch.empty_like(case.q)
+    none = None
+    paged_attention.fwd_kvcache(
+        case.q, *case.caches, *case.new, case.lengths, none, none, none, none, case.table, none, out, 0.2, True,
+        10000000, -1, 0.0, True, 0,
+    )  # fmt: skip
+    torch.testing.assert_close(out.double(), case.expected, rtol=2e-5, atol=2e-5)
 
 
 def test_attention_that_sees_the_future_is_refused() -> None:
@@ -134,6 +127,33 @@ def test_attention_that_sees_the_future_is_refused() -> None:
     seqlens, table = torch.tensor([1], dtype=torch.int32), torch.tensor([[0]], dtype=torch.int32)
     with pytest.raises(NotImplementedError):
         flash_attn_with_kvcache(t, t, t, cache_seqlens=seqlens, block_table=table)
+
+
+@pytest.mark.parametrize("fault", ["raises", "is wrong", "writes elsewhere"])
+def test_a_way_that_does_not_work_is_left_out_and_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(step: Step, shape: Shape) -> object:
+        good = paged_sdpa.plan(step, shape)
+
+        def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *new: torch.Tensor) -> torch.Tensor:
+            if fault == "raises":
+                raise RuntimeError("no compiler")
+            out = good(q, k_cache, v_cache, *new)
+            if fault == "writes elsewhere":
+                k_cache[0, 0] += 1
+            return out + (0.5 if fault == "is wrong" else 0)
+
+        return attend
+
+    monkeypatch.setattr(paged_attention, "WAYS", (paged_attention.Way("a new way", plan), SDPA))
+    monkeypatch.setattr(paged_attention, "_left_out", {})
+    monkeypatch.setattr(paged_attention, "_found", {})
+    said = paged_attention.check(torch.device("cpu"), head_dim=32, dtype=torch.float32)
+    reason = {"raises": "RuntimeError: no compiler", "is wrong": "differs from SDPA by 5.0e-01"}
+    assert said == f"paged: {SDPA.name}; not a new way: {reason.get(fault, 'writes other pages than SDPA')}"
+    assert paged_attention.describe() == said
+    shape = Shape(1, 1, 2, 1, 32, 256, False, -1, 0.2, 0.0, torch.float32)
+    case = paged_cases.make(shape, [5], 1, garbage=50)
+    assert paged_attention.choose(Step(case.lengths, case.table), shape)[0] == SDPA.name
 
 
 def test_the_stand_ins_are_what_exllamav2_looks_for() -> None:
@@ -149,6 +169,7 @@ from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_
 assert [int(t) for t in flash_attn.__version__.split(".") if t.isdigit()] >= [2, 5, 7]
 assert {"window_size", "softcap"} <= set(inspect.signature(flash_attn_func).parameters)
 assert importlib.util.find_spec("flash_attn") is not None
+assert callable(flash_attn_2_cuda.fwd_kvcache)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     assert importlib.util.find_spec("flash_attn_2_cuda") is None or "flash_attn_2_cuda" not in sys.modules

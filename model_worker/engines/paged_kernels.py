@@ -1,0 +1,299 @@
+# mypy: ignore-errors
+# ruff: noqa: SIM102
+# (Triton's language is not Python: types and the difference between a choice when compiling and one when running)
+"""Attention over pages as Triton kernels: the pages are read where they lie.
+
+``split`` is for few queries per sequence (decoding, speculation): the keys of a sequence are shared out over programs,
+as ``schedule`` planned for the whole step, and the last program of a row to finish merges the parts. It also writes the
+step's new keys and values into the pages. ``prompt`` is for many queries: one program per tile of queries.
+All query heads that share a key head are rows of one tile, row r being query r // GROUP of head r % GROUP.
+
+Softmax online and in base 2 (Milakov and Gimelshein 2018; Dao 2023), the split over keys as in flash-decoding (2023).
+Shapes are those of ``paged_triton``. In every kernel ``scale`` multiplies q @ k, ``window`` is how many keys before its
+own a query sees, ``softcap`` bounds scores by softcap * tanh(score / softcap).
+"""
+
+import triton
+import triton.language as tl
+
+# int32 numbers per work item: sequence (-1: none), first key, end of its keys, the sequence's items, the first of them
+FIELDS = tl.constexpr(8)
+
+
+@triton.jit
+def _fold(q, k, v, visible, acc, top, total, scale, softcap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+    """One block of keys [D, N] and values [N, D] into the running softmax of the rows q [M, D]."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    scores = tl.dot(q, k, input_precision="ieee")
+    if CAPPED:
+        e = tl.exp2(scores * (scale * 2 * LOG2E / softcap))
+        scores = (softcap * LOG2E) * (1 - 2 / (e + 1))  # tanh, also where e is infinite
+    else:
+        scores *= scale * LOG2E
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new = tl.maximum(top, tl.max(scores, 1))
+    shift = new
+    if MASKED:
+        shift = tl.where(new == float("-inf"), 0.0, new)  # rows that have seen no key yet
+    p = tl.exp2(scores - shift[:, None])
+    fade = tl.exp2(top - shift)
+    total = total * fade + tl.sum(p, 1)
+    acc = acc * fade[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, new, total
+
+
+@triton.jit(do_not_specialize=["batch", "q_len", "window", "parts", "least"])
+def schedule(
+    lengths, work, batch, q_len, window, parts, least,
+    APPENDS: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Share out the keys of all sequences into about ``parts`` equal items of at least ``least`` keys, of one sequence.
+
+    Without a look at the lengths from the host; ``work`` has room for parts + batch items.
+    """
+    row = tl.arange(0, BLOCK_B)
+    inside = row < batch
+    past = tl.load(lengths + row, mask=inside, other=0)
+    if APPENDS:
+        stop = past  # the new keys are not read from the pages
+    else:
+        stop = past
+        past -= q_len
+    first = tl.zeros_like(past)
+    if WINDOWED:
+        first = tl.maximum(past - window, 0) // BLOCK_N * BLOCK_N
+    keys = tl.where(inside, tl.maximum(stop - first, 0), 0)
+    size = tl.maximum(tl.cdiv(tl.sum(keys), parts), least)
+    splits = tl.where(inside, tl.maximum(tl.cdiv(keys, size), 1), 0)
+    behind = tl.cumsum(splits)
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    sequence = tl.sum((behind[None, :] <= item[:, None]).to(tl.int32), 1)  # how many sequences lie before the item
+    mine = row[None, :] == sequence[:, None]
+    its_keys = tl.sum(tl.where(mine, keys[None, :], 0), 1)
+    its_splits = tl.maximum(tl.sum(tl.where(mine, splits[None, :], 0), 1), 1)
+    its_first_key = tl.sum(tl.where(mine, first[None, :], 0), 1)
+    its_first_item = tl.sum(tl.where(mine, (behind - splits)[None, :], 0), 1)
+    share = tl.cdiv(tl.cdiv(its_keys, its_splits), BLOCK_N) * BLOCK_N
+    begin = its_first_key + (item - its_first_item) * share
+    end = tl.minimum(begin + share, its_first_key + its_keys)
+    entry = work + item * FIELDS
+    room = item < parts + batch
+    tl.store(entry, tl.where(item < tl.max(behind), sequence, -1), mask=room)
+    tl.store(entry + 1, begin, mask=room)
+    tl.store(entry + 2, end, mask=room)
+    tl.store(entry + 3, its_splits, mask=room)
+    tl.store(entry + 4, its_first_item, mask=room)
+
+
+@triton.jit(do_not_specialize=["q_len", "table_stride", "window"])
+def split(
+    q, k_pages, v_pages, k_new, v_new, out, table, lengths, work, part_acc, part_top, part_total, done,
+    q_len, table_stride, window, scale, softcap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    APPENDS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_NEW: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: work items, key heads, tiles of BLOCK_M rows."""
+    item = tl.program_id(0)
+    kv = tl.program_id(1)
+    tile = tl.program_id(2)
+    entry = work + item * FIELDS
+    sequence = tl.load(entry)
+    if sequence >= 0:
+        first = tl.load(entry + 1)
+        last = tl.load(entry + 2)
+        splits = tl.load(entry + 3)
+        first_item = tl.load(entry + 4)
+        past = tl.load(lengths + sequence)
+        if not APPENDS:
+            past -= q_len
+        d = tl.arange(0, BLOCK_D)
+        n = tl.arange(0, BLOCK_N)
+        whole = d < DIM
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        query = row // GROUP
+        there = query < q_len
+        q_row = ((sequence * q_len + query) * KV_HEADS + kv) * GROUP + row % GROUP
+        rows = tl.load(q + q_row[:, None] * DIM + d[None, :], mask=there[:, None] & whole[None, :], other=0.0)
+        position = past + query
+        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        sequence_table = table + sequence * table_stride
+        for start in range(first, last, BLOCK_N):
+            page = tl.load(sequence_table + start // PAGE).to(tl.int64)
+            base = ((page * PAGE + start % PAGE) * KV_HEADS + kv) * DIM
+            key = start + n
+            known = key < last
+            k = tl.load(
+                k_pages + base + n[None, :] * (KV_HEADS * DIM) + d[:, None],
+                mask=known[None, :] & whole[:, None], other=0.0,
+            )  # fmt: skip
+            v = tl.load(
+                v_pages + base + n[:, None] * (KV_HEADS * DIM) + d[None, :],
+                mask=known[:, None] & whole[None, :], other=0.0,
+            )  # fmt: skip
+            visible = known[None, :] & (key[None, :] <= position[:, None])
+            if WINDOWED:
+                visible &= key[None, :] >= position[:, None] - window
+            acc, top, total = _fold(rows, k, v, visible, acc, top, total, scale, softcap, CAPPED, True)
+        if APPENDS:
+            if item == first_item + splits - 1:
+                j = tl.arange(0, BLOCK_NEW)
+                new = j < q_len
+                base = (sequence * q_len + j) * (KV_HEADS * DIM) + kv * DIM
+                k = tl.load(k_new + base[None, :] + d[:, None], mask=new[None, :] & whole[:, None], other=0.0)
+                v = tl.load(v_new + base[:, None] + d[None, :], mask=new[:, None] & whole[None, :], other=0.0)
+                visible = new[None, :] & (j[None, :] <= query[:, None])
+                if WINDOWED:
+                    visible &= j[None, :] >= query[:, None] - window
+                acc, top, total = _fold(rows, k, v, visible, acc, top, total, scale, softcap, CAPPED, True)
+                if tile == 0:
+                    at = past + j
+                    page = tl.load(sequence_table + at // PAGE, mask=new, other=0).to(tl.int64)
+                    slot = ((page * PAGE + at % PAGE) * KV_HEADS + kv) * DIM
+                    tl.store(k_pages + slot[None, :] + d[:, None], k, mask=new[None, :] & whole[:, None])
+                    tl.store(v_pages + slot[:, None] + d[None, :], v, mask=new[:, None] & whole[None, :])
+        if splits == 1:
+            result = acc / total[:, None]
+            tl.store(
+                out + q_row[:, None] * DIM + d[None, :],
+                result.to(out.dtype.element_ty), mask=there[:, None] & whole[None, :],
+            )  # fmt: skip
+        else:
+            tiles = tl.num_programs(2)
+            r = tl.arange(0, BLOCK_M)
+            part = (item * KV_HEADS + kv) * tiles + tile
+            tl.store(part_acc + (part * BLOCK_M + r)[:, None] * BLOCK_D + d[None, :], acc, mask=there[:, None])
+            tl.store(part_top + part * BLOCK_M + r, top, mask=there)
+            tl.store(part_total + part * BLOCK_M + r, total, mask=there)
+            tl.debug_barrier()  # the stores of all threads before the count
+            count = done + (sequence * KV_HEADS + kv) * tiles + tile
+            if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:
+                tl.store(count, 0)  # as the next layer finds it
+                r = tl.arange(0, MERGE_ROWS)
+                row = tile * BLOCK_M + r
+                query = row // GROUP
+                there = query < q_len
+                merged = tl.zeros([MERGE_ROWS, BLOCK_D], dtype=tl.float32)
+                top_r = tl.full([MERGE_ROWS], float("-inf"), dtype=tl.float32)
+                total_r = tl.zeros([MERGE_ROWS], dtype=tl.float32)
+                s = tl.arange(0, MERGE_PARTS)
+                for part_0 in range(0, splits, MERGE_PARTS):
+                    exists = (part_0 + s < splits)[:, None] & there[None, :]
+                    part = ((first_item + part_0 + s) * KV_HEADS + kv) * tiles + tile
+                    at = part[:, None] * BLOCK_M + r[None, :]
+                    # past the first-level cache, which other programs do not write through to
+                    tops = tl.load(part_top + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
+                    totals = tl.load(part_total + at, mask=exists, other=0.0, cache_modifier=".cg")
+                    accs = tl.load(
+                        part_acc + at[:, :, None] * BLOCK_D + d[None, None, :],
+                        mask=exists[:, :, None], other=0.0, cache_modifier=".cg",
+                    )  # fmt: skip
+                    new_top = tl.maximum(top_r, tl.max(tops, 0))
+                    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+                    weight = tl.exp2(tops - shift[None, :])
+                    fade = tl.exp2(top_r - shift)
+                    total_r = total_r * fade + tl.sum(totals * weight, 0)
+                    merged = merged * fade[:, None] + tl.sum(accs * weight[:, :, None], 0)
+                    top_r = new_top
+                q_row = ((sequence * q_len + query) * KV_HEADS + kv) * GROUP + row % GROUP
+                result = merged / total_r[:, None]
+                tl.store(
+                    out + q_row[:, None] * DIM + d[None, :],
+                    result.to(out.dtype.element_ty), mask=there[:, None] & whole[None, :],
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["q_len", "table_stride"])
+def append(
+    k_pages, v_pages, k_new, v_new, table, lengths, q_len, table_stride,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Write new keys and values, WIDTH numbers a token, behind the first lengths[b] of each sequence.
+
+    Grid: q_len, sequences.
+    """
+    token = tl.program_id(0)
+    sequence = tl.program_id(1)
+    at = tl.load(lengths + sequence) + token
+    page = tl.load(table + sequence * table_stride + at // PAGE).to(tl.int64)
+    w = tl.arange(0, BLOCK_W)
+    inside = w < WIDTH
+    source = (sequence * q_len + token) * WIDTH + w
+    target = (page * PAGE + at % PAGE) * WIDTH + w
+    tl.store(k_pages + target, tl.load(k_new + source, mask=inside), mask=inside)
+    tl.store(v_pages + target, tl.load(v_new + source, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["q_len", "table_stride", "window"])
+def prompt(
+    q, k_pages, v_pages, out, table, lengths, q_len, table_stride, window, scale, softcap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    APPENDS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: key heads times sequences, tiles of BLOCK_M rows. The pages already hold the new keys and values."""
+    pair = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
+    sequence = pair // KV_HEADS
+    kv = pair % KV_HEADS
+    past = tl.load(lengths + sequence)
+    if not APPENDS:
+        past -= q_len
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query = row // GROUP
+    there = query < q_len
+    q_row = ((sequence * q_len + query) * KV_HEADS + kv) * GROUP + row % GROUP
+    rows = tl.load(q + q_row[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0)
+    position = past + query
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    sequence_table = table + sequence * table_stride
+    first_query = tile * BLOCK_M // GROUP
+    last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
+    stop = past + last_query + 1
+    begin = 0
+    free = (past + first_query + 1) // BLOCK_N * BLOCK_N  # all rows see all keys before this one
+    if WINDOWED:
+        begin = tl.maximum(past + first_query - window, 0) // BLOCK_N * BLOCK_N
+        free = begin
+    for start in range(begin, free, BLOCK_N):
+        page = tl.load(sequence_table + start // PAGE).to(tl.int64)
+        base = ((page * PAGE + start % PAGE) * KV_HEADS + kv) * DIM
+        k_at = k_pages + base + n[None, :] * (KV_HEADS * DIM) + d[:, None]
+        v_at = v_pages + base + n[:, None] * (KV_HEADS * DIM) + d[None, :]
+        if DIM == BLOCK_D:
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+        else:
+            k = tl.load(k_at, mask=(d < DIM)[:, None], other=0.0)
+            v = tl.load(v_at, mask=(d < DIM)[None, :], other=0.0)
+        acc, top, total = _fold(rows, k, v, 0, acc, top, total, scale, softcap, CAPPED, False)
+    for start in range(free, stop, BLOCK_N):
+        page = tl.load(sequence_table + start // PAGE).to(tl.int64)
+        base = ((page * PAGE + start % PAGE) * KV_HEADS + kv) * DIM
+        key = start + n
+        known = key < stop
+        k = tl.load(
+            k_pages + base + n[None, :] * (KV_HEADS * DIM) + d[:, None],
+            mask=known[None, :] & (d < DIM)[:, None], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            v_pages + base + n[:, None] * (KV_HEADS * DIM) + d[None, :],
+            mask=known[:, None] & (d < DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        visible = key[None, :] <= position[:, None]
+        if WINDOWED:
+            visible &= key[None, :] >= position[:, None] - window
+        acc, top, total = _fold(rows, k, v, visible, acc, top, total, scale, softcap, CAPPED, True)
+    tl.store(
+        out + q_row[:, None] * DIM + d[None, :],
+        (acc / total[:, None]).to(out.dtype.element_ty), mask=there[:, None] & (d < DIM)[None, :],
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Attention over pages from ``scaled_dot_product_attention`` alone: on every device, and what all else is checked with.
+
+The pages of each sequence are gathered into one tensor and attended under a mask.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from model_worker.engines.paged_step import Attend, Shape, Step
+
+
+class Slots:
+    """Where new keys go and where all keys are.
+
+    pages      int64 [b, pages]
+    slots      int64 [b * q_len], of the queries' own tokens in the cache seen as one row
+    positions  int64 [b, q_len]
+    """
+
+    def __init__(self, step: Step, shape: Shape) -> None:
+        table, q_len, page_size = step.table, shape.q_len, shape.page_size
+        self.positions = step.ends(shape).long()[:, None] - q_len + torch.arange(q_len, device=table.device)
+        self.pages = table.long()
+        page = self.pages.gather(1, self.positions.div(page_size, rounding_mode="floor"))
+        self.slots = (page * page_size + self.positions % page_size).flatten()
+
+    def append(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        k_cache.flatten(0, 1)[self.slots] = k.flatten(0, 1)
+        v_cache.flatten(0, 1)[self.slots] = v.flatten(0, 1)
+
+
+def plan(step: Step, shape: Shape) -> Attend:
+    """The attention of this shape for this step."""
+    where = Slots(step, shape)
+    keys = torch.arange(step.table.shape[1] * shape.page_size, device=step.table.device)
+    visible = keys <= where.positions[:, :, None]
+    if shape.window >= 0:
+        visible &= keys >= where.positions[:, :, None] - shape.window
+    hidden = torch.full((), -torch.inf, dtype=shape.dtype, device=step.table.device)
+    # additive, as the kernels turn a boolean mask into one at every call
+    mask = torch.where(visible, hidden.new_zeros(()), hidden)[:, None]  # [b, 1, q_len, keys]
+
+    def attend(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if k is not None and v is not None:
+            where.append(k_cache, v_cache, k, v)
+        return _attend(q, k_cache[where.pages].flatten(1, 2), v_cache[where.pages].flatten(1, 2), mask, shape)
+
+    return attend
+
+
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, shape: Shape
+) -> torch.Tensor:
+    """keys, values [b, keys, kv_heads, head_dim]."""
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    queries = q.transpose(1, 2)
+    if shape.q_len == 1:
+        # the query heads that share a key head become its queries: nothing is copied
+        queries = q.reshape(shape.batch, shape.kv_heads, shape.group, shape.head_dim)
+    elif shape.group > 1:
+        keys = keys.repeat_interleave(shape.group, dim=1)
+        values = values.repeat_interleave(shape.group, dim=1)
+    if shape.softcap:
+        out = _attend_capped(queries, keys, values, mask, shape.scale, shape.softcap)
+    else:
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=shape.scale)
+    return out.reshape(q.shape) if shape.q_len == 1 else out.transpose(1, 2).contiguous()
+
+
+def _attend_capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
+) -> torch.Tensor:
+    """Attention whose scores are capped, which SDPA cannot do: all scores are held in memory."""
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    scores = softcap * torch.tanh(scores / softcap) + mask
+    return scores.softmax(-1).to(v.dtype) @ v

@@ -1,0 +1,250 @@
+"""Attention over pages with the Triton kernels of ``paged_kernels``: what is decided on the host, and the launches.
+
+Nothing here waits for the device: how keys are shared out over programs is planned by a kernel, once per step.
+A launch goes past Triton's look-ups for arguments (tens of microseconds a call) to the kernel compiled for this shape;
+tensors that are not aligned to 16 bytes, for which that kernel was not compiled, take the long way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from model_worker.engines.paged_step import Attend, Shape, Step
+
+MOST_SPLIT_QUERIES = 16
+_LOG2_ITEMS = 13  # work items times sequences that one program of the planning kernel handles
+
+
+@cache
+def kernels() -> ModuleType | None:
+    """The kernels, or None where there is no Triton."""
+    try:
+        from model_worker.engines import paged_kernels
+    except ImportError:
+        return None
+    return paged_kernels
+
+
+def _interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tile sizes of a kernel: rows, keys; warps and pipeline stages."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+def _power(n: int, least: int = 16) -> int:
+    return max(least, 1 << (n - 1).bit_length())
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have."""
+    if device.type != "cuda":
+        return 1 << 30
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def _fitting(blocks: Blocks, shape: Shape, device: torch.device) -> Blocks:
+    """Fewer stages, then fewer keys, until keys and values of all stages fit with the queries."""
+    dim, size = _power(shape.head_dim), shape.dtype.itemsize
+    m, n, stages = blocks.m, min(blocks.n, shape.page_size), blocks.stages
+    while (2 * stages * n + m) * dim * size > _shared_memory(device) - 4096:
+        if stages > 2:
+            stages -= 1
+        elif n > 16:
+            n //= 2
+        elif m > 16:
+            m //= 2
+        else:
+            break
+    return Blocks(m, n, blocks.warps, stages)
+
+
+def split_blocks(shape: Shape, device: torch.device) -> Blocks:
+    rows = min(_power(shape.q_len * shape.group), 64)
+    return _fitting(Blocks(rows, 64 if shape.head_dim > 64 else 128, 4, 3), shape, device)
+
+
+def prompt_blocks(shape: Shape, device: torch.device) -> Blocks:
+    wide = shape.head_dim > 64
+    rows = 128
+    if -(-shape.q_len * shape.group // rows) * shape.kv_heads * shape.batch < _multiprocessors(device):
+        rows = 64
+    return _fitting(Blocks(rows, 64, 8 if wide and rows == 128 else 4, 3), shape, device)
+
+
+def split_parts(shape: Shape, device: torch.device, tiles: int) -> tuple[int, int]:
+    """Work items per key head aimed at, and the fewest keys worth one."""
+    return max(1, 2 * _multiprocessors(device) // (shape.kv_heads * tiles)), 128
+
+
+class _Scratch:
+    """Memory that one device's launches share, as they run one after another on its stream."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[torch.device, str], torch.Tensor] = {}
+
+    def get(self, device: torch.device, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        found = self._kept.get((device, name))
+        if found is None or found.numel() < count:
+            # never used at its start's content but for the counters, which every use leaves at zero
+            found = self._kept[device, name] = torch.zeros(count, dtype=dtype, device=device)
+        return found
+
+
+_scratch = _Scratch()
+_compiled: dict[tuple[object, ...], Any] = {}
+Launch = Callable[..., None]
+
+
+def _launcher(kernel: Any, device: torch.device, dtype: torch.dtype, grid: tuple[int, int, int], **meta: Any) -> Launch:
+    """A function of the kernel's arguments, pointers as tensors or as aligned addresses; constants are in ``meta``.
+
+    Its last argument says whether all pointers are aligned to 16 bytes.
+    """
+    options = {name: meta.pop(name) for name in ("num_warps", "num_stages") if name in meta}
+    constants = tuple(meta.values())
+    key = (kernel.__name__, device, dtype, constants, tuple(options.values()))
+    found = _compiled.get(key)
+    fast = found[grid] if found is not None else None
+
+    def launch(tensors: tuple[torch.Tensor, ...], *scalars: float) -> None:
+        nonlocal fast
+        addresses = [t.data_ptr() for t in tensors]
+        together = 0
+        for address in addresses:
+            together |= address
+        if fast is not None and not together & 15:
+            fast(*addresses, *scalars, *constants)
+            return
+        made = kernel[grid](*tensors, *scalars, *constants, **options)
+        if made is not None and not together & 15 and not _interpreted():
+            _compiled[key] = made
+            fast = made[grid]
+
+    return launch
+
+
+def plan(step: Step, shape: Shape) -> Attend | None:
+    """The attention of this shape for this step; None if the kernels cannot do it."""
+    found, device = kernels(), step.table.device
+    if found is None or shape.head_dim > 256 or shape.page_size % 16 or shape.page_size & (shape.page_size - 1):
+        return None
+    if step.lengths.dtype != torch.int32 or step.table.dtype != torch.int32 or step.table.stride(1) != 1:
+        return None
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < (8, 0) or shape.dtype not in (torch.float16, torch.bfloat16):
+            return None
+    elif not _interpreted():
+        return None
+    make = _plan_split if shape.q_len <= MOST_SPLIT_QUERIES else _plan_prompt
+    attend = make(found, step, shape)
+    if device.type != "cuda" or torch.cuda.device_count() == 1:
+        return attend
+
+    def on_its_device(*tensors: Any) -> torch.Tensor:
+        with torch.cuda.device(device):
+            return attend(*tensors)
+
+    return on_its_device
+
+
+def _plan_split(found: Any, step: Step, shape: Shape) -> Attend:
+    device, batch = step.table.device, shape.batch
+    blocks = split_blocks(shape, device)
+    tiles = -(-shape.q_len * shape.group // blocks.m)
+    parts, least = split_parts(shape, device, tiles)
+    width = step.table.shape[1] * shape.page_size
+    # one sequence has no more parts than its pages can fill
+    parts = max(1, min(parts, batch * -(-width // least)))
+    items = parts + batch
+    work = torch.empty(items * 8, dtype=torch.int32, device=device)
+    rows = _power(batch)
+    at_once = max(1, min(_power(items), (1 << _LOG2_ITEMS) // rows))
+    windowed = shape.window >= 0
+    _launcher(
+        found.schedule, device, shape.dtype, (-(-items // at_once), 1, 1),
+        APPENDS=shape.appends, WINDOWED=windowed, BLOCK_B=rows, BLOCK_N=blocks.n, ITEMS=at_once, num_warps=4,
+    )((step.lengths, work), batch, shape.q_len, shape.window, parts, least)  # fmt: skip
+    dim = _power(shape.head_dim)
+    cells = items * shape.kv_heads * tiles * blocks.m
+    part_acc = _scratch.get(device, "acc", cells * dim, torch.float32)
+    part_top = _scratch.get(device, "top", cells, torch.float32)
+    part_total = _scratch.get(device, "total", cells, torch.float32)
+    done = _scratch.get(device, "done", batch * shape.kv_heads * tiles, torch.int32)
+    merge_rows = min(blocks.m, _power(shape.q_len * shape.group, 1))
+    launch = _launcher(
+        found.split, device, shape.dtype, (items, shape.kv_heads, tiles),
+        KV_HEADS=shape.kv_heads, GROUP=shape.group, DIM=shape.head_dim, PAGE=shape.page_size,
+        APPENDS=shape.appends, WINDOWED=windowed, CAPPED=shape.softcap != 0,
+        BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_D=dim, BLOCK_NEW=_power(shape.q_len),
+        MERGE_ROWS=merge_rows, MERGE_PARTS=max(1, 8192 // (merge_rows * dim)),
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    shared = (step.table, step.lengths, work, part_acc, part_top, part_total, done)
+    scalars = (shape.q_len, step.table.stride(0), shape.window, shape.scale, shape.softcap)
+
+    def attend(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = torch.empty_like(q)
+        launch((q, k_cache, v_cache, q if k is None else k, q if v is None else v, out, *shared), *scalars)
+        return out
+
+    return attend
+
+
+def _plan_prompt(found: Any, step: Step, shape: Shape) -> Attend:
+    device = step.table.device
+    blocks = prompt_blocks(shape, device)
+    tiles = -(-shape.q_len * shape.group // blocks.m)
+    launch = _launcher(
+        found.prompt, device, shape.dtype, (shape.kv_heads * shape.batch, tiles, 1),
+        KV_HEADS=shape.kv_heads, GROUP=shape.group, DIM=shape.head_dim, PAGE=shape.page_size,
+        APPENDS=shape.appends, WINDOWED=shape.window >= 0, CAPPED=shape.softcap != 0,
+        BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_D=_power(shape.head_dim),
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    scalars = (shape.q_len, step.table.stride(0), shape.window, shape.scale, shape.softcap)
+    numbers = shape.kv_heads * shape.head_dim
+    write = _launcher(
+        found.append, device, shape.dtype, (shape.q_len, shape.batch, 1),
+        WIDTH=numbers, PAGE=shape.page_size, BLOCK_W=_power(numbers), num_warps=4,
+    )  # fmt: skip
+
+    def attend(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if k is not None and v is not None:
+            write((k_cache, v_cache, k, v, step.table, step.lengths), shape.q_len, step.table.stride(0))
+        out = torch.empty_like(q)
+        launch((q, k_cache, v_cache, out, step.table, step.lengths), *scalars)
+        return out
+
+    return attend
