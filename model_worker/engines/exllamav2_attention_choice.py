@@ -15,6 +15,8 @@ import torch
 
 from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import extension, one_line, paged_attention
+from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.model_shape import read_shape
 
 
 @dataclass(frozen=True)
@@ -98,21 +100,26 @@ def _choose_attention() -> str:
         except Exception as e:  # a build for another torch: the package would not survive the import
             why = f"flash-attn does not load: {one_line(e)}"
     paged_attention.install()
-    compiled: Any = sys.modules["flash_attn_2_cuda"]
-    if not hasattr(compiled, "fwd_kvcache"):
-        compiled.fwd_kvcache = _fwd_kvcache
     return f"{paged_attention.NAME}; {why}"
 
 
-def _fwd_kvcache(
-    q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, seqlens: Any, _cos: Any, _sin: Any, _batch_index: Any,
-    _leftpad: Any, block_table: Any, _alibi: Any, out: Any, scale: float, causal: bool, *_rest: Any,
-) -> None:  # fmt: skip
-    """flash-attn's compiled function of this name, which the package's tensor parallel code calls from C++: attention
-    over pages, written into ``out`` [b, q_len, heads, head_dim]."""
-    out.copy_(
-        paged_attention.flash_attn_with_kvcache(
-            q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, cache_seqlens=seqlens, block_table=block_table,
-            causal=causal, softmax_scale=scale,
-        )
-    )  # fmt: skip
+def check_attention(package: Package, directory: ModelDir, gpus: int, progress: ProgressCallback) -> str:
+    """Try the attention that this model will get on each GPU. What it is, and why it is not flash-attn, for people."""
+    if not paged_attention.is_installed():
+        return package.attention
+    shape, config = read_shape(directory), directory.text_config
+    window, softcap = config.get("sliding_window"), config.get("attn_logit_softcapping")
+    found = ""
+    for index in range(gpus):
+        progress("compiling attention", index, gpus)
+        for size in [window, -1] if isinstance(window, int) else [-1]:  # some models have layers of both kinds
+            found = paged_attention.check(
+                torch.device("cuda", index),
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                window=size,
+                softcap=float(softcap or 0.0),
+            )
+    progress("compiling attention", gpus, gpus)
+    return found + package.attention.removeprefix(paged_attention.NAME)

@@ -15,7 +15,7 @@ import torch
 
 from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import one_line, vram
-from model_worker.engines.exllamav2_attention_choice import Package, import_package
+from model_worker.engines.exllamav2_attention_choice import Package, check_attention, import_package
 from model_worker.engines.exllamav2_check import check_cache, check_directory, check_parallel, open_draft
 from model_worker.engines.exllamav2_lora import check_adapter, load_adapters
 from model_worker.engines.exllamav2_options import ExLlamaV2Options, Sizes, sizes_of
@@ -71,8 +71,8 @@ class Loaded:
 def load(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir, progress: ProgressCallback) -> Loaded:
     """Load onto the visible GPUs: one as it is, several by layers or, if asked for, by tensors.
 
-    Raises LoadError. progress: phase "compiling ExLlamaV2" (steps) if nobody has, "loading draft" and "loading"
-    (modules), "loading lora" (adapters).
+    Raises LoadError. progress: phase "compiling ExLlamaV2" (steps) if nobody has, "compiling attention" (GPUs),
+    "loading draft" and "loading" (modules), "loading lora" (adapters).
     """
     check_directory(directory)
     check_cache(directory, options.cache_mode)
@@ -89,6 +89,7 @@ def load(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir, progr
     refusal = vram.refusal(needs, sum(free for free, _ in memory), sum(total for _, total in memory), options, sizes)
     if needs.total > sum(free for free, _ in memory):
         raise refusal
+    attention = check_attention(package, directory, gpus, progress)
     _keep_rope_to_context()
     config = _config(package, directory, options.rope_scale, options.rope_alpha, sizes)
     core, draft_model, draft_cache = package.core, None, None
@@ -121,7 +122,7 @@ def load(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir, progr
     return Loaded(
         core=core,
         generator=package.generator,
-        attention=package.attention,
+        attention=attention,
         model=model,
         cache=cache,
         tokenizer=tokenizer,

@@ -229,7 +229,8 @@ def test_adapters_that_do_not_fit(model: Path, tmp_path: Path) -> None:
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         adapter = write_adapter(tmp_path / "lora")
         (tmp_path / "lora" / name).rename(tmp_path / "lora" / "adapter_model.bin")
-        refused(lambda adapter=adapter: check_adapter(adapter, directory), f"lora {tmp_path / 'lora'}: ", name)
+        with pytest.raises(LoadError, match=rf"lora {tmp_path}/lora: .*{name}"):
+            check_adapter(adapter, directory)
     edit_json(model / "config.json", architectures=["Gemma2ForCausalLM"])
     refused(lambda: check_adapter(write_adapter(tmp_path / "lora"), ModelDir(str(model))), "Gemma2ForCausalLM")
 
@@ -248,7 +249,7 @@ class Fake:
 
         class Model:
             def __init__(self, config: Any) -> None:
-                self.config, self.cache_map = config, {}
+                self.config = config
 
             def load(self, split: Any = None, *, callback: Callable[[int, int], None]) -> None:
                 fake.called("load", split)
@@ -283,6 +284,7 @@ class Fake:
         package = Package(core, types.SimpleNamespace(ExLlamaV2DynamicGenerator=self.generator), "stand-in")
         monkeypatch.setattr(exllamav2_load, "import_package", lambda progress: package)
         monkeypatch.setattr(exllamav2_load, "expand_segments", lambda: None)
+        monkeypatch.setattr(exllamav2_load, "check_attention", lambda package, *_: package.attention)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         memory = int(free * GIB), 24 * GIB
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index=0: memory)
@@ -306,7 +308,13 @@ def run(asked: EngineSpec, phases: dict[str, list[tuple[int, int]]] | None = Non
 
 def test_one_gpu_is_loaded_plainly(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake, phases = Fake(monkeypatch), dict[str, list[tuple[int, int]]]()
-    options = {"cache_mode": "Q6", "ngram_draft": True, "draft_tokens": 3, "rope_alpha": 2.5, "rope_scale": 1.5}
+    options: dict[str, Any] = {
+        "cache_mode": "Q6",
+        "ngram_draft": True,
+        "draft_tokens": 3,
+        "rope_alpha": 2.5,
+        "rope_scale": 1.5,
+    }
     loaded = run(spec(model, context=300, **options), phases)
     assert fake.calls == [("load", None), ("cache", ("ExLlamaV2Cache_Q6", 2048))]
     assert phases == {"loading": [(0, 2), (1, 2), (2, 2)]}
@@ -426,6 +434,24 @@ def test_a_flash_attn_that_does_not_load_is_replaced_and_said(tmp_path: Path, mo
     assert installed == [True]
     assert "flash-attn does not load: flash_attn_2_cuda.so: undefined symbol" in text
     assert "\n" not in text
+
+
+def test_attention_is_tried_for_the_models_shape_on_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path, sliding_window=128, attn_logit_softcapping=50.0)
+    tried: list[tuple[Any, ...]] = []
+
+    def check(device: torch.device, **shape: Any) -> str:
+        tried.append((device.index, *shape.values()))
+        return "kernels"
+
+    monkeypatch.setattr(paged_attention, "check", check)
+    package, directory = Package(None, None, f"{paged_attention.NAME}; flash-attn is missing"), ModelDir(str(tmp_path))
+    monkeypatch.setattr(paged_attention, "is_installed", lambda: False)
+    assert exllamav2_attention_choice.check_attention(package, directory, 2, lambda *_: None) == package.attention
+    monkeypatch.setattr(paged_attention, "is_installed", lambda: True)
+    text = exllamav2_attention_choice.check_attention(package, directory, 2, lambda *_: None)
+    assert text == "kernels; flash-attn is missing"
+    assert tried == [(gpu, 4, 2, 64, window, 50.0) for gpu in (0, 1) for window in (128, -1)]
 
 
 def test_no_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
