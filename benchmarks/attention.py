@@ -2,11 +2,11 @@
 
     python -m benchmarks.attention          needs a CUDA device; about five minutes, half of it compiling
 
-Heads of the 1B (32 query, 8 key heads of 64) and the 8B (32, 8 of 128), fp16, pages of 256 tokens strewn over the cache.
-Decoding: one new token for each of 1, 8, 32 and 64 sequences of 200 to 8,000 tokens. Prompts: chunks of 256 to 2,048
-tokens of one sequence behind 0 to 8,000. Times of the device: CUDA graphs of calls on four caches in turn, as layers have
-them, medians of replays, ours and PyTorch's in turn. "with append": the call also writes the new keys and values into the
-pages, which PyTorch's call never has to. Host: one call of ``flash_attn_with_kvcache`` in Python, device idle or not.
+Heads of the 1B (32 query, 8 key heads of 64) and the 8B (32, 8 of 128), fp16, pages of 256 tokens strewn over the
+cache. Decoding: one new token for each of 1, 8, 32 and 64 sequences of 200 to 8,000 tokens. Prompts: chunks of 256 to
+2,048 tokens of one sequence behind 0 to 8,000. Device times: CUDA graphs of calls on four caches in turn, as layers have
+them, medians of replays, ours and PyTorch's in turn. "with append": the call also writes the new keys and values into
+the pages, which PyTorch's call never does. Host: one call of ``flash_attn_with_kvcache`` as Python makes it.
 """
 
 import random
@@ -49,7 +49,10 @@ def graph_of(call: Call) -> torch.cuda.CUDAGraph:
 
 def device_times(calls: list[Call], replays: int = 9) -> list[float]:
     """Median microseconds on the device of each of the calls, measured in turn."""
-    graphs = [graph_of(call) for call in calls]
+    graphs, steps = [], []
+    for call in calls:
+        graphs.append(graph_of(call))
+        steps.append(dict(paged_attention._steps))  # whose tensors the graph reads
     times: list[list[float]] = [[] for _ in calls]
     for replay in range(replays + 2):
         for graph, found in zip(graphs, times, strict=True):
