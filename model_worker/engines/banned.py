@@ -57,7 +57,7 @@ class BannedStrings:
     stops    strings that end the answer
     minimum  tokens in which no stop string is looked for
     limit    tokens that the answer may have
-    healed   the first token heals the prompt (engines/healing): it comes with ``minimum`` and ``limit`` more
+    healed   the first token heals the prompt (engines/healing): it is none of ``minimum`` and ``limit``
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class BannedStrings:
         self._banned = tuple(fold(string) for string in banned if string)
         self._longest = max(map(len, self._banned), default=1)
         self._stops = tuple(stops)
-        self._minimum = minimum + healed
+        self._minimum = minimum + healed if minimum else 0
         self._healed = healed
         self._left = limit + MOST_IN_A_ROW
         self._in_a_row = 0

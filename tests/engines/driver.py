@@ -3,8 +3,9 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from model_worker.engine import Delta, Engine, Finished, Job
+from model_worker.engine import Delta, Engine, Finished, Job, TokenLogprob
 from protocol.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -21,6 +22,7 @@ class Outcome:
     text: str = ""
     ids: list[int] = field(default_factory=list)
     deltas: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finished: Finished | None = None
     cancelled: bool = False
 
@@ -43,9 +45,11 @@ class Driver:
         max_new_tokens: int = 64,
         sampling: SamplingParams = GREEDY,
         stop: Sequence[str] = (),
+        **fields: Any,
     ) -> Outcome:
+        """``fields``: the job's others."""
         ids = self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        job = Job(next(_job_ids), tuple(ids), max_new_tokens, sampling, tuple(stop))
+        job = Job(next(_job_ids), tuple(ids), max_new_tokens, sampling, tuple(stop), **fields)
         self.engine.submit(job)
         outcome = self.outcomes[job.id] = Outcome(job)
         return outcome
@@ -61,6 +65,11 @@ class Driver:
             assert outcome.finished is None, "event after the last one"
             outcome.text += event.text
             outcome.ids += event.token_ids
+            outcome.logprobs += event.logprobs
+            if outcome.job.top_logprobs is None:
+                assert not event.logprobs
+            else:
+                assert [logprob.token_id for logprob in event.logprobs] == list(event.token_ids)
             if isinstance(event, Delta):
                 assert event.token_ids or event.text
                 outcome.deltas.append(event.text)
@@ -91,9 +100,15 @@ class Driver:
         assert self.engine.step() == []
 
 
-def answer(engine: Engine, prompt: str | Sequence[int], max_new_tokens: int = 64, **kwargs: object) -> Outcome:
+def answer(
+    engine: Engine,
+    prompt: str | Sequence[int],
+    max_new_tokens: int = 64,
+    sampling: SamplingParams = GREEDY,
+    **fields: Any,
+) -> Outcome:
     """One job, alone, to its end."""
     driver = Driver(engine)
-    outcome = driver.submit(prompt, max_new_tokens, **kwargs)  # type: ignore[arg-type]
+    outcome = driver.submit(prompt, max_new_tokens, sampling, **fields)
     driver.run()
     return outcome

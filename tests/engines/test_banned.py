@@ -216,6 +216,8 @@ def test_text_held_for_a_stop_string_may_be_banned_at_the_end() -> None:
 def test_stop_strings_are_not_looked_for_in_the_first_tokens() -> None:
     answer = say(["z"], [["a"], ["b"], ["a"], ["c"]], stops=["a"], minimum=2)
     assert (answer.text, len(answer.ids), answer.reason) == ("ab", 3, "stop")
+    answer = say(["z"], [["ha"], ["a"]], stops=["a"], healed=True)
+    assert (answer.text, len(answer.ids), answer.reason) == ("h", 1, "stop")
     answer = say(["z"], [["h"], ["a"], ["b"], ["a"], ["c"]], stops=["a"], minimum=2, healed=True)
     assert (answer.text, len(answer.ids), answer.reason) == ("hab", 4, "stop")
 

@@ -1,0 +1,437 @@
+"""What a request may ask for beyond a prompt: the same for every engine that offers it, skipped by name where one does
+not."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from model_worker.demo_models.corpus import (
+    LETTERS_TEST_LONG_ANSWERS,
+    LETTERS_TEST_PROMPTS,
+    STORIES_TEST_REQUESTS,
+)
+from model_worker.engine import Engine, Job
+from protocol.errors import ErrorCode, RequestError
+from protocol.request import ChatMessage, SamplingParams
+from tests.engines.conftest import DEMO_MODELS
+from tests.engines.driver import GREEDY, Driver, answer
+
+PROMPT, ANSWER = LETTERS_TEST_PROMPTS[1]
+assert (PROMPT, ANSWER) == ("count: 7 8 9 ->", " 10 11 12 13 14 15 16 17")
+COUNT, COUNTED = LETTERS_TEST_LONG_ANSWERS[1]
+
+
+def need(engine: Engine, *names: str) -> None:
+    missing = set(names) - engine.capabilities.offered
+    if missing:
+        pytest.skip(f"not offered by this engine: {', '.join(sorted(missing))}")
+
+
+def greedy(**fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, **fields)
+
+
+def story(engine: Engine, number: int = 0) -> tuple[list[int], str]:
+    request, text = STORIES_TEST_REQUESTS[number]
+    return engine.encode_chat([ChatMessage(role="user", content=request)]), text
+
+
+# where an answer ends
+
+
+def test_min_tokens_are_exact(letters: Engine) -> None:
+    need(letters, "min_tokens")
+    plain = answer(letters, PROMPT)
+    eos, size = plain.ids[-1], len(plain.ids)
+    assert plain.reason == "stop"
+    same = answer(letters, PROMPT, min_new_tokens=size - 1)
+    assert (same.ids, same.reason) == (plain.ids, "stop"), "the end token may come right behind the least"
+    longer = answer(letters, PROMPT, 200, min_new_tokens=size + 20)
+    assert longer.ids[: size - 1] == plain.ids[:-1]
+    assert eos not in longer.ids[: size + 20]
+    assert longer.text.startswith(ANSWER)
+    both = answer(letters, PROMPT, size + 7, min_new_tokens=size + 7)
+    assert (len(both.ids), both.reason) == (size + 7, "length")
+
+
+def test_stop_strings_are_looked_for_behind_min_tokens(letters: Engine) -> None:
+    need(letters, "min_tokens")
+    ids = answer(letters, PROMPT).ids
+    early = next(n for n in range(len(ids)) if " 11" in letters.decode(ids[:n]))
+    outcome = answer(letters, PROMPT, stop=[" 1"], min_new_tokens=early)
+    assert (outcome.text, outcome.reason) == (" 10 11", "stop")
+    assert len(outcome.ids) > early
+    assert answer(letters, PROMPT, stop=[" 11"], min_new_tokens=early).text == ANSWER, "it was over by then"
+
+
+def test_stop_token_ids_end_the_answer(letters: Engine) -> None:
+    need(letters, "stop_token_ids", "min_tokens")
+    ids = answer(letters, PROMPT).ids
+    chosen = ids[5]
+    outcome = answer(letters, PROMPT, stop_token_ids=(chosen, ids[7]))
+    size = ids.index(chosen) + 1
+    assert (outcome.ids, outcome.reason) == (ids[:size], "stop")
+    assert outcome.text == letters.decode(ids[: size - 1]), "an end token's text is not delivered, its id is"
+    later = answer(letters, PROMPT, stop_token_ids=(chosen,), min_new_tokens=12)
+    assert chosen not in later.ids[:12]
+
+
+def test_text_held_for_a_stop_string_comes_with_a_stop_token(letters: Engine) -> None:
+    need(letters, "stop_token_ids")
+    ids = answer(letters, PROMPT).ids
+    outcome = answer(letters, PROMPT, stop=[" 10 1x"], stop_token_ids=(ids[3],))
+    assert outcome.text == letters.decode(ids[:3])
+
+
+def test_ignore_eos(letters: Engine) -> None:
+    need(letters, "ignore_eos", "stop_token_ids")
+    plain = answer(letters, PROMPT)
+    outcome = answer(letters, PROMPT, 60, greedy(ignore_eos=True))
+    assert (len(outcome.ids), outcome.reason) == (60, "length")
+    assert plain.ids[-1] not in outcome.ids
+    assert outcome.text.startswith(ANSWER)
+    stopped = answer(letters, PROMPT, 60, greedy(ignore_eos=True), stop_token_ids=(plain.ids[2],))
+    assert stopped.reason == "stop"
+
+
+# log-probabilities
+
+
+def test_logprobs_are_those_of_the_model(letters: Engine) -> None:
+    need(letters, "logprobs", "top_logprobs")
+    plain = answer(letters, PROMPT)
+    outcome = answer(letters, PROMPT, top_logprobs=20)
+    assert outcome.ids == plain.ids
+    for told in outcome.logprobs:
+        assert told.top[0] == (told.token_id, told.logprob), "a greedy token is the likeliest"
+        assert len(told.top) == 20
+        assert len({token for token, _ in told.top}) == 20
+        values = [logprob for _, logprob in told.top]
+        assert values == sorted(values, reverse=True)
+        assert math.exp(values[0]) > 0.7, "the demo models are sure of these prompts"
+        assert sum(map(math.exp, values)) <= 1 + 1e-4
+    chosen = answer(letters, PROMPT, top_logprobs=0)
+    assert [told.top for told in chosen.logprobs] == [()] * len(plain.ids)
+    expected = [told.logprob for told in outcome.logprobs]
+    assert [told.logprob for told in chosen.logprobs] == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 5.0, "seed": 4},
+        {"temperature": 3.0, "seed": 5, "top_p": 0.9, "repetition_penalty": 2.0, "presence_penalty": 1.0},
+        {"temperature": 0.0, "logit_bias": {50: 100.0}},
+    ],
+)
+def test_logprobs_equal_an_independent_computation(letters: Engine, engine_name: str, options: dict[str, Any]) -> None:
+    """Before penalties, bias and temperature, whatever those made of them."""
+    need(letters, "logprobs", *options)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    outcome = answer(letters, PROMPT, 24, SamplingParams(**options), top_logprobs=3)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODELS / "letters", dtype=torch.float32)
+    ids = [*outcome.job.prompt_ids, *outcome.ids]
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)[len(outcome.job.prompt_ids) - 1 :]
+    tolerance = 1e-3 if engine_name == "transformers" else 0.2  # half precision, in logits of up to about 20
+    for told, row in zip(outcome.logprobs, expected, strict=False):
+        assert told.logprob == pytest.approx(float(row[told.token_id]), abs=tolerance)
+        for token, logprob in told.top:
+            assert logprob == pytest.approx(float(row[token]), abs=tolerance)
+        assert told.top[0][1] == pytest.approx(float(row.max()), abs=tolerance)
+
+
+def test_asking_for_logprobs_changes_nothing(letters: Engine) -> None:
+    need(letters, "logprobs")
+    hot = SamplingParams(temperature=5.0, seed=11)
+    assert answer(letters, PROMPT, 24, hot, top_logprobs=5).ids == answer(letters, PROMPT, 24, hot).ids
+
+
+# which tokens may be drawn
+
+
+def test_biases_force_and_forbid(letters: Engine) -> None:
+    need(letters, "logit_bias", "banned_tokens", "allowed_tokens")
+    ids = answer(letters, PROMPT).ids
+    forced = answer(letters, PROMPT, 6, greedy(logit_bias={ids[2]: 100.0}))
+    assert (forced.ids, forced.reason) == ([ids[2]] * 6, "length")
+    for options in ({"logit_bias": {ids[0]: -100.0}}, {"banned_tokens": (ids[0],)}):
+        for sampling in (greedy(**options), SamplingParams(temperature=5.0, seed=3, **options)):  # type: ignore[arg-type]
+            assert ids[0] not in answer(letters, PROMPT, 40, sampling).ids
+    allowed = answer(letters, PROMPT, 40, SamplingParams(temperature=10.0, allowed_tokens=tuple(ids[:4]), seed=1))
+    assert set(allowed.ids) <= set(ids[:4])
+    assert (len(allowed.ids), allowed.reason) == (40, "length"), "the end token is not among them"
+
+
+# token healing
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"), [("count: 7 8 9 -> ", ANSWER[1:]), (PROMPT, ANSWER), ("sort: d b a c", "")]
+)
+def test_a_prompt_that_ends_inside_a_word_is_healed(letters: Engine, prompt: str, text: str) -> None:
+    need(letters, "token_healing")
+    outcome = answer(letters, prompt, 40, token_healing=True)
+    whole = letters.encode(prompt.rstrip(" "))
+    assert prompt + outcome.text == prompt.rstrip(" ") + answer(letters, whole, 40).text
+    assert outcome.text.startswith(text)
+
+
+def test_prompts_cut_inside_any_token_of_a_story(stories: Engine) -> None:
+    """The prompt ends with a token that is the beginning of the one that belongs there."""
+    need(stories, "token_healing")
+    prompt, text = story(stories)
+    ids = answer(stories, prompt, 400).ids
+    by_bytes = {stories.token_bytes(token): token for token in range(256 + 384)}
+    driver = Driver(stories)
+    cut = []
+    for place, token in enumerate(ids[:60]):
+        data = stories.token_bytes(token)
+        begins = [by_bytes[data[:size]] for size in range(1, len(data)) if data[:size] in by_bytes]
+        if begins:
+            shown = stories.decode(ids[:place])
+            known = len(stories.token_bytes(begins[-1]).decode())
+            outcome = driver.submit([*prompt, *ids[:place], begins[-1]], 400, token_healing=True)
+            cut.append((outcome, text[len(shown) + known :], ids[place + 1 :]))
+    assert len(cut) > 20
+    driver.run()
+    for outcome, rest, behind in cut:
+        assert (outcome.text, outcome.ids) == (rest, behind)
+
+
+def test_a_healed_token_counts_for_nothing(letters: Engine) -> None:
+    need(letters, "token_healing", "min_tokens", "logprobs")
+    full = answer(letters, PROMPT).ids
+    for size in (1, 2, 5):
+        outcome = answer(letters, PROMPT + " ", size, token_healing=True, top_logprobs=1)
+        assert (outcome.ids, outcome.reason) == (full[1 : size + 1], "length")
+        assert outcome.text == letters.decode(full[: size + 1])[1:]
+    least = len(full) - 2  # without the first and the end token
+    assert answer(letters, PROMPT + " ", token_healing=True, min_new_tokens=least).ids == full[1:]
+    assert len(answer(letters, PROMPT + " ", token_healing=True, min_new_tokens=least + 1).ids) > least + 1
+
+
+def test_prompts_that_are_not_healed(letters: Engine) -> None:
+    need(letters, "token_healing")
+    special = letters.encode("")
+    for prompt in ([5], [*letters.encode("a"), *special] if special else [5]):
+        assert answer(letters, prompt, 8, token_healing=True).ids == answer(letters, prompt, 8).ids
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [("1", ""), ("0 1", "1"), (" 10", ANSWER[1:]), (" 10x", ANSWER[1:]), (" 11", "10"), ("16 17 18", ANSWER[1:])],
+)
+def test_stop_strings_are_looked_for_in_what_is_new(letters: Engine, stop: str, text: str) -> None:
+    need(letters, "token_healing")
+    outcome = answer(letters, PROMPT + " ", stop=[stop], token_healing=True)
+    assert (outcome.text, outcome.reason) == (text, "stop")
+
+
+def test_healing_that_no_token_is_left_for_is_refused(letters: Engine) -> None:
+    need(letters, "token_healing", "allowed_tokens")
+    ids = tuple(letters.encode(PROMPT))
+    with pytest.raises(RequestError) as refused:
+        letters.submit(Job(1, ids, 5, greedy(allowed_tokens=(ids[1],)), token_healing=True))
+    assert refused.value.field == "token_healing"
+    Driver(letters).assert_idle()
+
+
+# banned strings
+
+
+@pytest.mark.parametrize(
+    ("banned", "kept"),
+    [
+        (["12"], " 10 11"),
+        (["12", "13", "99"], " 10 11"),
+        ([" 10 11 12"], ""),
+        (["0 11 12 1"], ""),
+        (["17"], " 10 11 12 13 14 15 16"),
+        ([" 1"], ""),
+    ],
+)
+def test_banned_strings_do_not_come(letters: Engine, banned: list[str], kept: str) -> None:
+    need(letters, "banned_strings")
+    outcome = answer(letters, PROMPT, 60, banned_strings=tuple(banned))
+    assert not any(string in outcome.text for string in banned)
+    assert outcome.text.startswith(kept)
+    assert outcome.text != ANSWER
+    assert outcome.reason in ("stop", "length")
+    assert outcome.text == letters.decode(outcome.ids)
+
+
+def test_what_is_banned_but_does_not_come_changes_nothing(letters: Engine, stories: Engine) -> None:
+    need(letters, "banned_strings", "logprobs")
+    plain = answer(letters, COUNT, 300)
+    outcome = answer(letters, COUNT, 300, banned_strings=("a", "10 12", "0 0", "  "), top_logprobs=0)
+    assert (outcome.ids, outcome.text, outcome.reason) == (plain.ids, plain.text, plain.reason)
+    assert len(outcome.deltas) > len(plain.deltas) / 3, "it is a stream"
+    prompt, text = story(stories)
+    outcome = answer(stories, prompt, 400, banned_strings=("shivers", "testament to", "🐻"))
+    assert outcome.text == text
+    assert not any("\ufffd" in delta for delta in outcome.deltas)
+
+
+def test_text_that_may_be_banned_comes_at_the_end(letters: Engine) -> None:
+    need(letters, "banned_strings")
+    outcome = answer(letters, PROMPT, banned_strings=("16 17 18",), stop=["17 18"])
+    assert (outcome.text, outcome.reason) == (ANSWER, "stop")
+    size = len(outcome.ids) - 3
+    cut = answer(letters, PROMPT, size, banned_strings=("16 17",))
+    assert (cut.ids, cut.reason) == (outcome.ids[:size], "length")
+
+
+@pytest.mark.parametrize("banned", ["MIA", "the FOX", "🦊", "Once"])
+def test_case_and_characters_of_many_tokens(stories: Engine, banned: str) -> None:
+    need(stories, "banned_strings")
+    prompt, _ = story(stories)
+    outcome = answer(stories, prompt, 120, banned_strings=(banned,))
+    assert banned.casefold() not in outcome.text.casefold()
+    assert outcome.text
+    assert stories.decode(outcome.ids).rstrip("\ufffd") == outcome.text.rstrip("\ufffd")
+
+
+def test_a_banned_string_that_the_last_token_completes(letters: Engine) -> None:
+    need(letters, "banned_strings")
+    ids = answer(letters, PROMPT).ids
+    size = next(n for n in range(len(ids)) if "13" in letters.decode(ids[:n]))
+    outcome = answer(letters, PROMPT, size, banned_strings=("13",))
+    assert "13" not in outcome.text
+    assert outcome.reason == "stop" or len(outcome.ids) == size
+    assert outcome.text.startswith(" 10 11 12")
+
+
+def test_banned_strings_meet_stop_strings(letters: Engine) -> None:
+    need(letters, "banned_strings")
+    outcome = answer(letters, PROMPT, banned_strings=("13 14",), stop=["13"])
+    assert (outcome.text, outcome.reason) == (" 10 11 12 ", "stop"), "what a stop string cuts off bans nothing"
+
+
+def test_going_back_does_not_disturb_others(letters: Engine) -> None:
+    need(letters, "banned_strings")
+    driver = Driver(letters)
+    prompts = LETTERS_TEST_PROMPTS[2:6]
+    kept = [driver.submit(prompt) for prompt, _ in prompts]
+    guarded = [driver.submit(PROMPT, 60, banned_strings=(banned,)) for banned in ("11", "12 13", "15")]
+    driver.step()
+    driver.cancel(driver.submit(PROMPT, 60, banned_strings=("10",)))
+    kept += [driver.submit(prompt) for prompt, _ in prompts]
+    doomed = driver.submit(PROMPT, 60, banned_strings=("10", " 1"))
+    for _ in range(4):
+        driver.step()
+    if doomed.finished is None:
+        driver.cancel(doomed)
+    driver.run()
+    assert [outcome.text for outcome in kept] == [text for _, text in prompts] * 2
+    for outcome in guarded:
+        assert outcome.text == answer(letters, PROMPT, 60, banned_strings=outcome.job.banned_strings).text
+    driver.assert_idle()
+
+
+def test_where_every_way_on_is_banned_the_answer_ends(letters: Engine) -> None:
+    need(letters, "banned_strings", "allowed_tokens")
+    ids = answer(letters, PROMPT).ids
+    outcome = answer(letters, PROMPT, 20, greedy(allowed_tokens=(ids[0],)), banned_strings=(" 1 1",))
+    assert (outcome.ids, outcome.reason) == ([], "banned_strings"), "the string begins with the first token"
+    nothing = answer(letters, PROMPT, 20, greedy(allowed_tokens=tuple(ids[:3])), banned_strings=("1", "0"))
+    assert (nothing.text, nothing.ids, nothing.reason) == ("", [], "banned_strings")
+    Driver(letters).assert_idle()
+
+
+def test_a_healed_token_may_be_gone_back_to(letters: Engine) -> None:
+    need(letters, "banned_strings", "token_healing")
+    outcome = answer(letters, PROMPT + " ", 30, banned_strings=("10 11",), token_healing=True)
+    assert "10 11" not in outcome.text
+    assert not outcome.text.startswith("10"), "it is the healed token in which the string began"
+
+
+def test_seeds_reproduce_answers_that_went_back(letters: Engine) -> None:
+    need(letters, "banned_strings", "presence_penalty")
+    hot = SamplingParams(temperature=3.0, seed=11, presence_penalty=0.5)
+    banned = tuple("123456789")
+    first = answer(letters, PROMPT, 24, hot, banned_strings=banned)
+    letters.reset()
+    assert answer(letters, PROMPT, 24, hot, banned_strings=banned).ids == first.ids
+    assert not set(first.text) & set(banned)
+
+
+# guidance
+
+
+def test_guidance_between_a_prompt_and_itself_changes_nothing(letters: Engine) -> None:
+    need(letters, "cfg_scale")
+    ids = tuple(letters.encode(PROMPT))
+    for scale in (0.5, 2.0):
+        assert answer(letters, PROMPT, sampling=greedy(cfg_scale=scale), negative_ids=ids).text == ANSWER
+
+
+def test_guidance_of_zero_is_the_other_prompt(letters: Engine) -> None:
+    need(letters, "cfg_scale")
+    other, text = LETTERS_TEST_PROMPTS[4]
+    outcome = answer(letters, PROMPT, sampling=greedy(cfg_scale=0.0), negative_ids=tuple(letters.encode(other)))
+    assert outcome.text == text
+
+
+# refusals
+
+ASKED: dict[str, Any] = {
+    "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "top_a": 0.2, "typical_p": 0.9, "tfs": 0.9, "skew": 1.0,
+    "smoothing_factor": 0.2, "temperature_last": True, "min_temp": 0.5, "max_temp": 2.0, "temp_exponent": 2.0,
+    "repetition_penalty": 1.2, "penalty_range": 64, "repetition_decay": 10, "frequency_penalty": 0.1,
+    "presence_penalty": 0.1, "dry_multiplier": 0.8, "dry_base": 2.0, "dry_allowed_length": 3, "dry_range": 64,
+    "dry_sequence_breakers": ("\n",), "xtc_probability": 0.5, "xtc_threshold": 0.2, "mirostat_mode": 2,
+    "mirostat_tau": 3.0, "mirostat_eta": 0.2, "logit_bias": {5: 1.0}, "banned_tokens": (5,), "allowed_tokens": (5, 6),
+    "ignore_eos": True, "cfg_scale": 1.5, "seed": 5,
+}  # fmt: skip
+OTHERS: dict[str, Any] = {
+    "min_tokens": {"min_new_tokens": 2}, "stop_token_ids": {"stop_token_ids": (5,)},
+    "banned_strings": {"banned_strings": ("x",)}, "token_healing": {"token_healing": True},
+    "logprobs": {"top_logprobs": 0}, "top_logprobs": {"top_logprobs": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*SamplingParams.model_fields, *OTHERS])
+def test_every_field_is_honoured_or_refused_by_name(letters: Engine, name: str) -> None:
+    sampling = SamplingParams(**{name: ASKED[name]}) if name in ASKED else GREEDY
+    job = Job(10**6, tuple(letters.encode(PROMPT)), 5, sampling, **OTHERS.get(name, {}))
+    if name == "cfg_scale":
+        job = replace(job, negative_ids=(5, 6))
+    if name in letters.capabilities.offered:
+        letters.submit(job)
+        while not any(event.job == job.id and hasattr(event, "finish_reason") for event in letters.step()):
+            pass
+    else:
+        with pytest.raises(RequestError) as refused:
+            letters.submit(job)
+        assert (refused.value.code, refused.value.field) == (ErrorCode.UNSUPPORTED, name)
+    Driver(letters).assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("logit_bias", {"logit_bias": {10**6: 1.0}}),
+        ("banned_tokens", {"banned_tokens": (10**6,)}),
+        ("allowed_tokens", {"allowed_tokens": (5, 10**6)}),
+        ("stop_token_ids", {"stop_token_ids": (10**6,)}),
+        ("banned_tokens", {"banned_tokens": tuple(range(448))}),
+        ("allowed_tokens", {"allowed_tokens": (2,), "ignore_eos": True}),
+        ("allowed_tokens", {"allowed_tokens": (2,), "min_new_tokens": 1}),
+        ("min_tokens", {"min_new_tokens": 9}),
+    ],
+)
+def test_ids_that_the_model_has_not_and_draws_of_nothing_are_refused(
+    letters: Engine, field: str, fields: dict[str, Any]
+) -> None:
+    sampling = {name: value for name, value in fields.items() if name in SamplingParams.model_fields}
+    job = {name: value for name, value in fields.items() if name not in SamplingParams.model_fields}
+    need(letters, *sampling, field)
+    with pytest.raises(RequestError) as refused:
+        letters.submit(Job(1, tuple(letters.encode(PROMPT)), 8, greedy(**sampling), **job))
+    assert refused.value.field == field
+    Driver(letters).assert_idle()
