@@ -229,6 +229,7 @@ import sys
 import model_worker.engines, model_worker.text
 import model_worker.engines.admission, model_worker.engines.model_dir
 import model_worker.engines.options, model_worker.engines.tokenizer
+import model_worker.engines.extension, model_worker.engines.vram, model_worker.engines.exllamav2_check
 assert not {"torch", "transformers", "exllamav2"} & set(sys.modules)
 """
     )
