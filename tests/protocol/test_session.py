@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.answers import CallState, StreamState
+from protocol.asking import generate_body
 from protocol.codec import decode, encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Cancel, Credit, Reply, Welcome
+from protocol.request import parse_generate
 from protocol.session import ClientSession
 from tests.protocol.scripted_peer import Event, delta, events, failed, finished
 
@@ -155,3 +158,57 @@ def test_a_reply_that_cannot_be_read_is_an_internal_error() -> None:
         assert isinstance(call, CallState)
         assert call.error is not None
         assert call.error.code is ErrorCode.INTERNAL
+
+
+ENTRY = [-0.25, b"caf\xc3", [[7, -0.25, b"caf\xc3"], [9, -1.5, b"x"]]]
+
+
+def test_logprobs_reach_the_reader_with_their_tokens() -> None:
+    session = session_with_window()
+    state = session.generate("letters", {"prompt": "x", "logprobs": True})
+    first = (state.id, 0, 0, (7,), {"text": "caf", "logprobs": [ENTRY]})
+    last = (state.id, 1, 2, (8, 9), {"finish_reason": "stop", "logprobs": [[-1.0, b"", []], [-2.0, b"y", []]]})
+    session.receive(encode(events(first, last)))
+    delta = session.take(state)
+    assert delta is not None
+    (told,) = delta.logprobs
+    assert (told.token_id, told.logprob, told.bytes, told.text) == (7, -0.25, b"caf\xc3", "caf\ufffd")
+    assert [(other.token_id, other.logprob, other.bytes) for other in told.top] == [
+        (7, -0.25, b"caf\xc3"),
+        (9, -1.5, b"x"),
+    ]
+    session.take(state)
+    assert [entry.token_id for entry in state.logprobs] == state.token_ids == [7, 8, 9]
+    assert [entry.logprob for entry in state.logprobs] == [-0.25, -1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        5,
+        "x",
+        [5],
+        [[]],
+        [ENTRY, ENTRY],
+        [[1, b"", []]],
+        [[-1.0, "text", []]],
+        [[-1.0, b"", [[7, -1.0]]]],
+        [[-1.0, b"", 5]],
+    ],
+)
+def test_logprobs_that_cannot_be_read_end_the_stream(entries: object) -> None:
+    session = session_with_window()
+    state = session.generate("letters", {"prompt": "x"})
+    session.receive(encode(events((state.id, 0, 0, (7,), {"text": "a", "logprobs": entries}))))
+    with pytest.raises(WireError, match="logprobs") as fault:
+        session.take(state)
+    assert fault.value.code is ErrorCode.INTERNAL
+
+
+def test_what_a_user_gives_becomes_what_the_wire_carries() -> None:
+    body = generate_body(
+        "x", None, None, None, (), {"logit_bias": {5: 1, "7": -2.0}, "banned_tokens": (1, 2), "seed": None, "zzz": 1}
+    )
+    assert body == {"prompt": "x", "logit_bias": {"5": 1, "7": -2.0}, "banned_tokens": (1, 2), "zzz": 1}
+    request = parse_generate(pack_body({name: value for name, value in body.items() if name != "zzz"}))
+    assert (request.logit_bias, request.banned_tokens) == ({5: 1.0, 7: -2.0}, (1, 2))

@@ -1,16 +1,20 @@
 """The worker's loop with an engine that can be computed and a link that only remembers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from model_worker.engine import Delta, EngineEvent, Finished, Job
+from model_worker.engine import Capabilities, Delta, EngineEvent, Finished, Job, TokenLogprob
 from model_worker.loop import SLACK_JOBS, WorkerLoop
 from protocol.codec import pack_body, unpack_event
 from protocol.messages import TERMINAL, CancelJob, EventEntry, EventFlag, JobMessage, Message, Shutdown
+from protocol.request import GenerateRequest
 from protocol.worker_spec import EngineSpec
 from tests.deterministic_engine import DeterministicEngine, answer
+
+EVERYTHING = frozenset(GenerateRequest.model_fields)
 
 
 class ScriptedLink:
@@ -138,9 +142,7 @@ def test_a_body_that_is_no_map_is_answered() -> None:
 
 class OffersLittle(DeterministicEngine):
     @property
-    def capabilities(self) -> Any:
-        from dataclasses import replace
-
+    def capabilities(self) -> Capabilities:
         return replace(super().capabilities, offered=frozenset({"temperature"}))
 
 
@@ -150,6 +152,98 @@ def test_what_the_engine_does_not_offer_is_refused_by_name_unless_neutral() -> N
     ((_, told),) = link.of(1, 1)
     assert (told["error"]["name"], told["error"]["field"]) == ("unsupported", "top_k")
     assert link.of(1, 2)[-1][1]["finish_reason"] == "length"
+
+
+class Remembers(DeterministicEngine):
+    """The jobs as they reached the engine; offers all that there is."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self.seen: list[Job] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, offered=super().capabilities.offered | EVERYTHING)
+
+    def encode(self, text: str) -> list[int]:
+        return [1, *text.encode()]
+
+    def submit(self, job: Job) -> None:
+        super().submit(job)
+        self.seen.append(job)
+
+
+def remembering() -> Remembers:
+    return Remembers(EngineSpec("m", "", "/", max_batch_size=2, options={"context": 64}))
+
+
+def test_every_field_reaches_the_engine() -> None:
+    told = remembering()
+    fields = {
+        "stop": ["x"], "min_tokens": 2, "stop_token_ids": [5], "banned_strings": ["bad"], "token_healing": True,
+        "logprobs": True, "top_logprobs": 3, "cfg_scale": 1.5, "negative_prompt": "no", "rep_pen": 1.1,
+    }  # fmt: skip
+    run(ScriptedLink([job(1, 1, "hi", **fields), job(1, 2, "hi", logprobs=True), job(1, 3, cfg_scale=0)], [], []), told)
+    full, some, guided = told.seen
+    assert full == Job(1, (1, *b"hi"), 4, full.sampling, ("x",), 2, (5,), ("bad",), True, 3, (1, *b"no"))
+    assert full.sampling.repetition_penalty == 1.1
+    assert (some.top_logprobs, some.negative_ids, some.min_new_tokens) == (0, None, 0)
+    assert guided.negative_ids == (1,), "a beginning-of-sequence token alone"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "name", "message"),
+    [
+        ({"cfg_scale": 2, "negative_prompt": "x" * 64}, "negative_prompt", "context_overflow", "65 tokens: 1 to 60"),
+        ({"cfg_scale": 2, "negative_prompt": "x" * 2000}, "negative_prompt", "context_overflow", "2000 bytes"),
+        ({"max_tokens": None, "min_tokens": 63}, "min_tokens", "context_overflow", "at most 62 fit"),
+        ({"stop_token_ids": [256]}, "stop_token_ids", "invalid_request", "256 is not in the vocabulary of 256"),
+        ({"logit_bias": {"300": 1}}, "logit_bias", "invalid_request", "300 is not in the vocabulary of 256"),
+        ({"prompt": None, "messages": [{"role": "user", "content": "x" * 70}]}, "messages", "context_overflow", "77"),
+        ({"prompt": None, "token_ids": b"abcd" * 64}, "token_ids", "context_overflow", "64 tokens"),
+    ],
+)
+def test_what_a_model_cannot_do_is_told_by_field(fields: dict[str, Any], field: str, name: str, message: str) -> None:
+    link = run(ScriptedLink([job(1, 1, **fields)], []), remembering())
+    ((_, told),) = link.of(1, 1)
+    assert (told["error"]["field"], told["error"]["name"]) == (field, name)
+    assert message in told["error"]["message"]
+
+
+def test_guidance_without_a_text_needs_a_beginning_of_sequence_token() -> None:
+    class NoBeginning(Remembers):
+        def encode(self, text: str) -> list[int]:
+            return list(text.encode())
+
+    link = run(ScriptedLink([job(1, 1, cfg_scale=2)], []), NoBeginning(EngineSpec("m", "", "/")))
+    ((_, told),) = link.of(1, 1)
+    assert told["error"]["field"] == "negative_prompt"
+    assert "no beginning-of-sequence token" in told["error"]["message"]
+
+
+def test_guidance_that_is_not_offered_is_refused_before_anything_is_encoded() -> None:
+    link = run(ScriptedLink([job(1, 1, cfg_scale=2)], []))
+    ((_, told),) = link.of(1, 1)
+    assert (told["error"]["field"], told["error"]["name"]) == ("cfg_scale", "unsupported")
+
+
+class Tells(DeterministicEngine):
+    """Log-probabilities with every token, and a draft that was taken."""
+
+    def step(self) -> list[EngineEvent]:
+        self.steps += 1
+        told = [TokenLogprob(97, -0.5, ((98, -0.25), (97, -0.5)))]
+        if self.steps == 1:
+            return [Delta(1, [97], "", told)]
+        return [Finished(1, [97], "aa", "stop", 1, 2, logprobs=told, draft_accepted=3, draft_rejected=1)]
+
+
+def test_logprobs_and_drafts_are_told() -> None:
+    link = run(ScriptedLink([job(1, 1)], []), Tells(EngineSpec("m", "", "/")))
+    (_, first), (_, last) = link.of(1, 1)
+    assert first == {"text": "", "logprobs": [[-0.5, b"a", [[98, -0.25, b"b"], [97, -0.5, b"a"]]]]}
+    assert last["logprobs"] == first["logprobs"]
+    assert last["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "draft_accepted": 3, "draft_rejected": 1}
 
 
 class Breaks(DeterministicEngine):
