@@ -27,6 +27,7 @@ from model_worker.engine import (
 from model_worker.engines.admission import check_job
 from model_worker.engines.exllamav2_answer import Answer, GuardedAnswer, Redraw
 from model_worker.engines.exllamav2_batch import Batch
+from model_worker.engines.exllamav2_cut import is_cut
 from model_worker.engines.exllamav2_load import Loaded, load, make_generator
 from model_worker.engines.exllamav2_meter import Meter
 from model_worker.engines.exllamav2_ngram import propose_for_all
@@ -178,6 +179,7 @@ class ExLlamaV2Engine:
             draft=self._loaded.draft_tokens,
             ngrams=self._loaded.ngram,
             top=job.top_logprobs,
+            cut=sampling if is_cut(sampling) else None,
             xtc=xtc if xtc_is_on(sampling) else None,
             identifier=job.id,
             **kwargs,

@@ -40,8 +40,9 @@ GUIDANCE = frozenset({"cfg_scale", "negative_prompt"})
 def settings_of(sampling: SamplingParams, breakers: Collection[int] | None = None) -> dict[str, Any]:
     """Arguments of ExLlamaV2Sampler.Settings, all but the bias. ``breakers``: token ids; None is the package's own set.
 
-    Frequency and presence penalty are not among them: the package counts the prompt too (see TokenBias). Nor is XTC,
-    whose kernel in 0.3.2 compares each token with its neighbour's probability (see exllamav2_xtc).
+    Frequency and presence penalty are not among them: the package counts the prompt too (see TokenBias). Nor are
+    top_p, top_a and min_p, whose kernels in 0.3.2 are wrong (see exllamav2_cut), and XTC, whose kernel compares each
+    token with its neighbour's probability (see exllamav2_xtc).
     """
     greedy = is_greedy(sampling)
     dynamic = not greedy and sampling.max_temp > sampling.min_temp
@@ -64,9 +65,9 @@ def settings_of(sampling: SamplingParams, breakers: Collection[int] | None = Non
         "max_temp": sampling.max_temp if dynamic else 0.0,
         "temp_exponent": sampling.temp_exponent,
         "top_k": 1 if greedy else sampling.top_k,
-        "top_p": 0.0 if greedy else sampling.top_p,
-        "top_a": 0.0 if greedy else sampling.top_a,
-        "min_p": 0.0 if greedy else sampling.min_p,
+        "top_p": 0.0,
+        "top_a": 0.0,
+        "min_p": 0.0,
         "tfs": 0.0 if greedy else sampling.tfs,
         "typical": 0.0 if greedy else sampling.typical_p,
         "skew": 0.0 if greedy or xtc_is_on(sampling) else sampling.skew,

@@ -45,15 +45,15 @@ def test_every_setting_of_the_package_is_given_and_neutral() -> None:
     assert neutral["temperature"] == 1.0
     assert neutral["token_repetition_penalty"] == 1.0
     assert neutral["top_k"] == neutral["top_a"] == neutral["min_p"] == neutral["skew"] == neutral["dry_multiplier"] == 0
-    assert neutral["top_p"] == neutral["tfs"] == neutral["typical"] == 1.0  # the kernel's "off", beside 0
+    assert neutral["top_p"] == 0
+    assert neutral["tfs"] == neutral["typical"] == 1.0  # the kernel's "off", beside 0
     assert neutral["max_temp"] <= neutral["min_temp"]
 
 
 @pytest.mark.parametrize(
     ("name", "value", "setting"),
     [
-        ("temperature", 0.7, "temperature"), ("top_k", 9, "top_k"), ("top_p", 0.5, "top_p"), ("top_a", 0.2, "top_a"),
-        ("min_p", 0.1, "min_p"), ("tfs", 0.9, "tfs"), ("typical_p", 0.8, "typical"), ("skew", 0.5, "skew"),
+        ("temperature", 0.7, "temperature"), ("top_k", 9, "top_k"), ("tfs", 0.9, "tfs"), ("typical_p", 0.8, "typical"), ("skew", 0.5, "skew"),
         ("smoothing_factor", 0.3, "smoothing_factor"), ("temperature_last", True, "temperature_last"),
         ("repetition_penalty", 1.2, "token_repetition_penalty"), ("penalty_range", 64, "token_repetition_range"),
         ("repetition_decay", 32, "token_repetition_decay"), ("dry_multiplier", 0.8, "dry_multiplier"),

@@ -1,7 +1,8 @@
 """A stand-in for ``exllamav2_ext`` of ExLlamaV2 0.3.2, in numpy: what its generator, sampler and cache call.
 
 Written from exllamav2_ext/ext_sampling.cpp, cpp/sampling.cpp, cpp/generator.cpp, ext_cache.cpp and cuda/cache.cu, in
-their order of operations and with their quirks (the mis-indexed XTC is left out: the engine never asks for it).
+their order of operations and with their quirks (top_p, top_a, min_p and XTC are left out: the engine does not ask
+for them).
 Where the kernel reads memory that it should not, this raises: what reaches that is a fault of the engine.
 """
 
@@ -91,7 +92,7 @@ def sample_basic(
     """One draw from logits [1, 1, vocab] (float32) at ``random`` in [0, 1) of the cumulated probabilities."""
     assert logits.dtype == torch.float32
     assert logits.shape[:2] == (1, 1)
-    assert xtc_probability == 0.0, "the package's own XTC is wrong"
+    assert not any((top_p % 1, top_a, min_p % 1, xtc_probability)), "the package's own are wrong, and not used"
     temperature, smoothing_factor = float(np.float32(temperature)), float(np.float32(smoothing_factor))
     if temperature < 0.01:
         temperature, top_k = 1.0, 1
@@ -106,16 +107,6 @@ def sample_basic(
     if 0 < top_k < len(row):
         order = np.argsort(-probs, kind="stable")[:top_k]
         probs, ids = _normal(probs[order]), ids[order]
-    if len(ids) > 1 and 0 < top_p < 1:
-        order = np.argsort(-probs, kind="stable")
-        order = order[probs[order] >= 1e-6]
-        sums = np.cumsum(probs[order])
-        order = order[: max(1, int((sums <= top_p).sum()))]
-        probs, ids = _normal(probs[order]), ids[order]
-    if len(ids) > 1 and top_a > 0:
-        probs, ids = _keep(probs, ids, probs >= top_a * probs.max() ** 2)
-    if len(ids) > 1 and 0 < min_p < 1:
-        probs, ids = _keep(probs, ids, probs >= min_p * probs.max())
     if len(ids) > 1 and 0 < tfs < 1:
         probs, ids = _tail_free(probs, ids, tfs)
     if len(ids) > 1 and 0 < typical < 1:
