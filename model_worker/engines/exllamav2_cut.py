@@ -1,0 +1,93 @@
+"""top_k, top_p, top_a and min_p: how many of the likeliest tokens remain. In place of the kernels of ExLlamaV2 0.3.2.
+
+Its top_p drops a token that crosses the limit and goes on with less likely ones: of 0.55, 0.25, 0.1, 0.05, ... and a
+top_p of 0.7 it draws from the first, third and fourth (cpp/sampling.cpp, top_p_cpu). Its top_a and min_p keep one token
+too many where all pass, and then write behind their buffers (keep_threshold). Each of the four keeps some of the
+likeliest tokens, so their result is a number, and that is given to the kernel as top_k, which it does right.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from model_worker.engines.admission import is_greedy
+from protocol.request import SamplingParams
+
+Array = np.ndarray[Any, Any]
+
+_LIKELY = 1e-4
+"""Share of the likeliest token's weight. What is less is sorted only if the rest does not make up top_p."""
+
+
+def is_cut(sampling: SamplingParams) -> bool:
+    """Whether any of the four is on beyond top_k, which the kernel does by itself."""
+    return not is_greedy(sampling) and (sampling.top_p < 1 or sampling.top_a > 0 or sampling.min_p > 0)
+
+
+class Cut:
+    """One job's top_k, top_p, top_a and min_p, in this order, each over what the one before has left.
+
+    The package's sampler takes it for a filter: it calls ``mask_logits`` with the logits after penalties and biases.
+    ``settings`` is the package's, whose top_k is set anew at each draw.
+
+    vocab  ids below this can be drawn
+    """
+
+    def __init__(self, sampling: SamplingParams, settings: Any, vocab: int) -> None:
+        self._sampling, self._settings, self._vocab = sampling, settings, vocab
+
+    def can_mask_logits(self) -> bool:
+        return True
+
+    def get_next(self, mask: bool = False) -> bool:
+        return mask
+
+    def mask_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [padded vocabulary], returned as they are."""
+        self._settings.top_k = kept(logits.numpy()[: self._vocab], self._sampling)
+        return logits
+
+
+def kept(logits: Array, sampling: SamplingParams) -> int:
+    """How many of the likeliest tokens remain, at least 1; all is len(logits). Raises RuntimeError for a NaN.
+
+    logits  float32 [vocabulary]
+    """
+    top = float(logits.max())
+    if math.isnan(top):
+        raise RuntimeError("the model's logits are not numbers")
+    if math.isinf(top):
+        return 1
+    temperature = 1.0 if sampling.temperature_last else sampling.temperature
+    weights = logits - np.float32(top)
+    with np.errstate(over="ignore", under="ignore"):
+        if sampling.smoothing_factor > 0:
+            weights *= -weights
+            temperature /= sampling.smoothing_factor
+        weights /= np.float32(temperature)
+        np.exp(weights, out=weights)  # of the likeliest: 1
+    count, total = len(weights), float(weights.sum(dtype=np.float64))
+    if 0 < sampling.top_k < count:
+        count = sampling.top_k
+        weights = np.partition(weights, len(weights) - count)[-count:]
+        total = float(weights.sum(dtype=np.float64))
+    if sampling.top_p < 1:
+        count, total = _nucleus(weights, sampling.top_p * total)
+    if sampling.top_a > 0:
+        weights = weights[weights >= sampling.top_a / total]
+        count = min(count, len(weights))
+    if sampling.min_p > 0:
+        count = min(count, int((weights >= sampling.min_p).sum()))
+    return max(count, 1)
+
+
+def _nucleus(weights: Array, share: float) -> tuple[int, float]:
+    """(size, sum) of the smallest set of weights that sums to ``share``."""
+    for candidates in (weights[weights >= _LIKELY], weights):
+        sums = np.cumsum(np.sort(candidates)[::-1], dtype=np.float64)
+        if len(sums) and sums[-1] >= share:
+            break
+    size = min(int(np.searchsorted(sums, share)) + 1, len(sums))
+    return size, float(sums[size - 1])
