@@ -22,6 +22,7 @@ from model_worker.engine import (
     Job,
     LoadError,
     ProgressCallback,
+    TokenLogprob,
 )
 from model_worker.engines.admission import check_job
 from model_worker.link import SupervisorLink
@@ -32,8 +33,10 @@ from protocol.messages import EventEntry, Events, Hello, Progress, Ready, Stats
 from protocol.request import ChatMessage, SamplingParams
 from protocol.worker_spec import EngineSpec
 
-OFFERED = frozenset(SamplingParams.model_fields) - {"logit_bias", "banned_tokens", "allowed_tokens", "cfg_scale"}
-"""What changes probabilities: there are none here, so it is honoured as it stands. What forces or forbids is not."""
+OFFERED = frozenset(SamplingParams.model_fields) - {"logit_bias", "banned_tokens", "allowed_tokens", "cfg_scale"} | {
+    "min_tokens", "logprobs", "top_logprobs",
+}  # fmt: skip
+"""What changes probabilities: there is only one here, so it is honoured as it stands. What forces or forbids is not."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
@@ -45,6 +48,12 @@ def answer(prompt: str, tokens: int) -> str:
 def _token(prompt: bytes, k: int) -> str:
     digest = blake2b(prompt, digest_size=4, salt=k.to_bytes(8, "little")).digest()
     return LETTERS[int.from_bytes(digest, "little") % len(LETTERS)]
+
+
+def _logprobs(job: Job, token: int) -> tuple[TokenLogprob, ...]:
+    if job.top_logprobs is None:
+        return ()
+    return (TokenLogprob(token, 0.0, ((token, 0.0),) if job.top_logprobs else ()),)
 
 
 class DeterministicEngine:
@@ -109,10 +118,12 @@ class DeterministicEngine:
             self.before_token(job, k)
             if k + 1 == job.max_new_tokens:
                 del self.jobs[job_id]
-                events.append(Finished(job_id, [ord(text)], text, "length", len(job.prompt_ids), k + 1))
+                finished = Finished(job_id, [ord(text)], text, "length", len(job.prompt_ids), k + 1)
+                finished.logprobs = _logprobs(job, ord(text))
+                events.append(finished)
             else:
                 self.jobs[job_id] = (job, k + 1)
-                events.append(Delta(job_id, [ord(text)], text))
+                events.append(Delta(job_id, [ord(text)], text, _logprobs(job, ord(text))))
         return events
 
     def before_token(self, job: Job, k: int) -> None:

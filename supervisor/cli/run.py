@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from protocol.async_client import AsyncClient, AsyncStream
+from protocol.async_client import AsyncClient, AsyncStream, TokenLogprob
 from protocol.client import Client
 from protocol.errors import ErrorCode, WireError
 from supervisor.cli import exit_codes
@@ -20,6 +20,27 @@ Message = dict[str, str]
 
 HINT_AFTER_S = 1.0
 """An answer that was cancelled and has not ended by then: say that there is another way out."""
+
+_OWN_FIELDS = {"prompt", "messages", "token_ids", "model", "resume", "timeout"}
+"""What the command itself gives to the client's ``generate``."""
+
+
+def _fields(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    """The values of --set by name. What they mean, and whether they are right, is the worker's to say."""
+    fields: dict[str, Any] = {}
+    for each in given:
+        name, equals, text = each.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{each!r} is not NAME=VALUE")
+        if name in _OWN_FIELDS:
+            raise click.BadParameter(f"{name!r} is set by the command itself")
+        if name in fields:
+            raise click.BadParameter(f"{name!r} is given twice")
+        try:
+            fields[name] = json.loads(text)
+        except ValueError:
+            fields[name] = text
+    return fields
 
 
 @click.command()
@@ -31,12 +52,32 @@ HINT_AFTER_S = 1.0
 @click.option("--temperature", type=float, help="0 is greedy.  [default: 1]")
 @click.option("--top-p", type=float)
 @click.option("--top-k", type=int)
+@click.option("--min-p", type=float)
+@click.option("--repetition-penalty", type=float)
+@click.option("--min-tokens", type=int, help="Least tokens of an answer.  [default: 0]")
 @click.option("--seed", type=int)
 @click.option("--stop", multiple=True, help="String that ends the answer; may be given several times.")
+@click.option(
+    "--set",
+    "fields",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_fields,
+    help="Any other field of a request; VALUE is JSON, or else text. May be given several times.",
+)
+@click.option("--logprobs", is_flag=True, help="With --json: each token's log-probability.")
 @as_json
 @runtime_dir_option
 def run(
-    model: str, prompt: str | None, raw: bool, system: str | None, as_json: bool, runtime_dir: Path, **options: Any
+    model: str,
+    prompt: str | None,
+    raw: bool,
+    system: str | None,
+    as_json: bool,
+    runtime_dir: Path,
+    fields: dict[str, Any],
+    logprobs: bool,
+    **options: Any,
 ) -> int:
     """Ask MODEL for an answer to PROMPT ('-' reads it from stdin); without PROMPT, hold a conversation.
 
@@ -45,6 +86,13 @@ def run(
     if sys.stdin is None and prompt in (None, "-"):
         raise click.UsageError("standard input is closed: give a PROMPT")
     sampling = {key: value for key, value in options.items() if value not in (None, ())}
+    if logprobs:
+        if not as_json:
+            raise click.UsageError("--logprobs needs --json")
+        sampling["logprobs"] = True
+    for name in fields.keys() & sampling.keys():
+        raise click.UsageError(f"--set {name}: --{name.replace('_', '-')} is given as well")
+    sampling |= fields
     with connect(runtime_dir) as client:
         chat = not raw and _is_chat(client, model, quiet=as_json)
     if system is not None and not chat:
@@ -204,10 +252,19 @@ async def _connect(runtime_dir: Path) -> AsyncClient:
 
 
 def _result(model: str, stream: AsyncStream) -> dict[str, Any]:
-    return {
+    result: dict[str, Any] = {
         "model": model,
         "text": stream.text,
         "finish_reason": stream.finish_reason,
         "usage": stream.usage,
         "timings": stream.timings,
     }
+    if stream.logprobs:
+        result["logprobs"] = [
+            _logprob(told) | {"top": [_logprob(other) for other in told.top]} for told in stream.logprobs
+        ]
+    return result
+
+
+def _logprob(told: TokenLogprob) -> dict[str, Any]:
+    return {"token_id": told.token_id, "text": told.text, "logprob": told.logprob}

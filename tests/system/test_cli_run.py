@@ -47,6 +47,41 @@ def test_as_json(serving: Serving) -> None:
     assert told["usage"]["completion_tokens"] == 7
 
 
+def test_log_probabilities_as_json(serving: Serving) -> None:
+    done = serving.modelctl("run", "a", "hello", "--max-tokens", "3", "--json", "--logprobs", "--set", "top_logprobs=1")
+    told = json.loads(done.stdout)
+    assert "".join(each["text"] for each in told["logprobs"]) == told["text"] == answer(chat("hello"), 3)
+    for each in told["logprobs"]:
+        assert each["logprob"] == 0.0
+        assert [other["token_id"] for other in each["top"]] == [each["token_id"]]
+
+
+def test_any_field_can_be_set(serving: Serving) -> None:
+    options = ("--set", "temperature=0", "--set", "dry_multiplier=0.8", "--set", 'dry_sequence_breakers=["x"]')
+    more = ("--min-tokens", "2", "--min-p", "0.1", "--repetition-penalty", "1.1", "--set", "max_tokens=9")
+    assert serving.modelctl("run", "a", "--raw", "hello", *options, *more).stdout == answer("hello", 9) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--set", "temprature=0"), 1, "unknown field 'temprature': did you mean 'temperature'?"),
+        (("--set", "top_p=2"), 1, "top_p is 2: must be at most 1"),
+        (("--set", "temperature=hot"), 1, "temperature is a string of 3 characters"),
+        (("--set", "banned_tokens=[5]"), 1, "banned_tokens is not offered by this model's engine"),
+        (("--set", "temperature=0", "--temperature", "1"), 2, "--temperature is given as well"),
+        (("--set", "temperature=0", "--set", "temperature=1"), 2, "'temperature' is given twice"),
+        (("--set", "prompt=x"), 2, "'prompt' is set by the command itself"),
+        (("--set", "temperature"), 2, "is not NAME=VALUE"),
+        (("--logprobs",), 2, "--logprobs needs --json"),
+    ],
+)
+def test_fields_that_are_wrong_are_named(serving: Serving, options: tuple[str, ...], code: int, message: str) -> None:
+    done = serving.modelctl("run", "a", "hello", *options)
+    assert message in done.stderr
+    assert (done.returncode, done.stdout) == (code, "")
+
+
 def test_a_conversation_from_a_pipe_keeps_its_history(serving: Serving) -> None:
     done = serving.modelctl("run", "a", "--max-tokens", "8", input="one\n\ntwo\n")
     first = answer(chat("one"), 8)
