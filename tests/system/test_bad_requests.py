@@ -38,12 +38,12 @@ CASES: list[tuple[dict[str, Any], ErrorCode, str, list[str]]] = [
     ({"temperature": float("inf")}, ErrorCode.INVALID_REQUEST, "temperature", ["inf"]),
     ({"temperature": -0.1}, ErrorCode.INVALID_REQUEST, "temperature", ["-0.1", "at least 0"]),
     ({"top_p": 0}, ErrorCode.INVALID_REQUEST, "top_p", ["more than 0"]),
-    ({"top_k": -1}, ErrorCode.INVALID_REQUEST, "top_k", ["at least 0"]),
+    ({"top_k": -2}, ErrorCode.INVALID_REQUEST, "top_k", ["at least 0"]),
     ({"stop": "word"}, ErrorCode.INVALID_REQUEST, "stop", ["list of strings"]),
     ({"stop": [""]}, ErrorCode.INVALID_REQUEST, "stop.0", ["at least 1"]),
     ({"prompt": ""}, ErrorCode.INVALID_REQUEST, "prompt", ["no tokens"]),
     ({"resume": True}, ErrorCode.UNSUPPORTED, "route.resume", ["worker_died"]),
-    ({"prompt": None, "token_ids": [256]}, ErrorCode.INVALID_REQUEST, "token_ids", ["below 256"]),
+    ({"prompt": None, "token_ids": [256]}, ErrorCode.INVALID_REQUEST, "token_ids", ["vocabulary of 256"]),
     ({"prompt": None, "messages": [{"role": "boss", "content": ""}]}, ErrorCode.INVALID_REQUEST, "messages.0.role", []),
 ]
 
