@@ -227,17 +227,30 @@ def _environment() -> dict[str, str]:
         raise ExtensionError(f"exllamav2 cannot be compiled: there is no C++ compiler ({compiler}): install g++")
     version, cuda = _torch_version()
     if cuda:
-        home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
-        nvcc = Path(home, "bin", "nvcc") if home else Path("/usr/local/cuda/bin/nvcc")
-        if not nvcc.is_file() and (home or shutil.which("nvcc", path=path) is None):
-            raise ExtensionError(
-                f"exllamav2 cannot be compiled: there is no nvcc (looked for {nvcc}): install the CUDA toolkit {cuda}, "
-                f"which torch {version} was built with, or set CUDA_HOME"
-            )
+        environment["CUDA_HOME"] = str(_cuda_home(environment, path, f"{cuda}, which torch {version} was built with"))
     environment.setdefault("MAX_JOBS", str(_jobs()))
     # they could break the import that compiles, and are not needed for it
     environment["EXLLAMA_NO_FLASH_ATTN"] = environment["EXLLAMA_NO_XFORMERS"] = "1"
     return environment
+
+
+def _cuda_home(environment: dict[str, str], path: str, which: str) -> Path:
+    """The CUDA toolkit: what the environment says, else what nvcc belongs to, else the usual place. Raises
+    ExtensionError if there is none. A link or wrapper of nvcc elsewhere is no toolkit."""
+    said = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    places = [Path(said)] if said else []
+    if not said:
+        if found := shutil.which("nvcc", path=path):
+            places += [Path(found).resolve().parent.parent, Path(found).parent.parent]
+        places.append(Path("/usr/local/cuda"))
+    for place in places:
+        headers = [place / "include", *place.glob("targets/*/include")]
+        if (place / "bin" / "nvcc").is_file() and any((h / "cuda_runtime.h").is_file() for h in headers):
+            return place
+    raise ExtensionError(
+        f"exllamav2 cannot be compiled: no CUDA toolkit with nvcc and cuda_runtime.h (looked in "
+        f"{', '.join(map(str, places))}): install version {which}, or set CUDA_HOME"
+    )
 
 
 def _jobs() -> int:
