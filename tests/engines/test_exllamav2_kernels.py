@@ -1,0 +1,173 @@
+"""The package's own sampling code, compiled: what of it is wrong, and that the stand-in on the CPU does as the rest."""
+
+import ctypes
+import platform
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model_worker.engines.exllamav2_cut import is_cut, kept
+from protocol.request import SamplingParams
+from tests.engines.exllamav2_cpu import extension
+from tests.engines.exllamav2_cpu.package import import_package
+
+HERE = Path(__file__).parent / "exllamav2_cpu"
+NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0, "top_k": 0, "top_p": 0.0, "tfs": 0.0, "typical": 0.0, "random": 0.5, "post_temperature": 1.0,
+    "min_temp": 0.0, "max_temp": 0.0, "temp_exponent": 1.0, "smoothing_factor": 0.0, "skew": 0.0, "mirostat": 0,
+    "mu": 0.0,
+}  # fmt: skip
+TAU, ETA = 1.5, 0.1
+
+
+class Kernels:
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+
+    def draw(self, logits: np.ndarray[Any, Any], **options: Any) -> tuple[int, np.ndarray[Any, Any], float]:
+        """(token, probabilities by id, mirostat's mu)"""
+        o = NEUTRAL | options
+        mu, out = np.array([o["mu"]], np.float32), np.zeros(len(logits), np.float32)
+        names = ("top_p", "tfs", "typical", "random", "post_temperature", "min_temp", "max_temp", "temp_exponent",
+                 "smoothing_factor", "skew")  # fmt: skip
+        token = self._library.draw(
+            len(logits), _pointer(logits), ctypes.c_float(o["temperature"]), o["top_k"],
+            *(ctypes.c_float(o[name]) for name in names), o["mirostat"], _pointer(mu), ctypes.c_float(TAU),
+            ctypes.c_float(ETA), _pointer(out),
+        )  # fmt: skip
+        return token, out, float(mu[0])
+
+    def penalize(self, logits: np.ndarray[Any, Any], ids: list[int], penalty: float, sustain: int, decay: int) -> None:
+        sequence = np.array(ids, np.uint64)
+        self._library.penalize(
+            len(logits), _pointer(sequence), ctypes.c_float(penalty), sustain, decay, len(ids), _pointer(logits)
+        )
+
+
+def _pointer(array: np.ndarray[Any, Any]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    sources = Path(import_package().__file__).parent / "exllamav2_ext"
+    if shutil.which("g++") is None or platform.machine() != "x86_64":
+        pytest.skip("needs g++ on x86-64, to compile the package's sampling.cpp")
+    library = tmp_path_factory.mktemp("kernels") / "sampling.so"
+    files = [sources / "cpp" / f"{name}.cpp" for name in ("sampling", "sampling_avx2", "profiling")]
+    command = ["g++", "-O1", "-mavx2", "-w", "-shared", "-fPIC", f"-I{sources}", f"-I{sources / 'cpp'}"]
+    subprocess.run([*command, HERE / "kernels.cpp", *files, "-o", library], check=True)
+    return Kernels(library)
+
+
+def some_logits(seed: int, vocab: int) -> np.ndarray[Any, Any]:
+    scale = random.Random(seed).choice([0.5, 2.0, 5.0])
+    return np.random.default_rng(seed).normal(0, scale, vocab).astype(np.float32)
+
+
+def test_the_packages_top_p_drops_likely_tokens(kernels: Kernels) -> None:
+    """So it is not used (exllamav2_cut). If this fails, the package has been mended."""
+    shares = [0.55, 0.25, 0.1, 0.05, 0.03, 0.02]
+    logits = np.log(np.array(shares + [1e-9] * 58, np.float32))
+    _, probs, _ = kernels.draw(logits, top_p=0.7)
+    assert probs[1] == 0
+    assert np.flatnonzero(probs).tolist() == [0, 2, 3]
+    assert kept(logits, SamplingParams(top_p=0.7)) == 2
+
+
+def test_the_stand_in_draws_as_the_kernels_do(kernels: Kernels) -> None:
+    meta, different = torch.empty((1, 1), device="meta"), 0
+    for seed in range(600):
+        rng = random.Random(seed)
+        logits = some_logits(seed, rng.choice([64, 448]))
+        o = NEUTRAL | {
+            "temperature": rng.choice([1.0, 0.7, 2.5]), "top_k": rng.choice([0, 0, 1, 5, 40]),
+            "tfs": rng.choice([0.0, 0.9]), "typical": rng.choice([0.0, 0.8]), "random": rng.random(),
+            "post_temperature": rng.choice([1.0, 0.8]), "max_temp": rng.choice([0.0, 1.5]),
+            "smoothing_factor": rng.choice([0.0, 0.5]), "skew": rng.choice([0.0, -0.7]), "mirostat": rng.choice([0, 1]),
+            "mu": rng.choice([0.0, 3.0]),
+        }  # fmt: skip
+        token, probs, mu = kernels.draw(logits, **o)
+        size = len(logits)
+        drawn, prob = torch.empty((1, 1), dtype=torch.long), torch.empty((1, 1))
+        values, ids = torch.zeros((1, 1, size)), torch.zeros((1, 1, size), dtype=torch.long)
+        mus = extension.sample_basic(
+            torch.from_numpy(logits)[None, None], o["temperature"], o["top_k"], 0.0, 0.0, 0.0, o["tfs"], o["typical"],
+            o["random"], drawn, prob, values, ids, meta, bool(o["mirostat"]), [o["mu"]], TAU, ETA,
+            o["post_temperature"], meta, 0.0, 0.1, o["min_temp"], o["max_temp"], o["temp_exponent"],
+            o["smoothing_factor"], o["skew"],
+        )  # fmt: skip
+        ours = np.zeros(size, np.float32)
+        ours[ids[0, 0].numpy()] = values[0, 0].numpy()
+        if np.abs(ours - probs).max() > 1e-3:
+            different += 1  # two tokens equally far from typical
+        elif o["mirostat"] and int(drawn) == token:
+            assert mus[0] == pytest.approx(mu, abs=1e-3)
+    assert different <= 2, f"{different} of 600 distributions"
+
+
+def test_the_stand_in_penalizes_as_the_kernel_does(kernels: Kernels) -> None:
+    for seed in range(200):
+        rng, logits = random.Random(seed), some_logits(seed, 96)
+        ids = [rng.randrange(110) for _ in range(rng.randrange(1, 200))]
+        options = (rng.choice([1.1, 2.0, 0.8]), rng.choice([-1, 0, 10, 100]), rng.choice([0, 20]))
+        ours = torch.from_numpy(logits.copy())[None, None]
+        extension.apply_rep_penalty(torch.tensor([ids]), *options, 0.0, 0.0, ours)
+        kernels.penalize(logits, ids, *options)
+        assert np.allclose(ours[0, 0].numpy(), logits, atol=1e-4)
+
+
+# what replaces them
+
+
+def by_definition(logits: np.ndarray[Any, Any], s: SamplingParams) -> set[int]:
+    """The ids that remain, one filter after the other over a normalized distribution."""
+    x = logits.astype(np.float64) - float(logits.max())
+    x = (-(x**2) * s.smoothing_factor if s.smoothing_factor else x) / (1.0 if s.temperature_last else s.temperature)
+    ids = np.argsort(-x, kind="stable")
+    probs = np.exp(x[ids]) / np.exp(x).sum()
+
+    def keep(size: int) -> None:
+        nonlocal ids, probs
+        ids, probs = ids[: max(size, 1)], probs[: max(size, 1)] / probs[: max(size, 1)].sum()
+
+    if s.top_k:
+        keep(s.top_k)
+    if s.top_p < 1:
+        keep(next((n for n in range(1, len(probs)) if probs[:n].sum() >= s.top_p), len(probs)))
+    if s.top_a:
+        keep(int((probs >= s.top_a * probs[0] ** 2).sum()))
+    if s.min_p:
+        keep(int((probs >= s.min_p * probs[0]).sum()))
+    return set(ids.tolist())
+
+
+def test_what_remains_is_what_the_definitions_say() -> None:
+    for seed in range(400):
+        rng = random.Random(seed)
+        sampling = SamplingParams.model_construct(
+            temperature=rng.choice([1.0, 0.5, 3.0]), top_k=rng.choice([0, 0, 3, 50, 10_000]),
+            top_p=rng.choice([1.0, 0.999, 0.9, 0.3, 1e-6]), top_a=rng.choice([0.0, 0.0, 0.2, 1.0]),
+            min_p=rng.choice([0.0, 0.0, 0.05, 1e-9, 0.99]), smoothing_factor=rng.choice([0.0, 0.0, 0.3]),
+            temperature_last=rng.random() < 0.2,
+        )  # fmt: skip
+        logits = some_logits(seed, rng.choice([7, 64, 2000]))
+        count, expected = kept(logits.copy(), sampling), by_definition(logits, sampling)
+        assert abs(count - len(expected)) <= (1 if len(logits) == 2000 else 0), f"seed {seed}"  # rounding, at the edge
+
+
+def test_excluded_tokens_and_infinities() -> None:
+    logits = np.array([1.0, -np.inf, 0.5, -np.inf], np.float32)
+    assert kept(logits, SamplingParams(top_p=0.999999)) == 2
+    assert kept(np.array([1.0, np.inf, 2.0], np.float32), SamplingParams(min_p=0.1)) == 1
+    with pytest.raises(RuntimeError, match="not numbers"):
+        kept(np.array([1.0, np.nan], np.float32), SamplingParams(min_p=0.1))
+    assert not is_cut(SamplingParams(top_k=40))
+    assert not is_cut(SamplingParams(temperature=0, top_p=0.5))
+    assert is_cut(SamplingParams(min_p=0.1))
