@@ -86,8 +86,9 @@ def load(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir, progr
     check_parallel(options, directory, sizes, gpus)
     needs = vram.estimate_of(options, sizes, directory, draft, gpus)
     memory = [torch.cuda.mem_get_info(index) for index in range(gpus)]
-    refusal = vram.refusal(needs, sum(free for free, _ in memory), sum(total for _, total in memory), options, sizes)
-    if needs.total > sum(free for free, _ in memory):
+    free, total = (sum(column) for column in zip(*memory, strict=True))
+    refusal = vram.refusal(needs, free, total, options, sizes, gpus)
+    if needs.total > free:
         raise refusal
     attention = check_attention(package, directory, gpus, progress)
     _keep_rope_to_context()

@@ -204,16 +204,19 @@ def _block(size: int) -> int:
     return -(-size // unit) * unit
 
 
-def refusal(needs: Estimate, free: int, total: int, options: ExLlamaV2Options, sizes: Sizes) -> LoadError:
+def refusal(
+    needs: Estimate, free: int, total: int, options: ExLlamaV2Options, sizes: Sizes, gpus: int = 1
+) -> LoadError:
     """The arithmetic of a model that does not fit, in one line."""
     mode = f"{options.cache_mode}, {sizes.cache_size} tokens"
     parts = f"weights {_gib(needs.weights)}, cache {_gib(needs.cache)} ({mode})"
     if needs.draft:
         parts += f", draft {_gib(needs.draft)}"
+    holder = "the GPU has" if gpus == 1 else f"the {gpus} GPUs have"
     return LoadError(
-        f"not enough VRAM: needs {_gib(needs.total)} GiB: {parts}, workspace {_gib(needs.workspace)}; the GPU has "
+        f"not enough VRAM: needs {_gib(needs.total)} GiB: {parts}, workspace {_gib(needs.workspace)}; {holder} "
         f"{_gib(free)} free of {_gib(total)}: lower cache_size or max_seq_len, use a coarser cache_mode or smaller "
-        "weights, or end what else is on the GPU"
+        "weights, or end what else is there"
     )
 
 
