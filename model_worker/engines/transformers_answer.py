@@ -29,6 +29,7 @@ class Answer:
         self.started = 0.0  # seconds of the monotonic clock
         self.first_token = 0.0
         self._logprobs: list[TokenLogprob] = []
+        self._silent: list[bool] = []  # which ids completed no text
         self._delivered = 0  # of ids
         self._new_stream = new_stream
         self._text = new_stream(self.prompt)
@@ -104,30 +105,39 @@ class Answer:
 
     def _judged(self, judge: BannedStrings, token: int, now: float) -> Delta | Finished | None:
         reason: str | None = None
-        first = Verdict()
+        verdicts: list[Verdict] = []
         if token in self.end_ids and judge.position >= (self._healing is not None):
             reason = "stop"
         else:
             text, _ = self._text.push(token)
+            self._silent.append(not text)
             if self._healing and len(self.ids) == 1:
                 text = self._healing.rest(text)
-            first = judge.push(token, text)
+            verdicts.append(judge.push(token, text))
             if self.completion_tokens == self.job.max_new_tokens:
                 reason = "length"
-        last = first
-        if reason and first.back_to is None and not first.ended:
-            last = judge.finish(self._text.finish())
-            if last.back_to is None and not last.ended:  # an end token is not the judge's
-                count = first.tokens + last.tokens + (reason == "stop")
-                return self._event(count, first.text + last.text, reason, now)
-        count, text = (first.tokens, first.text) if last is first else (
-            first.tokens + last.tokens, first.text + last.text,
-        )  # fmt: skip
+        if reason and not any(verdict.ended or verdict.back_to is not None for verdict in verdicts):
+            verdicts.append(judge.finish(self._text.finish()))
+        count, text = sum(v.tokens for v in verdicts), "".join(v.text for v in verdicts)
+        last = verdicts[-1]
         if last.back_to is not None:
-            del self.ids[last.back_to :]
-            del self._logprobs[last.back_to - self._delivered :]
-            self._text = self._new_stream((*self.prompt, *self.ids))
-        return self._event(count, text, last.ended, now)
+            self._go_back(last.back_to)
+            reason = None
+        elif last.ended:
+            reason = last.ended
+        elif reason == "stop":
+            count += 1  # the end token, of which the judge knows nothing
+        return self._event(count, text, reason, now)
+
+    def _go_back(self, kept: int) -> None:
+        del self.ids[kept:], self._silent[kept:]
+        del self._logprobs[kept - self._delivered :]
+        told = kept
+        while told and self._silent[told - 1]:
+            told -= 1
+        self._text = self._new_stream((*self.prompt, *self.ids[:told]))
+        for token in self.ids[told:]:
+            self._text.push(token)  # the beginning of a character, whose end is drawn anew
 
     def _event(self, count: int, text: str, reason: str | None, now: float) -> Delta | Finished | None:
         """Deliver the next ``count`` ids, but for a healed one. None where there is nothing to say."""
