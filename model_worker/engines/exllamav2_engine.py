@@ -161,7 +161,7 @@ class ExLlamaV2Engine:
         stream = self._tokenizer.stream
         self._answers[job.id] = (
             GuardedAnswer(job, handle, stream, self._redraw_of(job, prompts, healing), healing)
-            if job.banned_strings
+            if job.banned_strings or healing  # stop strings are looked for in what a healed token brings
             else Answer(job, handle, stream(prompts[0]), healing)
         )
 
