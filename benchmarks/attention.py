@@ -4,9 +4,9 @@
 
 Heads of the 1B (32 query, 8 key heads of 64) and the 8B (32, 8 of 128), fp16, pages of 256 tokens strewn over the
 cache. Decoding: one new token for each of 1, 8, 32 and 64 sequences of 200 to 8,000 tokens. Prompts: chunks of 256 to
-2,048 tokens of one sequence behind 0 to 8,000. Device times: CUDA graphs of calls on four caches in turn, as layers have
-them, medians of replays, ours and PyTorch's in turn. "with append": the call also writes the new keys and values into
-the pages, which PyTorch's call never does. Host: one call of ``flash_attn_with_kvcache`` as Python makes it.
+2,048 tokens of one sequence behind 0 to 8,000. Device times: CUDA graphs of calls on four caches in turn, as layers
+have them, medians of replays, ours and PyTorch's in turn. "with append": the call also writes the new keys and values
+into the pages, which PyTorch's call never does. Host: one call of ``flash_attn_with_kvcache`` as Python makes it.
 """
 
 import random

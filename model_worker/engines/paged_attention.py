@@ -95,8 +95,8 @@ def flash_attn_with_kvcache(
             page_size=k_cache.shape[1],
             appends=k is not None,
             window=window if window < block_table.shape[1] * k_cache.shape[1] else -1,
-            scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
-            softcap=softcap,
+            scale=float(head_dim**-0.5 if softmax_scale is None else softmax_scale),
+            softcap=float(softcap),
             dtype=q.dtype,
         )
         attend = step.calls[key] = choose(step, shape)[1]

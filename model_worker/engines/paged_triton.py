@@ -5,7 +5,8 @@ A launch goes past Triton's look-ups for arguments (tens of microseconds a call)
 tensors that are not aligned to 16 bytes, for which that kernel was not compiled, take the long way.
 """
 
-from collections.abc import Callable
+import importlib
+import os
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -21,18 +22,19 @@ _LOG2_ITEMS = 13  # work items times sequences that one program of the planning 
 
 @cache
 def kernels() -> ModuleType | None:
-    """The kernels, or None where there is no Triton."""
+    """The kernels, or None where there is no Triton, or none that launches as it is done here (3.3, of PyTorch 2.7)."""
     try:
-        from model_worker.engines import paged_kernels
+        triton = importlib.import_module("triton")
+        if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3):
+            return None
+        return importlib.import_module("model_worker.engines.paged_kernels")
     except ImportError:
         return None
-    return paged_kernels
 
 
+@cache
 def _interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "y", "yes")
 
 
 @dataclass(frozen=True)
@@ -112,35 +114,48 @@ class _Scratch:
 
 _scratch = _Scratch()
 _compiled: dict[tuple[object, ...], Any] = {}
-Launch = Callable[..., None]
 
 
-def _launcher(kernel: Any, device: torch.device, dtype: torch.dtype, grid: tuple[int, int, int], **meta: Any) -> Launch:
-    """A function of the kernel's arguments, pointers as tensors or as aligned addresses; constants are in ``meta``.
+class _Launch:
+    """A kernel with all its arguments but the tensors that differ from layer to layer, which come first.
 
-    Its last argument says whether all pointers are aligned to 16 bytes.
+    shared   tensors that are the same for the whole step, kept alive here
+    scalars  numbers
+    meta     the kernel's constants in their order, num_warps, num_stages
     """
-    options = {name: meta.pop(name) for name in ("num_warps", "num_stages") if name in meta}
-    constants = tuple(meta.values())
-    key = (kernel.__name__, device, dtype, constants, tuple(options.values()))
-    found = _compiled.get(key)
-    fast = found[grid] if found is not None else None
 
-    def launch(tensors: tuple[torch.Tensor, ...], *scalars: float) -> None:
-        nonlocal fast
-        addresses = [t.data_ptr() for t in tensors]
-        together = 0
-        for address in addresses:
-            together |= address
-        if fast is not None and not together & 15:
-            fast(*addresses, *scalars, *constants)
-            return
-        made = kernel[grid](*tensors, *scalars, *constants, **options)
-        if made is not None and not together & 15 and not _interpreted():
-            _compiled[key] = made
-            fast = made[grid]
+    def __init__(
+        self,
+        kernel: Any,
+        shape: Shape,
+        grid: tuple[int, int, int],
+        shared: tuple[torch.Tensor, ...],
+        scalars: tuple[float, ...],
+        **meta: int,
+    ) -> None:
+        options = {name: meta.pop(name) for name in ("num_warps", "num_stages") if name in meta}
+        self._kernel, self._grid, self._options = kernel, grid, options
+        self._rest = (*shared, *scalars, *meta.values())
+        addresses = [t.data_ptr() for t in shared]
+        self._fast_rest = (*addresses, *scalars, *meta.values())
+        self._key = (kernel.__name__, shared[0].device, shape.dtype, tuple(meta.values()), tuple(options.values()))
+        self._aligned = not any(address & 15 for address in addresses) and not _interpreted()
+        found = _compiled.get(self._key) if self._aligned else None
+        self._fast = found[grid] if found is not None else None
 
-    return launch
+    def __call__(self, *own: torch.Tensor) -> None:
+        if self._fast is not None:
+            addresses = [t.data_ptr() for t in own]
+            together = 0
+            for address in addresses:
+                together |= address
+            if not together & 15:
+                self._fast(*addresses, *self._fast_rest)
+                return
+        compiled = self._kernel[self._grid](*own, *self._rest, **self._options)
+        if self._aligned and not any(t.data_ptr() & 15 for t in own):
+            _compiled[self._key] = compiled
+            self._fast = compiled[self._grid]
 
 
 def plan(step: Step, shape: Shape) -> Attend | None:
@@ -180,10 +195,11 @@ def _plan_split(found: Any, step: Step, shape: Shape) -> Attend:
     rows = _power(batch)
     at_once = max(1, min(_power(items), (1 << _LOG2_ITEMS) // rows))
     windowed = shape.window >= 0
-    _launcher(
-        found.schedule, device, shape.dtype, (-(-items // at_once), 1, 1),
+    _Launch(
+        found.schedule, shape, (-(-items // at_once), 1, 1),
+        (step.lengths, work), (batch, shape.q_len, shape.window, parts, least),
         APPENDS=shape.appends, WINDOWED=windowed, BLOCK_B=rows, BLOCK_N=blocks.n, ITEMS=at_once, num_warps=4,
-    )((step.lengths, work), batch, shape.q_len, shape.window, parts, least)  # fmt: skip
+    )()  # fmt: skip
     dim = _power(shape.head_dim)
     cells = items * shape.kv_heads * tiles * blocks.m
     part_acc = _scratch.get(device, "acc", cells * dim, torch.float32)
@@ -191,16 +207,16 @@ def _plan_split(found: Any, step: Step, shape: Shape) -> Attend:
     part_total = _scratch.get(device, "total", cells, torch.float32)
     done = _scratch.get(device, "done", batch * shape.kv_heads * tiles, torch.int32)
     merge_rows = min(blocks.m, _power(shape.q_len * shape.group, 1))
-    launch = _launcher(
-        found.split, device, shape.dtype, (items, shape.kv_heads, tiles),
+    launch = _Launch(
+        found.split, shape, (items, shape.kv_heads, tiles),
+        (step.table, step.lengths, work, part_acc, part_top, part_total, done),
+        (shape.q_len, step.table.stride(0), shape.window, shape.scale, shape.softcap),
         KV_HEADS=shape.kv_heads, GROUP=shape.group, DIM=shape.head_dim, PAGE=shape.page_size,
         APPENDS=shape.appends, WINDOWED=windowed, CAPPED=shape.softcap != 0,
         BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_D=dim, BLOCK_NEW=_power(shape.q_len),
         MERGE_ROWS=merge_rows, MERGE_PARTS=max(1, 8192 // (merge_rows * dim)),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
-    shared = (step.table, step.lengths, work, part_acc, part_top, part_total, done)
-    scalars = (shape.q_len, step.table.stride(0), shape.window, shape.scale, shape.softcap)
 
     def attend(
         q: torch.Tensor,
@@ -210,7 +226,7 @@ def _plan_split(found: Any, step: Step, shape: Shape) -> Attend:
         v: torch.Tensor | None,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
-        launch((q, k_cache, v_cache, q if k is None else k, q if v is None else v, out, *shared), *scalars)
+        launch(q, k_cache, v_cache, q if k is None else k, q if v is None else v, out)
         return out
 
     return attend
@@ -220,17 +236,18 @@ def _plan_prompt(found: Any, step: Step, shape: Shape) -> Attend:
     device = step.table.device
     blocks = prompt_blocks(shape, device)
     tiles = -(-shape.q_len * shape.group // blocks.m)
-    launch = _launcher(
-        found.prompt, device, shape.dtype, (shape.kv_heads * shape.batch, tiles, 1),
+    launch = _Launch(
+        found.prompt, shape, (shape.kv_heads * shape.batch, tiles, 1), (step.table, step.lengths),
+        (shape.q_len, step.table.stride(0), shape.window, shape.scale, shape.softcap),
         KV_HEADS=shape.kv_heads, GROUP=shape.group, DIM=shape.head_dim, PAGE=shape.page_size,
         APPENDS=shape.appends, WINDOWED=shape.window >= 0, CAPPED=shape.softcap != 0,
         BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_D=_power(shape.head_dim),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
-    scalars = (shape.q_len, step.table.stride(0), shape.window, shape.scale, shape.softcap)
     numbers = shape.kv_heads * shape.head_dim
-    write = _launcher(
-        found.append, device, shape.dtype, (shape.q_len, shape.batch, 1),
+    append = _Launch(
+        found.append, shape, (shape.q_len, shape.batch, 1), (step.table, step.lengths),
+        (shape.q_len, step.table.stride(0)),
         WIDTH=numbers, PAGE=shape.page_size, BLOCK_W=_power(numbers), num_warps=4,
     )  # fmt: skip
 
@@ -242,9 +259,9 @@ def _plan_prompt(found: Any, step: Step, shape: Shape) -> Attend:
         v: torch.Tensor | None,
     ) -> torch.Tensor:
         if k is not None and v is not None:
-            write((k_cache, v_cache, k, v, step.table, step.lengths), shape.q_len, step.table.stride(0))
+            append(k_cache, v_cache, k, v)
         out = torch.empty_like(q)
-        launch((q, k_cache, v_cache, out, step.table, step.lengths), *scalars)
+        launch(q, k_cache, v_cache, out)
         return out
 
     return attend
