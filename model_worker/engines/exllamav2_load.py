@@ -26,6 +26,8 @@ DEFAULT_RESERVE_MB = 256
 """Left free on each GPU by the automatic split: kernels that are loaded later, cuBLAS, attention, logits."""
 MEGABYTE = 1 << 20
 
+_ALLOCATOR_SETTINGS = ((torch._C, "_accelerator_setAllocatorSettings"), (torch.cuda.memory, "_set_allocator_settings"))
+"""How PyTorch calls it, latest first. Without either it is left as it is: some per cent more memory."""
 _CACHES = {
     "FP16": "ExLlamaV2Cache",
     "Q8": "ExLlamaV2Cache_Q8",
@@ -167,9 +169,10 @@ def expand_segments() -> None:
     """
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
         return
-    setting = getattr(torch.cuda.memory, "_set_allocator_settings", None)
-    if setting is not None:
-        setting("expandable_segments:True")
+    for owner, name in _ALLOCATOR_SETTINGS:
+        if setting := getattr(owner, name, None):
+            setting("expandable_segments:True")
+            return
 
 
 def _config(
