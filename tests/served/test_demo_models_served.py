@@ -163,3 +163,27 @@ def test_killing_the_supervisor_leaves_nothing(serving: Serving) -> None:
     assert len(processes) >= 4
     serving.kill()
     wait_until(lambda: not [p for p in serving.processes() if p.pid != os.getpid()], 1.0, "the end of every process")
+
+
+def test_what_a_request_may_ask_for_comes_through(serving: Serving) -> None:
+    prompt, answer = corpus.LETTERS_TEST_PROMPTS[1]
+    with serving.client() as client:
+        told = client.complete("letters", prompt, temperature=0, logprobs=True, top_logprobs=2)
+        assert b"".join(each.bytes for each in told.logprobs[:-1]).decode() == told.text == answer
+        assert [each.token_id for each in told.logprobs] == list(told.token_ids)
+        assert all(each.top[0].token_id == each.token_id and len(each.top) == 2 for each in told.logprobs)
+        healed = client.complete("letters", prompt + " ", temperature=0, token_healing=True)
+        assert healed.text == answer.removeprefix(" ")
+        led_away = client.complete("letters", prompt, temperature=0, max_tokens=60, banned_strings=("12", "13 14"))
+        assert "12" not in led_away.text
+        assert led_away.text.startswith(" 10 11")
+        first = told.token_ids[0]
+        biased = client.complete("letters", prompt, temperature=0, max_tokens=4, logit_bias={first: 100, first + 1: -1})
+        assert biased.token_ids == (first,) * 4
+        stopped = client.complete("letters", prompt, temperature=0, stop_token_ids=[told.token_ids[3]])
+        assert (stopped.finish_reason, stopped.token_ids) == ("stop", told.token_ids[:4])
+        for name in ("cfg_scale", "mirostat_mode", "dry_multiplier"):
+            with pytest.raises(WireError) as refused:
+                client.complete("letters", prompt, **{name: 2})
+            assert (refused.value.code, refused.value.field) == (ErrorCode.UNSUPPORTED, name)
+    serving.wait_idle("letters")
