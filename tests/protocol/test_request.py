@@ -251,7 +251,7 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=300)
-@given(st.dictionaries(st.sampled_from([*GenerateRequest.model_fields, "tempurature"]), VALUES, max_size=4))
+@given(st.dictionaries(st.sampled_from([*GenerateRequest.model_fields, *ALIASES, "tempurature"]), VALUES, max_size=4))
 def test_any_fields_make_a_request_or_a_request_error(fields: dict[str, Any]) -> None:
     try:
         parse_generate(pack_body(fields))
