@@ -1,5 +1,6 @@
 """The options of engine exllamav2 from models.yaml, checked by type and against each other. No torch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -233,7 +234,8 @@ def _adapters(given: Mapping[str, Any]) -> tuple[Adapter, ...]:
         if not isinstance(entry, Mapping) or not {"dir"} <= set(entry) <= {"dir", "scaling"}:
             raise _wrong("lora", value, must)
         directory, scaling = entry["dir"], entry.get("scaling", 1.0)
-        if not isinstance(directory, str) or not _is_number(abs(scaling) if isinstance(scaling, (int, float)) else 0):
+        number = isinstance(scaling, (int, float)) and not isinstance(scaling, bool) and math.isfinite(scaling)
+        if not isinstance(directory, str) or not number:
             raise _wrong("lora", value, must)
         adapters.append(Adapter(directory, float(scaling)))
     return tuple(adapters)

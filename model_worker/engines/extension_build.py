@@ -33,7 +33,12 @@ def main() -> int:
     _die_with(int(sys.argv[1]))
     # ninja and its compilers inherit the lock: it is free when they are gone, whatever becomes of this process
     subprocess.run = functools.partial(subprocess.run, close_fds=False)  # type: ignore[assignment]
+    import torch
     from torch.utils import cpp_extension
+
+    if torch.version.cuda and not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.device_count():
+        print("RuntimeError: no GPU is visible to compile for: set TORCH_CUDA_ARCH_LIST, such as 8.6 or 9.0")
+        return 1
 
     load, built = cpp_extension.load, []
 

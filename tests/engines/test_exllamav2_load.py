@@ -139,6 +139,7 @@ def test_speculation_takes_room(model: Path) -> None:
         ({"rope_scale": float("nan")}, "a number above 0"),
         ({"lora": ["x"]}, "a list of {dir: DIRECTORY"),
         ({"lora": [{"dir": "x", "scale": 1}]}, "a list of {dir: DIRECTORY"),
+        ({"lora": [{"dir": "x", "scaling": "1"}]}, "a list of {dir: DIRECTORY"),
         ({"draft_model": ""}, "a directory"),
         ({"drafft_model": "x"}, "did you mean 'draft_model'"),
     ],
