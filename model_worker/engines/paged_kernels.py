@@ -87,6 +87,50 @@ def schedule(
     tl.store(entry + 4, its_first_item, mask=room)
 
 
+@triton.jit
+def _merge(
+    out, part_acc, part_top, part_total, sequence, first_item, splits, q_len, kv, tile,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write one tile's result from the parts of all its items, of which only the first MERGE_ROWS rows are in use."""
+    r = tl.arange(0, MERGE_ROWS)
+    row = tile * BLOCK_M + r
+    query = row // GROUP
+    there = query < q_len
+    merged = tl.zeros([MERGE_ROWS, BLOCK_D], dtype=tl.float32)
+    top_r = tl.full([MERGE_ROWS], float("-inf"), dtype=tl.float32)
+    total_r = tl.zeros([MERGE_ROWS], dtype=tl.float32)
+    s = tl.arange(0, MERGE_PARTS)
+    d = tl.arange(0, BLOCK_D)
+    whole = d < DIM
+    tiles = tl.num_programs(2)
+    for part_0 in range(0, splits, MERGE_PARTS):
+        exists = (part_0 + s < splits)[:, None] & there[None, :]
+        parts = ((first_item + part_0 + s) * KV_HEADS + kv) * tiles + tile
+        cell = parts[:, None] * BLOCK_M + r[None, :]
+        # past the first-level cache, which other programs do not write through to
+        tops = tl.load(part_top + cell, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(part_total + cell, mask=exists, other=0.0, cache_modifier=".cg")
+        accs = tl.load(
+            part_acc + cell[:, :, None] * BLOCK_D + d[None, None, :],
+            mask=exists[:, :, None], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = tl.maximum(top_r, tl.max(tops, 0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(tops - shift[None, :])
+        fade = tl.exp2(top_r - shift)
+        total_r = total_r * fade + tl.sum(totals * weight, 0)
+        merged = merged * fade[:, None] + tl.sum(accs * weight[:, :, None], 0)
+        top_r = new_top
+    q_row = ((sequence * q_len + query) * KV_HEADS + kv) * GROUP + row % GROUP
+    result = merged / total_r[:, None]
+    tl.store(
+        out + q_row[:, None] * DIM + d[None, :],
+        result.to(out.dtype.element_ty), mask=there[:, None] & whole[None, :],
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["q_len", "table_stride", "window"])
 def split(
     q, k_pages, v_pages, k_new, v_new, out, table, lengths, work, part_acc, part_top, part_total, done,
@@ -174,37 +218,9 @@ def split(
             count = done + (sequence * KV_HEADS + kv) * tiles + tile
             if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:
                 tl.store(count, 0)  # as the next layer finds it
-                r = tl.arange(0, MERGE_ROWS)
-                row = tile * BLOCK_M + r
-                query = row // GROUP
-                there = query < q_len
-                merged = tl.zeros([MERGE_ROWS, BLOCK_D], dtype=tl.float32)
-                top_r = tl.full([MERGE_ROWS], float("-inf"), dtype=tl.float32)
-                total_r = tl.zeros([MERGE_ROWS], dtype=tl.float32)
-                s = tl.arange(0, MERGE_PARTS)
-                for part_0 in range(0, splits, MERGE_PARTS):
-                    exists = (part_0 + s < splits)[:, None] & there[None, :]
-                    part = ((first_item + part_0 + s) * KV_HEADS + kv) * tiles + tile
-                    at = part[:, None] * BLOCK_M + r[None, :]
-                    # past the first-level cache, which other programs do not write through to
-                    tops = tl.load(part_top + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
-                    totals = tl.load(part_total + at, mask=exists, other=0.0, cache_modifier=".cg")
-                    accs = tl.load(
-                        part_acc + at[:, :, None] * BLOCK_D + d[None, None, :],
-                        mask=exists[:, :, None], other=0.0, cache_modifier=".cg",
-                    )  # fmt: skip
-                    new_top = tl.maximum(top_r, tl.max(tops, 0))
-                    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-                    weight = tl.exp2(tops - shift[None, :])
-                    fade = tl.exp2(top_r - shift)
-                    total_r = total_r * fade + tl.sum(totals * weight, 0)
-                    merged = merged * fade[:, None] + tl.sum(accs * weight[:, :, None], 0)
-                    top_r = new_top
-                q_row = ((sequence * q_len + query) * KV_HEADS + kv) * GROUP + row % GROUP
-                result = merged / total_r[:, None]
-                tl.store(
-                    out + q_row[:, None] * DIM + d[None, :],
-                    result.to(out.dtype.element_ty), mask=there[:, None] & whole[None, :],
+                _merge(
+                    out, part_acc, part_top, part_total, sequence, first_item, splits, q_len, kv, tile,
+                    KV_HEADS, GROUP, DIM, BLOCK_M, BLOCK_D, MERGE_ROWS, MERGE_PARTS,
                 )  # fmt: skip
 
 

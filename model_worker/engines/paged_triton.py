@@ -68,9 +68,10 @@ def _fitting(blocks: Blocks, shape: Shape, device: torch.device) -> Blocks:
     """Fewer stages, then fewer keys, until keys and values of all stages fit with the queries."""
     dim, size = _power(shape.head_dim), shape.dtype.itemsize
     m, n, stages = blocks.m, min(blocks.n, shape.page_size), blocks.stages
-    while (2 * stages * n + m) * dim * size > _shared_memory(device) - 4096:
-        if stages > 2:
-            stages -= 1
+    # of the stages, every second one holds keys and values: pages are looked up in one and read in the next
+    while (2 * ((stages - 1) // 2 + 1) * n + m) * dim * size > _shared_memory(device) - 4096:
+        if stages > 3:
+            stages -= 2
         elif n > 16:
             n //= 2
         elif m > 16:
@@ -82,15 +83,11 @@ def _fitting(blocks: Blocks, shape: Shape, device: torch.device) -> Blocks:
 
 def split_blocks(shape: Shape, device: torch.device) -> Blocks:
     rows = min(_power(shape.q_len * shape.group), 64)
-    return _fitting(Blocks(rows, 64 if shape.head_dim > 64 else 128, 4, 3), shape, device)
+    return _fitting(Blocks(rows, 64 if shape.head_dim > 64 else 128, 4, 5), shape, device)
 
 
 def prompt_blocks(shape: Shape, device: torch.device) -> Blocks:
-    wide = shape.head_dim > 64
-    rows = 128
-    if -(-shape.q_len * shape.group // rows) * shape.kv_heads * shape.batch < _multiprocessors(device):
-        rows = 64
-    return _fitting(Blocks(rows, 64, 8 if wide and rows == 128 else 4, 3), shape, device)
+    return _fitting(Blocks(64, 64, 4, 3), shape, device)
 
 
 def split_parts(shape: Shape, device: torch.device, tiles: int) -> tuple[int, int]:
