@@ -137,7 +137,7 @@ def load(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir, progr
         draft_tokens=options.draft_tokens if options.speculates else 0,
         ngram=options.ngram_draft,
         loras=loras,
-        devices=sorted({tensor.device.index for tensor in cache.all_tensors()}),
+        devices=_devices(model, cache),
     )
 
 
@@ -242,6 +242,12 @@ def _load_model(
         return cache
     model.load(list(options.gpu_split) if options.gpu_split else None, callback=count)
     return kind(model, batch_size=1, max_seq_len=sizes.cache_size)
+
+
+def _devices(model: Any, cache: Any) -> list[int]:
+    """GPUs that hold a layer, or a part of the cache."""
+    layers = {module.device_idx for module in model.modules if isinstance(module.device_idx, int)}
+    return sorted((layers | {tensor.device.index for tensor in cache.all_tensors()}) - {-1})
 
 
 def _counted(progress: ProgressCallback, phase: str) -> Callable[[int, int], None]:

@@ -251,6 +251,7 @@ class Fake:
         class Model:
             def __init__(self, config: Any) -> None:
                 self.config = config
+                self.modules = [types.SimpleNamespace(device_idx=index) for index in (-1, None, 0)]
 
             def load(self, split: Any = None, *, callback: Callable[[int, int], None]) -> None:
                 fake.called("load", split)
