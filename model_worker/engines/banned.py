@@ -64,19 +64,24 @@ class BannedStrings:
         self, banned: Iterable[str], stops: Iterable[str] = (), *, minimum: int = 0, limit: int, healed: bool = False
     ) -> None:
         self._banned = tuple(fold(string) for string in banned if string)
-        self._longest = max(map(len, self._banned), default=1)
         self._stops = tuple(stops)
+        self._reach = max(map(len, self._banned), default=0) + max(map(len, self._stops), default=0)
         self._minimum = minimum + healed if minimum else 0
         self._healed = healed
         self._left = limit + MOST_IN_A_ROW
         self._in_a_row = 0
         self._final = 0  # tokens delivered
         self._start = 0  # characters delivered
-        self._before = ""  # the last of them, folded: as many as a banned string may have begun with
+        self._before = ""  # the last of them: as many as a banned string may have begun with
         self._ids: list[int] = []  # of the tokens held, and their texts
         self._texts: list[str] = []
+        self._boundaries: deque[tuple[int, int]] = deque()
+        """(tokens, characters) of the answer up to places where it can be cut: behind whole characters, outside of what
+        may be a stop string."""
         self._blocked: dict[int, set[int]] = {}  # by position, for the tokens that stand before it now
-        self._restart()
+        # characters of the answer; those that no stop string takes back; those in which no banned string begins
+        self._end = self._passed = self._safe = 0
+        self._resume()
 
     @property
     def position(self) -> int:
@@ -122,19 +127,24 @@ class BannedStrings:
         """No token is left that may be drawn next: the answer ends with what it has."""
         return self._deliver(len(self._ids), self._end - self._start, FinishReason.BANNED)
 
-    def _restart(self) -> None:
-        """Search what is held from its beginning, knowing what was delivered before it. No stop string begins there."""
+    def _resume(self) -> None:
+        """Search on from ``_end``, behind what is kept. What may have begun by then is in its last characters."""
+        tail, looked_at, position = "", 0, self.position
+        for text in reversed(self._texts):
+            if len(tail) >= self._reach:
+                break
+            tail = text + tail
+            position -= 1
+            if position >= self._minimum:
+                looked_at = len(tail)
+        else:
+            tail = self._before + tail
         self._stop, self._matcher = StopMatcher(self._stops), StopMatcher(self._banned)
-        self._boundaries: deque[tuple[int, int]] = deque()
-        """(tokens, characters) of the answer up to places where it can be cut: behind whole characters, outside of what
-        may be a stop string."""
-        self._end = self._passed = self._safe = self._start
-        # characters of the answer; those that no stop string takes back; those in which no banned string begins
+        held = looked_at - len(self._stop.push(tail[len(tail) - looked_at :])[0])
+        self._passed = self._end - held
+        text = tail[: len(tail) - held][-self._reach :]
+        self._safe = self._passed - len(text) + len(self._matcher.push(fold(text))[0])
         self._hit = False
-        self._safe -= len(self._before)
-        self._safe += len(self._matcher.push(self._before)[0])
-        for number, text in enumerate(self._texts, self._final):
-            self._search(text, number + 1, number >= self._minimum)
 
     def _search(self, text: str, tokens: int, look_for_stops: bool) -> bool:
         """Whether a stop string ends in the answer's next text. Notes ``_hit`` and where the answer can be cut."""
@@ -162,7 +172,7 @@ class BannedStrings:
         del self._ids[:count], self._texts[:count]
         self._final += count
         self._start += len(text)
-        self._before = (self._before + fold(text))[1 - self._longest :] if self._longest > 1 else ""
+        self._before = (self._before + text)[-self._reach :] if self._reach else ""
         if count:
             self._in_a_row = 0
         for position in [p for p in self._blocked if p < self._final]:
@@ -186,7 +196,10 @@ class BannedStrings:
         del self._ids[number:], self._texts[number:]
         for later in [p for p in self._blocked if p > position]:
             del self._blocked[later]
-        self._restart()
+        while self._boundaries and self._boundaries[-1][0] > position:
+            self._boundaries.pop()
+        self._end = end
+        self._resume()
         if blocked is None or self._in_a_row > MOST_IN_A_ROW or self._left < 0:
             return self.give_up()
         self._blocked.setdefault(position, set()).add(blocked)
