@@ -79,6 +79,26 @@ def test_the_random_draws_go_on_where_they_were() -> None:
     assert not set("eat") & set(first.text.lower())
 
 
+def test_the_state_of_the_draws_is_carried_over() -> None:
+    h = Harness()
+    hot = SamplingParams(temperature=1.5, seed=7, mirostat_mode=2)
+    outcome = h.submit(list(range(40, 60)), 60, hot, banned_strings=("e", "a", "t"))
+    answer = h.engine._answers[outcome.job.id]
+    first, generators, surprise = answer.handle, set(), None
+    went_back = 0
+    while outcome.finished is None:
+        before = answer.handle
+        h.driver.step()
+        if answer.handle is not before:
+            went_back += 1
+            surprise = before.gen_settings.mirostat_mu
+            assert answer.handle.gen_settings.mirostat_mu == surprise
+        generators.add(id(answer.handle.rng))
+    assert went_back
+    assert surprise is not None
+    assert generators == {id(first.rng)}
+
+
 def test_an_answer_with_no_way_on_ends_and_says_why() -> None:
     h = Harness()
     token = next(i for i, piece in enumerate(pieces(h)) if piece == "a")
