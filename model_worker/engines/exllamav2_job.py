@@ -281,11 +281,6 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             left += max(len(sequence.sequence_ids) - 1 - known, 0)
         return left
 
-    def pages_required(self) -> int:
-        """Most pages the job can need at once: what it shares with itself counts once."""
-        own: int = sum(sequence.new_unique_pages for sequence in self.sequences)
-        return len(self.all_unique_hashes) + own
-
     def allocate_pages(self) -> None:
         super().allocate_pages()
         for sequence in self.sequences:

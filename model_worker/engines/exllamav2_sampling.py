@@ -120,6 +120,7 @@ class TokenBias:
         if sampling.ignore_eos:
             bias[[token for token in eos_ids if token < padded]] = NEVER
         self.tensor = bias
+        self._values = bias.numpy()  # the same memory: a tenth of the time for one of them
 
     @staticmethod
     def of(sampling: SamplingParams, padded: int, eos_ids: Iterable[int]) -> "TokenBias | None":
@@ -134,14 +135,14 @@ class TokenBias:
         """One more token of the answer."""
         seen = self._count.get(token, 0)
         self._count[token] = seen + 1
-        self.tensor[token] -= self._frequency if seen else self._frequency + self._presence
+        self._values[token] -= self._frequency if seen else self._frequency + self._presence
 
     def count_only(self, tokens: Iterable[int]) -> None:
         """The answer is ``tokens``: others were taken back."""
         if not self.counts:
             return
         for token, seen in self._count.items():
-            self.tensor[token] += self._presence + seen * self._frequency
+            self._values[token] += self._presence + seen * self._frequency
         self._count.clear()
         for token in tokens:
             self.count(token)

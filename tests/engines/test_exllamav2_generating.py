@@ -53,7 +53,8 @@ def test_every_setting_of_the_package_is_given_and_neutral() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "setting"),
     [
-        ("temperature", 0.7, "temperature"), ("top_k", 9, "top_k"), ("tfs", 0.9, "tfs"), ("typical_p", 0.8, "typical"), ("skew", 0.5, "skew"),
+        ("temperature", 0.7, "temperature"), ("top_k", 9, "top_k"), ("tfs", 0.9, "tfs"),
+        ("typical_p", 0.8, "typical"), ("skew", 0.5, "skew"),
         ("smoothing_factor", 0.3, "smoothing_factor"), ("temperature_last", True, "temperature_last"),
         ("repetition_penalty", 1.2, "token_repetition_penalty"), ("penalty_range", 64, "token_repetition_range"),
         ("repetition_decay", 32, "token_repetition_decay"), ("dry_multiplier", 0.8, "dry_multiplier"),

@@ -14,7 +14,7 @@ from tests.engines.driver import Outcome
 from tests.engines.exllamav2_cpu.harness import PAGE, VOCAB, Harness
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
 
-EPISODES = int(os.environ.get("EXLLAMAV2_EPISODES", "12"))
+EPISODES = int(os.environ.get("EXLLAMAV2_EPISODES", "4"))
 """Of the fuzz test, for each kind of speculation. Hundreds take minutes."""
 
 
