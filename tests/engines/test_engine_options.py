@@ -137,12 +137,13 @@ def test_logprobs_equal_an_independent_computation(letters: Engine, engine_name:
     ids = [*outcome.job.prompt_ids, *outcome.ids]
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)[len(outcome.job.prompt_ids) - 1 :]
-    tolerance = 1e-3 if engine_name == "transformers" else 0.2  # half precision, in logits of up to about 20
+    # half precision, in logits of up to about 20: an unlikely token's is off by some tenths (on an H200: 0.3 of 9.4)
+    tolerance = {"abs": 1e-3} if engine_name == "transformers" else {"abs": 0.2, "rel": 0.06}
     for told, row in zip(outcome.logprobs, expected, strict=False):
-        assert told.logprob == pytest.approx(float(row[told.token_id]), abs=tolerance)
+        assert told.logprob == pytest.approx(float(row[told.token_id]), **tolerance)
         for token, logprob in told.top:
-            assert logprob == pytest.approx(float(row[token]), abs=tolerance)
-        assert told.top[0][1] == pytest.approx(float(row.max()), abs=tolerance)
+            assert logprob == pytest.approx(float(row[token]), **tolerance)
+        assert told.top[0][1] == pytest.approx(float(row.max()), **tolerance)
 
 
 def test_asking_for_logprobs_changes_nothing(letters: Engine) -> None:
