@@ -1,6 +1,6 @@
 """One attention call over pages against PyTorch's own flash attention over keys and values that lie contiguous.
 
-    python -m benchmarks.attention          needs a CUDA device; about five minutes, half of it compiling
+    python -m benchmarks.attention          needs a CUDA device; about a minute
 
 Heads of the 1B (32 query, 8 key heads of 64) and the 8B (32, 8 of 128), fp16, pages of 256 tokens strewn over the
 cache. Decoding: one new token for each of 1, 8, 32 and 64 sequences of 200 to 8,000 tokens. Prompts: chunks of 256 to
@@ -27,12 +27,13 @@ Call = Callable[[int], torch.Tensor]  # of the layer of this number
 
 @dataclass
 class Setup:
-    """The same attention three ways."""
+    """The same attention in several ways."""
 
     name: str
     appending: Call
     reading: Call
     contiguous: Call
+    first_of_step: Call  # as appending, but nothing is known from the call before
 
 
 def graph_of(call: Call) -> torch.cuda.CUDAGraph:
@@ -101,13 +102,17 @@ def setup(name: str, past: list[int], q_len: int, head_dim: int, dtype: torch.dt
             q, *pages[layer], cache_seqlens=ends, block_table=table, causal=True
         )
 
+    def first_of_step(layer: int) -> torch.Tensor:
+        paged_attention._steps.clear()
+        return appending(layer)
+
     def contiguous(layer: int) -> torch.Tensor:
         out: torch.Tensor = torch.ops.aten._flash_attention_forward(
             q.flatten(0, 1), *rows[layer], starts_q, starts_k, q_len, longest, 0.0, True, False
         )[0]
         return out
 
-    return Setup(name, appending, reading, contiguous)
+    return Setup(name, appending, reading, contiguous, first_of_step)
 
 
 def host_time(call: Call, calls: int = 100) -> float:
@@ -174,6 +179,7 @@ def main() -> None:
         results += [
             report.Result("host, decoding, with append", round(host_time(small.appending), 1), "us", "<= 30"),
             report.Result("host, decoding, without", round(host_time(small.reading), 1), "us", "<= 30"),
+            report.Result("host, first call of a step", round(host_time(small.first_of_step), 1), "us"),
             report.Result("host, PyTorch's own call", round(host_time(small.contiguous), 1), "us"),
         ]
     report.write("attention", results)

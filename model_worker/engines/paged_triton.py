@@ -83,16 +83,19 @@ def _fitting(blocks: Blocks, shape: Shape, device: torch.device) -> Blocks:
 
 def split_blocks(shape: Shape, device: torch.device) -> Blocks:
     rows = min(_power(shape.q_len * shape.group), 64)
-    return _fitting(Blocks(rows, 64 if shape.head_dim > 64 else 128, 4, 5), shape, device)
+    return _fitting(Blocks(rows, 64, 4, 5), shape, device)
 
 
 def prompt_blocks(shape: Shape, device: torch.device) -> Blocks:
-    return _fitting(Blocks(64, 64, 4, 3), shape, device)
+    return _fitting(Blocks(64, 64 if shape.head_dim > 64 else 128, 4, 5), shape, device)
 
 
 def split_parts(shape: Shape, device: torch.device, tiles: int) -> tuple[int, int]:
-    """Work items per key head aimed at, and the fewest keys worth one."""
-    return max(1, 2 * _multiprocessors(device) // (shape.kv_heads * tiles)), 128
+    """Work items per key head aimed at, and the fewest keys worth one.
+
+    Two programs for each multiprocessor; where there are many sequences, enough to even out their lengths.
+    """
+    return max(1, 2 * _multiprocessors(device) // (shape.kv_heads * tiles), 2 * shape.batch), 256
 
 
 class _Scratch:
