@@ -13,8 +13,8 @@ from protocol.request import ChatMessage, SamplingParams
 from protocol.worker_spec import EngineSpec
 
 ProgressCallback = Callable[[str, int, int], None]
-"""(phase, done, total): "loading" counts modules or bytes, "warmup" steps; what an engine compiles comes before, under a
-name of its own. Called from load(), often."""
+"""(phase, done, total): "loading" counts modules or bytes, "warmup" steps; what an engine compiles comes before, under
+a name of its own. Called from load(), often."""
 
 
 class LoadError(Exception):
