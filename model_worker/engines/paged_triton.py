@@ -98,6 +98,14 @@ def split_parts(shape: Shape, device: torch.device, tiles: int) -> tuple[int, in
     return max(1, 2 * _multiprocessors(device) // (shape.kv_heads * tiles), 2 * shape.batch), 256
 
 
+def scratch_bytes(shape: Shape, device: torch.device) -> int:
+    """Most bytes of GPU memory kept for merging the parts of a step of few queries (``_Scratch``), the pages aside."""
+    blocks = split_blocks(shape, device)
+    tiles = -(-shape.q_len * shape.group // blocks.m)
+    cells = (split_parts(shape, device, tiles)[0] + shape.batch) * shape.kv_heads * tiles * blocks.m
+    return 4 * (cells * (_power(shape.head_dim) + 2) + shape.batch * shape.kv_heads * tiles)
+
+
 class _Scratch:
     """Memory that one device's launches share, as they run one after another on its stream."""
 
