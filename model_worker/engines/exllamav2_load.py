@@ -111,7 +111,7 @@ def load(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir, progr
             cache = _load_model(core, model, options, sizes, gpus, _counted(progress, "loading"))
             if options.loras:
                 progress("loading lora", 0, len(options.loras))
-            loras = load_adapters(core, model, options.loras)
+            loras = load_adapters(core, model, options.loras, directory)
     except torch.OutOfMemoryError:
         raise refusal from None
     except RuntimeError as e:

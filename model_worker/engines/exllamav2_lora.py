@@ -1,7 +1,7 @@
 """LoRA adapters: what is refused before they are loaded, and how they are. They apply to every request.
 
 The package checks shapes with assertions, follows pointers of halves that are not there, leaves out what it does not
-know, and prefers a pickled file. No torch here.
+know, prefers a pickled file, and forgets that it has reordered the MLPs of EXL2 models. No torch is imported here.
 """
 
 import json
@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import safetensors
 
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2_options import Adapter
@@ -106,12 +108,40 @@ def adapter_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(-(-2 * tensor.elements // 512) * 512 for tensor in tensors)
 
 
-def load_adapters(core: Any, model: Any, adapters: Iterable[Adapter]) -> list[Any]:
+def load_adapters(core: Any, model: Any, adapters: Iterable[Adapter], directory: ModelDir) -> list[Any]:
     """The package's adapters, on the model's GPUs. They have been checked."""
-    return [
-        core.ExLlamaV2Lora(
-            model, str(Path(adapter.directory) / "adapter_config.json"), str(Path(adapter.directory) / WEIGHTS),
-            adapter.scaling,
+    loaded = []
+    for adapter in adapters:
+        path = Path(adapter.directory)
+        loaded.append(
+            core.ExLlamaV2Lora(model, str(path / "adapter_config.json"), str(path / WEIGHTS), adapter.scaling)
         )
-        for adapter in adapters
-    ]  # fmt: skip
+    if loaded and directory.quantization == "exl2":
+        import torch  # late: the estimate of memory reads adapters without it
+
+        with torch.inference_mode():  # they were made in it, and may be written in it only
+            _reorder(model, loaded, directory)
+    return loaded
+
+
+def _reorder(model: Any, adapters: list[Any], directory: ModelDir) -> None:
+    """Put the inside of MLPs into the order in which EXL2 layers compute it.
+
+    The package stores gate and up in the order in which down takes its inputs (mlp.py, ``unmap``), and leaves adapters
+    as they were: what they add would end up with other neurons. In place, since kernels hold addresses.
+    """
+    for layer in range(read_shape(directory).layers):
+        name = f"model.layers.{layer}.mlp."
+        order = f"{name}down_proj.q_invperm"
+        if order not in directory.tensors:
+            continue
+        with safetensors.safe_open(str(directory.path / directory.tensors[order].file), framework="pt") as file:
+            inputs = file.get_tensor(order).argsort()
+        for adapter in adapters:
+            for projection in ("gate_proj", "up_proj"):
+                outputs = model.modules_dict[name + projection].lora_b_tensors.get(adapter)  # [rank, neurons]
+                if outputs is not None:
+                    outputs.copy_(outputs[:, inputs.to(outputs.device)])
+            taken = model.modules_dict[f"{name}down_proj"].lora_a_tensors.get(adapter)  # [neurons, rank]
+            if taken is not None:
+                taken.copy_(taken[inputs.to(taken.device)])

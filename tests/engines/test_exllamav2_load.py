@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from model_worker.engine import LoadError
 from model_worker.engines import exllamav2_attention_choice, exllamav2_load, paged_attention
 from model_worker.engines.exllamav2_attention_choice import Package
 from model_worker.engines.exllamav2_check import check_cache, check_directory, check_parallel, open_draft
 from model_worker.engines.exllamav2_load import Loaded, load, make_generator
-from model_worker.engines.exllamav2_lora import check_adapter
+from model_worker.engines.exllamav2_lora import check_adapter, load_adapters
 from model_worker.engines.exllamav2_options import Adapter, read_options, sizes_of
 from model_worker.engines.model_dir import ModelDir
 from protocol.worker_spec import EngineSpec
@@ -234,6 +235,40 @@ def test_adapters_that_do_not_fit(model: Path, tmp_path: Path) -> None:
             check_adapter(adapter, directory)
     edit_json(model / "config.json", architectures=["Gemma2ForCausalLM"])
     refused(lambda: check_adapter(write_adapter(tmp_path / "lora"), ModelDir(str(model))), "Gemma2ForCausalLM")
+
+
+def test_adapters_follow_the_order_of_exl2_mlps(tmp_path: Path) -> None:
+    """What adapters add inside of an MLP belongs to neurons that the package computes in another order."""
+    write_llama(tmp_path, quantized=True, num_hidden_layers=1, hidden_size=32, intermediate_size=64)
+    seed = 7
+    print(f"seed {seed}")
+    random = torch.Generator().manual_seed(seed)
+    order = torch.randperm(64, generator=random)
+    name = "model.layers.0.mlp."
+    stored = {f"{name}down_proj.q_invperm": order.argsort().int(), f"{name}down_proj.q_weight": torch.zeros(1).int()}
+    save_file(stored, tmp_path / "model.safetensors")
+    x, gate, down = (torch.randn(*shape, generator=random) for shape in ((3, 32), (32, 64), (64, 32)))
+    a, b = torch.randn(32, 4, generator=random), torch.randn(4, 64, generator=random)
+    down_a, down_b = torch.randn(64, 4, generator=random), torch.randn(4, 32, generator=random)
+    inner = x @ gate + x @ a @ b
+    expected = inner @ down + inner @ down_a @ down_b
+    modules = {
+        name + projection: types.SimpleNamespace(lora_a_tensors={}, lora_b_tensors={})
+        for projection in ("gate_proj", "up_proj", "down_proj")
+    }
+    adapter: list[torch.Tensor] = []
+
+    def lora(model: Any, config: str, weights: str, scaling: float) -> str:
+        modules[f"{name}gate_proj"].lora_b_tensors["adapter"] = b
+        modules[f"{name}down_proj"].lora_a_tensors["adapter"] = down_a
+        adapter.extend((b, down_a))
+        return "adapter"
+
+    core, model = types.SimpleNamespace(ExLlamaV2Lora=lora), types.SimpleNamespace(modules_dict=modules)
+    assert load_adapters(core, model, [Adapter("/x")], ModelDir(str(tmp_path))) == ["adapter"]
+    inner = x @ gate[:, order] + x @ a @ adapter[0]  # as the package has gate and down
+    found = inner @ down[order] + inner @ adapter[1] @ down_b
+    assert torch.allclose(found, expected, atol=1e-4)
 
 
 # loading, around a stand-in for the package
