@@ -7,12 +7,14 @@ likeliest tokens, so their result is a number, and that is given to the kernel a
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from model_worker.engines.admission import is_greedy
+from model_worker.engines.exllamav2_dry import penalize
 from protocol.request import SamplingParams
 
 Array = np.ndarray[Any, Any]
@@ -26,17 +28,22 @@ def is_cut(sampling: SamplingParams) -> bool:
     return not is_greedy(sampling) and (sampling.top_p < 1 or sampling.top_a > 0 or sampling.min_p > 0)
 
 
-class Cut:
-    """One job's top_k, top_p, top_a and min_p, in this order, each over what the one before has left.
+class BeforeDraw:
+    """One job's DRY, and its top_k, top_p, top_a and min_p, in this order, each over what the one before has left.
 
     The package's sampler takes it for a filter: it calls ``mask_logits`` with the logits after penalties and biases.
     ``settings`` is the package's, whose top_k is set anew at each draw.
 
-    vocab  ids below this can be drawn
+    breakers  see exllamav2_dry; None without DRY
+    ids       prompt and answer so far
+    vocab     ids below this can be drawn
     """
 
-    def __init__(self, sampling: SamplingParams, settings: Any, vocab: int) -> None:
+    def __init__(
+        self, sampling: SamplingParams, settings: Any, vocab: int, breakers: Array | None, ids: Callable[[], Array]
+    ) -> None:
         self._sampling, self._settings, self._vocab = sampling, settings, vocab
+        self._breakers, self._ids, self._cuts = breakers, ids, is_cut(sampling)
 
     def can_mask_logits(self) -> bool:
         return True
@@ -45,8 +52,12 @@ class Cut:
         return mask
 
     def mask_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [padded vocabulary], returned as they are."""
-        self._settings.top_k = kept(logits.numpy()[: self._vocab], self._sampling)
+        """Float32 logits [padded vocabulary], changed in place."""
+        row = logits.numpy()[: self._vocab]
+        if self._breakers is not None:
+            penalize(row, self._ids(), self._sampling, self._breakers)
+        if self._cuts:
+            self._settings.top_k = kept(row, self._sampling)
         return logits
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from model_worker.engine import (
@@ -27,7 +28,6 @@ from model_worker.engine import (
 from model_worker.engines.admission import check_job
 from model_worker.engines.exllamav2_answer import Answer, GuardedAnswer, Redraw
 from model_worker.engines.exllamav2_batch import Batch
-from model_worker.engines.exllamav2_cut import is_cut
 from model_worker.engines.exllamav2_load import Loaded, load, make_generator
 from model_worker.engines.exllamav2_meter import Meter
 from model_worker.engines.exllamav2_ngram import propose_for_all
@@ -81,7 +81,9 @@ class ExLlamaV2Engine:
         self._pieces = PieceSearch(loaded.tokenizer.get_id_to_piece_list(True))
         sampler = loaded.generator.ExLlamaV2Sampler
         self._protected = sampler.get_default_xtc_mask_tokens(loaded.tokenizer)
-        sampler.get_dry_default_sequence_breaker_tokens(loaded.tokenizer)  # looks through the vocabulary, once
+        punctuation = sampler.get_dry_default_sequence_breaker_tokens(loaded.tokenizer)
+        self._breakers = np.zeros(self._drawable, bool)
+        self._breakers[[token for token in punctuation if token < self._drawable]] = True
         self._capabilities = Capabilities(
             context=min(loaded.context, int(config.max_seq_len) - max(loaded.draft_tokens - 1, 0)),
             max_batch_size=self._spec.max_batch_size,
@@ -149,7 +151,7 @@ class ExLlamaV2Engine:
         handle = self._job(
             job,
             prompts,
-            self._settings(sampling),
+            settings_of(sampling),
             drawn=-1 if healing else 0,
             rng=random.Random(sampling.seed),
             bias=TokenBias.of(sampling, self._generator.padded_vocab_size, self._tokenizer.eos_ids),
@@ -179,7 +181,8 @@ class ExLlamaV2Engine:
             draft=self._loaded.draft_tokens,
             ngrams=self._loaded.ngram,
             top=job.top_logprobs,
-            cut=sampling if is_cut(sampling) else None,
+            sampling=sampling,
+            breakers=self._breakers_of(sampling),
             xtc=xtc if xtc_is_on(sampling) else None,
             identifier=job.id,
             **kwargs,
@@ -219,7 +222,7 @@ class ExLlamaV2Engine:
             new = self._job(
                 job,
                 [(*prompt, *kept) for prompt in prompts],
-                self._settings(job.sampling) | {"mirostat_mu": old.gen_settings.mirostat_mu},
+                settings_of(job.sampling) | {"mirostat_mu": old.gen_settings.mirostat_mu},
                 drawn=len(kept) - (healing is not None),
                 rng=old.rng,
                 bias=old.bias,
@@ -258,11 +261,16 @@ class ExLlamaV2Engine:
                 code=ErrorCode.CONTEXT_OVERFLOW,
             )
 
-    def _settings(self, sampling: SamplingParams) -> dict[str, Any]:
-        breakers = None
-        if sampling.dry_multiplier and sampling.dry_sequence_breakers:
-            breakers = frozenset().union(*map(self._pieces.holding, sampling.dry_sequence_breakers))
-        return settings_of(sampling, breakers)
+    def _breakers_of(self, sampling: SamplingParams) -> Any | None:
+        """Which ids end a repeated sequence, bool [vocabulary]; None without DRY."""
+        if not sampling.dry_multiplier:
+            return None
+        if not sampling.dry_sequence_breakers:
+            return self._breakers
+        breakers = np.zeros(self._drawable, bool)
+        for text in sampling.dry_sequence_breakers:
+            breakers[[token for token in self._pieces.holding(text) if token < self._drawable]] = True
+        return breakers
 
     def cancel(self, job_id: int) -> None:
         answer = self._answers.pop(job_id, None)

@@ -23,7 +23,7 @@ from exllamav2.generator import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exllamav2.generator.dynamic import _tensor_hash_checksum
 
 from model_worker.engine import TokenLogprob
-from model_worker.engines.exllamav2_cut import Cut
+from model_worker.engines.exllamav2_cut import BeforeDraw, is_cut
 from model_worker.engines.exllamav2_ngram import NGrams
 from model_worker.engines.exllamav2_sampling import NEVER, TokenBias
 from model_worker.engines.exllamav2_xtc import draw_excluding_top
@@ -47,7 +47,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     vocab        ids below this can be drawn
     first_bias   added to the logits of the first draw only, float32 [padded vocabulary]
     top          None, or how many of the likeliest tokens are reported with each
-    cut          sampling parameters of which top_k, top_p, top_a and min_p are computed here, or None
+    sampling     parameters of which DRY, top_k, top_p, top_a and min_p are computed here
+    breakers     of DRY (bool [vocab]), None without it
     xtc          (probability, threshold, ids that are never left out, skew), or None
     ended        "stop" or "length" once the answer has ended
     shortcut     it is greedy, and nothing but a bias changes the logits: its draws take no sampler
@@ -70,7 +71,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         bias: TokenBias | None = None,
         first_bias: torch.Tensor | None = None,
         top: int | None = None,
-        cut: SamplingParams | None = None,
+        sampling: SamplingParams,
+        breakers: np.ndarray[Any, Any] | None = None,
         xtc: tuple[float, float, Collection[int], float] | None = None,
     ) -> None:
         self.bias, self.first_bias = bias, first_bias
@@ -85,7 +87,12 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             identifier=identifier,
             gen_settings=ExLlamaV2Sampler.Settings(**settings, token_bias=tensor),
         )
-        self.filters_of_draw = [Cut(cut, self.gen_settings, vocab)] if cut else None
+        sequence_ids = self.sequences[0].sequence_ids
+        self.before_draw = (
+            [BeforeDraw(sampling, self.gen_settings, vocab, breakers, lambda: sequence_ids.torch()[0].numpy())]
+            if is_cut(sampling) or breakers is not None
+            else None
+        )
         self.rng = rng
         self.new_tokens = drawn
         self.limit, self.minimum, self.vocab, self.xtc = limit, minimum, vocab, xtc
@@ -99,7 +106,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self.shortcut = (
             self.greedy
             and settings["token_repetition_penalty"] == 1.0
-            and not settings["dry_multiplier"]
+            and breakers is None
             and settings["cfg_scale"] is None
         )
         self._drawn = np.array([[prompts[0][-1]]], np.int64)
@@ -161,7 +168,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             point,
             self.generator.tokenizer,
             return_top_tokens=top,
-            filters=self.filters_of_draw,
+            filters=self.before_draw,
             blocked_tokens=self.end_list if 0 <= self.new_tokens < self.minimum else None,
         )
         token = int(drawn)

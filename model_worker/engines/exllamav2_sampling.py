@@ -4,7 +4,7 @@ The package's defaults are not neutral (temperature 0.8, top_k 50, top_p 0.8, re
 setting is written here. Its settings keep state (mirostat, DRY): each job has its own.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,8 +15,6 @@ from model_worker.engines.admission import is_greedy
 from protocol.errors import ErrorCode, RequestError
 from protocol.request import SamplingParams
 
-DRY_LONGEST = 20
-"""Tokens of a repeated sequence that the package looks at; its dry_range must be more, or 0."""
 XTC_LOWEST = 0.01
 """Least xtc_threshold taken: as many tokens as could reach it are sorted at each draw."""
 XTC_HIGHEST = 0.5
@@ -37,12 +35,11 @@ OFFERED = frozenset(SamplingParams.model_fields) | {
 GUIDANCE = frozenset({"cfg_scale", "negative_prompt"})
 
 
-def settings_of(sampling: SamplingParams, breakers: Collection[int] | None = None) -> dict[str, Any]:
-    """Arguments of ExLlamaV2Sampler.Settings, all but the bias. ``breakers``: token ids; None is the package's own set.
+def settings_of(sampling: SamplingParams) -> dict[str, Any]:
+    """Arguments of ExLlamaV2Sampler.Settings, all but the bias.
 
     Frequency and presence penalty are not among them: the package counts the prompt too (see TokenBias). Nor are
-    top_p, top_a and min_p, whose kernels in 0.3.2 are wrong (see exllamav2_cut), and XTC, whose kernel compares each
-    token with its neighbour's probability (see exllamav2_xtc).
+    top_p, top_a, min_p (exllamav2_cut), DRY (exllamav2_dry) and XTC (exllamav2_xtc), which are wrong in 0.3.2.
     """
     greedy = is_greedy(sampling)
     dynamic = not greedy and sampling.max_temp > sampling.min_temp
@@ -52,12 +49,7 @@ def settings_of(sampling: SamplingParams, breakers: Collection[int] | None = Non
         "token_repetition_decay": sampling.repetition_decay,
         "token_frequency_penalty": 0.0,
         "token_presence_penalty": 0.0,
-        "dry_multiplier": sampling.dry_multiplier,
-        "dry_base": sampling.dry_base,
-        "dry_allowed_length": sampling.dry_allowed_length,
-        "dry_range": sampling.dry_range,
-        "dry_max_ngram": DRY_LONGEST,
-        "dry_sequence_breakers": None if breakers is None else set(breakers),
+        "dry_multiplier": 0.0,
         "temperature": 1.0 if greedy else sampling.temperature,
         "temperature_last": not greedy and sampling.temperature_last,
         "smoothing_factor": 0.0 if greedy else sampling.smoothing_factor,
@@ -85,10 +77,6 @@ def xtc_is_on(sampling: SamplingParams) -> bool:
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Raise RequestError for what the package would assert in the middle of a step, or what is not computed here."""
-    if sampling.dry_multiplier and 0 < sampling.dry_range <= DRY_LONGEST:
-        raise RequestError(
-            f"dry_range is {sampling.dry_range}: must be 0 or more than {DRY_LONGEST}", field="dry_range"
-        )
     if xtc_is_on(sampling) and sampling.xtc_threshold < XTC_LOWEST:
         raise RequestError(
             f"xtc_threshold is {sampling.xtc_threshold}: this model's engine takes {XTC_LOWEST} or more",

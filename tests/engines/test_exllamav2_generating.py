@@ -40,6 +40,7 @@ def test_every_setting_of_the_package_is_given_and_neutral() -> None:
     fields = {field.name for field in dataclasses.fields(import_package().generator.ExLlamaV2Sampler.Settings)}
     state = {"mirostat_mu", "ngram_trie", "ngram_index", "ngram_history", "post_sampling_hooks"}
     unused = {"xtc_threshold", "xtc_ignore_tokens"}  # with a probability of 0
+    unused |= {name for name in fields if name.startswith("dry_")} - {"dry_multiplier"}
     neutral = settings_of(SamplingParams())
     assert set(neutral) == fields - state - unused - {"token_bias"}
     assert neutral["temperature"] == 1.0
@@ -57,8 +58,8 @@ def test_every_setting_of_the_package_is_given_and_neutral() -> None:
         ("typical_p", 0.8, "typical"), ("skew", 0.5, "skew"),
         ("smoothing_factor", 0.3, "smoothing_factor"), ("temperature_last", True, "temperature_last"),
         ("repetition_penalty", 1.2, "token_repetition_penalty"), ("penalty_range", 64, "token_repetition_range"),
-        ("repetition_decay", 32, "token_repetition_decay"), ("dry_multiplier", 0.8, "dry_multiplier"),
-        ("dry_base", 2.0, "dry_base"), ("dry_allowed_length", 3, "dry_allowed_length"), ("dry_range", 50, "dry_range"),
+        ("repetition_decay", 32, "token_repetition_decay"),
+
         ("mirostat_tau", 3.0, "mirostat_tau"), ("mirostat_eta", 0.2, "mirostat_eta"), ("cfg_scale", 1.5, "cfg_scale"),
     ],
 )  # fmt: skip
@@ -170,7 +171,6 @@ def test_ignore_eos_and_stop_token_ids() -> None:
         ({"allowed_tokens": (-1,)}, {}, "allowed_tokens"),
         ({"logit_bias": {VOCAB: 1.0}}, {}, "logit_bias"),
         ({}, {"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
-        ({"dry_multiplier": 1.0, "dry_range": 20}, {}, "dry_range"),
         ({"cfg_scale": 2.0}, {}, "negative_prompt"),
         ({"cfg_scale": 2.0}, {"negative_ids": (VOCAB,)}, "negative_prompt"),
         ({"cfg_scale": 2.0}, {"negative_ids": (5,) * 2040}, "negative_prompt"),

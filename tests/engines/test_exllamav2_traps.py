@@ -20,6 +20,8 @@ keys of another sequence, whatever the jobs do                    all of these  
 drawing
 top_p drops likely tokens and goes on with unlikely ones          exllamav2_cut                   K ..top_p_drops..
 top_a, min_p write behind their buffers where all tokens pass     exllamav2_cut                   G settings, K
+DRY stalls all streams for seconds behind a long prompt, and      exllamav2_dry                   K ..dry..
+penalizes nothing where the repeat is longer than 20 tokens
 XTC compares each token with its neighbour                        exllamav2_xtc                   G test_xtc..
 no token left, or a NaN: greedy indexes with what is on the stac  admission, exllamav2_job        G ..refused_by_name,
                                                                                                   G ..no_numbers..
@@ -27,7 +29,7 @@ defaults are not neutral                                          exllamav2_samp
 settings keep state (mirostat, DRY)                               new ones for each job           G ..reach_another
 frequency and presence penalty count the prompt                   TokenBias                       G ..answer_penalties..
 a bias of the step is not updated between speculated tokens       TokenBias in receive_sample     G ..answer_penalties..
-0 < dry_range <= 20: assertion in the middle of a step            check_sampling                  G ..refused_by_name
+0 < dry_range <= 20: assertion in the middle of a step            the package's DRY is not used  K ..dry..
 ids beyond the vocabulary                                         admission                       G ..refused_by_name
 top_k_probs are those after the filters, logits after penalties   logprobs before anything        G ..logprobs..
 guidance: -inf in both sequences is NaN                           bias behind the mix             G ..whatever_the_way
