@@ -8,14 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from benchmarks.harness import Request, Run
+from benchmarks.harness import Request, Run, spec_of
 from model_worker.engine import Finished, Job
 from model_worker.engines import build_engine
 from model_worker.engines.model_dir import ModelDir
 from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
-
-_OWN_KEYS = frozenset({"model_dir", "engine", "gpu", "max_batch_size", "max_seq_len"})
 
 
 class Bare(Protocol):
@@ -28,15 +26,7 @@ class Bare(Protocol):
 
 def bare(entry: dict[str, Any]) -> Bare:
     """What an entry of models.yaml describes, loaded into this process."""
-    spec = EngineSpec(
-        "bare",
-        entry["engine"],
-        entry["model_dir"],
-        device="cpu" if entry["gpu"] == "cpu" else "cuda",
-        max_seq_len=entry["max_seq_len"],
-        max_batch_size=entry["max_batch_size"],
-        options={key: value for key, value in entry.items() if key not in _OWN_KEYS},
-    )
+    spec = spec_of(entry)
     return BareGenerator(spec) if spec.engine == "exllamav2" else BareEngine(spec)
 
 

@@ -25,6 +25,7 @@ from model_worker.demo_models import NAMES, corpus
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
 from protocol import AsyncClient, Client
+from protocol.worker_spec import EngineSpec
 
 MODELCTL = [sys.executable, "-m", "supervisor"]
 LOAD_SECONDS = 300.0
@@ -55,6 +56,20 @@ def entry(
     if arguments.engine == "exllamav2":
         made["cache_size"] = cache_size
     return made | keys
+
+
+def spec_of(entry: dict[str, Any]) -> EngineSpec:
+    """What a worker's engine is told for an entry of models.yaml."""
+    own = ("model_dir", "engine", "gpu", "max_batch_size", "max_seq_len", "autostart")
+    return EngineSpec(
+        "model",
+        entry["engine"],
+        entry["model_dir"],
+        device="cpu" if entry["gpu"] == "cpu" else "cuda",
+        max_seq_len=entry["max_seq_len"],
+        max_batch_size=entry["max_batch_size"],
+        options={key: value for key, value in entry.items() if key not in own},
+    )
 
 
 class Server:
@@ -174,25 +189,29 @@ class Run:
         """Seconds to the first token: the median of the streams."""
         return statistics.median(next(at for at, n in stream if n) for stream in self.streams)
 
+    def _together(self) -> list[list[float]]:
+        """When each stream's tokens came, while all of the streams run."""
+        begin, end = max(s[0][0] for s in self.streams), min(s[-1][0] for s in self.streams)
+        return [[at for at, n in stream for _ in range(n) if begin <= at <= end] for stream in self.streams]
+
     def gaps(self) -> list[float]:
         """Seconds between deltas of a stream, while all of them run."""
-        begin, end = max(s[0][0] for s in self.streams), min(s[-1][0] for s in self.streams)
-        gaps: list[float] = []
-        for stream in self.streams:
-            inside = [at for at, n in stream if n and begin <= at <= end]
-            gaps += [b - a for a, b in itertools.pairwise(inside)]
-        return gaps
+        return [b - a for times in self._together() for a, b in itertools.pairwise(sorted(set(times)))]
 
     def last_tenth(self) -> float:
-        """How much faster the last tenth of a stream's tokens came than the stream as a whole: the largest ratio."""
+        """How much faster the last tenth of a stream's tokens came than all that came while all of the streams ran: the
+        largest ratio. (Later the batch is smaller, and its steps shorter.)"""
         ratios = []
-        for stream in self.streams:
-            times = [at for at, n in stream for _ in range(n)]
+        for times in self._together():
             last = len(times) // 10
             if last > 1 and times[-1] > times[0]:
                 own = (len(times) - 1) / (times[-1] - times[0])
                 ratios.append(last / max(times[-1] - times[-1 - last], 1e-9) / own)
         return max(ratios, default=0.0)
+
+    def last_delta(self) -> int:
+        """Tokens that came with the end of an answer, the most."""
+        return max(stream[-1][1] for stream in self.streams)
 
 
 async def _served(runtime_dir: Path, model: str, asked: Sequence[Request], tokens: int) -> Run:

@@ -69,7 +69,7 @@ def write(name: str, results: list[Result], directory: Path = RESULTS) -> Path:
         "machine": machine(),
         # a machine that was given the tree without its history is told
         "commit": commit or os.environ.get("BENCH_COMMIT", "unknown"),
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": re.sub(r" --out \S+", "", " ".join(["python", *sys.orig_argv[1:]])),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "results": [{**asdict(result), "meets": result.meets} for result in results],
     }

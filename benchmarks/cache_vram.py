@@ -1,0 +1,69 @@
+"""Whether a worker takes the VRAM that was estimated for it: every cache mode, 1B and 8B.
+
+    python -m benchmarks.cache_vram [--gpu 0]
+
+Measured is what NVML gives for the worker's process after it has computed a long prompt and full batches, less the CUDA
+context. The context is measured once, in the same run, on a worker of a demo model: NVML's figure less what PyTorch
+holds. It has the kernels in it that a worker loads; a process that does no more than create a context holds less, which
+is shown, too. The estimate (``model_worker.engines.vram``) is made from file headers before anything is loaded.
+"""
+
+from typing import Any
+
+from benchmarks.harness import Server, arguments_for, entry, requests, served, spec_of
+from benchmarks.memory import GIB, MIB, Memory, context_bytes, memory
+from benchmarks.report import Result, write
+
+MODES = ("FP16", "Q8", "Q6", "Q4")
+BATCH, CONTEXT, CACHE_SIZE = 16, 4096, 32768
+LONG_PROMPT = 3500
+
+
+def exercise(server: Server, name: str, directory: str, quick: bool) -> None:
+    served(server, name, requests(name, directory, 1, 600 if quick else LONG_PROMPT), 16)
+    for seed in range(2):
+        served(server, name, requests(name, directory, BATCH, 200, seed), 48)
+
+
+def worker_context(made: dict[str, Any], held: Memory, quick: bool) -> int:
+    """Bytes of a worker's process that PyTorch's allocator does not hold."""
+    with Server({"letters": made}) as server:
+        exercise(server, "letters", made["model_dir"], quick)
+        status = server.wait_idle("letters")
+        return sum(held.of(status["pid"]).values()) - int(status["engine_stats"].get("vram_used", 0))
+
+
+def main() -> None:
+    parser = arguments_for(__doc__)
+    parser.add_argument("--models", nargs="+", help="default: 1b 8b, or tiny with --quick")
+    arguments = parser.parse_args()
+    gpu = arguments.engine == "exllamav2"
+    held = memory(arguments.gpu)
+    context = worker_context(entry(arguments, "letters", BATCH, CACHE_SIZE), held, arguments.quick)
+    results = [Result("CUDA context of a worker", context / MIB, "MiB")]
+    if gpu:
+        results.append(Result("CUDA context of a process that has nothing else", context_bytes(held) / MIB, "MiB"))
+    for model in arguments.models or (["tiny"] if arguments.quick else ["1b", "8b"]):
+        made = entry(arguments, model, BATCH, CACHE_SIZE, 2048 if arguments.quick else CONTEXT)
+        entries = {f"{model}-{mode.lower()}": made | {"cache_mode": mode} for mode in MODES} if gpu else {model: made}
+        with Server(entries) as server:
+            for name in entries:
+                exercise(server, name, made["model_dir"], arguments.quick)
+            for name, one in entries.items():
+                status = server.wait_idle(name)
+                measured = sum(held.of(status["pid"]).values()) - context
+                results.append(Result(f"{name}: measured, less the context", measured / GIB, "GiB"))
+                if gpu:
+                    from model_worker.engines.vram import estimate
+
+                    expected = estimate(spec_of(one)).total
+                    off = 100 * abs(measured / expected - 1)
+                    results += [
+                        Result(f"{name}: estimated", expected / GIB, "GiB"),
+                        Result(f"{name}: measured is off the estimate by", off, "%", "<= 3"),
+                    ]
+        write("cache-vram", results, arguments.out)  # also when a later model fails
+
+
+if __name__ == "__main__":
+    main()

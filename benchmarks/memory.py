@@ -1,0 +1,94 @@
+"""Memory by process: of the GPUs as NVML tells, or, to try a script without one, the main memory of workers."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import psutil
+
+GIB = 2**30
+MIB = 2**20
+POLL_SECONDS = 0.002
+
+_CONTEXT = """
+import sys, torch
+torch.zeros(1, device="cuda")
+torch.cuda.synchronize()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+class Memory(Protocol):
+    def of(self, pid: int) -> dict[int, int]:
+        """Bytes that a process holds, by GPU index; GPUs of which it holds nothing are left out."""
+
+    def used(self) -> int:
+        """Bytes in use by anybody, on all GPUs."""
+
+
+class GpuMemory:
+    """Counts GPUs as nvidia-smi does."""
+
+    def __init__(self) -> None:
+        import pynvml  # type: ignore[import-untyped]
+
+        pynvml.nvmlInit()
+        self._nvml = pynvml
+        self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+
+    def of(self, pid: int) -> dict[int, int]:
+        held = {}
+        for index, gpu in enumerate(self._gpus):
+            processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
+            if size := sum(process.usedGpuMemory or 0 for process in processes if process.pid == pid):
+                held[index] = int(size)
+        return held
+
+    def used(self) -> int:
+        return sum(int(self._nvml.nvmlDeviceGetMemoryInfo(gpu).used) for gpu in self._gpus)
+
+
+class MainMemory:
+    """A stand-in where there is no GPU: resident memory, as if of GPU 0."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def of(self, pid: int) -> dict[int, int]:
+        self._seen.add(pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if size := psutil.Process(pid).memory_info().rss:
+                return {0: size}
+        return {}
+
+    def used(self) -> int:
+        return sum(sum(self.of(pid).values()) for pid in list(self._seen))
+
+
+def memory(gpu: str) -> Memory:
+    return MainMemory() if gpu == "cpu" else GpuMemory()
+
+
+def context_bytes(memory: Memory) -> int:
+    """Bytes that a process holds which does no more than create a CUDA context, with PyTorch's kernels in it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _CONTEXT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        return sum(memory.of(process.pid).values())
+
+
+def wait_for(condition: Callable[[], bool], within: float, what: str) -> float:
+    """Poll until it holds; seconds that took. Raises TimeoutError, which says what was waited for."""
+    begun = time.perf_counter()
+    while not condition():
+        if time.perf_counter() - begun > within:
+            raise TimeoutError(f"not within {within} s: {what}")
+        time.sleep(POLL_SECONDS)
+    return time.perf_counter() - begun
