@@ -146,21 +146,22 @@ def main() -> None:
         print(f"abandoned: {ways}; then the engine: {engine}", flush=True)
         held = engine.get("pages_used", engine.get("slots_used", 0))
         after = normal_rates(server, model, directory, rounds, tokens, seed=500)
-        series = mixed(server, model, directory, 150 if quick else MIXED, KINDS)
+        results = [
+            *(
+                Result(f"{way}: abandoned after {ABANDONED_AFTER} tokens", count, "requests")
+                for way, count in ways.items()
+            ),
+            Result("then pending and active in the engine", engine["pending"] + engine["active"], "jobs", "<= 0"),
+            Result("then pages of the cache in use", held, "pages", "<= 0"),
+            Result("50 ordinary requests, before", statistics.median(before), "1/s"),
+            Result("50 ordinary requests, after", statistics.median(after), "1/s"),
+            Result("after over before", statistics.median(after) / statistics.median(before), "ratio", ">= 0.97"),
+        ]
+        write("abandoned", results, arguments.out)  # also when the rest fails
+        results += mixed(server, model, directory, 150 if quick else MIXED, KINDS)
         last = server.wait_idle(model)["engine_stats"]
         print(f"after all: {last}", flush=True)
-    results = [
-        Result(f"{way}: abandoned after {ABANDONED_AFTER} tokens", count, "requests") for way, count in ways.items()
-    ]
-    results += [
-        Result("then pending and active in the engine", engine["pending"] + engine["active"], "jobs", "<= 0"),
-        Result("then pages of the cache in use", held, "pages", "<= 0"),
-        Result("50 ordinary requests, before", statistics.median(before), "1/s"),
-        Result("50 ordinary requests, after", statistics.median(after), "1/s"),
-        Result("after over before", statistics.median(after) / statistics.median(before), "ratio", ">= 0.97"),
-        *series,
-        Result("pages of the cache in use at the end", last.get("pages_used", 0), "pages", "<= 0"),
-    ]
+    results.append(Result("pages of the cache in use at the end", last.get("pages_used", 0), "pages", "<= 0"))
     write("abandoned", results, arguments.out)
 
 

@@ -3,15 +3,13 @@
     python -m benchmarks.cache_vram [--gpu 0]
 
 Measured is what NVML gives for the worker's process after it has computed a long prompt and full batches, less the CUDA
-context. The context is measured once, in the same run, on a worker of a demo model: NVML's figure less what PyTorch
-holds. It has the kernels in it that a worker loads; a process that does no more than create a context holds less, which
-is shown, too. The estimate (``model_worker.engines.vram``) is made from file headers before anything is loaded.
+context: what NVML gives, in the same run, for a process that does no more than create one. The estimate
+(``model_worker.engines.vram``) is made from file headers before anything is loaded; the kernels that a worker loads
+into its context are part of it.
 """
 
-from typing import Any
-
 from benchmarks.harness import Server, arguments_for, entry, requests, served, spec_of
-from benchmarks.memory import GIB, MIB, Memory, context_bytes, memory
+from benchmarks.memory import GIB, MIB, context_bytes, memory
 from benchmarks.report import Result, write
 
 MODES = ("FP16", "Q8", "Q6", "Q4")
@@ -25,24 +23,14 @@ def exercise(server: Server, name: str, directory: str, quick: bool) -> None:
         served(server, name, requests(name, directory, BATCH, 200, seed), 48)
 
 
-def worker_context(made: dict[str, Any], held: Memory, quick: bool) -> int:
-    """Bytes of a worker's process that PyTorch's allocator does not hold."""
-    with Server({"letters": made}) as server:
-        exercise(server, "letters", made["model_dir"], quick)
-        status = server.wait_idle("letters")
-        return sum(held.of(status["pid"]).values()) - int(status["engine_stats"].get("vram_used", 0))
-
-
 def main() -> None:
     parser = arguments_for(__doc__)
     parser.add_argument("--models", nargs="+", help="default: 1b 8b, or tiny with --quick")
     arguments = parser.parse_args()
     gpu = arguments.engine == "exllamav2"
     held = memory(arguments.gpu)
-    context = worker_context(entry(arguments, "letters", BATCH, CACHE_SIZE), held, arguments.quick)
-    results = [Result("CUDA context of a worker", context / MIB, "MiB")]
-    if gpu:
-        results.append(Result("CUDA context of a process that has nothing else", context_bytes(held) / MIB, "MiB"))
+    context = context_bytes(held) if gpu else 0
+    results = [Result("CUDA context", context / MIB, "MiB")]
     for model in arguments.models or (["tiny"] if arguments.quick else ["1b", "8b"]):
         made = entry(arguments, model, BATCH, CACHE_SIZE, 2048 if arguments.quick else CONTEXT)
         entries = {f"{model}-{mode.lower()}": made | {"cache_mode": mode} for mode in MODES} if gpu else {model: made}

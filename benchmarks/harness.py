@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -81,6 +82,7 @@ class Server:
         self.runtime_dir = Path(self._scratch.name) / "run"
 
     def __enter__(self) -> Self:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` must not leave a supervisor behind
         config = Path(self._scratch.name) / "models.yaml"
         config.write_text(yaml.safe_dump({"models": self._models}))
         try:

@@ -46,9 +46,10 @@ def killed(server: Server, held: Memory) -> tuple[float, bool]:
 def main() -> None:
     parser = arguments_for(__doc__)
     parser.add_argument("--model", help="default: 1b, or tiny with --quick")
+    parser.add_argument("--times", type=int, default=TIMES)
     arguments = parser.parse_args()
     model = arguments.model or ("tiny" if arguments.quick else "1b")
-    times = 2 if arguments.quick else TIMES
+    times = 2 if arguments.quick else arguments.times
     made = entry(arguments, model, 8, 8 * 1024) | {"autostart": False}
     asked = requests(model, made["model_dir"], 8)
     held = memory(arguments.gpu)
