@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import report
-from model_worker.engines import paged_attention
+from model_worker.engines.paged import attention as paged_attention
 
 PAGE, LAYERS, ROUNDS = 256, 4, 3
 HEADS, KV_HEADS = 32, 8

@@ -34,8 +34,8 @@ class BareGenerator:
     """ExLlamaV2DynamicGenerator and nothing around it but the attention that it is given in place of flash-attn."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        from model_worker.engines.exllamav2_load import load, make_generator
-        from model_worker.engines.exllamav2_options import read_options
+        from model_worker.engines.exllamav2.load import load, make_generator
+        from model_worker.engines.exllamav2.options import read_options
 
         self._loaded = load(spec, read_options(spec), ModelDir(spec.model_dir), lambda *_: None)
         self.generator = make_generator(self._loaded, spec.max_batch_size)

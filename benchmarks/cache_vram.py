@@ -4,8 +4,8 @@
 
 Measured is what NVML gives for the worker's process after it has computed a long prompt and full batches, less the CUDA
 context: what NVML gives, in the same run, for a process that does no more than create one. The estimate
-(``model_worker.engines.vram``) is made from file headers before anything is loaded; the kernels that a worker loads
-into its context are part of it.
+(``model_worker.engines.exllamav2.vram``) is made from file headers before anything is loaded; the kernels that a worker
+loads into its context are part of it.
 """
 
 from benchmarks.harness import Server, arguments_for, entry, requests, served, spec_of
@@ -42,7 +42,7 @@ def main() -> None:
                 measured = sum(held.of(status["pid"]).values()) - context
                 results.append(Result(f"{name}: measured, less the context", measured / GIB, "GiB"))
                 if gpu:
-                    from model_worker.engines.vram import estimate
+                    from model_worker.engines.exllamav2.vram import estimate
 
                     expected = estimate(spec_of(one)).total
                     off = 100 * abs(measured / expected - 1)

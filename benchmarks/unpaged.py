@@ -25,7 +25,7 @@ def unpaged_rates(model_dir: str, asked: Sequence[Request]) -> list[float]:
     """Tokens per second of each job, the first of which only warms up and is left out."""
     import torch
 
-    from model_worker.engines.exllamav2_attention_choice import import_package
+    from model_worker.engines.exllamav2.attention_choice import import_package
 
     package = import_package()
     core, dynamic = package.core, package.generator

@@ -7,8 +7,8 @@ from model_worker.engine import Engine, LoadError
 from protocol.worker_spec import EngineSpec
 
 BUILT_IN = {
-    "transformers": "model_worker.engines.transformers_engine:TransformersEngine",
-    "exllamav2": "model_worker.engines.exllamav2_engine:ExLlamaV2Engine",
+    "transformers": "model_worker.engines.embedded.engine:TransformersEngine",
+    "exllamav2": "model_worker.engines.exllamav2.engine:ExLlamaV2Engine",
 }
 
 

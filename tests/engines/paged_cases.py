@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from model_worker.engines import paged_attention
-from model_worker.engines.paged_step import Shape, Step
+from model_worker.engines.paged import attention as paged_attention
+from model_worker.engines.paged.step import Shape, Step
 
 
 def way(name: str) -> paged_attention.Way:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from model_worker.engines.exllamav2_ngram import NGrams
-from model_worker.engines.exllamav2_sampling import PieceSearch, TokenBias, settings_of
+from model_worker.engines.exllamav2.ngram import NGrams
+from model_worker.engines.exllamav2.sampling import PieceSearch, TokenBias, settings_of
 from protocol.errors import ErrorCode, RequestError
 from protocol.request import SamplingParams
 from tests.engines.exllamav2_cpu.harness import PAGE, VOCAB, Harness

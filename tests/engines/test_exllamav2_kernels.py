@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from model_worker.engines.exllamav2_cut import is_cut, kept
-from model_worker.engines.exllamav2_dry import LONGEST, penalize
+from model_worker.engines.exllamav2.cut import is_cut, kept
+from model_worker.engines.exllamav2.dry import LONGEST, penalize
 from protocol.request import SamplingParams
 from tests.engines.exllamav2_cpu import extension
 from tests.engines.exllamav2_cpu.package import import_package
@@ -74,7 +74,7 @@ def some_logits(seed: int, vocab: int) -> np.ndarray[Any, Any]:
 
 
 def test_the_packages_top_p_drops_likely_tokens(kernels: Kernels) -> None:
-    """So it is not used (exllamav2_cut). If this fails, the package has been mended."""
+    """So it is not used (exllamav2.cut). If this fails, the package has been mended."""
     shares = [0.55, 0.25, 0.1, 0.05, 0.03, 0.02]
     logits = np.log(np.array(shares + [1e-9] * 58, np.float32))
     _, probs, _ = kernels.draw(logits, top_p=0.7)

@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import save_file
 
 from model_worker.engine import LoadError
-from model_worker.engines import exllamav2_attention_choice, exllamav2_load, paged_attention
-from model_worker.engines.exllamav2_attention_choice import Package
-from model_worker.engines.exllamav2_check import check_cache, check_directory, check_parallel, open_draft
-from model_worker.engines.exllamav2_load import Loaded, load, make_generator
-from model_worker.engines.exllamav2_lora import check_adapter, load_adapters
-from model_worker.engines.exllamav2_options import Adapter, read_options, sizes_of
+from model_worker.engines.exllamav2 import attention_choice as exllamav2_attention_choice
+from model_worker.engines.exllamav2 import load as exllamav2_load
+from model_worker.engines.exllamav2.attention_choice import Package
+from model_worker.engines.exllamav2.check import check_cache, check_directory, check_parallel, open_draft
+from model_worker.engines.exllamav2.load import Loaded, load, make_generator
+from model_worker.engines.exllamav2.lora import check_adapter, load_adapters
+from model_worker.engines.exllamav2.options import Adapter, read_options, sizes_of
 from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.paged import attention as paged_attention
 from protocol.worker_spec import EngineSpec
 from tests.engines.exllamav2_cpu.package import import_package
 from tests.engines.random_model import edit_json

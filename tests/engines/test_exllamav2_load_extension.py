@@ -75,7 +75,7 @@ class Box:
 
     def start(self) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
-            [sys.executable, "-m", "model_worker.engines.extension"],
+            [sys.executable, "-m", "model_worker.engines.exllamav2.extension"],
             env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.started.append(process)
@@ -118,11 +118,12 @@ def finish(process: "subprocess.Popen[str]") -> list[str]:
 
 
 NEEDED = (
-    "import sys; from model_worker.engines import extension as e; assert 'torch' not in sys.modules; print(e.needed())"
+    "import sys; from model_worker.engines.exllamav2 import extension as e; "
+    "assert 'torch' not in sys.modules; print(e.needed())"
 )
 ANSWER = """
 import importlib.util, torch
-from model_worker.engines import extension
+from model_worker.engines.exllamav2 import extension
 spec = importlib.util.spec_from_file_location("exllamav2_ext", extension.location())
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from model_worker.engine import LoadError
-from model_worker.engines import vram
-from model_worker.engines.exllamav2_options import Sizes, read_options
+from model_worker.engines.exllamav2 import vram
+from model_worker.engines.exllamav2.options import Sizes, read_options
+from model_worker.engines.exllamav2.vram import Estimate, cache_bytes, estimate, scratch_space, weight_bytes
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import read_shape
-from model_worker.engines.vram import Estimate, cache_bytes, estimate, scratch_space, weight_bytes
 from protocol.worker_spec import EngineSpec
 from tests.engines.exllamav2_cpu.package import import_package
 from tests.engines.synthetic_model import write_llama

@@ -1,7 +1,7 @@
 """Keys and values of the right tokens at the right positions: whatever was cached, shared, cancelled or speculated.
 
 Each of these has gone wrong, or ended the process, with the package's own jobs (ExLlamaV2 0.3.2); the oracle of
-``exllamav2_cpu`` sees it. Each fails when its defence in ``exllamav2_job`` is taken out.
+``exllamav2_cpu`` sees it. Each fails when its defence in ``exllamav2.job`` is taken out.
 """
 
 import os

@@ -9,23 +9,23 @@ S = test_engine_suite.
 trap                                                              defence                         test
 ================================================================  ==============================  ====================
 keys and values
-the page behind a prompt found whole in the cache has no          exllamav2_job.allocate_pages    P ..found_whole_in..
+the page behind a prompt found whole in the cache has no          exllamav2.job.allocate_pages    P ..found_whole_in..
 predecessor: found again as the start of another text
-what was speculated behind an answer's end stays claimed          exllamav2_job.deallocate_pages  P ..speculated..
-a page renamed when given back keeps its claim                    exllamav2_job._release          P ..loses_its_name..
-a page completed while another job is to compute it: assertion    exllamav2_job._complete_page    P ..completed_while..
-rewinding a shared page (its own banned strings)                  exllamav2_answer: a new job     A ..led_away_from..
+what was speculated behind an answer's end stays claimed          exllamav2.job.deallocate_pages  P ..speculated..
+a page renamed when given back keeps its claim                    exllamav2.job._release          P ..loses_its_name..
+a page completed while another job is to compute it: assertion    exllamav2.job._complete_page    P ..completed_while..
+rewinding a shared page (its own banned strings)                  exllamav2.answer: a new job     A ..led_away_from..
 an exception in iterate leaves keys unwritten count as cached     not caught: the process ends    G ..not_survived
 keys of another sequence, whatever the jobs do                    all of these                    P test_random_jobs
 drawing
-top_p drops likely tokens and goes on with unlikely ones          exllamav2_cut                   K ..top_p_drops..
-top_a, min_p write behind their buffers where all tokens pass     exllamav2_cut                   G settings, K
-DRY stalls all streams for seconds behind a long prompt, and      exllamav2_dry                   K ..dry..
+top_p drops likely tokens and goes on with unlikely ones          exllamav2.cut                   K ..top_p_drops..
+top_a, min_p write behind their buffers where all tokens pass     exllamav2.cut                   G settings, K
+DRY stalls all streams for seconds behind a long prompt, and      exllamav2.dry                   K ..dry..
 penalizes nothing where the repeat is longer than 20 tokens
-XTC compares each token with its neighbour                        exllamav2_xtc                   G test_xtc..
-no token left, or a NaN: greedy indexes with what is on the stac  admission, exllamav2_job        G ..refused_by_name,
+XTC compares each token with its neighbour                        exllamav2.xtc                   G test_xtc..
+no token left, or a NaN: greedy indexes with what is on the stac  admission, exllamav2.job        G ..refused_by_name,
                                                                                                   G ..no_numbers..
-defaults are not neutral                                          exllamav2_sampling              G ..given_and_neutral
+defaults are not neutral                                          exllamav2.sampling              G ..given_and_neutral
 settings keep state (mirostat, DRY)                               new ones for each job           G ..reach_another
 frequency and presence penalty count the prompt                   TokenBias                       G ..answer_penalties..
 a bias of the step is not updated between speculated tokens       TokenBias in receive_sample     G ..answer_penalties..
@@ -42,8 +42,8 @@ that overlap is found depends on the hash seed
 speculation ends the answer num_draft_tokens early                AnswerJob.limit                 G ..maximum..
 ... and needs pages and positions behind the end                  pages_needed, capabilities      G ..positions..
 positions beyond the tables are read                              capabilities.context            G ..positions..
-n-gram speculation of fewer than three tokens: IndexError         exllamav2_ngram                 G ..too_short..
-suppressed tokens of banned strings stay in token_ids             exllamav2_answer                A ..led_away_from..
+n-gram speculation of fewer than three tokens: IndexError         exllamav2.ngram                 G ..too_short..
+suppressed tokens of banned strings stay in token_ids             exllamav2.answer                A ..led_away_from..
 scheduling
 every new prompt computes a chunk in every step                   Batch.start                     B ..crowd_of_long..
 four small jobs pass a large one, then all wait                   Batch.PASSES                    B ..passed_by_small..

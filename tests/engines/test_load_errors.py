@@ -13,7 +13,7 @@ import pytest
 
 from model_worker.engine import LoadError
 from model_worker.engines import build_engine
-from model_worker.engines.exllamav2_check import check_directory
+from model_worker.engines.exllamav2.check import check_directory
 from model_worker.engines.model_dir import ModelDir
 from protocol.worker_spec import EngineSpec
 from tests.engines.random_model import edit_json, write_model, write_tokenizer
@@ -210,7 +210,7 @@ def test_assertions_must_be_on() -> None:
     in_a_process(
         """
 from model_worker.engine import LoadError
-from model_worker.engines.exllamav2_attention_choice import import_package
+from model_worker.engines.exllamav2.attention_choice import import_package
 try:
     import_package()
 except LoadError as e:
@@ -229,7 +229,7 @@ import sys
 import model_worker.engines, model_worker.text
 import model_worker.engines.admission, model_worker.engines.model_dir
 import model_worker.engines.options, model_worker.engines.tokenizer
-import model_worker.engines.extension, model_worker.engines.vram, model_worker.engines.exllamav2_check
+from model_worker.engines.exllamav2 import check, extension, vram
 assert not {"torch", "transformers", "exllamav2"} & set(sys.modules)
 """
     )

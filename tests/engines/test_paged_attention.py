@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_worker.engines import paged_attention, paged_sdpa, paged_triton
-from model_worker.engines.paged_attention import flash_attn_with_kvcache
-from model_worker.engines.paged_step import Shape, Step
+from model_worker.engines.paged import attention as paged_attention
+from model_worker.engines.paged import launch as paged_triton
+from model_worker.engines.paged import sdpa as paged_sdpa
+from model_worker.engines.paged.attention import flash_attn_with_kvcache
+from model_worker.engines.paged.step import Shape, Step
 from tests.engines import paged_cases
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +181,7 @@ def test_the_stand_ins_are_what_exllamav2_looks_for() -> None:
     """In a process of its own, since it replaces modules."""
     program = """
 import inspect
-from model_worker.engines import paged_attention
+from model_worker.engines.paged import attention as paged_attention
 assert not paged_attention.is_installed()
 paged_attention.install()
 assert paged_attention.is_installed()

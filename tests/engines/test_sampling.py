@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from model_worker.engine import Job
-from model_worker.engines.exllamav2_sampling import TokenBias
-from model_worker.engines.sampling import AnswerPenalty, Sampler, log_probability
+from model_worker.engines.embedded.sampling import AnswerPenalty, Sampler, log_probability
+from model_worker.engines.exllamav2.sampling import TokenBias
 from protocol.request import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from model_worker.engines.exllamav2_options import read_options
+from model_worker.engines.exllamav2.options import read_options
 from supervisor.config import Config, load_config
 from supervisor.config_schema import ModelConfig, parse_duration, parse_gpu
 from supervisor.yaml_source import ConfigError

@@ -7,9 +7,9 @@ from typing import Any
 from unittest import mock
 
 from model_worker.engine import EngineEvent, Job, TokenLogprob
-from model_worker.engines import exllamav2_engine
-from model_worker.engines.exllamav2_engine import ExLlamaV2Engine
-from model_worker.engines.exllamav2_load import Loaded
+from model_worker.engines.exllamav2 import engine as exllamav2_engine
+from model_worker.engines.exllamav2.engine import ExLlamaV2Engine
+from model_worker.engines.exllamav2.load import Loaded
 from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
 from tests.engines.driver import GREEDY, Driver, Outcome

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from model_worker.engines.paged_sdpa import Slots
-from model_worker.engines.paged_step import Attend, Shape, Step
+from model_worker.engines.paged.sdpa import Slots
+from model_worker.engines.paged.step import Attend, Shape, Step
 
 
 def varlen() -> Callable[..., Any] | None:

@@ -14,7 +14,7 @@ from typing import Any
 import safetensors
 
 from model_worker.engine import LoadError
-from model_worker.engines.exllamav2_options import Adapter
+from model_worker.engines.exllamav2.options import Adapter
 from model_worker.engines.model_dir import ModelDir, Tensor, read_header
 from model_worker.engines.model_shape import ModelShape, read_shape
 

@@ -1,6 +1,6 @@
 """One answer inside ExLlamaV2's generator: its job, with bookkeeping of our own where the package's is wrong or slow.
 
-Importing this imports exllamav2: only after ``exllamav2_load`` has.
+Importing this imports exllamav2: only after ``exllamav2.load`` has.
 
 What the package does after each draw (text, held text, result dictionaries) is left out: the engine makes text from
 ids. What is kept is how a sequence owns its pages, with four repairs, each of which would otherwise give a later prompt
@@ -23,10 +23,10 @@ from exllamav2.generator import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exllamav2.generator.dynamic import _tensor_hash_checksum
 
 from model_worker.engine import TokenLogprob
-from model_worker.engines.exllamav2_cut import BeforeDraw, is_cut
-from model_worker.engines.exllamav2_ngram import NGrams
-from model_worker.engines.exllamav2_sampling import NEVER, TokenBias
-from model_worker.engines.exllamav2_xtc import draw_excluding_top
+from model_worker.engines.exllamav2.cut import BeforeDraw, is_cut
+from model_worker.engines.exllamav2.ngram import NGrams
+from model_worker.engines.exllamav2.sampling import NEVER, TokenBias
+from model_worker.engines.exllamav2.xtc import draw_excluding_top
 from protocol.request import SamplingParams
 
 PAGE = 256

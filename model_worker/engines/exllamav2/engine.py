@@ -26,13 +26,13 @@ from model_worker.engine import (
     ProgressCallback,
 )
 from model_worker.engines.admission import check_job
-from model_worker.engines.exllamav2_answer import Answer, GuardedAnswer, Redraw
-from model_worker.engines.exllamav2_batch import Batch
-from model_worker.engines.exllamav2_load import Loaded, load, make_generator
-from model_worker.engines.exllamav2_meter import Meter
-from model_worker.engines.exllamav2_ngram import propose_for_all
-from model_worker.engines.exllamav2_options import PAGE, read_options
-from model_worker.engines.exllamav2_sampling import (
+from model_worker.engines.exllamav2.answer import Answer, GuardedAnswer, Redraw
+from model_worker.engines.exllamav2.batch import Batch
+from model_worker.engines.exllamav2.load import Loaded, load, make_generator
+from model_worker.engines.exllamav2.meter import Meter
+from model_worker.engines.exllamav2.ngram import propose_for_all
+from model_worker.engines.exllamav2.options import PAGE, read_options
+from model_worker.engines.exllamav2.sampling import (
     GUIDANCE,
     NEVER,
     OFFERED,
@@ -55,7 +55,7 @@ LARGE_VOCABULARY = 8192
 
 
 class ExLlamaV2Engine:
-    """See the module; options in ``exllamav2_options``."""
+    """See the module; options in ``exllamav2.options``."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._options = read_options(spec)
@@ -73,7 +73,7 @@ class ExLlamaV2Engine:
         if loaded.ngram:
             self._generator.iterate_ngram_gen = lambda results: propose_for_all(self._generator)
         self._batch = Batch(self._generator, loaded.chunk_size, self._meter.defragmented)
-        self._new_job = importlib.import_module("model_worker.engines.exllamav2_job").AnswerJob
+        self._new_job = importlib.import_module("model_worker.engines.exllamav2.job").AnswerJob
         config = loaded.model.config
         self._vocab_size = int(config.vocab_size)  # rows of the embedding
         self._drawable = min(self._vocab_size, int(loaded.tokenizer.get_vocab_size()))

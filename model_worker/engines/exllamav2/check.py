@@ -6,7 +6,7 @@ from typing import Any
 import tokenizers
 
 from model_worker.engine import LoadError
-from model_worker.engines.exllamav2_options import ExLlamaV2Options, Sizes
+from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import read_shape
 

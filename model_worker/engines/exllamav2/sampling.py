@@ -39,7 +39,7 @@ def settings_of(sampling: SamplingParams) -> dict[str, Any]:
     """Arguments of ExLlamaV2Sampler.Settings, all but the bias.
 
     Frequency and presence penalty are not among them: the package counts the prompt too (see TokenBias). Nor are
-    top_p, top_a, min_p (exllamav2_cut), DRY (exllamav2_dry) and XTC (exllamav2_xtc), which are wrong in 0.3.2.
+    top_p, top_a, min_p (exllamav2.cut), DRY (exllamav2.dry) and XTC (exllamav2.xtc), which are wrong in 0.3.2.
     """
     greedy = is_greedy(sampling)
     dynamic = not greedy and sampling.max_temp > sampling.min_temp

@@ -1,6 +1,6 @@
 """Getting ExLlamaV2 and a model into memory.
 
-What can be known to fail is refused before anything heavy happens (``exllamav2_check``, ``exllamav2_lora``, ``vram``).
+What can be known to fail is refused before anything heavy happens (``exllamav2.check``, ``exllamav2.lora``, ``vram``).
 """
 
 import contextlib
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from model_worker.engine import LoadError, ProgressCallback
-from model_worker.engines import one_line, vram
-from model_worker.engines.exllamav2_attention_choice import Package, check_attention, import_package
-from model_worker.engines.exllamav2_check import check_cache, check_directory, check_parallel, open_draft
-from model_worker.engines.exllamav2_lora import check_adapter, load_adapters
-from model_worker.engines.exllamav2_options import ExLlamaV2Options, Sizes, sizes_of
+from model_worker.engines import one_line
+from model_worker.engines.exllamav2 import vram
+from model_worker.engines.exllamav2.attention_choice import Package, check_attention, import_package
+from model_worker.engines.exllamav2.check import check_cache, check_directory, check_parallel, open_draft
+from model_worker.engines.exllamav2.lora import check_adapter, load_adapters
+from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes, sizes_of
 from model_worker.engines.model_dir import ModelDir
 from protocol.worker_spec import EngineSpec
 

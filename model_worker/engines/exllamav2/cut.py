@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from model_worker.engines.admission import is_greedy
-from model_worker.engines.exllamav2_dry import penalize
+from model_worker.engines.exllamav2.dry import penalize
 from protocol.request import SamplingParams
 
 Array = np.ndarray[Any, Any]
@@ -34,7 +34,7 @@ class BeforeDraw:
     The package's sampler takes it for a filter: it calls ``mask_logits`` with the logits after penalties and biases.
     ``settings`` is the package's, whose top_k is set anew at each draw.
 
-    breakers  see exllamav2_dry; None without DRY
+    breakers  see exllamav2.dry; None without DRY
     ids       prompt and answer so far
     vocab     ids below this can be drawn
     """

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
-from model_worker.engines import paged_flash, paged_sdpa, paged_triton
-from model_worker.engines.paged_step import Attend, Shape, Step
+from model_worker.engines.paged import flash as paged_flash
+from model_worker.engines.paged import launch as paged_triton
+from model_worker.engines.paged import sdpa as paged_sdpa
+from model_worker.engines.paged.step import Attend, Shape, Step
 
 NAME = "paged attention of PyTorch and Triton, without flash-attn"
 SDPA = "PyTorch SDPA over gathered pages"
@@ -72,7 +74,7 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor:
     """flash-attn's function of this name, as far as paged generation calls it (always causal, no rotary embedding).
 
-    Shapes as in ``paged_step.Shape``; softmax_scale is head_dim ** -0.5 by default.
+    Shapes as in ``step.Shape``; softmax_scale is head_dim ** -0.5 by default.
     Raises NotImplementedError unless causal.
     """
     device = q.device

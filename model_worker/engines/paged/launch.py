@@ -1,4 +1,4 @@
-"""Attention over pages with the Triton kernels of ``paged_kernels``: what is decided on the host, and the launches.
+"""Attention over pages with the Triton kernels of ``kernels``: what is decided on the host, and the launches.
 
 Nothing here waits for the device: how keys are shared out over programs is planned by a kernel, once per step.
 A launch goes past Triton's look-ups for arguments (tens of microseconds a call) to the kernel compiled for this shape;
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from model_worker.engines.paged_step import Attend, Shape, Step
+from model_worker.engines.paged.step import Attend, Shape, Step
 
 MOST_SPLIT_QUERIES = 16
 _LOG2_ITEMS = 13  # work items times sequences that one program of the planning kernel handles
@@ -27,7 +27,7 @@ def kernels() -> ModuleType | None:
         triton = importlib.import_module("triton")
         if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3):
             return None
-        return importlib.import_module("model_worker.engines.paged_kernels")
+        return importlib.import_module("model_worker.engines.paged.kernels")
     except ImportError:
         return None
 

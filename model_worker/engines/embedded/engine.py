@@ -20,14 +20,14 @@ from model_worker.engine import (
     ProgressCallback,
 )
 from model_worker.engines.admission import check_job, left_to_draw
+from model_worker.engines.embedded.answer import Answer
+from model_worker.engines.embedded.load import check_room, device_name, load_model
+from model_worker.engines.embedded.sampling import Sampler, log_probability
+from model_worker.engines.embedded.slot_model import SlotModel
 from model_worker.engines.healing import Healer
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.options import Options
-from model_worker.engines.sampling import Sampler, log_probability
-from model_worker.engines.slot_model import SlotModel
 from model_worker.engines.tokenizer import Tokenizer
-from model_worker.engines.transformers_answer import Answer
-from model_worker.engines.transformers_load import check_room, device_name, load_model
 from protocol.errors import RequestError
 from protocol.request import ChatMessage, SamplingParams
 from protocol.worker_spec import EngineSpec

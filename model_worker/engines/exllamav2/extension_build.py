@@ -13,7 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
-from model_worker.engines.extension import end_session
+from model_worker.engines.exllamav2.extension import end_session
 
 
 def _die_with(parent: int) -> None:

@@ -10,7 +10,7 @@
 
 It is what the process holds, by NVML, once a full chunk and a full batch have been computed, less what a process holds
 that has only created a CUDA context (torch.zeros(1, device="cuda"); measure that once on a box: 612 MiB on an H200 with
-torch 2.11). The allocator's segments are expandable, as ``exllamav2_load`` asks for.
+torch 2.11). The allocator's segments are expandable, as ``exllamav2.load`` asks for.
 Sources: model.py, linear.py, attn.py, mlp.py, moe_mlp.py, cache.py, device.py of the package (``scratch_space_fixed``
 and ``create_state_tensors``), and the rounding of PyTorch's allocator.
 """
@@ -18,8 +18,8 @@ and ``create_state_tensors``), and the rounding of PyTorch's allocator.
 from dataclasses import dataclass
 
 from model_worker.engine import LoadError
-from model_worker.engines.exllamav2_lora import adapter_bytes, check_adapter
-from model_worker.engines.exllamav2_options import PAGE, ExLlamaV2Options, Sizes, read_options, sizes_of
+from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
+from model_worker.engines.exllamav2.options import PAGE, ExLlamaV2Options, Sizes, read_options, sizes_of
 from model_worker.engines.model_dir import ModelDir, Tensor
 from model_worker.engines.model_shape import ModelShape, read_shape
 from protocol.worker_spec import EngineSpec

@@ -9,7 +9,7 @@ step's new keys and values into the pages. ``prompt`` is for many queries: one p
 All query heads that share a key head are rows of one tile, row r being query r // GROUP of head r % GROUP.
 
 Softmax online and in base 2 (Milakov and Gimelshein 2018; Dao 2023), the split over keys as in flash-decoding (2023).
-Shapes are those of ``paged_triton``. In every kernel ``scale`` multiplies q @ k, ``window`` is how many keys before its
+Shapes are those of ``launch``. In every kernel ``scale`` multiplies q @ k, ``window`` is how many keys before its
 own a query sees, ``softcap`` bounds scores by softcap * tanh(score / softcap).
 """
 

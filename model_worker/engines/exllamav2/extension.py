@@ -4,7 +4,7 @@ The package's wheel on PyPI holds sources, which PyTorch compiles at the first i
 once, without a word, and behind a lock file that a killed build leaves for ever. Here
 
 * ``needed()`` says, without importing torch, whether there is something to compile;
-* ``python -m model_worker.engines.extension`` compiles. Lines on stdout, each flushed:
+* ``python -m model_worker.engines.exllamav2.extension`` compiles. Lines on stdout, each flushed:
       waiting            another process is compiling (once)
       build DONE TOTAL   steps of the compiler
       ready              it can be imported; also if there was nothing to do
@@ -63,7 +63,7 @@ def location() -> Path | None:
     if importlib.util.find_spec(NAME) is not None:
         return None
     if needed():
-        raise ExtensionError("exllamav2 is not compiled yet: run python -m model_worker.engines.extension")
+        raise ExtensionError("exllamav2 is not compiled yet: run python -m model_worker.engines.exllamav2.extension")
     return build_directory() / f"{NAME}.so"
 
 
@@ -169,7 +169,7 @@ def _compile(directory: Path, lock: IO[Any], report: Report) -> None:
     """Run the compiling process to its end. Its output is the log."""
     environment = _environment()
     log_path = directory / "modelctl.log"
-    command = [sys.executable, "-m", "model_worker.engines.extension_build", str(os.getpid())]
+    command = [sys.executable, "-m", "model_worker.engines.exllamav2.extension_build", str(os.getpid())]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,

@@ -6,7 +6,7 @@ The pages of each sequence are gathered into one tensor and attended under a mas
 import torch
 import torch.nn.functional as F
 
-from model_worker.engines.paged_step import Attend, Shape, Step
+from model_worker.engines.paged.step import Attend, Shape, Step
 
 
 class Slots:

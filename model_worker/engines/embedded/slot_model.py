@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from model_worker.engine import LoadError
-from model_worker.engines.slot_cache import SlotCache
+from model_worker.engines.embedded.slot_cache import SlotCache
 
 
 class SlotModel:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from model_worker.engine import LoadError, ProgressCallback
-from model_worker.engines import extension, one_line, paged_attention
+from model_worker.engines import one_line
+from model_worker.engines.exllamav2 import extension
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import read_shape
+from model_worker.engines.paged import attention as paged_attention
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""ExLlamaV2: the engine this product exists for. Nothing is imported here."""
