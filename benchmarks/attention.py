@@ -161,7 +161,7 @@ def main() -> None:
                     report.Result(f"{name}: device, with append", round(with_append, 1), "us"),
                     report.Result(f"{name}: device, without", round(without, 1), "us"),
                     report.Result(f"{name}: PyTorch contiguous", round(theirs, 1), "us"),
-                    report.Result(f"{name}: over PyTorch's", round(with_append / theirs, 3), "ratio", "<= 1.3"),
+                    report.Result(f"{name}: over PyTorch's", round(with_append / theirs, 3), "ratio"),
                 ]
                 del case
                 torch.cuda.empty_cache()
