@@ -26,7 +26,8 @@ def begun(h: Harness) -> set[int]:
 def test_a_crowd_of_long_prompts_costs_running_answers_one_chunk_a_step() -> None:
     h, rng = Harness(pages=64, batch=8), random.Random(1)
     running = h.submit(SHORT, 200)
-    h.driver.step()
+    while not running.ids:
+        h.driver.step()
     crowd = [h.submit(h.random_ids(rng, 3 * PAGE + 7), 5) for _ in range(6)]
     while any(outcome.finished is None for outcome in crowd):
         h.model.forwards.clear()
@@ -44,6 +45,35 @@ def test_short_prompts_begin_together() -> None:
         h.submit([50 + n, *SHORT], 5)
     h.driver.step()
     assert h.engine.stats().active == 16
+
+
+def test_prompts_that_come_one_by_one_begin_together() -> None:
+    h, rng = Harness(pages=64, batch=8, chunk=2 * PAGE), random.Random(4)
+    crowd = []
+    for _ in range(5):
+        crowd.append(h.submit(h.random_ids(rng, 60), 5))
+        h.driver.step()
+        assert not any(outcome.ids for outcome in crowd)
+    h.driver.step()
+    assert all(len(outcome.ids) == 1 for outcome in crowd)
+    late = h.submit(h.random_ids(rng, 60), 5)
+    h.driver.step()
+    assert [len(outcome.ids) for outcome in (*crowd, late)] == [2, 2, 2, 2, 2, 1]
+    h.driver.run()
+    h.check()
+
+
+def test_the_first_answer_waits_for_one_chunk_of_later_prompts_at_most() -> None:
+    h, rng = Harness(pages=64, batch=32), random.Random(5)
+    first = h.submit(h.random_ids(rng, 100), 5)
+    steps = 0
+    while not first.ids:
+        h.driver.step()
+        h.submit(h.random_ids(rng, 100), 5)
+        steps += 1
+    assert steps <= 1 + PAGE // 99 + 1
+    h.driver.run()
+    h.check()
 
 
 def test_prompts_found_in_the_cache_begin_at_once() -> None:

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 PASSES = 8
 
 
@@ -31,6 +33,7 @@ class Batch:
         generator.defrag_cache = self._defragment_when_idle
         self._line: list[Any] = []
         self._passed: dict[Any, int] = {}
+        self._opened = 0  # tokens read since no answer has begun
 
     def add(self, job: Any, *, first: bool = False) -> None:
         """Put a job at the end of the line, or at its front."""
@@ -59,6 +62,29 @@ class Batch:
             generator.pending_jobs.append(job)  # the second half
             started.append(job)
         return started
+
+    @torch.inference_mode()
+    def open(self) -> bool:
+        """Read the prompts of what ``start`` has handed over, and draw nothing yet; False if the time for that is over.
+
+        Requests that are sent together arrive one by one. Where no answer has begun, the first draw waits for those
+        that came while prompts were read, instead of making each of them wait for a whole step: a chunk of tokens at
+        most, so that the first of many is not put off for long. Nothing is lost alone: drawing would come next.
+        """
+        generator = self._generator
+        active = generator.active_jobs
+        if not active or any(job.new_tokens > 0 for job in active):
+            self._opened = 0
+            if active:
+                return False
+        if not generator.pending_jobs or self._opened >= self._chunk:
+            return False
+        generator.iterate_start_jobs([])
+        for job in active:
+            before = sum(sequence.kv_position for sequence in job.sequences)
+            job.prefill([])
+            self._opened += sum(sequence.kv_position for sequence in job.sequences) - before
+        return True
 
     def _next(self, places: int, pages: int) -> Any | None:
         """The first in line that fits, unless it may not pass those before it."""

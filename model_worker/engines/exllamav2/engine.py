@@ -283,13 +283,17 @@ class ExLlamaV2Engine:
         self._answers.clear()
 
     def step(self) -> list[EngineEvent]:
-        """One round of the generator: a chunk of every prompt that is being read, then a token of every answer."""
+        """One round of the generator: a chunk of every prompt that is being read, then a token of every answer (none
+        yet where answers are about to begin: see ``Batch.open``)."""
         answers = self._answers
         if not answers:
             return []
         before = time.monotonic()
         for handle in self._batch.start():
             answers[handle.identifier].begin(before)
+        if self._batch.open():
+            self._meter.step(time.monotonic() - before, 0, 0, True)
+            return []
         self._generator.min_sampling_threads = THREADED if self._is_worth_threads() else 1 << 30
         results = self._generator.iterate()
         now = time.monotonic()
