@@ -28,17 +28,18 @@ class Memory(Protocol):
         """Bytes that a process holds, by GPU index; GPUs of which it holds nothing are left out."""
 
     def used(self) -> int:
-        """Bytes in use by anybody, on all GPUs."""
+        """Bytes in use by anybody, on the GPU looked at."""
 
 
 class GpuMemory:
-    """Counts GPUs as nvidia-smi does."""
+    """Counts GPUs as nvidia-smi does. ``used`` looks at one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: int) -> None:
         import pynvml  # type: ignore[import-untyped]
 
         pynvml.nvmlInit()
         self._nvml = pynvml
+        self._gpu = gpu
         self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
 
     def of(self, pid: int) -> dict[int, int]:
@@ -50,7 +51,7 @@ class GpuMemory:
         return held
 
     def used(self) -> int:
-        return sum(int(self._nvml.nvmlDeviceGetMemoryInfo(gpu).used) for gpu in self._gpus)
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._gpus[self._gpu]).used)
 
 
 class MainMemory:
@@ -71,7 +72,7 @@ class MainMemory:
 
 
 def memory(gpu: str) -> Memory:
-    return MainMemory() if gpu == "cpu" else GpuMemory()
+    return MainMemory() if gpu == "cpu" else GpuMemory(int(gpu))
 
 
 def context_bytes(memory: Memory) -> int:

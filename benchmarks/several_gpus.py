@@ -1,9 +1,9 @@
 """Several GPUs, a worker on each: whether they keep to their own, and what they make together.
 
-    python -m benchmarks.several_gpus --gpus 2      (or 4)
+    python -m benchmarks.several_gpus --gpus 2      (or 4, or --split)
 
 Each model is asked by a client process of its own, 32 streams each; one alone and all at once take turns, medians of
-five. NVML says on which GPUs each worker's process holds memory. With two GPUs, ``gpu: [0, 1]`` then splits one
+five. NVML says on which GPUs each worker's process holds memory. With --split, ``gpu: [0, 1]`` splits one
 model over both, and its greedy answers are compared with those of one GPU.
 """
 
@@ -117,19 +117,20 @@ def split(made: dict[str, Any], model: str, held: Memory) -> list[Result]:
 def main() -> None:
     parser = arguments_for(__doc__)
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--split", action="store_true", help="one model over GPUs 0 and 1 instead")
     parser.add_argument("--model", help="default: 1b, or tiny with --quick")
     arguments = parser.parse_args()
     model = arguments.model or ("tiny" if arguments.quick else "1b")
     rounds, tokens = (2, 24) if arguments.quick else (ROUNDS, TOKENS)
     held = memory(arguments.gpu)
     made = entry(arguments, model, STREAMS, STREAMS * 512)
+    if arguments.split:
+        write("gpus-split", split(made, model, held), arguments.out)
+        return
     places = ["cpu" if arguments.gpu == "cpu" else index for index in range(arguments.gpus)]
     entries = {f"{model}-{index}": made | {"gpu": gpu} for index, gpu in enumerate(places)}
     results = side_by_side(arguments, entries, held, rounds, tokens)
-    name = f"gpus-{arguments.gpus}"
-    write(name, results, arguments.out)
-    if arguments.gpu != "cpu" and arguments.gpus == 2:
-        write(name, results + split(made, model, held), arguments.out)
+    write(f"gpus-{arguments.gpus}", results, arguments.out)
 
 
 if __name__ == "__main__":

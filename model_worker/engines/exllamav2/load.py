@@ -36,6 +36,9 @@ _CACHES = {
     "Q4": "ExLlamaV2Cache_Q4",
 }
 
+_NO_ROOM = "out of memory", "Insufficient VRAM", "ALLOC_FAILED"
+"""Parts of what CUDA, ExLlamaV2 and cuBLAS say when a GPU's memory is used up."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -116,7 +119,7 @@ def load(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir, progr
     except torch.OutOfMemoryError:
         raise refusal from None
     except RuntimeError as e:
-        if "out of memory" in str(e) or "Insufficient VRAM" in str(e):
+        if any(sign in str(e) for sign in _NO_ROOM):
             raise refusal from None
         raise
     # built at the first token otherwise, in the middle of the first answer

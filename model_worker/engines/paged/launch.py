@@ -179,9 +179,10 @@ def plan(step: Step, shape: Shape) -> Attend | None:
     elif not _interpreted():
         return None
     make = _plan_split if shape.q_len <= MOST_SPLIT_QUERIES else _plan_prompt
-    attend = make(found, step, shape)
     if device.type != "cuda" or torch.cuda.device_count() == 1:
-        return attend
+        return make(found, step, shape)
+    with torch.cuda.device(device):  # kernels run on the current device; ExLlamaV2 leaves that at the first
+        attend = make(found, step, shape)
 
     def on_its_device(*tensors: Any) -> torch.Tensor:
         with torch.cuda.device(device):
