@@ -55,7 +55,16 @@ def _models(host: Host, params: Params) -> Result:
 def _status(host: Host, params: Params) -> Result:
     name = _take(params, model=str).get("model")
     models = list(host.fleet.models.values()) if name is None else [_model(host, name)]
-    return {"supervisor": host.describe(), "models": [m.describe(host.scheduler, host.now()) for m in models]}
+    return {
+        "supervisor": host.describe(),
+        "gpus": host.fleet.vram.describe_gpus(),
+        "models": [_described(host, m) for m in models],
+    }
+
+
+def _described(host: Host, model: Model) -> Result:
+    pid = model.process.pid if model.process else None
+    return {**model.describe(host.scheduler, host.now()), **host.fleet.vram.describe(model.name, pid)}
 
 
 def _start(host: Host, params: Params) -> Result:

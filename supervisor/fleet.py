@@ -21,6 +21,7 @@ from protocol.worker_spec import WorkerSpec
 from supervisor import logs, stop_ladder
 from supervisor.config import Config
 from supervisor.exits import ExitReport, classify, not_spawned
+from supervisor.gpus import open_gpus
 from supervisor.guard import Guard
 from supervisor.in_flight import Effect as RequestEffect
 from supervisor.lifecycle import Effect, Event, WorkerState
@@ -28,6 +29,7 @@ from supervisor.model import Model
 from supervisor.scheduler import Scheduler
 from supervisor.stop_ladder import Rung
 from supervisor.timers import Timers
+from supervisor.vram import Vram
 from supervisor.worker_process import WorkerProcess
 from supervisor.worker_reports import checked_hello, checked_progress, checked_ready, checked_stats
 
@@ -65,6 +67,8 @@ class Fleet:
         self._back_endpoint = back_endpoint
         self._log = log
         self._by_routing_id: dict[bytes, Model] = {}
+        pins = {n: s.visible_devices.split(",") for n, s in config.models.items() if s.visible_devices}
+        self.vram = Vram(open_gpus(log) if pins else None, pins, timers, log)
         self.models: dict[str, Model] = {}
         for name, spec in config.models.items():
             self.models[name] = Model(spec, config.supervisor.restart_policy, logs.log_path(runtime_dir, name))
@@ -94,7 +98,7 @@ class Fleet:
 
     @property
     def all_stopped(self) -> bool:
-        return all(model.process is None for model in self.models.values())
+        return not self.vram.awaited and all(model.process is None for model in self.models.values())
 
     # --- what workers say ---------------------------------------------------------------------------------------
 
@@ -113,7 +117,10 @@ class Fleet:
             case Ready(body):
                 model.info = checked_ready(body)
                 model.progress = {}
-                self._apply(model, Event.LOADED, f"loaded in {model.info['load_seconds']} s")
+                if model.process is not None:
+                    self.vram.ready(model.name, model.process.pid)
+                loaded = f"loaded in {model.info['load_seconds']} s, attention: {model.info['attention']}"
+                self._apply(model, Event.LOADED, loaded)
             case Stats(body):
                 model.stats = checked_stats(body)
             case _:
@@ -128,6 +135,7 @@ class Fleet:
         code = process.reap()
         model.process = None
         self._by_routing_id.pop(model.routing_id, None)
+        self.vram.ended(model.name, process.pid)
         tail = logs.tail(model.log_path)
         self._ended(model, classify(code, asked=asked, log_tail=tail, killed_for=model.killed_for), process.pid)
 
@@ -240,6 +248,9 @@ class Fleet:
             supervisor_pid=os.getpid(),
         )
         logs.prepare(model.log_path)
+        self.vram.when_free(model.name, lambda: self._launch(model, spec))
+
+    def _launch(self, model: Model, spec: WorkerSpec) -> None:
         try:
             model.process = WorkerProcess(spec, self._guard)
         except OSError as e:
@@ -259,6 +270,12 @@ class Fleet:
             model.drain_timer.cancel()
         for timer in model.ladder:
             timer.cancel()
+        if self.vram.forget(
+            model.name
+        ):  # not spawned yet: its end is counted in the next turn, as a process's would be
+            never = ExitReport(0, "asked", "stopped before it was spawned", retry=False)
+            self._timers.at(now, lambda: self._ended(model, never, None))
+            return
         times = model.ladder_times or self._config.supervisor.ladder
         rungs = stop_ladder.plan(now, times, reads_messages=bool(model.info))
         model.ladder = [self._timers.at(at, lambda rung=rung: self._rung(model, rung)) for at, rung in rungs]  # type: ignore[misc]

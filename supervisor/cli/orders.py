@@ -45,6 +45,8 @@ def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runti
     for model in ended:
         if model["state"] not in AT_REST and not (no_wait or as_json):
             click.echo(f"modelctl: {model['name']} was stopped, and started again meanwhile", err=True)
+        if model.get("vram_return") == "not back" and not (no_wait or as_json):
+            click.echo(f"modelctl: {model['name']} is stopped, but its VRAM is not back yet", err=True)
 
 
 @click.command()

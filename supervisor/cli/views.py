@@ -9,7 +9,7 @@ import click
 from supervisor.cli.options import as_json, connect, runtime_dir_option
 from supervisor.cli.tables import table
 
-PS_HEADER = ("NAME", "STATE", "GPU", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "PID")
+PS_HEADER = ("NAME", "STATE", "GPU", "VRAM", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "PID")
 
 
 @click.command()
@@ -44,9 +44,16 @@ def status(model: str | None, as_json: bool, runtime_dir: Path) -> None:
 
 def _ps_row(m: dict[str, Any]) -> tuple[object, ...]:
     return (
-        m["name"], m["state"], m["gpu"], m["context"], m["active"], m["queued"], m["tokens_per_s"],
-        _age(m["idle_s"]), m["pid"],
+        m["name"], m["state"], m["gpu"], _size(m.get("vram_bytes")), m["context"], m["active"], m["queued"],
+        m["tokens_per_s"], _age(m["idle_s"]), m["pid"],
     )  # fmt: skip
+
+
+def _size(size: int | None) -> str | None:
+    """Bytes in the unit that people read: ``2.7 GiB``."""
+    if size is None:
+        return None
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def _age(seconds: float | None) -> str:

@@ -49,8 +49,11 @@ def settled_up(model: ModelStatus, wanted: int = 0) -> bool:
 
 
 def settled_down(model: ModelStatus, stopped: int) -> bool:
-    """Whether the generation that was ordered to stop is gone; somebody may have started the next meanwhile."""
-    return model["state"] in AT_REST or model["generation"] > stopped
+    """Whether the generation that was ordered to stop is gone and its VRAM back, or given up; somebody may have started
+    the next meanwhile."""
+    if model["generation"] > stopped:
+        return True
+    return model["state"] in AT_REST and model.get("vram_return") != "awaited"
 
 
 def _line(model: ModelStatus) -> str:

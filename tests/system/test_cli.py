@@ -31,8 +31,8 @@ def test_ps_answers_quickly(serving: Serving) -> None:
     assert took < 2.0
     assert done.returncode == 0
     header, a, b, broken = done.stdout.splitlines()
-    assert header.split() == ["NAME", "STATE", "GPU", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "PID"]
-    assert a.split()[:6] == ["a", "ready", "cpu", "4096", "0", "0"]
+    assert header.split() == ["NAME", "STATE", "GPU", "VRAM", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "PID"]
+    assert a.split()[:6] == ["a", "ready", "cpu", "-", "4096", "0", "0"]
     assert b.split()[:4] == ["b", "stopped", "cpu", "-"]
     assert broken.split()[0] == "broken"
 

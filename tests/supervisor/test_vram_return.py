@@ -1,0 +1,43 @@
+"""Dead workers' VRAM, on readings of a recorded box: what is awaited, what comes back, what is given up."""
+
+from supervisor.gpus import Gpu
+from supervisor.vram_return import VramReturns
+
+GIB = 1 << 30
+
+
+def box(**held: dict[int, int | None]) -> list[Gpu]:
+    """Two GPUs of 80 GiB; g0 and g1: pid → bytes."""
+    return [Gpu(index, f"GPU-{index}a2b3c4d", 80 * GIB, GIB, 79 * GIB, held.get(f"g{index}", {})) for index in range(2)]
+
+
+def test_memory_is_awaited_until_no_gpu_lists_the_process() -> None:
+    returns = VramReturns(10.0)
+    assert returns.died("a", 7, box(g0={7: GIB}, g1={8: GIB}), 100.0)
+    assert (returns.gpus, returns.pids_on({0, 1}), returns.pids_on({1})) == ({0}, [7], [])
+    assert returns.read(box(g0={7: GIB}), 100.05) == []
+    (over,) = returns.read(box(), 100.095)
+    assert (over.model, over.pid, over.back, round(over.after_s, 3)) == ("a", 7, True, 0.095)
+    assert not returns.gpus
+
+
+def test_what_no_gpu_lists_is_not_awaited() -> None:
+    returns = VramReturns()
+    assert not returns.died("a", 7, box(g0={8: GIB}), 0.0)
+    assert not returns.gpus
+
+
+def test_the_deadline_ends_the_wait_and_says_so() -> None:
+    returns = VramReturns(10.0)
+    returns.died("a", 7, box(g0={7: None}), 0.0)
+    assert returns.read(box(g0={7: None}), 9.99) == []
+    (over,) = returns.read(box(g0={7: None}), 10.0)
+    assert not over.back
+    assert not returns.gpus
+
+
+def test_a_pin_means_an_index_or_a_uuid() -> None:
+    gpu = box()[1]
+    assert gpu.is_meant("1")
+    assert gpu.is_meant("GPU-1A2B3C4D")
+    assert not gpu.is_meant("0")
