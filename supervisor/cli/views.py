@@ -68,5 +68,12 @@ def _print_map(title: str, values: dict[str, Any]) -> None:
     click.echo(title)
     for key, value in values.items():
         if isinstance(value, dict):
-            value = ", ".join(f"{k} {v}" for k, v in value.items())
+            value = ", ".join(f"{k} {_readable(k, v)}" for k, v in value.items())
+        value = _readable(key, value)
         click.echo(f"  {key:<15} {'-' if value in (None, '') else value}")
+
+
+def _readable(key: str, value: Any) -> Any:
+    """Sizes with their unit; everything else as it came."""
+    sized = key in ("vram_used", "vram_bytes")
+    return _size(value) if sized and isinstance(value, int) else value
