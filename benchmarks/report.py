@@ -103,8 +103,8 @@ def check(content: object) -> None:
 
 
 def headline(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results that the README shows: those with a target, met or missed, and ratios; all of a short file."""
-    chosen = [r for r in results if r["target"] or r["unit"] == "ratio"]
+    """The results that the README shows: those with a target, met or missed, else ratios; all of a short file."""
+    chosen = [r for r in results if r["target"]] or [r for r in results if r["unit"] == "ratio"]
     return results if len(results) <= SHORT else chosen or results[:SHORT]
 
 

@@ -51,7 +51,8 @@ def test_the_readme_leaves_out_what_has_no_target_but_no_miss() -> None:
     plain = [{"name": f"n{i}", "value": 1.0, "unit": "ms", "target": None, "meets": None} for i in range(20)]
     missed = {"name": "missed", "value": 1.0, "unit": "ms", "target": "<= 0.5", "meets": False}
     ratio = {"name": "over", "value": 1.0, "unit": "ratio", "target": None, "meets": None}
-    assert report.headline([*plain, missed, ratio]) == [missed, ratio]
+    assert report.headline([*plain, missed, ratio]) == [missed]
+    assert report.headline([*plain, ratio]) == [ratio]
     assert report.headline(plain[:3]) == plain[:3]
     assert report.headline(plain) == plain[: report.SHORT]
 
