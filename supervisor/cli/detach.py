@@ -30,7 +30,19 @@ def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
     """
     process = subprocess.Popen(
         # -P, because a module in "/" is nobody's
-        [sys.executable, "-P", "-m", "supervisor", "serve", "-q", "-c", config, "--runtime-dir", runtime_dir],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "supervisor",
+            "serve",
+            "-q",
+            "--no-compile",
+            "-c",
+            config,
+            "--runtime-dir",
+            runtime_dir,
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

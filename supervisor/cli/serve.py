@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from supervisor.cli import exit_codes
+from supervisor.cli.compiling import compile_for
 from supervisor.cli.config_file import find_config
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import runtime_dir_option
@@ -16,8 +17,9 @@ from supervisor.cli.options import runtime_dir_option
 @click.option("-c", "--config", type=click.Path(path_type=Path), default=None, help="models.yaml to serve.")
 @click.option("-d", "--detach", is_flag=True, help="Run in the background; returns when the models are loaded.")
 @click.option("-q", "--quiet", is_flag=True, help="Log to the log file only.")
+@click.option("--no-compile", is_flag=True, hidden=True, help="The caller has seen to it.")
 @runtime_dir_option
-def serve(config: Path | None, detach: bool, quiet: bool, runtime_dir: Path) -> int:
+def serve(config: Path | None, detach: bool, quiet: bool, no_compile: bool, runtime_dir: Path) -> int:
     """Run the supervisor and start the models that are to start with it."""
     from supervisor.config import load_config
     from supervisor.yaml_source import ConfigError
@@ -28,6 +30,11 @@ def serve(config: Path | None, detach: bool, quiet: bool, runtime_dir: Path) -> 
         for problem in e.problems:
             click.echo(str(problem), err=True)
         return exit_codes.CONFIG
+    if not no_compile:
+        try:
+            compile_for([model.config.engine for model in loaded.models.values()], quiet=quiet)
+        except KeyboardInterrupt:
+            return exit_codes.INTERRUPTED
     if detach:
         from supervisor.cli.detach import detach as start_detached
 
