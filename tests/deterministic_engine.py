@@ -219,6 +219,7 @@ class TalksNonsense(DeterministicEngine):
     def before_token(self, job: Job, k: int) -> None:
         prompt = bytes(job.prompt_ids)
         if k == 5 and prompt.startswith(b"bad "):
+            gc.unfreeze()  # what was loaded has been set aside
             link = next(thing for thing in gc.get_objects() if isinstance(thing, SupervisorLink))
             tracked = next(thing for thing in gc.get_objects() if isinstance(thing, WorkerLoop))._jobs[job.id]
             for frame in _nonsense(prompt[4:].decode(), link._generation, tracked.channel, tracked.request):

@@ -157,14 +157,6 @@ def test_the_supervisor_stayed_small_and_without_torch(serving: Serving) -> None
     assert torch_in_worker, "the look at the maps would see torch if it were there"
 
 
-def test_killing_the_supervisor_leaves_nothing(serving: Serving) -> None:
-    """Last in this file: it ends the supervisor that the others share."""
-    processes = serving.processes()
-    assert len(processes) >= 4
-    serving.kill()
-    wait_until(lambda: not [p for p in serving.processes() if p.pid != os.getpid()], 1.0, "the end of every process")
-
-
 def test_what_a_request_may_ask_for_comes_through(serving: Serving) -> None:
     prompt, answer = corpus.LETTERS_TEST_PROMPTS[1]
     with serving.client() as client:
@@ -187,3 +179,11 @@ def test_what_a_request_may_ask_for_comes_through(serving: Serving) -> None:
                 client.complete("letters", prompt, **{name: 2})
             assert (refused.value.code, refused.value.field) == (ErrorCode.UNSUPPORTED, name)
     serving.wait_idle("letters")
+
+
+def test_killing_the_supervisor_leaves_nothing(serving: Serving) -> None:
+    """Last in this file: it ends the supervisor that the others share."""
+    processes = serving.processes()
+    assert len(processes) >= 4
+    serving.kill()
+    wait_until(lambda: not [p for p in serving.processes() if p.pid != os.getpid()], 1.0, "the end of every process")
