@@ -66,11 +66,12 @@ def _age(seconds: float | None) -> str:
 
 def _print_map(title: str, values: dict[str, Any]) -> None:
     click.echo(title)
+    width = max(map(len, values), default=0)
     for key, value in values.items():
         if isinstance(value, dict):
             value = ", ".join(f"{k} {_readable(k, v)}" for k, v in value.items())
         value = _readable(key, value)
-        click.echo(f"  {key:<15} {'-' if value in (None, '') else value}")
+        click.echo(f"  {key:<{width}}  {'-' if value in (None, '') else value}")
 
 
 def _readable(key: str, value: Any) -> Any:
