@@ -123,7 +123,7 @@ def stand_in(endpoint: str, streams: int, done: Event) -> None:
             if isinstance(message, Hello):
                 body = pack_body({"prompt": "x", "max_tokens": STEPS})
                 for number in range(streams):
-                    job = JobMessage(number % CLIENTS, 1 + number, body)
+                    job = JobMessage(number % CLIENTS, 1 + number, {}, body)
                     socket.send_multipart([sender, encode(job)])
             elif isinstance(message, Events):
                 ended += sum(bool(entry.flags & TERMINAL) for entry in message.index)

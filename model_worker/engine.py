@@ -51,6 +51,12 @@ class Job:
     ``token_healing`` are as engines.banned and engines.healing say. ``top_logprobs`` None reports no
     log-probabilities, 0 those of the tokens drawn only. ``negative_ids`` is the other prompt of classifier-free
     guidance, given if and only if sampling.cfg_scale is not 1.
+
+    ``resumed_ids`` are the answer's first tokens, which a former worker has delivered with all the text that they
+    complete: the engine computes them as it does a prompt, and goes on as if it had drawn them itself. They count as
+    completion tokens, against both limits, and for penalties; what they leave held (the beginning of a stop string or
+    of a character) is held; the draw at a place is the same as it would have been (a seed's draws depend on seed and
+    place). Never given together with what cannot be gone on with: ``loop.not_resumable``. Events hold what is new.
     """
 
     id: int
@@ -64,6 +70,7 @@ class Job:
     token_healing: bool = False
     top_logprobs: int | None = None
     negative_ids: tuple[int, ...] | None = None
+    resumed_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,17 @@ class Finished:
     draft_rejected: int = 0
 
 
-EngineEvent = Delta | Finished
+@dataclass(slots=True)
+class Prefilling:
+    """How much of a job's prompt has been computed, in tokens (what is cached counts as done). Said as often as the
+    engine stops in between; an engine that computes every prompt in one step need not."""
+
+    job: int
+    done: int
+    total: int
+
+
+EngineEvent = Delta | Finished | Prefilling
 
 
 @dataclass

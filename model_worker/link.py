@@ -17,6 +17,7 @@ from protocol.messages import (
     EventEntry,
     Hello,
     Message,
+    Prefill,
     Progress,
     Ready,
     Stats,
@@ -84,6 +85,13 @@ class SupervisorLink:
             self._socket.send(encode(Stats(pack_body(body))), zmq.NOBLOCK)
         except zmq.Again:
             pass  # the next reading supersedes this one
+
+    def prefill(self, channel: int, request: int, done: int, total: int) -> None:
+        """Report how much of a prompt has been computed, in tokens."""
+        try:
+            self._socket.send(encode(Prefill(channel, request, done, total)), zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # the next report, or the first token, supersedes this one
 
     def receive(self, wait_ms: int) -> list[Message]:
         """Everything that has arrived; waits up to ``wait_ms`` for the first message."""

@@ -3,11 +3,11 @@
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from model_worker.engine import Delta, Engine, EngineEvent, Finished, Job, TokenLogprob
+from model_worker.engine import Delta, Engine, EngineEvent, Finished, Job, Prefilling, TokenLogprob
 from model_worker.link import SupervisorLink
 from protocol.codec import EventWriter
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -42,6 +42,7 @@ class _Tracked:
     prompt_tokens: int
     seq: int = 0
     tokens: int = 0
+    carry: dict[str, Any] = field(default_factory=dict)
 
 
 class WorkerLoop:
@@ -76,29 +77,36 @@ class WorkerLoop:
 
     def _apply(self, message: Message) -> None:
         match message:
-            case JobMessage(channel, request, body):
-                self._submit(channel, request, body)
+            case JobMessage(channel, request, carry, body):
+                self._submit(channel, request, carry, body)
             case CancelJob(channel, request):
                 self._cancel(channel, request)
             case Shutdown():
                 self._shutdown = True
 
-    def _submit(self, channel: int, request: int, body: bytes) -> None:
+    def _submit(self, channel: int, request: int, carry: dict[str, Any], body: bytes) -> None:
         job_id = next(self._ids)
+        resumed_ids = tuple(memoryview(carry.get("token_ids", b"")).cast("I"))
+        tracked = _Tracked(channel, request, 0, carry.get("seq", 0), len(resumed_ids), carry)
         asked: GenerateRequest | None = None
         try:
             asked = parse_generate(body)
-            job = self._job(job_id, asked)
+            if tracked.seq and (why := not_resumable(asked)):
+                raise WireError(
+                    ErrorCode.WORKER_DIED, f"the worker died, and an answer with {why} cannot go on in another"
+                )
+            job = self._job(job_id, asked, resumed_ids)
             self._engine.submit(job)
-        except RequestError as e:
+        except WireError as e:
             if e.field == "prompt" and asked is not None:
                 e.field = _prompt_field(asked)
-            self._send_error(_Tracked(channel, request, 0), e)
+            self._send_error(tracked, e)
             return
-        self._jobs[job_id] = _Tracked(channel, request, len(job.prompt_ids))
+        tracked.prompt_tokens = len(job.prompt_ids)
+        self._jobs[job_id] = tracked
         self._job_ids[channel, request] = job_id
 
-    def _job(self, job_id: int, request: GenerateRequest) -> Job:
+    def _job(self, job_id: int, request: GenerateRequest, resumed_ids: tuple[int, ...]) -> Job:
         """The engine's job for a request. Whether it fits and is offered, the engine's ``submit`` says. Raises
         RequestError for text that cannot be encoded."""
         prompt_ids = self._encode(request)
@@ -115,6 +123,7 @@ class WorkerLoop:
             token_healing=request.token_healing,
             top_logprobs=request.top_logprobs if request.logprobs else None,
             negative_ids=self._negative(request),
+            resumed_ids=resumed_ids,
         )
 
     def _negative(self, request: GenerateRequest) -> tuple[int, ...] | None:
@@ -161,7 +170,7 @@ class WorkerLoop:
             return
         self._engine.cancel(job_id)
         tracked = self._forget(job_id)
-        self._send_finished(tracked, (), "", FinishReason.CANCELLED, {})
+        self._send_finished(tracked, (), "", FinishReason.CANCELLED)
 
     def _emit(self, event: EngineEvent) -> None:
         # An engine that names a job it does not hold has lost count of whose tokens are whose: better to die (law 2).
@@ -173,8 +182,13 @@ class WorkerLoop:
                     fields["logprobs"] = self._logprobs(event.logprobs)
                 self._send(tracked, event.token_ids, fields, 0)
             return
+        if isinstance(event, Prefilling):
+            tracked = self._jobs[event.job]
+            if tracked.carry.get("progress"):
+                self._link.prefill(tracked.channel, tracked.request, event.done, event.total)
+            return
         tracked = self._forget(event.job)
-        self._send_finished(tracked, event.token_ids, event.text, event.finish_reason, _timings(event), event)
+        self._send_finished(tracked, event.token_ids, event.text, event.finish_reason, event)
 
     def _forget(self, job_id: int) -> _Tracked:
         tracked = self._jobs.pop(job_id)
@@ -187,7 +201,6 @@ class WorkerLoop:
         token_ids: Sequence[int],
         text: str,
         reason: str,
-        timings: dict[str, float],
         finished: Finished | None = None,
     ) -> None:
         completion = finished.completion_tokens if finished else tracked.tokens + len(token_ids)
@@ -196,6 +209,9 @@ class WorkerLoop:
             usage["cached_tokens"] = finished.cached_tokens
         if finished and (finished.draft_accepted or finished.draft_rejected):
             usage |= {"draft_accepted": finished.draft_accepted, "draft_rejected": finished.draft_rejected}
+        if resumes := tracked.carry.get("resumes"):
+            usage["resumes"] = resumes
+        timings = _timings(tracked.carry, completion, finished)
         fields: dict[str, object] = {"text": text, "finish_reason": reason, "usage": usage, "timings": timings}
         if finished and finished.logprobs:
             fields["logprobs"] = self._logprobs(finished.logprobs)
@@ -234,5 +250,29 @@ def _prompt_field(request: GenerateRequest) -> str:
     return next(name for name in ("prompt", "messages", "token_ids") if getattr(request, name) is not None)
 
 
-def _timings(event: Finished) -> dict[str, float]:
-    return {"prefill_ms": round(event.prefill_s * 1000, 3), "decode_ms": round(event.decode_s * 1000, 3)}
+def not_resumable(request: GenerateRequest) -> str | None:
+    """What of a request cannot go on in another worker, for people; None if all of it can.
+
+    Mirostat's state follows from probabilities that are gone; an answer with banned strings, or whose first token was
+    healed, does not follow from its ids alone; guidance keeps two sequences in step.
+    """
+    if request.mirostat_mode:
+        return "mirostat"
+    if request.banned_strings:
+        return "banned_strings"
+    if request.token_healing:
+        return "token_healing"
+    if request.cfg_scale != 1:
+        return "cfg_scale"
+    return None
+
+
+def _timings(carry: dict[str, Any], completion: int, finished: Finished | None) -> dict[str, float]:
+    """Of an answer that went on here, prefill and decoding are those of this worker alone."""
+    timings = {"queue_ms": round(carry.get("queue_ms", 0.0), 3)}
+    if finished is not None:
+        timings |= {"prefill_ms": round(finished.prefill_s * 1000, 3), "decode_ms": round(finished.decode_s * 1000, 3)}
+        drawn = completion - len(carry.get("token_ids", b"")) // 4 - 1  # the first ends the prefill
+        if drawn > 0 and finished.decode_s > 0:
+            timings["tokens_per_s"] = round(drawn / finished.decode_s, 2)
+    return timings

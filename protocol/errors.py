@@ -39,10 +39,16 @@ class ErrorCode(IntEnum):
     """The model's queue is full. Retry after ``retry_after_ms``."""
     DRAINING = 305
     """The model, or the supervisor, is being stopped and takes no new requests."""
+    DEADLINE_EXCEEDED = 401
+    """The request's deadline_ms, or its ttft_ms, passed before it was done."""
+    QUEUE_TIMEOUT = 402
+    """The request waited for a worker longer than its queue_ms."""
     SLOW_CONSUMER = 403
     """The client read its stream too slowly and this stream was ended."""
     WORKER_DIED = 500
     """The process that computed the answer ended before it was finished."""
+    POISONED = 504
+    """The request was being computed when its worker died, more often than is tolerated: it is not tried again."""
     INTERNAL = 599
     """A fault of the supervisor or worker itself. Its log says more."""
     CONNECTION_LOST = 600
@@ -53,7 +59,12 @@ class ErrorCode(IntEnum):
         return self.name.lower()
 
 
-RETRYABLE = frozenset({ErrorCode.OVERLOADED, ErrorCode.DRAINING, ErrorCode.WORKER_DIED, ErrorCode.CONNECTION_LOST})
+RETRYABLE = frozenset(
+    {
+        ErrorCode.OVERLOADED, ErrorCode.DRAINING, ErrorCode.QUEUE_TIMEOUT, ErrorCode.WORKER_DIED,
+        ErrorCode.CONNECTION_LOST,
+    }
+)  # fmt: skip
 
 
 class WireError(Exception):

@@ -14,7 +14,7 @@ MAX_FRAME: Final[dict[Kind, int]] = {
     Kind.GENERATE: 4 * MIB,
     Kind.CANCEL: 64,
     Kind.CREDIT: 64,
-    Kind.CALL: 64 << 10,
+    Kind.CALL: 4 * MIB,  # a text to tokenize
     Kind.PING: 64,
     Kind.PONG: 64,
     Kind.WELCOME: MIB,
@@ -23,12 +23,16 @@ MAX_FRAME: Final[dict[Kind, int]] = {
     Kind.ERROR: 64 << 10,
     Kind.REPLY: 8 * MIB,
     Kind.GOAWAY: 64 << 10,
-    Kind.JOB: 4 * MIB + 64,  # a GENERATE's body behind a head that may be longer
+    Kind.REPORT: 64 << 10,
+    Kind.JOB: 12 * MIB,  # a GENERATE's body, and the ids of the answer so far
     Kind.CANCEL_JOB: 64,
     Kind.READY: 64 << 10,
     Kind.SHUTDOWN: 64,
     Kind.PROGRESS: 64 << 10,
     Kind.STATS: 64 << 10,
+    Kind.PREFILL: 64,
+    Kind.ASK: 4 * MIB + 64,
+    Kind.ANSWER: 8 * MIB,
 }
 """Largest frame of each kind; a larger one is answered with TOO_LARGE (or dropped and counted), alone."""
 

@@ -12,11 +12,14 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
     PING      [1,  6, nonce]                                PONG     [1,  7, nonce]
     PONG      [1,  7, nonce]                                PING     [1,  6, nonce]
                                                             GOAWAY   [1, 22, body{reason}]
+                                                            REPORT   [1, 23, request, body{phase, ...}]
     supervisor → worker                                     worker → supervisor
-    JOB        [1, 32, channel, request, body]              HELLO    [1,  1, body{pid, build}]
+    JOB        [1, 32, channel, request, carry{}, body]     HELLO    [1,  1, body{pid, build}]
     CANCEL_JOB [1, 33, channel, request]                    READY    [1, 34, body{context, max_jobs, ...}]
     SHUTDOWN   [1, 35]                                      PROGRESS [1, 36, body{phase, done, total}]
-                                                            STATS    [1, 37, body{}]
+    ASK        [1, 39, ask, verb, body]                     STATS    [1, 37, body{}]
+                                                            PREFILL  [1, 38, channel, request, done, total]
+                                                            ANSWER   [1, 40, ask, body{result} or body{error}]
                                                             EVENTS   as above; the supervisor forwards it whole
 
 * ``request`` is the client's own number for a request: 1 to 2**64-1, used once per connection. 0 means the connection
@@ -25,13 +28,26 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
   session: nothing survives a reconnect.
 * GENERATE is answered by ERROR (no request came to be) or by ACCEPTED, then delta events, then exactly one event
   flagged FINISHED or ERROR. Nothing follows it.
-* ``route`` of GENERATE: ``resume`` (bool, default false). Unknown keys are refused by name.
+* ``route`` of GENERATE is what the supervisor itself needs to know. Unknown keys are refused by name. All are optional:
+    resume       bool, default true: when its worker dies, the answer goes on in another, no token twice, none missing
+    priority     "interactive", "normal" (default) or "batch"
+    queue_ms     longest wait for a worker, ttft_ms for the first token, deadline_ms for the end; 1 to 86,400,000,
+                 from acceptance on. A request that takes longer ends with queue_timeout or deadline_exceeded
+    affinity     up to 256 characters: requests with the same key go to the same worker, where their prefix is cached;
+                 unset, the beginning of the prompt stands for it
+    progress     bool, default false: send REPORT until the first token
+* REPORT tells how far a request is that asked for it: ``{phase: "queued", queue_position}`` (0 is next) or
+  ``{phase: "prefill", done, total}`` in tokens. It stands outside the sequence of events, and one may be left out.
+* ``carry`` of JOB is what a former worker left of the answer: ``seq`` (number of the next event), ``token_ids`` (those
+  that were delivered: bin, u32 little endian), ``resumes`` (how often it went on), ``queue_ms``, ``progress`` (bool).
+  Unset are 0, none, 0, 0 and false.
+* ASK hands a client's CALL to a worker: verbs ``tokenize`` {prompt | messages} and ``detokenize`` {token_ids}.
 * ``index`` is ``[[request, seq, flags, tokens, length], ...]``, one entry an event: its number within the request
   (gapless from 0), EventFlag bits, how many token ids it holds, how many bytes of the body are its own. The events'
   bytes lie one after the other; each is ``tokens`` ids (u32, little endian), then one msgpack map:
     delta     {text, logprobs?}
     FINISHED  {text?, logprobs?, finish_reason, usage{prompt_tokens, completion_tokens, cached_tokens?, draft_accepted?,
-              draft_rejected?}, timings{...}}
+              draft_rejected?, resumes?}, timings{queue_ms, prefill_ms, decode_ms, tokens_per_s}}
     ERROR     {error{code, name, message, retryable, field?, retry_after_ms?}, delivered_tokens?}
 * ``logprobs``, if the request asked for them, has one entry for each of the event's ids, ``[logprob, bytes, top]``: the
   natural logarithm of its probability by the model alone (before penalties, bias and temperature), what it adds to the
@@ -69,12 +85,16 @@ class Kind(IntEnum):
     ERROR = 19
     REPLY = 20
     GOAWAY = 22
+    REPORT = 23
     JOB = 32
     CANCEL_JOB = 33
     READY = 34
     SHUTDOWN = 35
     PROGRESS = 36
     STATS = 37
+    PREFILL = 38
+    ASK = 39
+    ANSWER = 40
 
 
 class EventFlag(IntFlag):
@@ -206,10 +226,18 @@ class GoAway:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    kind: ClassVar[Kind] = Kind.REPORT
+    request: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class JobMessage:
     kind: ClassVar[Kind] = Kind.JOB
     channel: int
     request: int
+    carry: dict[str, Any]
     body: bytes
 
 
@@ -243,22 +271,48 @@ class Stats:
     body: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    kind: ClassVar[Kind] = Kind.PREFILL
+    channel: int
+    request: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    kind: ClassVar[Kind] = Kind.ASK
+    ask: int
+    verb: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    kind: ClassVar[Kind] = Kind.ANSWER
+    ask: int
+    body: bytes
+
+
 Message = (
     Hello | Generate | Cancel | Credit | Call | Ping | Pong | Welcome | Accepted | Events | Error | Reply | GoAway
-    | JobMessage | CancelJob | Ready | Shutdown | Progress | Stats
+    | Report | JobMessage | CancelJob | Ready | Shutdown | Progress | Stats | Prefill | Ask | Answer
 )  # fmt: skip
 
 MESSAGE_CLASSES: dict[Kind, type[Message]] = {
     cls.kind: cls
     for cls in (
         Hello, Generate, Cancel, Credit, Call, Ping, Pong, Welcome, Accepted, Events, Error, Reply, GoAway,
-        JobMessage, CancelJob, Ready, Shutdown, Progress, Stats,
+        Report, JobMessage, CancelJob, Ready, Shutdown, Progress, Stats, Prefill, Ask, Answer,
     )
 }  # fmt: skip
 
 CLIENT_TO_SUPERVISOR = frozenset({Kind.HELLO, Kind.GENERATE, Kind.CANCEL, Kind.CREDIT, Kind.CALL, Kind.PING, Kind.PONG})
 SUPERVISOR_TO_CLIENT = frozenset(
-    {Kind.WELCOME, Kind.ACCEPTED, Kind.EVENTS, Kind.ERROR, Kind.REPLY, Kind.GOAWAY, Kind.PING, Kind.PONG}
+    {Kind.WELCOME, Kind.ACCEPTED, Kind.EVENTS, Kind.ERROR, Kind.REPLY, Kind.GOAWAY, Kind.REPORT, Kind.PING, Kind.PONG}
 )
-SUPERVISOR_TO_WORKER = frozenset({Kind.JOB, Kind.CANCEL_JOB, Kind.SHUTDOWN})
-WORKER_TO_SUPERVISOR = frozenset({Kind.HELLO, Kind.READY, Kind.PROGRESS, Kind.STATS, Kind.EVENTS})
+SUPERVISOR_TO_WORKER = frozenset({Kind.JOB, Kind.CANCEL_JOB, Kind.SHUTDOWN, Kind.ASK})
+WORKER_TO_SUPERVISOR = frozenset(
+    {Kind.HELLO, Kind.READY, Kind.PROGRESS, Kind.STATS, Kind.EVENTS, Kind.PREFILL, Kind.ANSWER}
+)

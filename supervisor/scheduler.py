@@ -338,7 +338,7 @@ class Scheduler:
             queue.waiting_bytes -= len(request.body)
             request.phase = Phase.RUNNING
             queue.running[request.key] = request
-            effects.append(ToWorker(model, encode(JobMessage(request.channel, request.request, request.body))))
+            effects.append(ToWorker(model, encode(JobMessage(request.channel, request.request, {}, request.body))))
             request.body = b""
         return effects
 

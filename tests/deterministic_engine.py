@@ -111,7 +111,7 @@ class DeterministicEngine:
             time.sleep(self.step_s)
         while self.pending and len(self.jobs) < self.spec.max_batch_size:
             job = self.pending.pop(0)
-            self.jobs[job.id] = (job, 0)
+            self.jobs[job.id] = (job, len(job.resumed_ids))
         events: list[EngineEvent] = []
         for job_id, (job, k) in list(self.jobs.items()):
             text = _token(bytes(job.prompt_ids), k)

@@ -81,7 +81,7 @@ def told(effects: list[Effect], channel: int) -> list[tuple[int, int, int, dict[
 def test_accepted_goes_before_the_job(scheduler: Scheduler) -> None:
     effects = messages(scheduler.submit(5, Generate(1, "m", {}, b"body")))
     assert [type(message) for _, message in effects] == [Accepted, JobMessage]
-    assert effects[1] == ("m", JobMessage(5, 1, b"body"))
+    assert effects[1] == ("m", JobMessage(5, 1, {}, b"body"))
 
 
 def test_a_frame_is_passed_on_as_it_is_while_there_is_credit(scheduler: Scheduler) -> None:
@@ -113,7 +113,7 @@ def test_a_terminal_event_needs_no_credit(scheduler: Scheduler) -> None:
 def test_an_ended_job_makes_room_for_the_next(scheduler: Scheduler) -> None:
     submit(scheduler, 5, 1, 2, 3)
     effects = deliver(scheduler, frame(5, (1, 0, FINISHED)))
-    assert messages(effects)[-1] == ("m", JobMessage(5, 3, b"body"))
+    assert messages(effects)[-1] == ("m", JobMessage(5, 3, {}, b"body"))
 
 
 def test_a_dead_worker_ends_what_it_held_and_keeps_what_waits(scheduler: Scheduler) -> None:
@@ -124,7 +124,7 @@ def test_a_dead_worker_ends_what_it_held_and_keeps_what_waits(scheduler: Schedul
     assert [event[3]["delivered_tokens"] for event in effects] == [2, 0]
     assert effects[0][3]["error"]["name"] == "worker_died"
     assert scheduler.counts("m") == (0, 1)
-    assert messages(scheduler.open("m", 2, 2)) == [("m", JobMessage(5, 3, b"body"))]
+    assert messages(scheduler.open("m", 2, 2)) == [("m", JobMessage(5, 3, {}, b"body"))]
 
 
 def test_words_of_a_former_generation_are_dropped(scheduler: Scheduler) -> None:
@@ -152,7 +152,7 @@ def test_a_client_that_leaves_has_its_jobs_cancelled_and_hears_no_more(scheduler
     assert messages(scheduler.gone(5)) == [("m", CancelJob(5, 1)), ("m", CancelJob(5, 2))]
     assert scheduler.counts("m") == (2, 1), "a place is free when the worker has let go, not before"
     effects = deliver(scheduler, frame(5, (1, 0, 0), (2, 0, FINISHED)))
-    assert messages(effects) == [("m", JobMessage(6, 1, b"body"))]
+    assert messages(effects) == [("m", JobMessage(6, 1, {}, b"body"))]
     assert scheduler.gone(5) == []
 
 

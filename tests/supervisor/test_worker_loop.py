@@ -51,7 +51,7 @@ def engine(**options: Any) -> DeterministicEngine:
 
 
 def job(channel: int, request: int, prompt: str = "p", **fields: Any) -> JobMessage:
-    return JobMessage(channel, request, pack_body({"prompt": prompt, "max_tokens": 4, **fields}))
+    return JobMessage(channel, request, {}, pack_body({"prompt": prompt, "max_tokens": 4, **fields}))
 
 
 def run(link: ScriptedLink, with_engine: DeterministicEngine | None = None) -> ScriptedLink:
@@ -133,7 +133,7 @@ def test_a_prompt_that_just_fits() -> None:
 
 
 def test_a_body_that_is_no_map_is_answered() -> None:
-    link = run(ScriptedLink([JobMessage(1, 1, b"\xc1"), JobMessage(1, 2, b"")], []))
+    link = run(ScriptedLink([JobMessage(1, 1, {}, b"\xc1"), JobMessage(1, 2, {}, b"")], []))
     for request in (1, 2):
         ((entry, told),) = link.of(1, request)
         assert entry.flags == EventFlag.ERROR

@@ -128,7 +128,7 @@ def test_a_fault_while_draining_is_told_as_a_fault(serve: Serve) -> None:
 def test_a_job_is_never_larger_than_a_worker_takes() -> None:
     head = len(encode(Generate(1, "a", {}, b"")))
     body = bytes(limits.MAX_FRAME[Generate.kind] - head - 10)
-    job = encode(JobMessage(limits.MAX_U64, limits.MAX_U64, body))
+    job = encode(JobMessage(limits.MAX_U64, limits.MAX_U64, {}, body))
     assert len(job) <= limits.MAX_FRAME[JobMessage.kind]
 
 
