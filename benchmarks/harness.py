@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import yaml
 
-from benchmarks.models import WHERE, path_of
+from benchmarks.models import WHERE, path_of, source_of
 from benchmarks.report import RESULTS
 from model_worker.demo_models import NAMES, corpus
 from model_worker.engines.model_dir import ModelDir
@@ -156,15 +156,21 @@ class Request:
 
 def requests(model: str, directory: str | Path, count: int, tokens: int = 64, seed: int = 0) -> list[Request]:
     """Prompts: random ids for random weights; for the demo models their test prompts, whatever ``tokens`` is."""
-    if model.removesuffix("-exl2") in NAMES:
+    if source_of(model) in NAMES:
         tokenizer = Tokenizer(ModelDir(str(directory)))
-        texts = [text for text, _ in corpus.TEST_PROMPTS[model.removesuffix("-exl2")]]
+        texts = [text for text, _ in corpus.TEST_PROMPTS[source_of(model)]]
         texts = [texts[(seed * count + i) % len(texts)] for i in range(count)]
         return [Request(list(tokenizer.encode(text)), {"prompt": text}) for text in texts]
     vocab = int(json.loads(Path(directory, "config.json").read_text())["vocab_size"])
     draw = random.Random(seed)
     prompts = [[draw.randrange(SPECIAL_IDS, vocab) for _ in range(tokens)] for _ in range(count)]
     return [Request(ids, {"token_ids": ids}) for ids in prompts]
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or that only one of them has; None where they are equal."""
+    shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return None if shared == len(a) == len(b) else shared
 
 
 @dataclass

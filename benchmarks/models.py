@@ -1,6 +1,13 @@
-"""Models to measure with: Llama shapes with random weights, and their EXL2 conversions, written to a directory.
+"""Models to measure with: Llama shapes with random weights, and their conversions, written to a directory.
 
-    python -m benchmarks.models [1b 8b 1b-exl2 ...] [--into DIR]
+    python -m benchmarks.models [1b 8b 1b-exl2 letters-gptq ...] [--into DIR]
+
+    1b, 8b, tiny               random weights, fp16
+    letters, stories           the demo models, as they are shipped
+    NAME-exl2                  an EXL2 conversion of one of these; needs ExLlamaV2 and a GPU
+    NAME-gptq                  in GPTQ's format, 4 bits, groups of 128, symmetric (benchmarks.gptq)
+    NAME-gptq-act-order        the same, not symmetric, and with the inputs in another order than their groups
+    NAME-gptq-dequantised      the weights of NAME-gptq as fp16; NAME-gptq-act-order-dequantised is there, too
 
 Speed and memory depend on shapes, not on what the weights say. They are normal with standard deviation 0.02, which
 keeps activations and logits of these depths within a few units. A model that is there already is not made again.
@@ -20,6 +27,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
+from benchmarks import gptq
 from model_worker.demo_models import NAMES, directory
 
 WHERE = Path(tempfile.gettempdir()) / "models"
@@ -31,6 +39,8 @@ MEASURED_LAYERS = 2
 """Layers that a conversion measures; the others have weights of the same distribution and take the same figures."""
 ROWS, ROW_TOKENS = 12, 256
 """Calibration data of conversions."""
+TWIN = "-dequantised"
+"""Suffix of the model in fp16 whose weights are those of a GPTQ model."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +66,40 @@ SHAPES = {
 """Of Llama 3.2 1B (with an output layer of its own) and Llama 3.1 8B, and one that any CPU computes."""
 
 
-def path_of(name: str, where: Path = WHERE) -> Path:
-    """Directory of ``letters``, ``stories``, a name of SHAPES, or any of these with ``-exl2``; made if it is not there.
+def source_of(name: str) -> str:
+    """The model that ``name`` was made from: itself, unless it is a conversion."""
+    name = name.removesuffix(TWIN)
+    for suffix in ("exl2", *gptq.SCHEMES):
+        name = name.removesuffix(f"-{suffix}")
+    return name
 
-    A conversion needs ExLlamaV2 and a GPU.
+
+def twin_of(name: str) -> str | None:
+    """The fp16 model of the same weights as a GPTQ model's; None for another model."""
+    return f"{name}{TWIN}" if name.endswith(tuple(f"-{suffix}" for suffix in gptq.SCHEMES)) else None
+
+
+def path_of(name: str, where: Path = WHERE) -> Path:
+    """Directory of a model named as above, made if it is not there. A GPTQ model and its twin are made together.
+
+    Raises KeyError for another name; CalledProcessError where a conversion to EXL2 fails.
     """
     if name in NAMES:
         return directory(name)
-    target = where / name
+    target, source = where / name, source_of(name)
     if not (target / "config.json").exists():
+        if source not in (*NAMES, *SHAPES):
+            raise KeyError(name)
         where.mkdir(parents=True, exist_ok=True)
         begun = time.monotonic()
-        if name.endswith("-exl2"):
-            convert(name.removesuffix("-exl2"), target, where)
-        else:
+        if name == source:
             write_model(target, SHAPES[name])
+        elif name == f"{source}-exl2":
+            convert(source, target, where)
+        else:
+            quantized = name.removesuffix(TWIN)
+            scheme = gptq.SCHEMES[quantized.removeprefix(f"{source}-")]
+            gptq.write_both(path_of(source, where), where / quantized, where / f"{quantized}{TWIN}", scheme)
         print(f"{name}: made in {time.monotonic() - begun:.1f} s", flush=True)
     return target
 
