@@ -167,12 +167,6 @@ def requests(model: str, directory: str | Path, count: int, tokens: int = 64, se
     return [Request(ids, {"token_ids": ids}) for ids in prompts]
 
 
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or that only one of them has; None where they are equal."""
-    shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return None if shared == len(a) == len(b) else shared
-
-
 @dataclass
 class Run:
     """Requests that began together: for each the deltas that came, as (seconds since the begin, tokens).

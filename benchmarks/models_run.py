@@ -1,11 +1,14 @@
 """Every model loads, streams, is cancelled and unloads, through a supervisor and a worker; what it said is kept.
 
-    python -m benchmarks.models_run [--gpu 0] [--models letters stories letters-exl2 1b 1b-exl2 8b]
+    python -m benchmarks.models_run [--gpu 0] [--models letters letters-gptq 1b-exl2 ...]
 
 The demo models' answers to their test prompts are known (``model_worker.demo_models.corpus``; the CPU engine gives
-exactly these): as they are shipped, in fp16 with an FP16 cache, every answer must be right. Of a conversion the share
-of right answers is a figure. Random weights decide by less than rounding can change, so for these the same prompts are
-asked alone and all at once, and the first token that differs is a figure, too.
+exactly these): as they are shipped, in fp16 with an FP16 cache, every answer must be right, and also in GPTQ's 4 bits,
+which leave the right token a lead of 3 logits at every step (tests/test_benchmarks.py). Of a conversion to EXL2 the
+share of right answers is a figure. Random weights decide by less than rounding can change, so for these the same
+prompts are asked alone and all at once, and the first token that differs is a figure, too.
+
+A GPTQ model is loaded once more, then the fp16 model of the same weights: how many greedy answers of the two are equal.
 
 Writes models-run.json and models-run.txt.
 """
@@ -15,14 +18,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.comparison import WITH_LOGPROBS, compare
 from benchmarks.harness import Request, Server, arguments_for, entry, requests
 from benchmarks.memory import GIB, MIB, Memory, memory, wait_for
+from benchmarks.models import source_of, twin_of
 from benchmarks.report import Result, write
 from model_worker.demo_models import NAMES, corpus
 
-MODELS = ("letters", "stories", "letters-exl2", "1b", "1b-exl2", "8b")
+GPTQ = ("letters-gptq", "letters-gptq-act-order", "stories-gptq", "1b-gptq", "1b-gptq-act-order")
+MODELS = ("letters", "stories", "letters-exl2", *GPTQ, "1b", "1b-exl2", "8b")
 BATCH = 16
-TOKENS = 64
+TOKENS, ENOUGH = 64, 1000
+"""Of an answer: by random weights, and more than an answer of a demo model has."""
+FEW = 12
+"""Test prompts of a quick run."""
 
 
 class Story:
@@ -48,16 +57,15 @@ def answers(server: Server, model: str, fields: list[dict[str, Any]], tokens: in
 
 
 def right_answers(server: Server, model: str, story: Story, few: bool) -> Result:
-    name = model.removesuffix("-exl2")
-    pairs = corpus.TEST_PROMPTS[name][: 12 if few else None]
-    said = answers(server, model, [{"prompt": prompt} for prompt, _ in pairs], 1000, BATCH)
+    pairs = corpus.TEST_PROMPTS[source_of(model)][: FEW if few else None]
+    said = answers(server, model, [{"prompt": prompt} for prompt, _ in pairs], ENOUGH, BATCH)
     right = sum(answer.text == expected for answer, (_, expected) in zip(said, pairs, strict=True))
     story.tell(f"{model}: {right} of {len(pairs)} test prompts answered as expected; for instance")
     for (prompt, _), answer in list(zip(pairs, said, strict=True))[:2]:
         story.tell(f"    {prompt[-80:]!r} -> {answer.text[:100]!r} ({answer.finish_reason})")
     return Result(
         f"{model}: test prompts answered as on the CPU", right / len(pairs), "share",
-        ">= 1" if model == name else None,
+        None if model.endswith("-exl2") else ">= 1",
     )  # fmt: skip
 
 
@@ -76,6 +84,23 @@ def divergence(server: Server, model: str, asked: list[Request], story: Story) -
         Result(f"{model}: earliest difference, alone and {len(asked)} at once", min(first), "tokens"),
         Result(f"{model}: answers without any difference", same / len(asked), "share"),
     ]
+
+
+def like_its_twin(server: Server, model: str, twin: str, made: dict[str, Any], quick: bool) -> list[Result]:
+    """Both are started for that, one after the other. A demo model's answers must be equal, token by token."""
+    demo = source_of(model) in NAMES
+    if demo:
+        prompts = [prompt for prompt, _ in corpus.TEST_PROMPTS[source_of(model)][: FEW if quick else None]]
+        fields: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
+    else:
+        fields = [request.fields | WITH_LOGPROBS for request in requests(model, made["model_dir"], BATCH, seed=1)]
+    said = []
+    for name in (model, twin):
+        server.modelctl("start", name)
+        server.wait_state(name, "ready")
+        said.append(answers(server, name, fields, ENOUGH if demo else TOKENS, BATCH if demo else 1))
+        server.modelctl("stop", name)
+    return compare(model, "its dequantised fp16 twin's", *said, must_equal=demo)
 
 
 def cancelled(server: Server, model: str, request: Request, story: Story) -> Result:
@@ -108,9 +133,9 @@ def run(server: Server, model: str, made: dict[str, Any], held: Memory, story: S
     with server.client() as client:
         deltas = list(client.generate(model, max_tokens=8, temperature=0, **asked[0].fields))
     story.tell(f"{model}: streamed {[delta.text for delta in deltas]}")
-    if model.removesuffix("-exl2") in NAMES:
+    if source_of(model) in NAMES:
         results.append(right_answers(server, model, story, quick))
-        longest, _ = max(corpus.TEST_PROMPTS[model.removesuffix("-exl2")], key=lambda pair: len(pair[1]))
+        longest, _ = max(corpus.TEST_PROMPTS[source_of(model)], key=lambda pair: len(pair[1]))
         asked = [Request([], {"prompt": longest})]
     else:
         results += divergence(server, model, asked, story)
@@ -133,12 +158,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", help=f"default: {' '.join(MODELS)}; with --quick letters and tiny")
     arguments = parser.parse_args()
     models = arguments.models or (["letters", "tiny"] if arguments.quick else list(MODELS))
-    entries = {model: entry(arguments, model, BATCH, BATCH * 1024) for model in models}
+    twins = {model: twin for model in models if (twin := twin_of(model))}
+    entries = {model: entry(arguments, model, BATCH, BATCH * 1024) for model in (*models, *twins.values())}
     held, story = memory(arguments.gpu), Story()
     results: list[Result] = []
     with Server({name: made | {"autostart": False} for name, made in entries.items()}, wait=False) as server:
-        for model, made in entries.items():
-            results += run(server, model, made, held, story, arguments.quick)
+        for model in models:
+            results += run(server, model, entries[model], held, story, arguments.quick)
+            if model in twins:
+                results += like_its_twin(server, model, twins[model], entries[model], arguments.quick)
             write("models-run", results, arguments.out)  # kept also when a later one fails
             Path(arguments.out, "models-run.txt").write_text("\n".join(story.lines) + "\n")
 

@@ -1,10 +1,14 @@
 """Several GPUs, a worker on each: whether they keep to their own, and what they make together.
 
-    python -m benchmarks.several_gpus --gpus 2      (or 4, or --split)
+    python -m benchmarks.several_gpus --gpus 2      (or 4, or --split, or --tensor-parallel)
 
 Each model is asked by a client process of its own, 32 streams each; one alone and all at once take turns, medians of
-five. NVML says on which GPUs each worker's process holds memory. With --split, ``gpu: [0, 1]`` splits one
-model over both, and its greedy answers are compared with those of one GPU.
+five. NVML says on which GPUs each worker's process holds memory.
+
+With --split, ``gpu: [0, 1]`` gives some layers of one model to each of two GPUs; with --tensor-parallel, a part of
+every layer (EXL2 only). Its greedy answers are compared with those of the same model on one GPU: with --split they
+must be equal, since layers are computed as there. Parts of sums are added in another order, and random weights decide
+by less than that can change: with --tensor-parallel the log probabilities must be alike (benchmarks.comparison).
 """
 
 import argparse
@@ -15,7 +19,8 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.harness import Server, arguments_for, entry, requests
+from benchmarks.comparison import WITH_LOGPROBS, compare
+from benchmarks.harness import Server, arguments_for, entry, requests, served
 from benchmarks.memory import GIB, Memory, memory
 from benchmarks.report import Result, write
 
@@ -24,6 +29,8 @@ TARGETS = {2: ">= 1.9", 4: ">= 3.7"}
 SPLIT_GB = [1.5, 16.0]
 """Of weights and buffers per GPU: less on the first than a 1B takes, so that it has to be split."""
 SPLIT_TOKENS = 48
+PARALLEL_STREAMS = (1, 8)
+"""Requests at once, of which the speed with --tensor-parallel is a figure."""
 
 
 class GroupClient:
@@ -94,38 +101,58 @@ def side_by_side(
     ]
 
 
-def split(made: dict[str, Any], model: str, held: Memory) -> list[Result]:
-    """One model over GPUs 0 and 1, against the same on GPU 0."""
-    texts: list[list[list[int]]] = []
-    asked = requests(model, made["model_dir"], 4, seed=9)
-    two = made | {"gpu": [0, 1], "gpu_split": SPLIT_GB}
-    with Server({"split": two, "whole": made}) as server:
-        for name in ("split", "whole"):
+def over_two(made: dict[str, Any], model: str, keys: dict[str, Any], held: Memory, quick: bool) -> list[Result]:
+    """One model over GPUs 0 and 1, by these keys of its entry, against the same on GPU 0."""
+    parallel = "tensor_parallel" in keys
+    label = "tensor_parallel" if parallel else "gpu: [0, 1]"
+    asked = requests(model, made["model_dir"], 8 if parallel else 4, seed=9)
+    fields: list[dict[str, Any]] = [request.fields | (WITH_LOGPROBS if parallel else {}) for request in asked]
+    answers, rates = [], []
+    with Server({"two": made | {"gpu": [0, 1]} | keys, "one": made}) as server:
+        for name in ("two", "one"):
             with server.client() as client:
-                answers = [client.complete(name, max_tokens=SPLIT_TOKENS, temperature=0, **r.fields) for r in asked]
-            texts.append([list(answer.token_ids) for answer in answers])
-        places = held.of(server.status("split")["pid"])
-        print(f"split over gpu: [0, 1]: {places} (bytes by GPU)", flush=True)
-    same = sum(a == b for a, b in zip(*texts, strict=True))
-    return [
-        Result("gpu: [0, 1]: memory on GPU 0", places.get(0, 0) / GIB, "GiB", ">= 0.8"),
-        Result("gpu: [0, 1]: memory on GPU 1", places.get(1, 0) / GIB, "GiB", ">= 0.8"),
-        Result("gpu: [0, 1]: answers equal to one GPU's", same / len(asked), "share", ">= 1"),
-    ]
+                answers.append([client.complete(name, max_tokens=SPLIT_TOKENS, temperature=0, **f) for f in fields])
+            if parallel:
+                rates.append([speed(server, name, model, made, streams, quick) for streams in PARALLEL_STREAMS])
+        status = server.wait_idle("two")
+        places = held.of(status["pid"])
+        print(f"{label}: on {status['device']}; {status['attention']}; holds {places} (bytes by GPU)", flush=True)
+    results = [Result(f"{label}: loaded in", float(status["load_seconds"]), "s")] if parallel else []
+    results += [Result(f"{label}: memory on GPU {gpu}", places.get(gpu, 0) / GIB, "GiB", ">= 0.8") for gpu in (0, 1)]
+    results += compare(label, "one GPU's", *answers, must_equal=not parallel)
+    for streams, two, one in zip(PARALLEL_STREAMS, *rates, strict=True) if parallel else ():
+        results += [
+            Result(f"{label}: {streams} streams", two, "tok/s"),
+            Result(f"{label}: {streams} streams, over one GPU", two / one, "ratio"),
+        ]
+    return results
+
+
+def speed(server: Server, name: str, model: str, made: dict[str, Any], streams: int, quick: bool) -> float:
+    """Tokens per second of as many requests at once: median of the rounds, before which one warms up."""
+    rounds, tokens = (2, 24) if quick else (ROUNDS, TOKENS)
+    asked = [requests(model, made["model_dir"], streams, seed=number) for number in range(rounds + 1)]
+    return statistics.median([served(server, name, each, tokens).rate for each in asked][1:])
 
 
 def main() -> None:
     parser = arguments_for(__doc__)
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--split", action="store_true", help="one model over GPUs 0 and 1 instead")
-    parser.add_argument("--model", help="default: 1b, or tiny with --quick")
+    parser.add_argument("--gpus", type=int, default=2, help="as many workers, a GPU each (default: 2)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--split", action="store_true", help="one model instead, its layers split over GPUs 0 and 1")
+    how.add_argument("--tensor-parallel", action="store_true", help="one model instead, every layer split over both")
+    parser.add_argument(
+        "--model", help="default: 1b, or tiny with --quick; their EXL2 conversion with --tensor-parallel"
+    )
     arguments = parser.parse_args()
-    model = arguments.model or ("tiny" if arguments.quick else "1b")
+    model = arguments.model or ("tiny" if arguments.quick else "1b") + ("-exl2" if arguments.tensor_parallel else "")
     rounds, tokens = (2, 24) if arguments.quick else (ROUNDS, TOKENS)
     held = memory(arguments.gpu)
     made = entry(arguments, model, STREAMS, STREAMS * 512)
-    if arguments.split:
-        write("gpus-split", split(made, model, held), arguments.out)
+    if arguments.split or arguments.tensor_parallel:
+        name = "gpus-split" if arguments.split else "gpus-tensor-parallel"
+        keys = {"gpu_split": SPLIT_GB} if arguments.split else {"tensor_parallel": True}
+        write(name, over_two(made, model, keys, held, arguments.quick), arguments.out)
         return
     places = ["cpu" if arguments.gpu == "cpu" else index for index in range(arguments.gpus)]
     entries = {f"{model}-{index}": made | {"gpu": gpu} for index, gpu in enumerate(places)}

@@ -1,0 +1,56 @@
+"""Greedy answers to the same requests by two models that ought to be alike: how many are equal, and how far apart they
+are. Random weights decide by less than rounding can change; the log probabilities tell that from a wrong computation.
+"""
+
+from collections.abc import Sequence
+
+from benchmarks.report import Result
+from protocol.answers import Completion, TokenLogprob
+
+WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 20}
+"""Fields of a request whose answer can be compared by ``gap``."""
+GAP_TARGET = "<= 0.25"
+"""Nats. Rounding to fp16 moves logits of the random 1B by hundredths. They have a standard deviation of 0.9, and its
+likeliest tokens are over four of these off the mean: those of other weights are several nats away."""
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or that only one of them has; None where they are equal."""
+    shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return None if shared == len(a) == len(b) else shared
+
+
+def gap(a: Completion, b: Completion) -> float:
+    """Nats, the most that the log probabilities of a chosen token are apart, to the first token that differs.
+
+    Of a token that is not among the other's likeliest it is known that there it is at most the least of these.
+    """
+    different = first_difference(a.token_ids, b.token_ids)
+    end = len(a.token_ids) if different is None else different + 1
+    places = zip(a.logprobs[:end], b.logprobs[:end], strict=False)  # one of them may have ended
+    return max((max(_apart(x, y), _apart(y, x)) for x, y in places), default=0.0)
+
+
+def _apart(chosen: TokenLogprob, other: TokenLogprob) -> float:
+    there = {token.token_id: token.logprob for token in (*other.top, other)}
+    if (found := there.get(chosen.token_id)) is not None:
+        return abs(chosen.logprob - found)
+    return max(0.0, chosen.logprob - min(there.values()))
+
+
+def compare(label: str, whose: str, mine: list[Completion], theirs: list[Completion], must_equal: bool) -> list[Result]:
+    """Of two answers to each request. ``must_equal`` gives equality a target; the gap, known where the answers have log
+    probabilities, always has one."""
+    first = [first_difference(a.token_ids, b.token_ids) for a, b in zip(mine, theirs, strict=True)]
+    count = len(first)
+    print(f"{label}: first token that differs from {whose}, by answer: {first} (None: none)", flush=True)
+    equal = Result(
+        f"{label}: answers equal to {whose}", first.count(None), f"of {count}", f">= {count}" if must_equal else None
+    )
+    results = [equal]
+    if differing := [at for at in first if at is not None]:
+        results.append(Result(f"{label}: earliest difference from {whose}", min(differing), "tokens"))
+    if all(answer.logprobs for answer in (*mine, *theirs)):
+        most = max(gap(a, b) for a, b in zip(mine, theirs, strict=True))
+        results.append(Result(f"{label}: log probabilities are off {whose} by", most, "nats", GAP_TARGET))
+    return results
