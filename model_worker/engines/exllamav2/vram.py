@@ -114,7 +114,10 @@ def _kept_bytes(name: str, tensor: Tensor, tensors: dict[str, Tensor]) -> int:
     if part == "q_weight":
         rows = tensors.get(f"{stem}.q_invperm")
         return _block(tensor.bytes) + (_block(4 * rows.elements) if rows else 0)  # q_group_map, made while loading
-    if part in ("q_scale", "q_scale_max", "q_groups", "qweight", "qzeros", "g_idx"):
+    if part == "g_idx":
+        # GPTQ: beside it the order of its groups and the inverse, int16, made while loading
+        return _block(tensor.bytes) + 2 * _block(2 * elements)
+    if part in ("q_scale", "q_scale_max", "q_groups", "qweight", "qzeros"):
         return _block(tensor.bytes)
     return _block(2 * _padded(name, tensor))  # fp16, whatever it is in the file
 
