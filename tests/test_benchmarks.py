@@ -1,13 +1,27 @@
-"""Result files share one schema, and the README's figures are made from them."""
+"""Result files share one schema, the README's figures are made from them, and models to measure with are what they
+are said to be."""
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
+import torch
+from safetensors.numpy import load_file
 
-from benchmarks import models, report
+from benchmarks import gptq, models, report
+from benchmarks.comparison import compare, first_difference, gap
 from benchmarks.harness import Run
+from model_worker.demo_models import corpus
+from model_worker.demo_models.check import measure_directory
+from model_worker.engines.exllamav2.check import check_directory
+from model_worker.engines.exllamav2.vram import estimate, weight_bytes
+from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.model_shape import read_shape
+from protocol.answers import Completion, TokenLogprob
+from protocol.worker_spec import EngineSpec
 
 FILES = sorted(report.RESULTS.glob("*.json"))
 
@@ -83,3 +97,152 @@ def test_a_tokenizer_of_random_models_has_a_text_for_every_id(tmp_path: Path, si
 def test_the_readme_shows_the_figures_of_the_result_files() -> None:
     text = report.README.read_text()
     assert report.readme_with_figures(text) == text, "run `python -m benchmarks.report`"
+
+
+# GPTQ models
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(params=["letters-gptq", "letters-gptq-act-order"])
+def made(request: pytest.FixtureRequest, kept: Path) -> Path:
+    return models.path_of(request.param, kept)
+
+
+def unpacked(tensors: dict[str, np.ndarray[Any, Any]], stem: str) -> np.ndarray[Any, Any]:
+    """A weight [out, in], from what the format says: bit by bit."""
+    words, zeros = (tensors[f"{stem}.{part}"].view(np.uint32) for part in ("qweight", "qzeros"))
+    scales, groups = tensors[f"{stem}.scales"], tensors[f"{stem}.g_idx"]
+    weight = np.zeros((words.shape[1], 8 * words.shape[0]), np.float16)
+    out = np.arange(words.shape[1])
+    for i, group in enumerate(groups):
+        level = words[i // 8] >> np.uint32(4 * (i % 8)) & np.uint32(15)
+        zero = (zeros[group, out // 8] >> (4 * (out % 8)).astype(np.uint32) & np.uint32(15)) + 1
+        weight[:, i] = scales[group] * (level.astype(np.float16) - zero.astype(np.float16))
+    return weight
+
+
+def test_what_is_packed_is_what_the_twin_has(made: Path) -> None:
+    """And it is near the original: within half a step, or, where a symmetric group is cut off at 7, one."""
+    packed = load_file(made / "model.safetensors")
+    twin = load_file(made.with_name(f"{made.name}-dequantised") / "model.safetensors")
+    original = load_file(models.path_of("letters") / "model.safetensors")
+    assert twin.keys() == original.keys()
+    stems = [name.removesuffix(".qweight") for name in packed if name.endswith(".qweight")]
+    assert len(stems) == 7 * 4
+    for name, weight in twin.items():
+        stem = name.removesuffix(".weight")
+        if stem not in stems:
+            assert np.array_equal(weight, packed[name])
+            assert np.array_equal(weight, original[name])
+            continue
+        assert np.array_equal(unpacked(packed, stem), weight), name
+        steps = packed[f"{stem}.scales"][packed[f"{stem}.g_idx"]].T.astype(np.float32)
+        off = np.abs(weight.astype(np.float32) - original[name].astype(np.float32)) / steps
+        assert off.max() < (0.51 if "act-order" in made.name else 1.01), name
+        assert off.mean() < 0.27, name
+
+
+def test_the_order_of_groups_is_that_of_the_scheme(made: Path) -> None:
+    for name, groups in load_file(made / "model.safetensors").items():
+        if name.endswith(".g_idx"):
+            ascending = np.arange(len(groups)) // 128
+            assert np.array_equal(np.sort(groups), ascending)
+            assert np.array_equal(groups, ascending) is ("act-order" not in made.name)
+    asked = json.loads((made / "config.json").read_text())["quantization_config"]
+    beside = json.loads((made / "quantize_config.json").read_text())
+    assert asked == {"quant_method": "gptq"} | beside
+    assert (asked["bits"], asked["group_size"], asked["checkpoint_format"]) == (4, 128, "gptq")
+    assert asked["desc_act"] is ("act-order" in made.name)
+
+
+def test_a_gptq_model_is_taken_and_its_bytes_are_counted(made: Path) -> None:
+    directory = ModelDir(str(made))
+    assert directory.quantization == "gptq"
+    check_directory(directory)
+    assert read_shape(directory) == read_shape(ModelDir(str(models.path_of("letters"))))
+    on_gpu = 0
+    for name, tensor in load_file(made / "model.safetensors").items():
+        sizes = [tensor.nbytes]
+        if name.endswith(".g_idx"):
+            sizes += 2 * [2 * tensor.size]  # q_perm and q_invperm, int16, which ext.make_q_matrix adds
+        if "embed_tokens" not in name:
+            on_gpu += sum(-(-size // 512) * 512 for size in sizes)
+    assert weight_bytes(directory) == on_gpu
+    spec = EngineSpec("m", "exllamav2", str(made), "cuda", None, 8, {})
+    assert estimate(spec).weights == on_gpu
+
+
+@pytest.mark.parametrize("scheme", gptq.SCHEMES)
+@pytest.mark.parametrize("name", ["letters", "stories"])
+def test_demo_models_answer_in_4_bits_as_in_16(name: str, scheme: str, kept: Path) -> None:
+    """By a lead that the rounding of a GPU's fp16 does not use up: models_run may ask for every answer."""
+    twin = models.path_of(f"{name}-{scheme}-dequantised", kept)
+    report = measure_directory(name, twin, corpus.TEST_PROMPTS[name])
+    assert report.exact == report.cases == len(corpus.TEST_PROMPTS[name])
+    assert report.margin >= 3
+
+
+def test_what_the_kernels_cannot_compute_is_not_made() -> None:
+    for shape in ((40, 64), (64, 40)):
+        with pytest.raises(ValueError, match="multiples of 32"):
+            gptq.round_to_nearest(torch.zeros(shape, dtype=torch.half), gptq.Scheme())
+
+
+def test_zeros_do_not_wrap_and_empty_groups_stay_zero() -> None:
+    """A group of positive weights would have a zero of 0, which is stored as -1."""
+    weight = torch.zeros((32, 256), dtype=torch.half)
+    weight[:, :128] = torch.linspace(0.5, 1.0, 128).half()
+    for scheme in gptq.SCHEMES.values():
+        rounded = gptq.round_to_nearest(weight, scheme)
+        assert rounded.zeros.min() >= 1
+        assert rounded.zeros.max() <= 15
+        found = rounded.weight()
+        assert torch.allclose(found[:, :128], weight[:, :128], atol=0.08)
+        assert not found[:, 128:].any()
+
+
+def test_names_say_what_a_model_was_made_from(kept: Path) -> None:
+    for name in ("letters", "letters-exl2", "letters-gptq", "letters-gptq-act-order", "letters-gptq-dequantised"):
+        assert models.source_of(name) == "letters"
+    assert models.twin_of("1b-gptq-act-order") == "1b-gptq-act-order-dequantised"
+    assert models.twin_of("1b-exl2") is models.twin_of("1b-gptq-dequantised") is None
+    for name in ("2b", "tiny-dequantised", "tiny-awq", "2b-gptq"):
+        with pytest.raises(KeyError):
+            models.path_of(name, kept)
+    assert not list(kept.glob("2b*"))
+
+
+# answers that ought to be alike
+
+
+def answer(*chosen: int, **logprobs: float) -> Completion:
+    """Of these ids, each step of which has the same likeliest tokens: ``t7=-1.0`` is id 7."""
+    top = tuple(TokenLogprob(int(name[1:]), value, b"") for name, value in logprobs.items())
+    by_id = {token.token_id: token for token in top}
+    steps = tuple(TokenLogprob(i, by_id[i].logprob, b"", top) for i in chosen) if top else ()
+    return Completion("", chosen, "length", {}, {}, steps)
+
+
+def test_the_first_difference_counts_an_early_end() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1, 3]) == 1
+    assert first_difference([1, 2], [1]) == first_difference([1], [1, 2]) == 1
+    assert first_difference([], []) is None
+
+
+def test_gaps_tell_a_close_choice_from_another_model() -> None:
+    same = answer(7, 8, t7=-1.0, t8=-1.1)
+    assert gap(same, same) == 0
+    assert gap(same, answer(8, t7=-1.05, t8=-1.0)) == pytest.approx(0.1)
+    assert gap(same, answer(5, t5=-0.5, t6=-4.0)) == pytest.approx(3.0), "7 is at most as likely there as 6"
+    results = compare("m", "its twin's", [same, same], [same, answer(5, t5=-0.5, t6=-4.0)], must_equal=True)
+    assert [(r.value, r.unit, r.meets) for r in results] == [
+        (1, "of 2", False),
+        (0, "tokens", None),
+        (pytest.approx(3.0), "nats", False),
+    ]
+    assert [r.meets for r in compare("m", "its twin's", [answer(1)], [answer(1)], must_equal=True)] == [True]
