@@ -1,0 +1,169 @@
+"""GPTQ weights through the package itself: its loader's Python, and its CUDA kernels compiled for the CPU."""
+
+import ctypes
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks import gptq, models
+from tests.engines.exllamav2_cpu.package import import_package
+from tests.engines.random_model import edit_json
+
+HERE = Path(__file__).parent / "exllamav2_cpu"
+KERNELS = ("shuffle_kernel", "make_sequential_kernel", "reconstruct_gptq_kernel")
+
+
+def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+class Matrix:
+    """What ext_qmatrix.cpp and QMatrix make of the tensors that ext.make_q_matrix hands over."""
+
+    def __init__(self, library: ctypes.CDLL, given: tuple[torch.Tensor | int, ...]) -> None:
+        weight, perm, invperm, *exl2, zeros, scales, index, bias, _, _ = given
+        assert all(isinstance(t, torch.Tensor) and t.is_meta for t in (*exl2, bias))
+        assert isinstance(weight, torch.Tensor)
+        assert isinstance(perm, torch.Tensor)
+        assert isinstance(invperm, torch.Tensor)
+        assert isinstance(zeros, torch.Tensor)
+        assert isinstance(scales, torch.Tensor)
+        assert isinstance(index, torch.Tensor)
+        self._library, self._weight, self._zeros, self._scales = library, weight, zeros, scales
+        self.height, self.width, self.groups = 8 * weight.shape[0], weight.shape[1], zeros.shape[0]
+        assert (weight.dtype, zeros.dtype, scales.dtype) == (torch.int32, torch.int32, torch.half)
+        assert zeros.shape == (self.groups, self.width // 8)
+        assert scales.shape == (self.groups, self.width)
+        self.group_size = 1
+        while self.group_size * self.groups < self.height:
+            self.group_size *= 2
+        self._perm = None
+        if not index.is_meta:  # QMatrix::make_sequential
+            assert index.dtype == torch.int32
+            assert perm.shape == invperm.shape == (self.height,)
+            perm.copy_(index.argsort(stable=True).short())
+            self._perm = perm
+        library.prepare(_pointer(weight), _pointer(self._perm), self.height, self.width)
+
+    def weight(self) -> torch.Tensor:
+        """fp16 [in, out]"""
+        out = torch.empty((self.height, self.width), dtype=torch.half)
+        self._library.reconstruct(
+            _pointer(self._weight), _pointer(self._perm), _pointer(self._zeros), _pointer(self._scales), self.height,
+            self.width, self.group_size, self.groups, _pointer(out),
+        )  # fmt: skip
+        return out
+
+    def multiply(self, a: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((len(a), self.width), dtype=torch.half)
+        self._library.multiply(
+            _pointer(a), _pointer(self._weight), _pointer(self._perm), _pointer(self._zeros), _pointer(self._scales),
+            len(a), self.height, self.width, self.group_size, self.groups, _pointer(out),
+        )  # fmt: skip
+        return out
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    sources = Path(import_package().__file__).parent / "exllamav2_ext"
+    if shutil.which("g++") is None or platform.machine() != "x86_64":
+        pytest.skip("needs g++ on x86-64, to compile the package's kernels")
+    made = tmp_path_factory.mktemp("kernels")
+    text = (sources / "cuda" / "q_matrix.cu").read_text()
+    found = [re.search(rf"__global__ void {name}\n.*?^}}", text, re.DOTALL | re.MULTILINE) for name in KERNELS]
+    (made / "kernels_of_q_matrix.inc").write_text("\n".join(match[0] for match in found if match))
+    for name in ("cuda_runtime.h", "cuda_fp16.h"):
+        (made / name).write_text("")
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-fno-strict-aliasing",
+        "-shared",
+        "-fPIC",
+        f"-I{made}",
+        f"-I{sources}",
+    ]
+    subprocess.run([*command, HERE / "gptq_kernels.cpp", "-o", made / "gptq.so"], check=True)
+    return ctypes.CDLL(str(made / "gptq.so"))
+
+
+@pytest.fixture
+def matrices(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Matrix]]:
+    """What the package made, newest last."""
+    import_package()
+    extension, made = sys.modules["exllamav2_ext"], list[Matrix]()
+
+    def make_q_matrix(*given: torch.Tensor | int) -> int:
+        made.append(Matrix(library, given))
+        return len(made)
+
+    def stloader_read(file: str, offset: int, size: int, target: torch.Tensor) -> None:
+        data = np.fromfile(file, np.uint8, size, offset=offset)
+        target.view(-1).view(torch.uint8).copy_(torch.from_numpy(data))
+
+    monkeypatch.setattr(extension, "make_q_matrix", make_q_matrix, raising=False)
+    monkeypatch.setattr(extension, "stloader_read", stloader_read, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    yield made
+    sys.modules["exllamav2.stloader"].global_stfiles.clear()
+
+
+@pytest.fixture(params=["gptq", "gptq-act-order", "gptq_v2", "without g_idx"])
+def directories(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """A GPTQ model of ``letters``, and the fp16 model of the same weights. Old files have no g_idx; in those of a newer
+    format zeros are stored as they are."""
+    kind = request.param
+    made = models.path_of(f"letters-{kind if kind in gptq.SCHEMES else 'gptq'}", tmp_path)
+    tensors, file = load_file(made / "model.safetensors"), made / "model.safetensors"
+    if kind == "without g_idx":
+        save_file({name: tensor for name, tensor in tensors.items() if not name.endswith("g_idx")}, file)
+    if kind == "gptq_v2":
+        raised = {name: tensor + 0x11111111 for name, tensor in tensors.items() if name.endswith("qzeros")}
+        save_file(tensors | raised, file)
+        config: dict[str, Any] = json.loads((made / "config.json").read_text())["quantization_config"]
+        edit_json(made / "config.json", quantization_config=config | {"checkpoint_format": "gptq_v2"})
+    return made, made.with_name(f"{made.name}-dequantised")
+
+
+def test_the_package_reads_gptq_weights_as_the_twin_has_them(
+    directories: tuple[Path, Path], matrices: list[Matrix]
+) -> None:
+    """Unpacked for long prompts: the same bits. Multiplied packed for a few tokens: as close as fp16 sums are."""
+    made, twin = directories
+    config = import_package().ExLlamaV2Config()
+    config.model_dir = str(made)
+    config.prepare()
+    model = import_package().ExLlamaV2(config)
+    weights = load_file(twin / "model.safetensors")
+    seed = 3
+    print(f"seed {seed}")
+    random = torch.Generator().manual_seed(seed)
+    read = 0
+    for name, weight in weights.items():
+        stem = name.removesuffix(".weight")
+        if not stem.endswith(gptq.MATRICES):
+            continue
+        linear = model.modules_dict[stem]
+        linear.set_device_idx(-1)
+        linear.load(device_context=False)
+        matrix = matrices[-1]
+        assert (matrix.group_size, matrix.height, matrix.width) == (128, *linear.matrix_shape())
+        assert torch.equal(matrix.weight(), weight.T), name
+        a = torch.randn((5, matrix.height), generator=random).half()
+        exact = a.double() @ weight.T.double()
+        assert (matrix.multiply(a) - exact).abs().max() < 0.01 * exact.abs().max(), name
+        read += 1
+    assert read == len(matrices) == 28
