@@ -1,4 +1,4 @@
-"""Whether a worker takes the VRAM that was estimated for it: every cache mode, 1B and 8B.
+"""Whether a worker takes the VRAM that was estimated for it: every cache mode, 1B and 8B, and the 1B as GPTQ.
 
     python -m benchmarks.cache_vram [--gpu 0]
 
@@ -25,13 +25,13 @@ def exercise(server: Server, name: str, directory: str, quick: bool) -> None:
 
 def main() -> None:
     parser = arguments_for(__doc__)
-    parser.add_argument("--models", nargs="+", help="default: 1b 8b, or tiny with --quick")
+    parser.add_argument("--models", nargs="+", help="default: 1b 8b 1b-gptq, or tiny with --quick")
     arguments = parser.parse_args()
     gpu = arguments.engine == "exllamav2"
     held = memory(arguments.gpu)
     context = context_bytes(held) if gpu else 0
     results = [Result("CUDA context", context / MIB, "MiB")]
-    for model in arguments.models or (["tiny"] if arguments.quick else ["1b", "8b"]):
+    for model in arguments.models or (["tiny"] if arguments.quick else ["1b", "8b", "1b-gptq"]):
         made = entry(arguments, model, BATCH, CACHE_SIZE, 2048 if arguments.quick else CONTEXT)
         entries = {f"{model}-{mode.lower()}": made | {"cache_mode": mode} for mode in MODES} if gpu else {model: made}
         with Server(entries) as server:

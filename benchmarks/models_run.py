@@ -8,7 +8,8 @@ which leave the right token a lead of 3 logits at every step (tests/test_benchma
 share of right answers is a figure. Random weights decide by less than rounding can change, so for these the same
 prompts are asked alone and all at once, and the first token that differs is a figure, too.
 
-A GPTQ model is loaded once more, then the fp16 model of the same weights: how many greedy answers of the two are equal.
+A GPTQ model is loaded once more, then the fp16 model of the same weights: how many greedy answers of the two are equal,
+and of random weights how far apart the log probabilities are (benchmarks.comparison).
 
 Writes models-run.json and models-run.txt.
 """
