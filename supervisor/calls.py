@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from supervisor.fleet import Fleet
-from supervisor.model import Model
+from supervisor.lifecycle import WorkerState
+from supervisor.replica import Replica
 from supervisor.scheduler import Scheduler
 
 Params = dict[str, Any]
@@ -44,49 +45,95 @@ def answer(host: Host, verb: str, body: bytes, *, admin: bool) -> Result:
 
 def _models(host: Host, params: Params) -> Result:
     _take(params)
+    models: dict[str, list[Replica]] = {}
+    for replica in host.fleet.replicas.values():
+        models.setdefault(replica.model, []).append(replica)
+    return {"models": [_as_one(name, replicas) for name, replicas in models.items()]}
+
+
+def _as_one(name: str, replicas: list[Replica]) -> Result:
+    """A model as clients see it: as its readiest worker."""
+    order = list(_READINESS)
+    best = min(replicas, key=lambda replica: order.index(replica.state))
     return {
-        "models": [
-            {"name": m.name, "state": str(m.state), "context": m.info.get("context"), "chat": bool(m.info.get("chat"))}
-            for m in host.fleet.models.values()
-        ]
+        "name": name,
+        "state": str(best.state),
+        "context": best.info.get("context"),
+        "chat": bool(best.info.get("chat")),
     }
+
+
+_READINESS = (
+    WorkerState.READY,
+    WorkerState.LOADING,
+    WorkerState.STARTING,
+    WorkerState.BACKOFF,
+    WorkerState.DRAINING,
+    WorkerState.STOPPING,
+    WorkerState.STOPPED,
+    WorkerState.FAILED,
+)
+
+
+def ready_worker(host: Host, name: object) -> Replica:
+    """A worker that can answer a question about this model. Raises WireError."""
+    if not isinstance(name, str):
+        raise RequestError("model is missing: name a model", field="model")
+    replicas = _replicas(host, name)
+    for replica in replicas:
+        if replica.state is WorkerState.READY:
+            return replica
+    if any(replica.state in (WorkerState.LOADING, WorkerState.STARTING, WorkerState.BACKOFF) for replica in replicas):
+        told = f"model {name!r} is being loaded: try later"
+        raise WireError(ErrorCode.MODEL_NOT_RUNNING, told, retry_after_ms=1000)
+    raise replicas[0].refusal()
 
 
 def _status(host: Host, params: Params) -> Result:
     name = _take(params, model=str).get("model")
-    models = list(host.fleet.models.values()) if name is None else [_model(host, name)]
+    replicas = list(host.fleet.replicas.values()) if name is None else _replicas(host, name)
     return {
         "supervisor": host.describe(),
         "gpus": host.fleet.vram.describe_gpus(),
-        "models": [_described(host, m) for m in models],
+        "models": [_described(host, replica) for replica in replicas],
     }
 
 
-def _described(host: Host, model: Model) -> Result:
-    pid = model.process.pid if model.process else None
-    return {**model.describe(host.scheduler, host.now()), **host.fleet.vram.describe(model.name, pid)}
+def _described(host: Host, replica: Replica) -> Result:
+    pid = replica.process.pid if replica.process else None
+    return {**replica.describe(host.scheduler, host.now()), **host.fleet.vram.describe(replica.name, pid)}
 
 
 def _start(host: Host, params: Params) -> Result:
-    model = _model(host, _take(params, model=str).get("model"))
+    replicas = _replicas(host, _take(params, model=str).get("model"))
     _refuse_when_leaving(host)
-    host.fleet.start(model.name, "start ordered")
-    return {"state": str(model.state), "generation": model.generation}
+    for replica in replicas:
+        host.fleet.start(replica.name, "start ordered")
+    return _ordered(replicas)
 
 
 def _stop(host: Host, params: Params) -> Result:
     given = _take(params, model=str, now=bool)
-    model = _model(host, given.get("model"))
-    host.fleet.stop(model.name, "stop ordered", now=given.get("now", False))
-    return {"state": str(model.state), "generation": model.generation}
+    replicas = _replicas(host, given.get("model"))
+    for replica in replicas:
+        host.fleet.stop(replica.name, "stop ordered", now=given.get("now", False))
+    return _ordered(replicas)
+
+
+def _ordered(replicas: list[Replica]) -> Result:
+    """What an order has come to: of the worker, and of each where there are several."""
+    workers = {r.name: {"state": str(r.state), "generation": r.generation} for r in replicas}
+    return {**workers[replicas[0].name], "workers": workers}
 
 
 def _restart(host: Host, params: Params) -> Result:
-    model = _model(host, _take(params, model=str).get("model"))
+    replicas = _replicas(host, _take(params, model=str).get("model"))
     _refuse_when_leaving(host)
-    before = model.generation
-    host.fleet.restart(model.name, "restart ordered")
-    return {"state": str(model.state), "generation": before + 1}
+    wanted = {replica.name: replica.generation + 1 for replica in replicas}
+    for replica in replicas:
+        host.fleet.restart(replica.name, "restart ordered")
+    workers = {r.name: {"state": str(r.state), "generation": wanted[r.name]} for r in replicas}
+    return {**workers[replicas[0].name], "workers": workers}
 
 
 def _shutdown(host: Host, params: Params) -> Result:
@@ -120,13 +167,13 @@ def _refuse_when_leaving(host: Host) -> None:
         raise WireError(ErrorCode.DRAINING, "the supervisor is shutting down and starts nothing")
 
 
-def _model(host: Host, name: str | None) -> Model:
+def _replicas(host: Host, name: str | None) -> list[Replica]:
+    """The workers of a model, or the one of a worker's name. Raises WireError."""
     if name is None:
         raise RequestError("model is missing: name a model", field="model")
-    model = host.fleet.models.get(name)
-    if model is None:
-        known = ", ".join(sorted(host.fleet.models))
-        raise WireError(
-            ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured: there is {known}", field="model"
-        )
-    return model
+    if replicas := host.fleet.of_model(name):
+        return replicas
+    if name in host.fleet.replicas:
+        return [host.fleet.replicas[name]]
+    known = ", ".join(sorted({replica.model for replica in host.fleet.replicas.values()}))
+    raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured: there is {known}", field="model")

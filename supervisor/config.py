@@ -22,6 +22,7 @@ from supervisor.config_schema import (
     StopConfig,
     SupervisorConfig,
 )
+from supervisor.model_queue import QueueLimits
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"
@@ -51,6 +52,16 @@ class ModelSpec:
         self.model_dir = model_dir
         self.draft_model = draft_model
         self.lora = lora
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Names of its workers: its own, or NAME:1, NAME:2, ... (no model can be called so)."""
+        count = self.config.replicas
+        return (self.name,) if count == 1 else tuple(f"{self.name}:{i + 1}" for i in range(count))
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        return QueueLimits(self.config.max_queue, self.config.max_queue_tokens)
 
     @property
     def visible_devices(self) -> str:

@@ -6,8 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from supervisor.deliveries import HoldLimits
+from supervisor.model_queue import QueueLimits
 from supervisor.restart import RestartPolicy
 from supervisor.stop_ladder import PATIENT, LadderTimes
+from supervisor.strikes import StrikePolicy
 
 ENGINE_KEYS: dict[str, frozenset[str]] = {
     "exllamav2": frozenset(
@@ -77,6 +80,7 @@ Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+_QUEUE = QueueLimits()
 CacheMode = Literal["FP16", "Q8", "Q6", "Q4"]
 Factor = Annotated[float, Field(gt=0, le=1e6)]
 
@@ -138,8 +142,12 @@ class ModelConfig(BaseModel):
     """exllamav2: adapters that apply to every request."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """transformers on the CPU: 1 by default, so that several models do not fight for the cores."""
-    max_queue: Annotated[int, Field(ge=1, le=100_000)] = 256
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    """Workers that serve this model, each a process with its own weights and cache on the same devices."""
+    max_queue: Annotated[int, Field(ge=1, le=100_000)] = _QUEUE.requests
     """Requests that may wait for this model; more are refused as overloaded."""
+    max_queue_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = _QUEUE.tokens
+    """Tokens of all prompts that may wait for this model, estimated at four bytes each."""
     autostart: bool = True
     """Start with the supervisor."""
     options: dict[str, Any] | None = None
@@ -170,6 +178,18 @@ class StopConfig(BaseModel):
     sigterm: Duration = PATIENT.sigterm_s
 
 
+_POISON = StrikePolicy()
+
+
+class PoisonConfig(BaseModel):
+    """When a request is to blame for the deaths of the workers that were computing it."""
+
+    model_config = _STRICT
+
+    limit: Annotated[int, Field(ge=1, le=1000)] = _POISON.limit
+    window: Duration = _POISON.window_s
+
+
 class SupervisorConfig(BaseModel):
     """The ``supervisor`` section."""
 
@@ -177,11 +197,18 @@ class SupervisorConfig(BaseModel):
 
     restart: RestartConfig = RestartConfig()
     stop: StopConfig = StopConfig()
+    poison: PoisonConfig = PoisonConfig()
+    stall: Duration = HoldLimits.stall_s
+    """How long a stream may have events waiting while its client reads none, before it is ended."""
 
     @property
     def restart_policy(self) -> RestartPolicy:
         r = self.restart
         return RestartPolicy(limit=r.limit, window_s=r.window, initial_s=r.initial, max_s=r.max)
+
+    @property
+    def strike_policy(self) -> StrikePolicy:
+        return StrikePolicy(limit=self.poison.limit, window_s=self.poison.window)
 
     @property
     def ladder(self) -> LadderTimes:

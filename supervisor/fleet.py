@@ -1,7 +1,7 @@
 """The models and their processes: what lifecycle decides is done here.
 
-``Fleet`` owns every model's record, its worker process and its timers. It is driven by the loop: worker messages, exits
-and timers come in; frames for clients and workers go out through ``Outlet``.
+``Fleet`` owns every worker's record, its process and its timers; a model has one worker, or several (replicas). It is
+driven by the loop: worker messages, exits and timers come in; frames for clients and workers go out through ``Outlet``.
 """
 
 import logging
@@ -25,7 +25,7 @@ from supervisor.gpus import open_gpus
 from supervisor.guard import Guard
 from supervisor.in_flight import Effect as RequestEffect
 from supervisor.lifecycle import Effect, Event, WorkerState
-from supervisor.model import Model
+from supervisor.replica import Replica
 from supervisor.scheduler import Scheduler
 from supervisor.stop_ladder import Rung
 from supervisor.timers import Timers
@@ -40,7 +40,8 @@ class Outlet(Protocol):
     """What the fleet needs of the loop."""
 
     def perform(self, effects: list[RequestEffect]) -> None: ...
-    def send_worker(self, model: str, frame: bytes) -> None: ...
+    def send_worker(self, worker: str, frame: bytes) -> None: ...
+    def worker_gone(self, worker: str) -> None: ...
     def watch_process(self, pidfd: int, callback: Callable[[], None]) -> None: ...
     def unwatch_process(self, pidfd: int) -> None: ...
 
@@ -66,225 +67,237 @@ class Fleet:
         self._outlet = outlet
         self._back_endpoint = back_endpoint
         self._log = log
-        self._by_routing_id: dict[bytes, Model] = {}
-        pins = {n: s.visible_devices.split(",") for n, s in config.models.items() if s.visible_devices}
+        self._by_routing_id: dict[bytes, Replica] = {}
+        pins = {w: s.visible_devices.split(",") for s in config.models.values() if s.visible_devices for w in s.workers}
         self.vram = Vram(open_gpus(log) if pins else None, pins, timers, log)
-        self.models: dict[str, Model] = {}
-        for name, spec in config.models.items():
-            self.models[name] = Model(spec, config.supervisor.restart_policy, logs.log_path(runtime_dir, name))
-            scheduler.add_model(name, queue_limit=spec.config.max_queue, refusal=self.models[name].refusal())
+        self.replicas: dict[str, Replica] = {}
+        """By worker name, in the order of models.yaml."""
+        for model, spec in config.models.items():
+            for name in spec.workers:
+                log_path = logs.log_path(runtime_dir, name)
+                self.replicas[name] = Replica(name, spec, config.supervisor.restart_policy, log_path)
+            refusal = self.replicas[spec.workers[0]].refusal()
+            scheduler.add_model(model, workers=spec.workers, limits=spec.queue_limits, refusal=refusal)
 
     # --- orders -------------------------------------------------------------------------------------------------
 
     def start(self, name: str, cause: str) -> None:
-        """Want a model up, whatever it is doing. A model on its way down is started again when it is stopped."""
-        model = self.models[name]
-        model.wanted = True
-        self._apply(model, Event.START, cause)
+        """Want a worker up, whatever it is doing. One on its way down is started again when it is stopped."""
+        replica = self.replicas[name]
+        replica.wanted = True
+        self._apply(replica, Event.START, cause)
 
     def stop(self, name: str, cause: str, *, now: bool = False) -> None:
-        """Want a model down: after its requests (bounded by the drain's time), or at once."""
-        model = self.models[name]
-        model.wanted = False
-        if now and model.state is WorkerState.STOPPING and model.ladder_times is stop_ladder.IMPATIENT:
+        """Want a worker down: after its requests (bounded by the drain's time), or at once."""
+        replica = self.replicas[name]
+        replica.wanted = False
+        if now and replica.state is WorkerState.STOPPING and replica.ladder_times is stop_ladder.IMPATIENT:
             return  # climbing as fast as it can: to begin anew would put SIGKILL off
-        model.ladder_times = stop_ladder.IMPATIENT if now else self._config.supervisor.ladder
-        self._apply(model, Event.STOP_NOW if now else Event.STOP, cause)
+        replica.ladder_times = stop_ladder.IMPATIENT if now else self._config.supervisor.ladder
+        self._apply(replica, Event.STOP_NOW if now else Event.STOP, cause)
 
     def restart(self, name: str, cause: str) -> None:
-        """Stop, then start. A model that is down is just started."""
+        """Stop, then start. A worker that is down is just started."""
         self.stop(name, cause)
         self.start(name, cause)
 
     @property
     def all_stopped(self) -> bool:
-        return not self.vram.awaited and all(model.process is None for model in self.models.values())
+        return not self.vram.awaited and all(replica.process is None for replica in self.replicas.values())
 
     # --- what workers say ---------------------------------------------------------------------------------------
 
-    def model_of(self, routing_id: bytes) -> Model | None:
-        """The model whose present worker has this identity; None for a former generation's or a stranger's."""
+    def of_model(self, model: str) -> list[Replica]:
+        """A model's workers; empty if none is configured under that name."""
+        return [replica for replica in self.replicas.values() if replica.model == model]
+
+    def replica_of(self, routing_id: bytes) -> Replica | None:
+        """The worker whose present process has this identity; None for a former generation's or a stranger's."""
         return self._by_routing_id.get(routing_id)
 
-    def on_worker_message(self, model: Model, message: Message) -> None:
+    def on_worker_message(self, replica: Replica, message: Message) -> None:
         """HELLO, PROGRESS, READY and STATS. Raises FrameError for a body that is not what it should be."""
         match message:
             case Hello(body):
                 checked_hello(body)
-                self._apply(model, Event.HELLO, "connected")
+                self._apply(replica, Event.HELLO, "connected")
             case Progress(body):
-                model.progress = checked_progress(body)
+                replica.progress = checked_progress(body)
             case Ready(body):
-                model.info = checked_ready(body)
-                model.progress = {}
-                if model.process is not None:
-                    self.vram.ready(model.name, model.process.pid)
-                loaded = f"loaded in {model.info['load_seconds']} s, attention: {model.info['attention']}"
-                self._apply(model, Event.LOADED, loaded)
+                replica.info = checked_ready(body)
+                replica.progress = {}
+                if replica.process is not None:
+                    self.vram.ready(replica.name, replica.process.pid)
+                loaded = f"loaded in {replica.info['load_seconds']} s, attention: {replica.info['attention']}"
+                self._apply(replica, Event.LOADED, loaded)
             case Stats(body):
-                model.stats = checked_stats(body)
+                replica.stats = checked_stats(body)
             case _:
                 raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")
 
-    def on_exit(self, model: Model) -> None:
+    def on_exit(self, replica: Replica) -> None:
         """The pidfd is readable: the process is gone."""
-        process = model.process
+        process = replica.process
         assert process is not None
         self._outlet.unwatch_process(process.pidfd)
-        asked = model.state is WorkerState.STOPPING  # a draining worker has not been told to leave yet
+        asked = replica.state is WorkerState.STOPPING  # a draining worker has not been told to leave yet
         code = process.reap()
-        model.process = None
-        self._by_routing_id.pop(model.routing_id, None)
-        self.vram.ended(model.name, process.pid)
-        tail = logs.tail(model.log_path)
-        self._ended(model, classify(code, asked=asked, log_tail=tail, killed_for=model.killed_for), process.pid)
+        replica.process = None
+        self._by_routing_id.pop(replica.routing_id, None)
+        self.vram.ended(replica.name, process.pid)
+        self._outlet.worker_gone(replica.name)
+        tail = logs.tail(replica.log_path)
+        self._ended(replica, classify(code, asked=asked, log_tail=tail, killed_for=replica.killed_for), process.pid)
 
-    def kill(self, model: Model, why: str) -> None:
+    def kill(self, replica: Replica, why: str) -> None:
         """End a worker that is out of its mind or out of reach. Its requests end when it is gone."""
-        if model.process is not None and model.killed_for is None and not model.process.is_gone:
-            model.killed_for = why
-            self._log.error("%s: killing pid %d: %s", model.name, model.process.pid, why)
-            model.process.signal(signal.SIGKILL)
+        if replica.process is not None and replica.killed_for is None and not replica.process.is_gone:
+            replica.killed_for = why
+            self._log.error("%s: killing pid %d: %s", replica.name, replica.process.pid, why)
+            replica.process.signal(signal.SIGKILL)
 
-    def _ended(self, model: Model, report: ExitReport, pid: int | None) -> None:
+    def _ended(self, replica: Replica, report: ExitReport, pid: int | None) -> None:
         """There is no process any more, or there never was one: what follows from that."""
-        for timer in [*model.ladder, model.drain_timer]:
+        for timer in [*replica.ladder, replica.drain_timer]:
             if timer is not None:
                 timer.cancel()
-        model.ladder.clear()
-        model.last_exit = report
-        model.stats, model.progress, model.tokens_per_s = {}, {}, 0.0
+        replica.ladder.clear()
+        replica.last_exit = report
+        replica.stats, replica.progress, replica.tokens_per_s = {}, {}, 0.0
         pause = 0.0
         event = Event.DIED
         if report.reason != "asked":
-            again = model.history.failed(time.monotonic(), random.random()) if report.retry else None
+            again = replica.history.failed(time.monotonic(), random.random()) if report.retry else None
             event = Event.DIED if again is not None else Event.DIED_FOR_GOOD
             pause = again or 0.0
             verdict = f"next try in {pause:.1f} s" if again is not None else "not tried again"
-            if model.state in (WorkerState.DRAINING, WorkerState.STOPPING):
+            if replica.state in (WorkerState.DRAINING, WorkerState.STOPPING):
                 verdict = "it was being stopped"
-            self._log.warning("%s: pid %s: %s; %s", model.name, pid or "none", report.message, verdict)
-        self._apply(model, event, report.message, pause=pause)
-        if model.wanted and model.state is WorkerState.STOPPED:
-            self._apply(model, Event.START, "started again")
+            self._log.warning("%s: pid %s: %s; %s", replica.name, pid or "none", report.message, verdict)
+        self._apply(replica, event, report.message, pause=pause)
+        if replica.wanted and replica.state is WorkerState.STOPPED:
+            self._apply(replica, Event.START, "started again")
 
-    def after_events(self, model: Model) -> None:
-        """Requests of a model have ended: a drain may be over."""
-        if model.state is WorkerState.DRAINING and self._scheduler.counts(model.name)[0] == 0:
-            self._apply(model, Event.DRAINED, "no request left")
+    def after_events(self, replica: Replica) -> None:
+        """Requests of a worker have ended: a drain may be over."""
+        if replica.state is WorkerState.DRAINING and self._scheduler.work(replica.name)[0] == 0:
+            self._apply(replica, Event.DRAINED, "no request left")
 
     def sample_rates(self, elapsed_s: float) -> None:
-        """Tokens per second of each model since the last sample, and when it was last busy."""
-        for name, model in self.models.items():
-            tokens = self._scheduler.totals(name)["tokens"]
-            model.tokens_per_s = (tokens - model.tokens_seen) / elapsed_s
-            model.tokens_seen = tokens
-            if any(self._scheduler.counts(name)):
-                model.last_active = time.monotonic()
+        """Tokens per second of each worker since the last sample, and when it was last busy."""
+        for name, replica in self.replicas.items():
+            running, tokens = self._scheduler.work(name)
+            replica.tokens_per_s = (tokens - replica.tokens_seen) / elapsed_s
+            replica.tokens_seen = tokens
+            if running:
+                replica.last_active = time.monotonic()
 
     # --- effects ------------------------------------------------------------------------------------------------
 
-    def _apply(self, model: Model, event: Event, cause: str, *, pause: float = 0.0) -> None:
-        before = model.state
+    def _apply(self, replica: Replica, event: Event, cause: str, *, pause: float = 0.0) -> None:
+        before = replica.state
         now = time.monotonic()
-        effects = model.life.apply(event, now, cause)
-        if model.state is not before:
-            pid = f" pid {model.process.pid}" if model.process else ""
-            self._log.info("%s: %s -> %s (%s)%s", model.name, before, model.state, cause, pid)
+        effects = replica.life.apply(event, now, cause)
+        if replica.state is not before:
+            pid = f" pid {replica.process.pid}" if replica.process else ""
+            self._log.info("%s: %s -> %s (%s)%s", replica.name, before, replica.state, cause, pid)
         for effect in effects:
-            self._do(model, effect, now, pause)
+            self._do(replica, effect, now, pause)
 
-    def _do(self, model: Model, effect: Effect, now: float, pause: float) -> None:
-        name = model.name
+    def _do(self, replica: Replica, effect: Effect, now: float, pause: float) -> None:
+        name = replica.name
         match effect:
             case Effect.SPAWN:
-                self._spawn(model)
+                self._spawn(replica)
             case Effect.OPEN:
-                model.last_active = now
-                self._outlet.perform(self._scheduler.open(name, model.generation, model.info["max_jobs"]))
+                replica.last_active = now
+                self._outlet.perform(self._scheduler.open(name, replica.generation, replica.info["max_jobs"], now))
             case Effect.ACCEPT_NEW:
                 self._scheduler.accept_new(name)
             case Effect.REFUSE_NEW:
-                self._scheduler.refuse_new(name, model.refusal())
+                self._outlet.perform(self._scheduler.refuse_new(name, replica.refusal(), now))
             case Effect.END_WAITING:
-                self._outlet.perform(self._scheduler.end_waiting(name, model.refusal()))
+                self._outlet.perform(self._scheduler.end_waiting(name, replica.refusal()))
             case Effect.END_ACTIVE:
-                if model.last_exit is not None and model.last_exit.reason == "asked":
-                    error = WireError(ErrorCode.DRAINING, f"model {name!r} was stopped before the answer was finished")
+                asked = replica.last_exit is not None and replica.last_exit.reason == "asked"
+                if asked:
+                    told = f"model {replica.model!r} was stopped before the answer was finished"
+                    error = WireError(ErrorCode.DRAINING, told)
                 else:
-                    reason = model.last_exit.reason if model.last_exit else "gone"
-                    error = WireError(ErrorCode.WORKER_DIED, f"model {name!r}: the worker process ended ({reason})")
-                self._outlet.perform(self._scheduler.end_running(name, error))
-                if model.state is WorkerState.STOPPED:
-                    self._outlet.perform(self._scheduler.release_held(name))
+                    reason = replica.last_exit.reason if replica.last_exit else "gone"
+                    told = f"model {replica.model!r}: the worker process ended ({reason})"
+                    error = WireError(ErrorCode.WORKER_DIED, told)
+                self._outlet.perform(self._scheduler.worker_gone(name, error, now, struck=not asked))
+                if replica.state is WorkerState.STOPPED:
+                    self._outlet.perform(self._scheduler.release_held(name, now))
             case Effect.WATCH_DRAIN:
-                model.drain_timer = self._timers.at(
-                    now + self._config.supervisor.stop.drain, lambda: self._drain_expired(model)
+                replica.drain_timer = self._timers.at(
+                    now + self._config.supervisor.stop.drain, lambda: self._drain_expired(replica)
                 )
-                self.after_events(model)
+                self.after_events(replica)
             case Effect.CLIMB:
-                self._climb(model, now)
+                self._climb(replica, now)
             case Effect.ARM_BACKOFF:
-                model.restarts += 1
-                model.backoff_timer = self._timers.at(
-                    now + pause, lambda: self._apply(model, Event.BACKOFF_OVER, "pause over")
+                replica.restarts += 1
+                replica.backoff_timer = self._timers.at(
+                    now + pause, lambda: self._apply(replica, Event.BACKOFF_OVER, "pause over")
                 )
             case Effect.FORGIVE:
-                model.history.forgive()
-                if model.backoff_timer is not None:
-                    model.backoff_timer.cancel()
+                replica.history.forgive()
+                if replica.backoff_timer is not None:
+                    replica.backoff_timer.cancel()
 
-    def _spawn(self, model: Model) -> None:
-        model.generation += 1
-        model.routing_id = b"W" + secrets.token_bytes(16)
-        model.info, model.progress, model.killed_for = {}, {}, None
+    def _spawn(self, replica: Replica) -> None:
+        replica.generation += 1
+        replica.routing_id = b"W" + secrets.token_bytes(16)
+        replica.info, replica.progress, replica.killed_for = {}, {}, None
         spec = WorkerSpec(
-            engine=model.spec.engine_spec,
-            generation=model.generation,
-            visible_devices=model.spec.visible_devices,
+            engine=replica.spec.engine_spec,
+            generation=replica.generation,
+            visible_devices=replica.spec.visible_devices,
             endpoint=self._back_endpoint,
-            routing_id=model.routing_id,
-            log_path=str(model.log_path),
+            routing_id=replica.routing_id,
+            log_path=str(replica.log_path),
             supervisor_pid=os.getpid(),
         )
-        logs.prepare(model.log_path)
-        self.vram.when_free(model.name, lambda: self._launch(model, spec))
+        logs.prepare(replica.log_path)
+        self.vram.when_free(replica.name, lambda: self._launch(replica, spec))
 
-    def _launch(self, model: Model, spec: WorkerSpec) -> None:
+    def _launch(self, replica: Replica, spec: WorkerSpec) -> None:
         try:
-            model.process = WorkerProcess(spec, self._guard)
+            replica.process = WorkerProcess(spec, self._guard)
         except OSError as e:
             # Not from here: we are in the middle of the transition to STARTING. The next turn counts it as a death.
             report = not_spawned(e)
-            self._timers.at(time.monotonic(), lambda: self._ended(model, report, None))
+            self._timers.at(time.monotonic(), lambda: self._ended(replica, report, None))
             return
-        self._by_routing_id[model.routing_id] = model
-        self._outlet.watch_process(model.process.pidfd, lambda: self.on_exit(model))
+        self._by_routing_id[replica.routing_id] = replica
+        self._outlet.watch_process(replica.process.pidfd, lambda: self.on_exit(replica))
 
-    def _drain_expired(self, model: Model) -> None:
-        self._outlet.perform(self._scheduler.cancel_running(model.name))
-        self._apply(model, Event.DRAINED, "the drain's time is over")
+    def _drain_expired(self, replica: Replica) -> None:
+        self._outlet.perform(self._scheduler.end_running(replica.name))
+        self._apply(replica, Event.DRAINED, "the drain's time is over")
 
-    def _climb(self, model: Model, now: float) -> None:
-        if model.drain_timer is not None:
-            model.drain_timer.cancel()
-        for timer in model.ladder:
+    def _climb(self, replica: Replica, now: float) -> None:
+        if replica.drain_timer is not None:
+            replica.drain_timer.cancel()
+        for timer in replica.ladder:
             timer.cancel()
         if self.vram.forget(
-            model.name
+            replica.name
         ):  # not spawned yet: its end is counted in the next turn, as a process's would be
             never = ExitReport(0, "asked", "stopped before it was spawned", retry=False)
-            self._timers.at(now, lambda: self._ended(model, never, None))
+            self._timers.at(now, lambda: self._ended(replica, never, None))
             return
-        times = model.ladder_times or self._config.supervisor.ladder
-        rungs = stop_ladder.plan(now, times, reads_messages=bool(model.info))
-        model.ladder = [self._timers.at(at, lambda rung=rung: self._rung(model, rung)) for at, rung in rungs]  # type: ignore[misc]
+        times = replica.ladder_times or self._config.supervisor.ladder
+        rungs = stop_ladder.plan(now, times, reads_messages=bool(replica.info))
+        replica.ladder = [self._timers.at(at, lambda rung=rung: self._rung(replica, rung)) for at, rung in rungs]  # type: ignore[misc]
 
-    def _rung(self, model: Model, rung: Rung) -> None:
-        if model.process is None:
+    def _rung(self, replica: Replica, rung: Rung) -> None:
+        if replica.process is None:
             return
-        self._log.info("%s: %s to pid %d", model.name, rung, model.process.pid)
+        self._log.info("%s: %s to pid %d", replica.name, rung, replica.process.pid)
         if rung is Rung.SHUTDOWN:
-            self._outlet.send_worker(model.name, encode(Shutdown()))
+            self._outlet.send_worker(replica.name, encode(Shutdown()))
         else:
-            model.process.signal(signal.SIGTERM if rung is Rung.SIGTERM else signal.SIGKILL)
+            replica.process.signal(signal.SIGTERM if rung is Rung.SIGTERM else signal.SIGKILL)

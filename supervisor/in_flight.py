@@ -1,11 +1,11 @@
 """The records that scheduling works on, and its effects: plain data."""
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from protocol.errors import WireError
-from protocol.messages import EventEntry
+from supervisor.fair_queue import Account
+from supervisor.held import HeldEvents
+from supervisor.route import Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class ToClient:
 
 @dataclass(frozen=True, slots=True)
 class ToWorker:
-    """Effect: send a frame to the present worker of a model."""
+    """Effect: send a frame to the present process of a worker."""
 
-    model: str
+    worker: str
     frame: bytes
 
 
@@ -29,9 +29,9 @@ Effect = ToClient | ToWorker
 
 class Phase(Enum):
     WAITING = "waiting"
-    """In the model's queue."""
+    """In the model's queue: new, or to go on after the death of its worker."""
     RUNNING = "running"
-    """The worker has its job."""
+    """A worker has its job."""
     ENDED = "ended"
     """The client has its terminal event, or is gone; the worker still has to let go of the job."""
     HELD = "held"
@@ -40,35 +40,49 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """One accepted request. ``sent`` events have gone to the client; ``held`` ones wait for credit, in order."""
+    """One accepted request. ``sent`` events have gone to the client; ``held`` ones wait for credit, in order.
+
+    accepted, started  monotonic seconds: of acceptance, and of the first time that a worker was given it
+    cost               tokens of the prompt, estimated from its bytes
+    ids                what the answer consists of so far (u32 little endian), held events included
+    resumes            how often it went on in another worker
+    strikes            deaths of workers that were computing it, or a request just like it
+    """
 
     channel: int
     request: int
     model: str
+    route: Route
     body: bytes
+    cost: int
+    account: Account
+    accepted: float
     credit: int
+    held: HeldEvents
     phase: Phase = Phase.WAITING
+    worker: str = ""
+    started: float | None = None
     sent: int = 0
     delivered_tokens: int = 0
-    held: list[tuple[EventEntry, bytes]] = field(default_factory=list)
-    held_bytes: int = 0
+    has_tokens: bool = False
+    cancelled: bool = False
+    ids: bytearray = field(default_factory=bytearray)
+    resumes: int = 0
+    strikes: int = 0
+    alone: bool = False
+    reported: int = -1
+    """The queue position last reported."""
 
     @property
     def key(self) -> tuple[int, int]:
         return self.channel, self.request
 
+    @property
+    def held_terminal(self) -> bool:
+        """Whether the last of the held events is the request's end."""
+        return self.phase is Phase.HELD
 
-@dataclass(slots=True)
-class ModelQueue:
-    """What one model has to do. ``refusal`` is None while new requests are taken."""
-
-    limit: int
-    refusal: WireError | None
-    capacity: int = 0
-    generation: int = 0
-    waiting: deque[InFlight] = field(default_factory=deque)
-    waiting_bytes: int = 0
-    running: dict[tuple[int, int], InFlight] = field(default_factory=dict)
-    tokens: int = 0
-    finished: int = 0
-    errors: int = 0
+    @property
+    def next_seq(self) -> int:
+        """The number of the event that is due from the worker."""
+        return self.sent + len(self.held)

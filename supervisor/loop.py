@@ -18,10 +18,12 @@ from typing import Any
 import zmq
 
 from protocol import __version__, limits
-from protocol.codec import decode, encode, pack_body, pack_error
+from protocol.codec import decode, encode, pack_body, pack_error, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import (
     WORKER_TO_SUPERVISOR,
+    Answer,
+    Ask,
     Call,
     Cancel,
     Credit,
@@ -33,13 +35,17 @@ from protocol.messages import (
     Message,
     Ping,
     Pong,
+    Prefill,
     Reply,
     Welcome,
 )
 from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
 from supervisor import calls
+from supervisor.asks import VERBS as ASK_VERBS
+from supervisor.asks import Asker, Asks
 from supervisor.client_port import ClientPort, Connection, Context, bind_private, router
 from supervisor.config import Config
+from supervisor.deliveries import HoldLimits
 from supervisor.descriptors import DescriptorBudget
 from supervisor.fleet import RATE_WINDOW_S, Fleet
 from supervisor.guard import Guard
@@ -48,6 +54,7 @@ from supervisor.lifecycle import IllegalTransition
 from supervisor.reactor import Reactor
 from supervisor.runtime_dir import RuntimeDir
 from supervisor.scheduler import Scheduler
+from supervisor.timers import Timer
 from supervisor.zap import ZapHandler
 
 PROBE_INTERVAL_S = 1.0
@@ -58,6 +65,8 @@ MONITOR_LIMIT = 8
 LAST_WORDS_TURNS = 16
 """Turns of that kind before a dead worker's requests are ended."""
 GUARD_RETRY_S = 1.0
+WATCH_INTERVAL_S = 0.5
+"""Between looks at streams whose clients have stopped reading, and reports of queue positions."""
 
 
 class Supervisor:
@@ -71,7 +80,10 @@ class Supervisor:
         self._descriptors = DescriptorBudget(log)
         self._session = secrets.token_hex(8)
         self._reactor = Reactor()
-        self.scheduler = Scheduler()
+        settings = config.supervisor
+        self.scheduler = Scheduler(holds=HoldLimits(stall_s=settings.stall), strikes=settings.strike_policy)
+        self._asks = Asks()
+        self._expiry: Timer | None = None
         self.shutting_down = False
         self._worker_frames_dropped = 0
         self._context: Context = zmq.Context(io_threads=1)
@@ -114,10 +126,11 @@ class Supervisor:
         self._log.info(
             "modelctl %s, pid %d, serving %s in %s", __version__, os.getpid(), self._config.file, self._runtime.path
         )
-        for name, model in self.fleet.models.items():
-            if model.spec.config.autostart:
+        for name, replica in self.fleet.replicas.items():
+            if replica.spec.config.autostart:
                 self.fleet.start(name, "autostart")
         self._reactor.every(PROBE_INTERVAL_S, self._probe)
+        self._reactor.every(WATCH_INTERVAL_S, self._watch_streams)
         self._reactor.every(RATE_WINDOW_S, lambda: self.fleet.sample_rates(RATE_WINDOW_S))
         gc.collect()
         gc.freeze()
@@ -144,17 +157,22 @@ class Supervisor:
             if isinstance(effect, ToClient):
                 self._front.send(effect.channel, effect.frame)
             else:
-                self.send_worker(effect.model, effect.frame)
+                self.send_worker(effect.worker, effect.frame)
         self._end_gone()
 
-    def send_worker(self, model: str, frame: bytes) -> None:
+    def send_worker(self, worker: str, frame: bytes) -> None:
         try:
-            self._back.send(self.fleet.models[model].routing_id, zmq.SNDMORE | zmq.NOBLOCK)
+            self._back.send(self.fleet.replicas[worker].routing_id, zmq.SNDMORE | zmq.NOBLOCK)
             self._back.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError:
             # Not connected any more: its exit is about to be seen, and ends every request it held. A worker that is
             # 10,000 frames behind is beyond help and would lose a request silently.
-            self.fleet.kill(self.fleet.models[model], "it cannot be reached")
+            self.fleet.kill(self.fleet.replicas[worker], "it cannot be reached")
+
+    def worker_gone(self, worker: str) -> None:
+        error = WireError(ErrorCode.WORKER_DIED, f"{worker}: the worker process ended before it could answer")
+        for asker in self._asks.worker_gone(worker):
+            self._reply(asker, pack_body({"error": error.to_wire()}))
 
     def watch_process(self, pidfd: int, callback: Callable[[], None]) -> None:
         def gone() -> None:
@@ -183,6 +201,7 @@ class Supervisor:
             "config": str(self._config.file),
             "runtime_dir": str(self._runtime.path),
             "shutting_down": self.shutting_down,
+            "held_bytes": self.scheduler.held_bytes,
             "connections": len(self._front.channels()) + len(self._admin.channels()),
             "counters": {
                 "connections_accepted": front.accepted + admin.accepted,
@@ -202,7 +221,7 @@ class Supervisor:
             frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
             for channel in self._front.channels():
                 self._front.send(channel, frame)
-        for name in self.fleet.models:
+        for name in self.fleet.replicas:
             self.fleet.stop(name, cause, now=now)
 
     # --- handlers -----------------------------------------------------------------------------------------------
@@ -220,18 +239,25 @@ class Supervisor:
         self._end_gone()
 
     def _on_client_message(self, port: ClientPort, connection: Connection, message: Message) -> None:
-        channel = connection.channel
+        channel, now = connection.channel, time.monotonic()
         match message:
             case Credit(request, events):
-                self.perform(self.scheduler.credit(channel, request, events))
+                self.perform(self.scheduler.credit(channel, request, events, now))
             case Generate(request):
                 if port is self._admin:
                     error = WireError(ErrorCode.UNSUPPORTED, "requests go to the front socket", field="request")
                     port.send(channel, encode(Error(request, pack_error(error))))
                 else:
-                    self.perform(self.scheduler.submit(channel, message))
+                    self.perform(self.scheduler.submit(channel, message, now))
+                    self._watch_expiry()
             case Cancel(request):
-                self.perform(self.scheduler.cancel(channel, request))
+                self.perform(self.scheduler.cancel(channel, request, now))
+            case Call(call, verb, body) if verb in ASK_VERBS:
+                asker = Asker(port is self._admin, channel, call)
+                try:
+                    self._ask(asker, verb, body)
+                except WireError as e:
+                    self._reply(asker, pack_body({"error": e.to_wire()}))
             case Call(call, verb, body):
                 try:
                     reply = {"result": calls.answer(self, verb, body, admin=port is self._admin)}
@@ -245,6 +271,17 @@ class Supervisor:
                 port.send(channel, encode(Welcome(pack_body(self._welcome()))))
             case _:
                 pass  # PONG: the probe served its purpose by being sent
+
+    def _ask(self, asker: Asker, verb: str, body: bytes) -> None:
+        """Hand a question to a worker of its model. Raises WireError if there is none."""
+        params = unpack_body(body)
+        replica = calls.ready_worker(self, params.pop("model", None))
+        number = self._asks.begin(replica.name, asker)
+        self.send_worker(replica.name, encode(Ask(number, verb, pack_body(params))))
+
+    def _reply(self, asker: Asker, body: bytes) -> None:
+        port = self._admin if asker.admin else self._front
+        port.send(asker.channel, encode(Reply(asker.call, body)))
 
     def _welcome(self) -> dict[str, Any]:
         return {
@@ -263,33 +300,59 @@ class Supervisor:
             except zmq.Again:
                 return False
             frame = self._back.recv(zmq.NOBLOCK)
-            model = self.fleet.model_of(routing_id)
+            replica = self.fleet.replica_of(routing_id)
             if self._back.getsockopt(zmq.RCVMORE):  # left unread, the rest would be taken for the next routing id
                 while self._back.getsockopt(zmq.RCVMORE):
                     self._back.recv(zmq.NOBLOCK)
-                model = None
-            if model is None or model.killed_for is not None:  # last words of a former generation, or of a mad one
+                replica = None
+            if replica is None or replica.killed_for is not None:  # last words of a former generation, or of a mad one
                 self._worker_frames_dropped += 1
                 continue
             try:
                 message = decode(frame, WORKER_TO_SUPERVISOR)
                 if isinstance(message, Events):
-                    self.perform(self.scheduler.events(model.name, frame, message))
-                    self.fleet.after_events(model)
+                    self.perform(self.scheduler.events(replica.name, frame, message, time.monotonic()))
+                    self.fleet.after_events(replica)
+                elif isinstance(message, Prefill):
+                    key = message.channel, message.request
+                    self.perform(self.scheduler.prefill(replica.name, key, message.done, message.total))
+                elif isinstance(message, Answer):
+                    unpack_body(message.body)  # a client could not read what is none
+                    asker = self._asks.answered(replica.name, message.ask)
+                    if asker is not None:
+                        self._reply(asker, message.body)
                 else:
-                    self.fleet.on_worker_message(model, message)
+                    self.fleet.on_worker_message(replica, message)
             except (FrameError, IllegalTransition) as e:
                 # Somebody's last event may have been in it, or the worker is out of its mind (READY before HELLO):
                 # going on would be waiting for ever. The other models need not suffer.
                 self._worker_frames_dropped += 1
-                self.fleet.kill(model, f"it sent what cannot be: {e}")
+                self.fleet.kill(replica, f"it sent what cannot be: {e}")
         return True
 
     def _end_gone(self) -> None:
         while gone := self._front.take_gone():
             for channel in gone:
-                self.perform(self.scheduler.gone(channel))
+                self.perform(self.scheduler.gone(channel, time.monotonic()))
         self._admin.take_gone()
+
+    def _watch_expiry(self) -> None:
+        """See to it that the request whose time is over first ends then."""
+        due = self.scheduler.next_due
+        if due is None or (self._expiry is not None and self._expiry.at <= due):
+            return
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = self._reactor.timers.at(due, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        self.perform(self.scheduler.expire(time.monotonic()))
+        self._watch_expiry()
+
+    def _watch_streams(self) -> None:
+        self.perform(self.scheduler.report_positions())
+        self.perform(self.scheduler.end_stalled(time.monotonic()))
 
     def _mind_descriptors(self) -> None:
         """Stop listening while descriptors are scarce: libzmq would abort this process for want of one."""

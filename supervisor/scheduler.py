@@ -1,14 +1,17 @@
-"""Requests from acceptance to their one terminal event. Pure: messages in, effects out; no sockets, no clock.
+"""Requests from acceptance to their one terminal event. Pure: messages and times in, effects out; no sockets, no clock.
 
 Law 1 lives here. A request enters the table when it is ACCEPTED and leaves it when its terminal event has been put
 on the way *and* the worker no longer holds its job (it said so, or it is dead). Removing it earlier is how zombies
 are made: a later cancel would find nothing to cancel.
+
+A request whose worker dies goes back into its model's line with the ids that were delivered, and on in the next worker
+that is free. What is decided about it there is in the rooms beside this one: ``model_queue`` (which is next, where),
+``deliveries`` (numbering, credit), ``strikes`` (whether it is to blame).
 """
 
-from collections import Counter
+from collections.abc import Iterable
 
-from protocol import limits
-from protocol.codec import encode, pack_body, pack_error, pack_event
+from protocol.codec import encode, pack_body, pack_error
 from protocol.errors import ErrorCode, FrameError, RequestError, WireError
 from protocol.messages import (
     TERMINAL,
@@ -18,135 +21,204 @@ from protocol.messages import (
     EventEntry,
     EventFlag,
     Events,
-    FinishReason,
     Generate,
     JobMessage,
+    Report,
 )
-from supervisor.in_flight import Effect, InFlight, ModelQueue, Phase, ToClient, ToWorker
+from supervisor.deliveries import Deliveries, HoldLimits
+from supervisor.due import DueTimes
+from supervisor.held import HeldEvents
+from supervisor.in_flight import Effect, InFlight, Phase, ToClient, ToWorker
+from supervisor.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
+from supervisor.route import read_route
+from supervisor.seats import Seat
+from supervisor.strikes import StrikePolicy, Strikes
 
-HELD_EVENT_COST = 256
-"""What holding one event takes beside its own bytes; most events are far smaller than that."""
-MAX_HELD_BYTES = 4 << 20
-"""Memory for the events of one stream whose client grants no credit, before it is ended with slow_consumer; ..."""
-MAX_HELD_BYTES_OF_CONNECTION = 64 << 20
-"""... and for all streams of one connection, those included whose worker has long finished."""
-MAX_WAITING_BYTES = 64 << 20
-"""Bytes of request bodies waiting for one model."""
-RETRY_AFTER_MS = 1000
 UNLIMITED = 1 << 32
 """Credit for everything that a stream may still hold."""
 
 
 class Scheduler:
-    """The table of requests of all models and connections. One writer: the supervisor's loop."""
+    """The table of requests of all models and connections. One writer: the supervisor's loop.
 
-    def __init__(self, *, window: int = limits.STREAM_WINDOW) -> None:
-        self._window = window
+    Times are monotonic seconds. A worker is known by its name, which is one model's.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int | None = None,
+        holds: HoldLimits | None = None,
+        strikes: StrikePolicy | None = None,
+    ) -> None:
+        self._deliveries = Deliveries(bounds=holds) if window is None else Deliveries(window, holds)
+        self._strikes = Strikes(strikes or StrikePolicy())
         self._models: dict[str, ModelQueue] = {}
+        self._of_worker: dict[str, ModelQueue] = {}
         self._live: dict[tuple[int, int], InFlight] = {}
-        self._held_bytes: Counter[int] = Counter()
-        """By channel."""
+        self._due = DueTimes(lambda request: self._live.get(request.key) is request)
         self.dropped_frames = 0
         """EVENTS frames of a former generation, or events of requests that are over: dropped, counted."""
 
-    # --- models -------------------------------------------------------------------------------------------------
+    # --- models and their workers ---------------------------------------------------------------------------------
 
-    def add_model(self, name: str, *, queue_limit: int, refusal: WireError) -> None:
-        self._models[name] = ModelQueue(queue_limit, refusal)
+    def add_model(
+        self, name: str, *, refusal: WireError, workers: Iterable[str] | None = None, limits: QueueLimits | None = None
+    ) -> None:
+        """A model, and the names of its workers (by default one, called as the model is), none of them up."""
+        seats = {worker: Seat(worker, refusal) for worker in workers or (name,)}
+        queue = self._models[name] = ModelQueue(name, limits or QueueLimits(), seats)
+        self._of_worker |= dict.fromkeys(seats, queue)
 
-    def accept_new(self, model: str) -> None:
-        """Queue new requests of a model from now on (it is, or soon will be, running)."""
-        self._models[model].refusal = None
+    def accept_new(self, worker: str) -> None:
+        """Requests may wait for this worker from now on (it is, or soon will be, running)."""
+        self._of_worker[worker].seats[worker].refusal = None
 
-    def refuse_new(self, model: str, error: WireError) -> None:
-        """Answer new requests of a model with this error from now on."""
-        self._models[model].refusal = error
+    def refuse_new(self, worker: str, error: WireError, now: float) -> list[Effect]:
+        """Requests do not wait for this worker any more, and it gets no others; those it has it finishes. If none of
+        the model's takes any, this is what new ones are told."""
+        queue = self._of_worker[worker]
+        seat = queue.seats[worker]
+        seat.refusal, seat.capacity = error, 0
+        return self._dispatch(queue, now)  # what it was kept free for goes elsewhere
 
-    def open(self, model: str, generation: int, capacity: int) -> list[Effect]:
+    def open(self, worker: str, generation: int, capacity: int, now: float) -> list[Effect]:
         """A worker is ready for up to ``capacity`` jobs at once: give it what waits."""
-        queue = self._models[model]
-        queue.generation, queue.capacity = generation, capacity
-        return self._dispatch(model, queue)
+        queue = self._of_worker[worker]
+        seat = queue.seats[worker]
+        seat.generation, seat.capacity, seat.isolates = generation, capacity, False
+        return self._dispatch(queue, now)
 
-    def end_running(self, model: str, error: WireError) -> list[Effect]:
-        """The worker is gone: end everything it held. The event says how many tokens were delivered."""
-        queue = self._models[model]
-        queue.capacity = 0
-        queue.generation = 0
+    def worker_gone(self, worker: str, error: WireError, now: float, *, struck: bool = True) -> list[Effect]:
+        """The worker's process has ended. What it was computing goes on in another one, now or after the restart.
+
+        error   what those are told that cannot: resume is false, or no worker of the model will come up
+        struck  whether the requests may be why it ended (an order to stop it is none of their doing)
+        """
+        queue = self._of_worker[worker]
+        seat = queue.seats[worker]
+        seat.capacity = seat.generation = 0
+        seat.isolates = False
+        running = list(seat.running.values())
+        seat.running.clear()
         effects: list[Effect] = []
-        for request in list(queue.running.values()):
+        for request in running:
             if request.phase is Phase.RUNNING:
-                effects += self._end_with_error(request, error)
-            self._remove(request)
-        return effects
+                effects += self._after_death(queue, request, error, now, struck=struck)
+            else:
+                self._leave(request)
+        return effects + self._dispatch(queue, now)
 
-    def end_waiting(self, model: str, error: WireError) -> list[Effect]:
-        """The model will not serve: end everything that waits for it."""
-        queue = self._models[model]
-        effects: list[Effect] = []
-        for request in list(queue.waiting):
-            effects += self._end_with_error(request, error)
-            self._remove(request)
-        return effects
+    def _after_death(
+        self, queue: ModelQueue, request: InFlight, error: WireError, now: float, *, struck: bool
+    ) -> list[Effect]:
+        if request.cancelled:  # its client need not know how narrow that was
+            queue.totals.finished += 1
+            end = self._deliveries.end_cancelled(request)
+            self._leave(request)
+            return [end]
+        if struck:
+            request.strikes = self._strikes.add(request.model, request.body, now)
+            if self._strikes.poisons(request.strikes):
+                return self._end(request, self._poisoned(request.strikes))
+        if not request.route.resume or not queue.accepts:
+            return self._end(request, error)
+        request.phase, request.worker = Phase.WAITING, ""
+        request.resumes += 1
+        request.alone = self._strikes.isolates(request.strikes)
+        queue.totals.resumed += 1
+        queue.push(request)
+        return []
 
-    def release_held(self, model: str) -> list[Effect]:
-        """The model is stopped: send what finished requests still hold back. Their end does not wait for credit."""
-        held = [r for r in self._live.values() if r.model == model and r.phase is Phase.HELD]
-        effects: list[Effect] = []
-        for request in held:
-            request.credit += UNLIMITED
-            effects += self._release(request)
-        return effects
-
-    def cancel_running(self, model: str) -> list[Effect]:
-        """The drain's time is over: end what is left with DRAINING."""
-        effects: list[Effect] = []
-        error = WireError(
-            ErrorCode.DRAINING, f"model {model!r} is being stopped; the request was ended before its time"
+    def _poisoned(self, strikes: int) -> WireError:
+        window = self._strikes.policy.window_s
+        return WireError(
+            ErrorCode.POISONED,
+            f"{strikes} workers died while they were computing this request, or one just like it: it is not tried "
+            f"again for {window:g} s",
         )
-        for request in list(self._models[model].running.values()):
-            if request.phase is Phase.RUNNING:
-                effects += self._abandon(request)
-                effects += self._end_with_error(request, error)
+
+    def end_waiting(self, worker: str, error: WireError) -> list[Effect]:
+        """This worker will not serve: if none of the model's will, end everything that waits."""
+        queue = self._of_worker[worker]
+        if queue.accepts:
+            return []
+        effects: list[Effect] = []
+        for request in list(queue.all_waiting()):
+            queue.remove(request)
+            effects += self._end(request, error)
         return effects
+
+    def release_held(self, worker: str, now: float) -> list[Effect]:
+        """The worker is stopped: send what requests that it finished still hold. Their end does not wait for credit."""
+        effects: list[Effect] = []
+        for request in [r for r in self._live.values() if r.phase is Phase.HELD and r.worker == worker]:
+            effects += self._release(request, now, all_of_it=True)
+        return effects
+
+    def end_running(self, worker: str) -> list[Effect]:
+        """The drain's time is over. What cannot go on in another worker ends with DRAINING."""
+        queue = self._of_worker[worker]
+        effects: list[Effect] = []
+        told = f"model {queue.name!r} is being stopped; the request was ended before its time"
+        for request in queue.seats[worker].running.values():
+            if request.phase is Phase.RUNNING and not (queue.accepts and request.route.resume):
+                effects += self._abandon(request)
+                effects += self._end_running(request, WireError(ErrorCode.DRAINING, told))
+        return effects
+
+    # --- counts -------------------------------------------------------------------------------------------------
 
     def counts(self, model: str) -> tuple[int, int]:
         """(running, waiting) requests of a model. Running includes those whose worker has yet to confirm a cancel."""
         queue = self._models[model]
-        return len(queue.running), len(queue.waiting)
+        return queue.running, queue.waiting
+
+    def work(self, worker: str) -> tuple[int, int]:
+        """(requests that a worker has, tokens that it and its predecessors have generated)."""
+        seat = self._of_worker[worker].seats[worker]
+        return len(seat.running), seat.tokens
 
     def totals(self, model: str) -> dict[str, int]:
-        """Counts since the supervisor's start: tokens generated, requests finished, requests ended with an error."""
+        """Counts since the supervisor's start: tokens generated, requests finished, ended with an error, resumed."""
         queue = self._models[model]
-        return {"tokens": queue.tokens, "finished": queue.finished, "errors": queue.errors}
+        totals = queue.totals
+        return {
+            "tokens": sum(seat.tokens for seat in queue.seats.values()),
+            "finished": totals.finished,
+            "errors": totals.errors,
+            "resumed": totals.resumed,
+        }
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of events that wait for clients to read."""
+        return self._deliveries.held_bytes
+
+    def channels(self) -> set[int]:
+        """Connections with unfinished requests."""
+        return {channel for channel, _ in self._live}
 
     # --- clients ------------------------------------------------------------------------------------------------
 
-    def submit(self, channel: int, message: Generate) -> list[Effect]:
-        """A new request: ACCEPTED (and JOB, if the worker has room), or ERROR."""
+    def submit(self, channel: int, message: Generate, now: float) -> list[Effect]:
+        """A new request: ACCEPTED (and JOB, if a worker has room), or ERROR."""
         try:
-            queue = self._admit(channel, message)
+            queue, request = self._admit(channel, message, now)
         except WireError as e:
             return [ToClient(channel, encode(Error(message.request, pack_error(e))))]
-        request = InFlight(channel, message.request, message.model, message.body, self._window)
         self._live[request.key] = request
-        queue.waiting.append(request)
-        queue.waiting_bytes += len(request.body)
-        position = len(queue.waiting) - 1
-        body = pack_body({"model": message.model, "queue_position": position})
-        effects: list[Effect] = [ToClient(channel, encode(Accepted(message.request, body)))]
-        return effects + self._dispatch(message.model, queue)
+        queue.push(request)
+        route = request.route
+        for what, limit in ("queue_ms", route.queue_ms), ("ttft_ms", route.ttft_ms), ("deadline_ms", route.deadline_ms):
+            if limit is not None:
+                self._due.add(now + limit / 1000, what, request)
+        request.reported = queue.position(request)
+        body = pack_body({"model": message.model, "queue_position": request.reported})
+        return [ToClient(channel, encode(Accepted(message.request, body))), *self._dispatch(queue, now)]
 
-    def _admit(self, channel: int, message: Generate) -> ModelQueue:
-        for key, value in message.route.items():
-            if key != "resume":
-                raise RequestError(f"unknown routing key {key!r}: known is 'resume'", field=f"route.{key}")
-            if value is not False:
-                raise RequestError(
-                    "resume: only false is offered; a request whose worker dies ends with worker_died",
-                    field="route.resume",
-                    code=ErrorCode.UNSUPPORTED if value is True else ErrorCode.INVALID_REQUEST,
-                )
+    def _admit(self, channel: int, message: Generate, now: float) -> tuple[ModelQueue, InFlight]:
+        route = read_route(message.route)
         if message.request == 0:
             raise RequestError("request is 0: ids start at 1 (0 is the connection itself)", field="request")
         if (channel, message.request) in self._live:
@@ -159,96 +231,171 @@ class Scheduler:
             raise WireError(
                 ErrorCode.MODEL_NOT_FOUND, f"no model {message.model!r} is configured: there is {known}", field="model"
             )
-        if queue.refusal is not None:
+        if not queue.accepts:
             raise queue.refusal
-        if len(queue.waiting) >= queue.limit or queue.waiting_bytes + len(message.body) > MAX_WAITING_BYTES:
-            raise WireError(
-                ErrorCode.OVERLOADED,
-                f"model {message.model!r} has {len(queue.waiting)} requests waiting (at most {queue.limit}): try later",
-                retry_after_ms=RETRY_AFTER_MS,
-            )
-        return queue
+        cost = 1 + len(message.body) // BYTES_PER_TOKEN
+        queue.check_room(cost)
+        strikes = self._strikes.count(message.model, message.body, now)
+        if self._strikes.poisons(strikes):
+            raise self._poisoned(strikes)
+        request = InFlight(
+            channel,
+            message.request,
+            message.model,
+            route,
+            message.body,
+            cost,
+            queue.line.account(channel, route.priority),
+            accepted=now,
+            credit=self._deliveries.window,
+            held=HeldEvents(),
+            strikes=strikes,
+            alone=self._strikes.isolates(strikes),
+        )
+        return queue, request
 
-    def cancel(self, channel: int, request_id: int) -> list[Effect]:
+    def cancel(self, channel: int, request_id: int, now: float) -> list[Effect]:
         """The client no longer wants an answer. Idempotent; the terminal event says what it came to."""
         request = self._live.get((channel, request_id))
-        if request is None or request.phase is Phase.ENDED:
+        if request is None or request.phase is Phase.ENDED or request.cancelled:
             return []
         if request.phase is Phase.WAITING:
-            event = pack_event((), {
-                "text": "",
-                "finish_reason": FinishReason.CANCELLED,
-                "usage": {"prompt_tokens": 0, "completion_tokens": 0},
-                "timings": {},
-            })  # fmt: skip
-            entry = EventEntry(request_id, request.sent, int(EventFlag.FINISHED), 0, len(event))
-            self._models[request.model].finished += 1
-            self._remove(request)
-            return [ToClient(channel, encode(Events(channel, 0, [entry], event)))]
+            queue = self._models[request.model]
+            queue.totals.finished += 1
+            queue.remove(request)
+            end = self._deliveries.end_cancelled(request)
+            self._leave(request)
+            return [end, *self._dispatch(queue, now)]  # one that had to be alone kept a worker free
         # Whoever cancels may not go on granting credit: what is held, and the terminal event behind it, must not wait.
+        request.cancelled = True
         request.credit += UNLIMITED
         abandon = self._abandon(request) if request.phase is Phase.RUNNING else []
-        return self._release(request) + abandon
+        return self._release(request, now) + abandon
 
-    def credit(self, channel: int, request_id: int, events: int) -> list[Effect]:
+    def credit(self, channel: int, request_id: int, events: int, now: float) -> list[Effect]:
         """The client has consumed events of a stream: send what was held back for it."""
         request = self._live.get((channel, request_id))
         if request is None:
             return []
-        request.credit += min(events, self._window)
-        return self._release(request)
+        self._deliveries.grant(request, events)
+        return self._release(request, now) if request.held else []
 
-    def gone(self, channel: int) -> list[Effect]:
+    def gone(self, channel: int, now: float) -> list[Effect]:
         """The connection has ended: nobody waits for its answers."""
         effects: list[Effect] = []
+        touched = set()
         for request in [r for r in self._live.values() if r.channel == channel]:
+            touched.add(request.model)
             if request.phase is Phase.RUNNING:
                 effects += self._abandon(request)
                 request.phase = Phase.ENDED
-                self._drop_held(request)
+                self._deliveries.drop(request)
             elif request.phase is not Phase.ENDED:
-                self._remove(request)
+                if request.phase is Phase.WAITING:
+                    self._models[request.model].remove(request)
+                self._leave(request)
+        for queue in self._models.values():
+            queue.line.forget(channel)
+            if queue.name in touched:  # one that had to be alone may have left: a worker is kept free no more
+                effects += self._dispatch(queue, now)
         return effects
 
-    def channels(self) -> set[int]:
-        """Connections with unfinished requests."""
-        return {channel for channel, _ in self._live}
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    @property
+    def next_due(self) -> float | None:
+        """When ``expire`` has something to do; None: it has not."""
+        return self._due.earliest
+
+    def expire(self, now: float) -> list[Effect]:
+        """End requests whose time is over, whatever their worker is doing."""
+        effects: list[Effect] = []
+        for what, request in self._due.take(now):
+            if request.phase not in (Phase.WAITING, Phase.RUNNING) or request.cancelled:
+                continue
+            if (what == "queue_ms" and request.started is not None) or (what == "ttft_ms" and request.has_tokens):
+                continue
+            effects += self._give_up(request, _too_late(what, request))
+            effects += self._dispatch(self._models[request.model], now)
+        return effects
+
+    def end_stalled(self, now: float) -> list[Effect]:
+        """End streams whose clients have stopped reading."""
+        effects: list[Effect] = []
+        for request, error in self._deliveries.stalled(now):
+            effects += self._give_up(request, error)
+            effects += self._dispatch(self._models[request.model], now)
+        return effects
+
+    def report_positions(self) -> list[Effect]:
+        """REPORT to those that asked for it and have moved on in the line."""
+        effects: list[Effect] = []
+        for queue in self._models.values():
+            for request in queue.all_waiting():
+                if request.route.progress and (at := queue.position(request)) != request.reported:
+                    request.reported = at
+                    effects.append(_report(request, {"phase": "queued", "queue_position": at}))
+        return effects
 
     # --- workers ------------------------------------------------------------------------------------------------
 
-    def events(self, model: str, frame: bytes, message: Events) -> list[Effect]:
+    def prefill(self, worker: str, key: tuple[int, int], done: int, total: int) -> list[Effect]:
+        """A worker has computed part of a prompt."""
+        request = self._of_worker[worker].seats[worker].running.get(key)
+        if request is None or request.phase is not Phase.RUNNING or request.has_tokens or not request.route.progress:
+            return []
+        return [_report(request, {"phase": "prefill", "done": done, "total": total})]
+
+    def events(self, worker: str, frame: bytes, message: Events, now: float) -> list[Effect]:
         """What one engine step brought for one connection. ``frame`` is the message as it came: where every stream in
         it has credit, it is passed on whole, which is what makes the router cheap. Raises FrameError, nothing changed,
         if an event has another number than the one that is due."""
-        queue = self._models[model]
-        if message.generation != queue.generation:
+        queue = self._of_worker[worker]
+        seat = queue.seats[worker]
+        if message.generation != seat.generation:
             self.dropped_frames += 1
             return []
-        if not self._passes_whole(queue, message):
-            effects = self._slice(queue, message)
+        ended = False
+        if not self._passes_whole(seat, message):
+            effects, ended = self._slice(seat, message, now)
         else:
             effects = [ToClient(message.channel, frame)]
+            at = 0
             for entry in message.index:
-                request = queue.running[message.channel, entry.request]
-                self._count_sent(request, entry)
+                request = seat.running[message.channel, entry.request]
+                if entry.tokens:
+                    self._note_tokens(request, entry.tokens, message.body[at : at + 4 * entry.tokens])
+                at += entry.length
+                self._deliveries.count_sent(request, entry)
                 if entry.flags & TERMINAL:
-                    self._finish(request, entry)
+                    ended = True
+                    self._finish(seat, request, entry.flags, now)
         for entry in message.index:
-            queue.tokens += entry.tokens
-        return effects + self._dispatch(model, queue)
+            seat.tokens += entry.tokens
+        return effects + self._dispatch(queue, now) if ended else effects
 
     @staticmethod
-    def _passes_whole(queue: ModelQueue, message: Events) -> bool:
+    def _note_tokens(request: InFlight, tokens: int, ids: bytes) -> None:
+        """What the answer consists of, for the worker that may have to go on with it."""
+        request.has_tokens = True
+        request.account.charge(tokens)
+        if request.route.resume:
+            request.ids += ids
+
+    @staticmethod
+    def _passes_whole(seat: Seat, message: Events) -> bool:
         """Whether every event may go to the client now. Raises FrameError if one came out of turn."""
         count = len(message.index)
         whole = True
         due: dict[int, int] = {}  # by request, the number of its next event; -1 behind its end
         for entry in message.index:
-            request = queue.running.get((message.channel, entry.request))
+            request = seat.running.get((message.channel, entry.request))
             if request is None or request.phase is not Phase.RUNNING:
                 whole = False
                 continue
-            number = due.get(entry.request, request.sent + len(request.held))
+            number = due.get(entry.request)
+            if number is None:
+                number = request.sent + len(request.held) if request.held else request.sent
             if number < 0:  # a worker that goes on behind the end: the client must not see that
                 whole = False
                 continue
@@ -262,127 +409,149 @@ class Scheduler:
                 whole = False
         return whole
 
-    def _slice(self, queue: ModelQueue, message: Events) -> list[Effect]:
-        """Pass on what may go and hold the rest, event by event."""
+    def _slice(self, seat: Seat, message: Events, now: float) -> tuple[list[Effect], bool]:
+        """Pass on what may go and hold the rest, event by event. Whether the worker let go of a job."""
         effects: list[Effect] = []
         index: list[EventEntry] = []
         chunks: list[bytes] = []
-        at = 0
+        at, ended = 0, False
         for entry in message.index:
             event = message.body[at : at + entry.length]
             at += entry.length
-            request = queue.running.get((message.channel, entry.request))
+            request = seat.running.get((message.channel, entry.request))
             if request is None:
                 self.dropped_frames += 1
-            elif request.phase is Phase.ENDED:
-                if entry.flags & TERMINAL:
-                    self._remove(request)  # the worker has let go
-            elif request.held or (request.credit <= 0 and not entry.flags & TERMINAL):
-                effects += self._hold(request, entry, event)
-            else:
-                self._count_sent(request, entry)
-                index.append(entry)
-                chunks.append(event)
-                if entry.flags & TERMINAL:
-                    self._finish(request, entry)
+                continue
+            ended = ended or bool(entry.flags & TERMINAL)
+            if request.phase is Phase.ENDED:
+                if entry.flags & TERMINAL:  # the worker has let go
+                    self._leave_seat(seat, request)
+                    self._leave(request)
+                continue
+            if entry.tokens:
+                self._note_tokens(request, entry.tokens, event[: 4 * entry.tokens])
+            if request.held or (request.credit <= 0 and not entry.flags & TERMINAL):
+                effects += self._hold(seat, request, entry, event, now)
+                continue
+            self._deliveries.count_sent(request, entry)
+            index.append(entry)
+            chunks.append(event)
+            if entry.flags & TERMINAL:
+                self._finish(seat, request, entry.flags, now)
         if index:
             frame = encode(Events(message.channel, message.generation, index, b"".join(chunks)))
             effects.insert(0, ToClient(message.channel, frame))
-        return effects
+        return effects, ended
 
-    def _hold(self, request: InFlight, entry: EventEntry, event: bytes) -> list[Effect]:
-        request.held.append((entry, event))
-        self._charge(request, len(event) + HELD_EVENT_COST)
+    def _hold(self, seat: Seat, request: InFlight, entry: EventEntry, event: bytes, now: float) -> list[Effect]:
+        self._deliveries.hold(request, entry, event, now)
         if entry.flags & TERMINAL:
             request.phase = Phase.HELD
-            del self._models[request.model].running[request.key]
-            return []
-        of_connection = self._held_bytes[request.channel]
-        if request.held_bytes <= MAX_HELD_BYTES and of_connection <= MAX_HELD_BYTES_OF_CONNECTION:
-            return []
-        effects = self._abandon(request)
-        return effects + self._end_with_error(
-            request,
-            WireError(
-                ErrorCode.SLOW_CONSUMER,
-                f"{len(request.held)} events waited for the client to read them: {request.held_bytes} bytes for this "
-                f"stream (at most {MAX_HELD_BYTES}), {of_connection} for all (at most {MAX_HELD_BYTES_OF_CONNECTION})",
-            ),
-        )
+            self._leave_seat(seat, request)
+        if excess := self._deliveries.excess(request):
+            return self._give_up(*excess)
+        return []
 
-    def _release(self, request: InFlight) -> list[Effect]:
-        """Send held events in order, as far as credit goes; a terminal event needs none."""
-        index: list[EventEntry] = []
-        chunks: list[bytes] = []
-        for entry, event in request.held:
-            if request.credit <= 0 and not entry.flags & TERMINAL:
-                break
-            self._count_sent(request, entry)
-            self._charge(request, -len(event) - HELD_EVENT_COST)
-            index.append(entry)
-            chunks.append(event)
-        if not index:
-            return []
-        del request.held[: len(index)]
-        effects: list[Effect] = [ToClient(request.channel, encode(Events(request.channel, 0, index, b"".join(chunks))))]
-        if index[-1].flags & TERMINAL:
-            self._finish(request, index[-1])
-        return effects
+    def _release(self, request: InFlight, now: float, *, all_of_it: bool = False) -> list[Effect]:
+        """Send held events in order, as far as credit goes."""
+        frames, last = self._deliveries.release(request, now, all_of_it=all_of_it)
+        if last & TERMINAL:
+            self._count_end(request, last)
+            self._leave(request)
+        return list(frames)
 
     # --- shared -------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, model: str, queue: ModelQueue) -> list[Effect]:
+    def _dispatch(self, queue: ModelQueue, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while queue.waiting and len(queue.running) < queue.capacity:
-            request = queue.waiting.popleft()
-            queue.waiting_bytes -= len(request.body)
-            request.phase = Phase.RUNNING
-            queue.running[request.key] = request
-            effects.append(ToWorker(model, encode(JobMessage(request.channel, request.request, {}, request.body))))
-            request.body = b""
+        while queue.waiting and (chosen := queue.next()) is not None:
+            seat, request = chosen
+            request.phase, request.worker = Phase.RUNNING, seat.worker
+            seat.running[request.key] = request
+            if request.started is None:
+                request.started = now
+            job = JobMessage(request.channel, request.request, _carry(request), request.body)
+            effects.append(ToWorker(seat.worker, encode(job)))
         return effects
 
-    def _count_sent(self, request: InFlight, entry: EventEntry) -> None:
-        request.sent = entry.seq + 1
-        request.credit -= 1
-        request.delivered_tokens += entry.tokens
+    def _finish(self, seat: Seat, request: InFlight, flags: int, now: float) -> None:
+        """The worker said how it ended, and the client was told."""
+        if not flags & EventFlag.ERROR and not request.cancelled and request.started is not None:
+            self._models[request.model].totals.served(now - request.started)
+        if request.strikes and not flags & EventFlag.ERROR and not request.cancelled:
+            self._strikes.clear(request.model, request.body)
+        self._count_end(request, flags)
+        self._leave_seat(seat, request)
+        self._leave(request)
 
-    def _finish(self, request: InFlight, entry: EventEntry) -> None:
-        queue = self._models[request.model]
-        if entry.flags & EventFlag.ERROR:
-            queue.errors += 1
+    def _count_end(self, request: InFlight, flags: int) -> None:
+        totals = self._models[request.model].totals
+        if flags & EventFlag.ERROR:
+            totals.errors += 1
         else:
-            queue.finished += 1
-        self._remove(request)
+            totals.finished += 1
 
     def _abandon(self, request: InFlight) -> list[Effect]:
         """Have the worker let go. The request stays in the table until it did."""
-        return [ToWorker(request.model, encode(CancelJob(request.channel, request.request)))]
+        return [ToWorker(request.worker, encode(CancelJob(request.channel, request.request)))]
 
-    def _end_with_error(self, request: InFlight, error: WireError) -> list[Effect]:
-        """The one terminal event, made here because the worker cannot. Its number follows what the client has seen."""
-        self._models[request.model].errors += 1
+    def _give_up(self, request: InFlight, error: WireError) -> list[Effect]:
+        """End a request wherever it is."""
+        if request.phase is Phase.RUNNING:
+            return self._abandon(request) + self._end_running(request, error)
+        if request.phase is Phase.WAITING:
+            self._models[request.model].remove(request)
+        return self._end(request, error)
+
+    def _end_running(self, request: InFlight, error: WireError) -> list[Effect]:
+        """The terminal event of a request whose worker still has its job."""
+        self._models[request.model].totals.errors += 1
         request.phase = Phase.ENDED
-        self._drop_held(request)
-        event = pack_event((), {"error": error.to_wire(), "delivered_tokens": request.delivered_tokens})
-        entry = EventEntry(request.request, request.sent, int(EventFlag.ERROR), 0, len(event))
-        request.sent += 1
-        return [ToClient(request.channel, encode(Events(request.channel, 0, [entry], event)))]
+        return [self._deliveries.end_with_error(request, error)]
 
-    def _charge(self, request: InFlight, cost: int) -> None:
-        request.held_bytes += cost
-        self._held_bytes[request.channel] += cost
+    def _end(self, request: InFlight, error: WireError) -> list[Effect]:
+        """The terminal event of a request that is in no line, and that no worker has."""
+        self._models[request.model].totals.errors += 1
+        end = self._deliveries.end_with_error(request, error)
+        self._leave(request)
+        return [end]
 
-    def _drop_held(self, request: InFlight) -> None:
-        request.held.clear()
-        self._charge(request, -request.held_bytes)
-        if not self._held_bytes[request.channel]:
-            del self._held_bytes[request.channel]
+    def _leave_seat(self, seat: Seat, request: InFlight) -> None:
+        del seat.running[request.key]
+        if request.alone:
+            seat.isolates = False
 
-    def _remove(self, request: InFlight) -> None:
-        self._drop_held(request)
-        queue = self._models[request.model]
-        if queue.running.pop(request.key, None) is None and request in queue.waiting:
-            queue.waiting.remove(request)
-            queue.waiting_bytes -= len(request.body)
+    def _leave(self, request: InFlight) -> None:
+        """Out of the table."""
+        request.phase = Phase.ENDED  # it may still be in a list that is being worked through
+        if request.held:
+            self._deliveries.drop(request)
         self._live.pop(request.key, None)
+
+
+def _carry(request: InFlight) -> dict[str, object]:
+    """What the worker has to know beside the body."""
+    carry: dict[str, object] = {}
+    if request.started is not None:
+        carry["queue_ms"] = 1000 * (request.started - request.accepted)
+    if request.next_seq:
+        carry["seq"], carry["token_ids"] = request.next_seq, bytes(request.ids)
+    if request.resumes:
+        carry["resumes"] = request.resumes
+    if request.route.progress:
+        carry["progress"] = True
+    return carry
+
+
+def _too_late(what: str, request: InFlight) -> WireError:
+    limit = getattr(request.route, what)
+    if what == "queue_ms":
+        told = f"the request waited for a worker for {limit} ms, which is its queue_ms"
+        return WireError(ErrorCode.QUEUE_TIMEOUT, told, field="route.queue_ms")
+    awaited = "its first token" if what == "ttft_ms" else "the end of its answer"
+    told = f"{awaited} did not come within {limit} ms, which is the request's {what}"
+    return WireError(ErrorCode.DEADLINE_EXCEEDED, told, field=f"route.{what}")
+
+
+def _report(request: InFlight, fields: dict[str, object]) -> ToClient:
+    return ToClient(request.channel, encode(Report(request.request, pack_body(fields))))

@@ -22,6 +22,7 @@ from protocol.messages import (
     Ping,
     Pong,
     Reply,
+    Report,
 )
 
 
@@ -35,6 +36,8 @@ class Heard:
     ends: list[str] = field(default_factory=list)
     error: dict[str, object] = field(default_factory=dict)
     delivered: int | None = None
+    usage: dict[str, int] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
     after_end: int = 0
 
 
@@ -53,6 +56,7 @@ class RawClient:
         self.heard: dict[int, Heard] = {}
         self.errors: list[tuple[int, dict[str, object]]] = []
         self.replies: list[dict[str, object]] = []
+        self.reports: dict[int, list[dict[str, object]]] = {}
         if hello:
             self.send(Hello(pack_body({"library": "raw"})))
 
@@ -92,7 +96,9 @@ class RawClient:
         self.barrier()
 
     def _note(self, message: Message) -> None:
-        if isinstance(message, Error):
+        if isinstance(message, Report):
+            self.reports.setdefault(message.request, []).append(unpack_body(message.body))
+        elif isinstance(message, Error):
             self.errors.append((message.request, unpack_body(message.body)))
         elif isinstance(message, Reply):
             self.replies.append(unpack_body(message.body))
@@ -112,6 +118,7 @@ class RawClient:
                     heard.ends.append(WireError.from_wire(fields["error"]).code.wire_name)
                 else:
                     heard.ends.append(fields["finish_reason"])
+                    heard.usage, heard.timings = fields["usage"], fields["timings"]
 
     def close(self) -> None:
         self.socket.close(linger=0)

@@ -81,7 +81,7 @@ class Serving:
     """``modelctl serve`` with these models. A context manager: at its end nothing of it may be left.
 
     models      name → entry of models.yaml, see ``engine``
-    stop, restart  sections of models.yaml
+    stop, restart, poison  sections of models.yaml
     wait        return only when every model that starts by itself is ready
     script      run this Python file instead of ``-m supervisor`` (it must call the same main)
     """
@@ -92,6 +92,7 @@ class Serving:
         *,
         stop: dict[str, Any] | None = None,
         restart: dict[str, Any] | None = None,
+        poison: dict[str, Any] | None = None,
         wait: bool = True,
         script: Path | None = None,
         runtime_name: str = "run",
@@ -110,6 +111,7 @@ class Serving:
         sections = {
             "stop": {"drain": "10s", "shutdown": "2s", "sigterm": "2s", **(stop or {})},
             "restart": restart or {},
+            "poison": poison or {},
         }
         self.config.write_text(yaml.safe_dump({"models": models, "supervisor": sections}))
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -223,8 +225,10 @@ class Serving:
             wait_until(self._answers, 20, "an answer to status")
             if self._wait:
                 for name, entry in self._models.items():
-                    if entry.get("autostart", True):
-                        self.wait_state(name, "ready")
+                    count = entry.get("replicas", 1)
+                    for worker in [name] if count == 1 else [f"{name}:{i + 1}" for i in range(count)]:
+                        if entry.get("autostart", True):
+                            self.wait_state(worker, "ready")
         except BaseException:
             print(self.stderr())
             self.process.kill()

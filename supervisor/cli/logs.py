@@ -25,8 +25,10 @@ BYTES_PER_LINE = 400
 @as_json
 @runtime_dir_option
 def logs(model: str, follow: bool, lines: int, as_json: bool, runtime_dir: Path) -> None:
-    """Show the log of MODEL, or the supervisor's own."""
-    if not re.fullmatch(MODEL_NAME_PATTERN, model):  # never joined into a path unchecked
+    """Show the log of MODEL (of several workers one: MODEL:2), or the supervisor's own."""
+    name, colon, number = model.partition(":")  # NAME:2, the second of several workers
+    if not re.fullmatch(MODEL_NAME_PATTERN, name) or (colon and not re.fullmatch("[1-9][0-9]?", number)):
+        # never joined into a path unchecked
         raise click.UsageError(f"{model!r} is no model name")
     path = log_path(runtime_dir, model)
     if not path.exists():

@@ -78,13 +78,16 @@ def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
 
 
 def _configured(client: Client, given: tuple[str, ...]) -> list[str]:
-    """The models given, each once. Raises the supervisor's own error for one it does not know, before any order."""
-    names = list(dict.fromkeys(given))
-    known = {m["name"] for m in client.status()["models"]}
-    for name in names:
-        if name not in known:
+    """The workers of the models given, each once. Raises the supervisor's own error for one it does not know, before
+    any order."""
+    names = []
+    models = client.status()["models"]
+    for name in given:
+        workers = [m["name"] for m in models if name in (m["name"], m["model"])]
+        if not workers:
             client.status(name)
-    return names
+        names += workers
+    return list(dict.fromkeys(names))
 
 
 def _watch(

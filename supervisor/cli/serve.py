@@ -38,7 +38,9 @@ def serve(config: Path | None, detach: bool, quiet: bool, no_compile: bool, runt
     if detach:
         from supervisor.cli.detach import detach as start_detached
 
-        return start_detached(loaded.file, runtime_dir, [n for n, m in loaded.models.items() if m.config.autostart])
+        return start_detached(
+            loaded.file, runtime_dir, [w for m in loaded.models.values() if m.config.autostart for w in m.workers]
+        )
 
     from protocol.runtime_paths import admin_endpoint
     from supervisor.logs import set_up_logging

@@ -1,4 +1,7 @@
-"""What the scheduler's peers look like to it, in the simplest form: workers with mailboxes, clients with ears."""
+"""What the scheduler's peers look like to it, in the simplest form: workers with mailboxes, clients with ears.
+
+Token k of a request is ``token(key, k)``: one that is missing, came twice or belongs to another shows.
+"""
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -15,15 +18,23 @@ from protocol.messages import (
     EventFlag,
     Events,
     JobMessage,
+    Report,
 )
 
 Key = tuple[int, int]
+
+
+def token(key: Key, place: int) -> int:
+    """The id of an answer's token at this place."""
+    channel, request = key
+    return channel << 24 | request << 16 | place
 
 
 @dataclass
 class Heard:
     """What one client has been told of one accepted request."""
 
+    resume: bool = True
     seqs: list[int] = field(default_factory=list)
     ends: int = 0
     tokens: int = 0
@@ -33,7 +44,7 @@ class Heard:
 
 
 class FakeClient:
-    """Checks every frame as it comes: law 1 and the numbering."""
+    """Checks every frame as it comes: law 1, law 2 and the numbering."""
 
     def __init__(self, channel: int, window: int) -> None:
         self.channel = channel
@@ -42,6 +53,7 @@ class FakeClient:
         self.heard: dict[int, Heard] = {}
         self.refused: list[int] = []
         self.codes: Counter[str] = Counter()
+        self.reports = 0
 
     def take(self, frame: bytes) -> None:
         assert self.connected, "a frame for a client that is gone"
@@ -52,6 +64,9 @@ class FakeClient:
             self.heard[message.request] = Heard()
         elif isinstance(message, Error):
             self.refused.append(message.request)
+        elif isinstance(message, Report):
+            assert not self.heard[message.request].tokens, "a report behind the first token"
+            self.reports += 1
         elif isinstance(message, Events):
             assert message.channel == self.channel, "an event for another"
             for entry, event in split_events(message):
@@ -61,7 +76,9 @@ class FakeClient:
         heard = self.heard[entry.request]
         assert not heard.ends, f"event {entry.seq} of request {entry.request} follows its terminal event"
         assert entry.seq == len(heard.seqs), f"event {entry.seq} where {len(heard.seqs)} was due"
-        _, fields = unpack_event(entry, event)
+        ids, fields = unpack_event(entry, event)
+        due = range(heard.tokens, heard.tokens + entry.tokens)
+        assert list(ids) == [token((self.channel, entry.request), place) for place in due], "not the tokens due"
         heard.seqs.append(entry.seq)
         heard.tokens += entry.tokens
         if entry.flags & TERMINAL:
@@ -70,7 +87,6 @@ class FakeClient:
             self.codes[fields.get("error", {}).get("name") or "worker's own"] += 1
             assert heard.delivered in (None, heard.tokens)
         else:
-            assert fields["of"] == [self.channel, entry.request], "a token of another request"
             assert heard.cancelled or len(heard.seqs) <= self.window + heard.granted, "sent without credit"
 
 
@@ -89,6 +105,7 @@ class FakeWorker:
         self.inbox: deque[bytes] = deque()
         self.outbox: deque[bytes] = deque()
         self.jobs: dict[Key, Job] = {}
+        self.resumed = 0
         self._unsent: dict[int, list[tuple[EventEntry, bytes]]] = {}
 
     def read(self) -> None:
@@ -97,7 +114,10 @@ class FakeWorker:
         if isinstance(message, JobMessage):
             key = message.channel, message.request
             assert key not in self.jobs, "a job was given twice"
-            self.jobs[key] = Job()
+            ids = list(memoryview(message.carry.get("token_ids", b"")).cast("I"))
+            assert ids == [token(key, place) for place in range(len(ids))], "not the tokens that were delivered"
+            self.jobs[key] = Job(message.carry.get("seq", 0), len(ids))
+            self.resumed += "seq" in message.carry
         elif isinstance(message, CancelJob) and (message.channel, message.request) in self.jobs:
             self.say(message.channel, message.request, EventFlag.FINISHED)
         self.flush()
@@ -105,15 +125,15 @@ class FakeWorker:
     def say(self, channel: int, request: int, flags: int, *, tokens: int = 0, padding: int = 0) -> None:
         """Add an event of a job it holds to the next frame; a terminal one ends the job."""
         job = self.jobs[channel, request]
-        self.say_anything(channel, EventEntry(request, job.seq, int(flags), tokens, 0), padding)
+        ids = [token((channel, request), place) for place in range(job.tokens, job.tokens + tokens)]
+        self.say_anything(channel, EventEntry(request, job.seq, int(flags), tokens, 0), padding, ids)
         job.seq += 1
         job.tokens += tokens
         if flags & TERMINAL:
             del self.jobs[channel, request]
 
-    def say_anything(self, channel: int, entry: EventEntry, padding: int = 0) -> None:
-        fields = {"text": "x" * padding, "of": [channel, entry.request], "finish_reason": "stop", "error": {}}
-        event = pack_event(range(entry.tokens), fields)
+    def say_anything(self, channel: int, entry: EventEntry, padding: int = 0, ids: list[int] | None = None) -> None:
+        event = pack_event(ids or (), {"text": "x" * padding, "finish_reason": "stop", "error": {}})
         self._unsent.setdefault(channel, []).append((entry._replace(length=len(event)), event))
 
     def flush(self) -> None:

@@ -19,23 +19,28 @@ from protocol.messages import (
     JobMessage,
     Message,
 )
-from supervisor import scheduler as scheduler_module
+from supervisor.deliveries import HoldLimits
 from supervisor.in_flight import Effect, ToClient, ToWorker
+from supervisor.model_queue import QueueLimits
 from supervisor.scheduler import Scheduler
 
 DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
 GONE = WireError(ErrorCode.WORKER_DIED, "gone")
 WINDOW = 4
+NOW = 1000.0
 FINISHED, ERROR = EventFlag.FINISHED, EventFlag.ERROR
 
 
 @pytest.fixture
 def scheduler() -> Scheduler:
     """One model ``m`` with a worker of generation 1 that takes two jobs; a queue of three."""
-    scheduler = Scheduler(window=WINDOW)
-    scheduler.add_model("m", queue_limit=3, refusal=DOWN)
+    return make(Scheduler(window=WINDOW))
+
+
+def make(scheduler: Scheduler, *, tokens: int = 1000) -> Scheduler:
+    scheduler.add_model("m", limits=QueueLimits(3, tokens), refusal=DOWN)
     scheduler.accept_new("m")
-    scheduler.open("m", 1, 2)
+    scheduler.open("m", 1, 2, NOW)
     return scheduler
 
 
@@ -46,13 +51,13 @@ def messages(effects: list[Effect]) -> list[tuple[int | str, Message]]:
         if isinstance(effect, ToClient):
             told.append((effect.channel, decode(effect.frame, SUPERVISOR_TO_CLIENT)))
         else:
-            told.append((effect.model, decode(effect.frame, SUPERVISOR_TO_WORKER)))
+            told.append((effect.worker, decode(effect.frame, SUPERVISOR_TO_WORKER)))
     return told
 
 
 def submit(scheduler: Scheduler, channel: int, *requests: int) -> None:
     for request in requests:
-        scheduler.submit(channel, Generate(request, "m", {}, b"body"))
+        scheduler.submit(channel, Generate(request, "m", {}, b"body"), NOW)
 
 
 def frame(channel: int, *events: tuple[int, int, int], generation: int = 1) -> bytes:
@@ -65,7 +70,7 @@ def frame(channel: int, *events: tuple[int, int, int], generation: int = 1) -> b
 def deliver(scheduler: Scheduler, raw: bytes) -> list[Effect]:
     message = decode(raw, frozenset({Events.kind}))
     assert isinstance(message, Events)
-    return scheduler.events("m", raw, message)
+    return scheduler.events("m", raw, message, NOW)
 
 
 def told(effects: list[Effect], channel: int) -> list[tuple[int, int, int, dict[str, Any]]]:
@@ -79,9 +84,9 @@ def told(effects: list[Effect], channel: int) -> list[tuple[int, int, int, dict[
 
 
 def test_accepted_goes_before_the_job(scheduler: Scheduler) -> None:
-    effects = messages(scheduler.submit(5, Generate(1, "m", {}, b"body")))
+    effects = messages(scheduler.submit(5, Generate(1, "m", {}, b"body"), NOW))
     assert [type(message) for _, message in effects] == [Accepted, JobMessage]
-    assert effects[1] == ("m", JobMessage(5, 1, {}, b"body"))
+    assert effects[1] == ("m", JobMessage(5, 1, {"queue_ms": 0.0}, b"body"))
 
 
 def test_a_frame_is_passed_on_as_it_is_while_there_is_credit(scheduler: Scheduler) -> None:
@@ -97,7 +102,7 @@ def test_only_the_stream_without_credit_is_held_back(scheduler: Scheduler) -> No
     effects = deliver(scheduler, frame(5, (1, WINDOW, 0), (2, 0, 0), (1, WINDOW + 1, FINISHED)))
     assert [event[:3] for event in told(effects, 5)] == [(2, 0, 0)]
     assert scheduler.counts("m") == (1, 0), "the worker has finished the held one: its place is free"
-    effects = scheduler.credit(5, 1, 1)
+    effects = scheduler.credit(5, 1, 1, NOW)
     assert [event[:3] for event in told(effects, 5)] == [(1, WINDOW, 0), (1, WINDOW + 1, FINISHED)]
     assert scheduler.totals("m")["finished"] == 1
 
@@ -113,25 +118,39 @@ def test_a_terminal_event_needs_no_credit(scheduler: Scheduler) -> None:
 def test_an_ended_job_makes_room_for_the_next(scheduler: Scheduler) -> None:
     submit(scheduler, 5, 1, 2, 3)
     effects = deliver(scheduler, frame(5, (1, 0, FINISHED)))
-    assert messages(effects)[-1] == ("m", JobMessage(5, 3, {}, b"body"))
+    assert messages(effects)[-1] == ("m", JobMessage(5, 3, {"queue_ms": 0.0}, b"body"))
 
 
-def test_a_dead_worker_ends_what_it_held_and_keeps_what_waits(scheduler: Scheduler) -> None:
+def test_what_a_dead_worker_held_goes_on_first_in_the_next(scheduler: Scheduler) -> None:
     submit(scheduler, 5, 1, 2, 3)
     deliver(scheduler, frame(5, (1, 0, 0), (1, 1, 0)))
-    effects = told(scheduler.end_running("m", GONE), 5)
+    assert scheduler.worker_gone("m", GONE, NOW, struck=False) == []
+    assert scheduler.counts("m") == (0, 3)
+    ids = (7).to_bytes(4, "little") * 2
+    assert messages(scheduler.open("m", 2, 2, NOW)) == [
+        ("m", JobMessage(5, 1, {"queue_ms": 0.0, "seq": 2, "token_ids": ids, "resumes": 1}, b"body")),
+        ("m", JobMessage(5, 2, {"queue_ms": 0.0, "resumes": 1}, b"body")),
+    ]
+    effects = deliver(scheduler, frame(5, (1, 2, FINISHED), generation=2))
+    assert [event[:3] for event in told(effects, 5)] == [(1, 2, FINISHED)]
+
+
+def test_without_resuming_a_dead_worker_ends_what_it_held(scheduler: Scheduler) -> None:
+    for request in (1, 2, 3):
+        scheduler.submit(5, Generate(request, "m", {"resume": False}, b"body"), NOW)
+    deliver(scheduler, frame(5, (1, 0, 0), (1, 1, 0)))
+    effects = told(scheduler.worker_gone("m", GONE, NOW), 5)
     assert [event[:3] for event in effects] == [(1, 2, ERROR), (2, 0, ERROR)]
     assert [event[3]["delivered_tokens"] for event in effects] == [2, 0]
     assert effects[0][3]["error"]["name"] == "worker_died"
     assert scheduler.counts("m") == (0, 1)
-    assert messages(scheduler.open("m", 2, 2)) == [("m", JobMessage(5, 3, {}, b"body"))]
+    assert messages(scheduler.open("m", 2, 2, NOW)) == [("m", JobMessage(5, 3, {"queue_ms": 0.0}, b"body"))]
 
 
 def test_words_of_a_former_generation_are_dropped(scheduler: Scheduler) -> None:
     submit(scheduler, 5, 1)
-    scheduler.end_running("m", GONE)
-    submit(scheduler, 5, 1)
-    scheduler.open("m", 2, 2)
+    scheduler.worker_gone("m", GONE, NOW, struck=False)
+    scheduler.open("m", 2, 2, NOW)
     assert deliver(scheduler, frame(5, (1, 0, FINISHED), generation=1)) == []
     assert scheduler.dropped_frames == 1
     assert told(deliver(scheduler, frame(5, (1, 0, FINISHED), generation=2)), 5)
@@ -142,39 +161,36 @@ def test_a_finished_answer_survives_the_death_of_its_worker(scheduler: Scheduler
     for seq in range(WINDOW + 2):
         deliver(scheduler, frame(5, (1, seq, 0)))
     deliver(scheduler, frame(5, (1, WINDOW + 2, FINISHED)))
-    assert scheduler.end_running("m", GONE) == []
-    assert [event[1] for event in told(scheduler.credit(5, 1, WINDOW), 5)] == [4, 5, 6]
+    assert scheduler.worker_gone("m", GONE, NOW) == []
+    assert [event[1] for event in told(scheduler.credit(5, 1, WINDOW, NOW), 5)] == [4, 5, 6]
 
 
 def test_a_client_that_leaves_has_its_jobs_cancelled_and_hears_no_more(scheduler: Scheduler) -> None:
     submit(scheduler, 5, 1, 2, 3)
     submit(scheduler, 6, 1)
-    assert messages(scheduler.gone(5)) == [("m", CancelJob(5, 1)), ("m", CancelJob(5, 2))]
+    assert messages(scheduler.gone(5, NOW)) == [("m", CancelJob(5, 1)), ("m", CancelJob(5, 2))]
     assert scheduler.counts("m") == (2, 1), "a place is free when the worker has let go, not before"
     effects = deliver(scheduler, frame(5, (1, 0, 0), (2, 0, FINISHED)))
-    assert messages(effects) == [("m", JobMessage(6, 1, {}, b"body"))]
-    assert scheduler.gone(5) == []
+    assert messages(effects) == [("m", JobMessage(6, 1, {"queue_ms": 0.0}, b"body"))]
+    assert scheduler.gone(5, NOW) == []
 
 
 def test_cancelling_in_each_phase(scheduler: Scheduler) -> None:
     submit(scheduler, 5, 1, 2, 3)
-    ((_, _, flags, told_map),) = told(scheduler.cancel(5, 3), 5)
+    ((_, _, flags, told_map),) = told(scheduler.cancel(5, 3, NOW), 5)
     assert (flags, told_map["finish_reason"]) == (FINISHED, "cancelled")
-    assert messages(scheduler.cancel(5, 1)) == [("m", CancelJob(5, 1))]
+    assert messages(scheduler.cancel(5, 1, NOW)) == [("m", CancelJob(5, 1))]
     assert told(deliver(scheduler, frame(5, (1, 0, FINISHED))), 5)
-    assert scheduler.cancel(5, 1) == scheduler.cancel(5, 3) == scheduler.cancel(9, 9) == []
+    assert scheduler.cancel(5, 1, NOW) == scheduler.cancel(5, 3, NOW) == scheduler.cancel(9, 9, NOW) == []
     for seq in range(WINDOW + 3):
         deliver(scheduler, frame(5, (2, seq, 0)))
-    held_first = messages(scheduler.cancel(5, 2))
+    held_first = messages(scheduler.cancel(5, 2, NOW))
     assert [type(message) for _, message in held_first] == [Events, CancelJob]
     assert told(deliver(scheduler, frame(5, (2, WINDOW + 3, 0), (2, WINDOW + 4, FINISHED))), 5)
 
 
-def test_slow_consumers_are_cut_off_by_memory_of_stream_and_of_connection(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scheduler_module, "MAX_HELD_BYTES", 3000)
-    monkeypatch.setattr(scheduler_module, "MAX_HELD_BYTES_OF_CONNECTION", 4000)
+def test_slow_consumers_are_cut_off_by_memory_of_stream_and_of_connection() -> None:
+    scheduler = make(Scheduler(window=WINDOW, holds=HoldLimits(of_stream=300, of_connection=400)))
 
     def until_cut(channel: int, request: int) -> int:
         for seq in range(100):
@@ -197,7 +213,7 @@ def test_slow_consumers_are_cut_off_by_memory_of_stream_and_of_connection(
     assert until_cut(5, 3) < alone
     submit(scheduler, 6, 1)
     assert until_cut(6, 1) == alone, "another connection has a bound of its own"
-    scheduler.gone(5)
+    scheduler.gone(5, NOW)
     submit(scheduler, 5, 4)
     assert until_cut(5, 4) == alone, "what a connection held is forgotten with it"
 
@@ -207,27 +223,69 @@ def test_slow_consumers_are_cut_off_by_memory_of_stream_and_of_connection(
     [
         (Generate(1, "nosuch", {}, b""), ErrorCode.MODEL_NOT_FOUND, "model"),
         (Generate(0, "m", {}, b""), ErrorCode.INVALID_REQUEST, "request"),
-        (Generate(1, "m", {"resume": True}, b""), ErrorCode.UNSUPPORTED, "route.resume"),
+        (Generate(1, "m", {"priority": "urgent"}, b""), ErrorCode.INVALID_REQUEST, "route.priority"),
+        (Generate(1, "m", {"deadline_ms": 0}, b""), ErrorCode.INVALID_REQUEST, "route.deadline_ms"),
+        (Generate(1, "m", {"queue_ms": 1e3}, b""), ErrorCode.INVALID_REQUEST, "route.queue_ms"),
+        (Generate(1, "m", {"affinity": "a" * 257}, b""), ErrorCode.INVALID_REQUEST, "route.affinity"),
         (Generate(1, "m", {"resume": 0}, b""), ErrorCode.INVALID_REQUEST, "route.resume"),
         (Generate(1, "m", {"pin": 1}, b""), ErrorCode.INVALID_REQUEST, "route.pin"),
     ],
 )
 def test_refusals(scheduler: Scheduler, message: Generate, code: ErrorCode, field: str) -> None:
-    ((channel, error),) = messages(scheduler.submit(5, message))
+    ((channel, error),) = messages(scheduler.submit(5, message, NOW))
     assert isinstance(error, Error)
     body = unpack_body(error.body)
     assert (channel, error.request, body["code"], body["field"]) == (5, message.request, code, field)
     assert not scheduler.channels()
 
 
-def test_the_queue_is_bounded_in_requests_and_in_bytes(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:
+    scheduler = make(Scheduler(window=WINDOW), tokens=10)
     submit(scheduler, 5, 1, 2, 3, 4, 5)
-    ((_, error),) = messages(scheduler.submit(5, Generate(6, "m", {}, b"")))
+    ((_, error),) = messages(scheduler.submit(5, Generate(6, "m", {}, b""), NOW))
     assert isinstance(error, Error)
     body = unpack_body(error.body)
-    assert (body["name"], body["retryable"], body["retry_after_ms"] > 0) == ("overloaded", True, True)
-    scheduler.cancel(5, 3)
-    monkeypatch.setattr(scheduler_module, "MAX_WAITING_BYTES", 10)
-    ((_, error),) = messages(scheduler.submit(5, Generate(7, "m", {}, b"xxx")))
+    assert (body["name"], body["retryable"], body["retry_after_ms"]) == ("overloaded", True, 1000)
+    scheduler.cancel(5, 3, NOW)
+    ((_, error),) = messages(scheduler.submit(5, Generate(7, "m", {}, bytes(24)), NOW))
+    assert isinstance(error, Error), "two prompts of two tokens wait, and this one has seven"
+    assert isinstance(messages(scheduler.submit(5, Generate(7, "m", {}, bytes(20)), NOW))[0][1], Accepted)
+
+
+def test_retry_after_is_when_what_waits_now_will_have_been_started(scheduler: Scheduler) -> None:
+    submit(scheduler, 5, 1, 2)
+    raw = frame(5, (1, 0, FINISHED))
+    message = decode(raw, frozenset({Events.kind}))
+    assert isinstance(message, Events)
+    scheduler.events("m", raw, message, NOW + 4)  # it took 4 s
+    submit(scheduler, 5, 3, 4, 5, 6)
+    ((_, error),) = messages(scheduler.submit(5, Generate(7, "m", {}, b""), NOW))
     assert isinstance(error, Error)
-    assert isinstance(messages(scheduler.submit(5, Generate(7, "m", {}, b"xx")))[0][1], Accepted)
+    assert unpack_body(error.body)["retry_after_ms"] == 6000, "three wait, two are done at once"
+
+
+def test_a_stream_whose_client_stopped_reading_is_ended(scheduler: Scheduler) -> None:
+    submit(scheduler, 5, 1, 2)
+    for seq in range(WINDOW + 1):
+        deliver(scheduler, frame(5, (1, seq, 0)))
+    assert scheduler.end_stalled(NOW + 59) == []
+    effects = scheduler.end_stalled(NOW + 60)
+    ((request, seq, flags, fields),) = told(effects, 5)
+    assert (request, seq, flags, fields["error"]["name"]) == (1, WINDOW, ERROR, "slow_consumer")
+    assert fields["delivered_tokens"] == WINDOW
+    assert messages(effects)[0] == ("m", CancelJob(5, 1))
+
+
+def test_the_stream_that_holds_most_is_ended_when_all_hold_too_much() -> None:
+    scheduler = make(Scheduler(window=WINDOW, holds=HoldLimits(of_all=400)))
+    submit(scheduler, 5, 1)
+    submit(scheduler, 6, 1)
+    ended = []
+    for seq in range(30):
+        for channel in (5, 6):
+            if channel == 5 or seq < WINDOW + 3:
+                effects = deliver(scheduler, frame(channel, (1, seq, 0)))
+                ended += [(c, e[3]["error"]["name"]) for c in (5, 6) for e in told(effects, c) if e[2] & ERROR]
+        if ended:
+            break
+    assert ended == [(5, "slow_consumer")]

@@ -42,7 +42,6 @@ CASES: list[tuple[dict[str, Any], ErrorCode, str, list[str]]] = [
     ({"stop": "word"}, ErrorCode.INVALID_REQUEST, "stop", ["list of strings"]),
     ({"stop": [""]}, ErrorCode.INVALID_REQUEST, "stop.0", ["at least 1"]),
     ({"prompt": ""}, ErrorCode.INVALID_REQUEST, "prompt", ["no tokens"]),
-    ({"resume": True}, ErrorCode.UNSUPPORTED, "route.resume", ["worker_died"]),
     ({"prompt": None, "token_ids": [256]}, ErrorCode.INVALID_REQUEST, "token_ids", ["vocabulary of 256"]),
     ({"prompt": None, "messages": [{"role": "boss", "content": ""}]}, ErrorCode.INVALID_REQUEST, "messages.0.role", []),
 ]

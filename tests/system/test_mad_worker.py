@@ -50,7 +50,7 @@ def test_a_worker_that_sends_what_cannot_be_is_ended(serving: Serving, what: str
         client.generate(1, "b", "bystander", max_tokens=200)
         client.generate(2, "a", f"bad {what}", max_tokens=10_000)
         client.read_until_ended(1, 2)
-        assert client.heard[2].ends == ["worker_died"]
+        assert client.heard[2].ends == ["poisoned"], "its successor was sent mad, too"
         assert client.heard[2].text == answer(f"bad {what}", client.heard[2].tokens)
         assert client.heard[1].text == answer("bystander", 200)
     wait_until(lambda: serving.status("a")["generation"] > generation)
@@ -64,6 +64,6 @@ def test_a_worker_whose_connection_was_cut_ends_itself(serving: Serving) -> None
     with RawClient(serving.runtime_dir) as client:
         client.generate(2, "a", "bad giant", max_tokens=50_000)
         client.read_until_ended(2)
-        assert client.heard[2].ends == ["worker_died"]
+        assert client.heard[2].ends == ["poisoned"], "its successor was sent mad, too"
     serving.wait_state("a", "ready")
     assert "connection to the supervisor was lost" in serving.log("a")

@@ -1,4 +1,4 @@
-"""The record of one configured model, and what people and clients are told of it."""
+"""The record of one worker of a configured model, and what people and clients are told of it."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +15,16 @@ from supervisor.timers import Timer
 from supervisor.worker_process import WorkerProcess
 
 
-class Model:
-    """One configured model: its state, and its present process if there is one."""
+class Replica:
+    """One worker of a model: its state, and its present process if there is one.
 
-    def __init__(self, spec: ModelSpec, policy: RestartPolicy, log_path: Path) -> None:
+    name  "letters", or "letters:2" for the second of several workers
+    """
+
+    def __init__(self, name: str, spec: ModelSpec, policy: RestartPolicy, log_path: Path) -> None:
+        self.name = name
         self.spec = spec
-        self.life = ModelLife(spec.name)
+        self.life = ModelLife(name)
         self.history = RestartHistory(policy)
         self.log_path = log_path
         self.wanted = False
@@ -45,7 +49,7 @@ class Model:
         self.tokens_seen = 0
 
     @property
-    def name(self) -> str:
+    def model(self) -> str:
         return self.spec.name
 
     @property
@@ -53,8 +57,8 @@ class Model:
         return self.life.state
 
     def refusal(self) -> WireError:
-        """What a new request is told while the model takes none."""
-        name = self.name
+        """What a new request is told if no worker of the model takes any."""
+        name = self.model
         if self.state is WorkerState.FAILED:
             why = self.last_exit.message if self.last_exit else "unknown"
             return WireError(
@@ -67,12 +71,14 @@ class Model:
         )
 
     def describe(self, scheduler: Scheduler, now: float) -> dict[str, Any]:
-        """The model as ``status`` shows it."""
-        running, waiting = scheduler.counts(self.name)
+        """The worker as ``status`` shows it. ``queued`` and ``totals`` are those of its model."""
+        running, _ = scheduler.work(self.name)
+        _, waiting = scheduler.counts(self.model)
         config = self.spec.config
         idle = self.state is WorkerState.READY and not running
         return {
             "name": self.name,
+            "model": self.model,
             "state": str(self.state),
             "state_s": round(now - self.life.since, 1),
             "engine": config.engine,
@@ -92,7 +98,7 @@ class Model:
             "load_seconds": self.info.get("load_seconds"),
             "progress": self.progress or None,
             "engine_stats": self.stats,
-            "totals": scheduler.totals(self.name),
+            "totals": scheduler.totals(self.model),
             "last_exit": asdict(self.last_exit) if self.last_exit else None,
             "log": str(self.log_path),
         }

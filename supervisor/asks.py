@@ -1,0 +1,46 @@
+"""Questions of clients that a worker answers (tokenize, detokenize): who asked what, until it is answered. Pure."""
+
+from dataclasses import dataclass
+from itertools import count
+
+from protocol.errors import ErrorCode, WireError
+
+VERBS = frozenset({"tokenize", "detokenize"})
+MOST = 256
+"""Questions that a worker may have to answer at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """admin: whether it asked on the admin socket. channel, call: its connection, and its number for the question."""
+
+    admin: bool
+    channel: int
+    call: int
+
+
+class Asks:
+    """The open questions of all workers."""
+
+    def __init__(self) -> None:
+        self._ids = count(1)
+        self._open: dict[str, dict[int, Asker]] = {}
+
+    def begin(self, worker: str, asker: Asker) -> int:
+        """The number of a new question. Raises OVERLOADED."""
+        asked = self._open.setdefault(worker, {})
+        if len(asked) >= MOST:
+            raise WireError(
+                ErrorCode.OVERLOADED, f"{worker} has {MOST} questions to answer: try later", retry_after_ms=100
+            )
+        number = next(self._ids)
+        asked[number] = asker
+        return number
+
+    def answered(self, worker: str, number: int) -> Asker | None:
+        """Who asked; None if nobody waits for this."""
+        return self._open.get(worker, {}).pop(number, None)
+
+    def worker_gone(self, worker: str) -> list[Asker]:
+        """Those who get no answer."""
+        return list(self._open.pop(worker, {}).values())

@@ -1,0 +1,76 @@
+"""What the supervisor itself needs to know of a request: the ``route`` of GENERATE, checked."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.errors import RequestError
+
+PRIORITIES = ("interactive", "normal", "batch")
+MAX_MS = 86_400_000
+"""A day: nobody waits for longer."""
+MAX_AFFINITY = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """See ``protocol.messages``. Times in milliseconds, None where there is no limit."""
+
+    resume: bool = True
+    priority: str = "normal"
+    queue_ms: int | None = None
+    ttft_ms: int | None = None
+    deadline_ms: int | None = None
+    affinity: str | None = None
+    progress: bool = False
+
+
+_USUAL = Route()
+
+
+def read_route(given: dict[str, Any]) -> Route:
+    """Raises RequestError naming the key, its value and what it may be."""
+    if not given:
+        return _USUAL
+    for key, value in given.items():
+        check = _CHECKS.get(key) if isinstance(key, str) else None
+        if check is None:
+            told = f"unknown routing key {str(key)[:64]!r}: known are {', '.join(_CHECKS)}"
+            raise RequestError(told, field=f"route.{str(key)[:64]}")
+        allowed, rule = check
+        if not allowed(value):
+            raise RequestError(f"{key} is {_shown(value)}: must be {rule}", field=f"route.{key}")
+    return Route(**given)
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_ms(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MAX_MS
+
+
+def _is_priority(value: Any) -> bool:
+    return type(value) is str and value in PRIORITIES
+
+
+def _is_affinity(value: Any) -> bool:
+    return type(value) is str and 1 <= len(value) <= MAX_AFFINITY
+
+
+_BOOL = (_is_bool, "true or false")
+_MS = (_is_ms, f"milliseconds, an integer from 1 to {MAX_MS}")
+_CHECKS = {
+    "resume": _BOOL,
+    "priority": (_is_priority, f"one of {', '.join(PRIORITIES)}"),
+    "queue_ms": _MS,
+    "ttft_ms": _MS,
+    "deadline_ms": _MS,
+    "affinity": (_is_affinity, f"a string of 1 to {MAX_AFFINITY} characters"),
+    "progress": _BOOL,
+}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
