@@ -74,22 +74,27 @@ def spec_of(entry: dict[str, Any]) -> EngineSpec:
 
 
 class Server:
-    """``modelctl serve`` with these models (name → entry of models.yaml), ready. A context manager."""
+    """``modelctl serve`` with these models (name → entry of models.yaml), ready. A context manager.
 
-    def __init__(self, models: dict[str, dict[str, Any]], wait: bool = True) -> None:
-        self._models, self._wait = models, wait
+    settings  the ``supervisor`` section of models.yaml
+    """
+
+    def __init__(
+        self, models: dict[str, dict[str, Any]], wait: bool = True, settings: dict[str, Any] | None = None
+    ) -> None:
+        self._models, self._wait, self._settings = models, wait, settings or {}
         self._scratch = tempfile.TemporaryDirectory(prefix="modelctl-bench-")
         self.runtime_dir = Path(self._scratch.name) / "run"
 
     def __enter__(self) -> Self:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` must not leave a supervisor behind
         config = Path(self._scratch.name) / "models.yaml"
-        config.write_text(yaml.safe_dump({"models": self._models}))
+        config.write_text(yaml.safe_dump({"models": self._models, "supervisor": self._settings}))
         try:
             self.modelctl("serve", "--detach", "-c", str(config))
             if self._wait:
-                for model in self._models:
-                    self.wait_state(model, "ready")
+                for worker in self.workers:
+                    self.wait_state(worker, "ready")
         except BaseException:
             self._print_logs()
             self.__exit__(None, None, None)
@@ -112,6 +117,11 @@ class Server:
         command = [*MODELCTL, *arguments, "--runtime-dir", str(self.runtime_dir)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return time.perf_counter() - begun
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of all workers, as the supervisor has them."""
+        return [m["name"] for m in self.overview()["models"]]
 
     def client(self) -> Client:
         return Client(runtime_dir=self.runtime_dir)
