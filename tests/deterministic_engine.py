@@ -213,6 +213,14 @@ class ListsModules(DeterministicEngine):
         print("modules", " ".join(sorted(sys.modules)), flush=True)
 
 
+class TellsCancels(DeterministicEngine):
+    """Prints the monotonic time of each cancel into the model's log."""
+
+    def cancel(self, job_id: int) -> None:
+        super().cancel(job_id)
+        print(f"cancelled at {time.monotonic():.6f}", flush=True)
+
+
 class TalksNonsense(DeterministicEngine):
     """Sends what no worker should, behind its loop's back, at token 5 of a prompt ``bad WHAT``; see ``_nonsense``."""
 

@@ -1,0 +1,120 @@
+"""Eight clients that stop reading beside eight that read: what the readers, and the supervisor's memory, notice of it.
+
+    python -m benchmarks.slow_consumers
+
+A deterministic engine without torch, 16 streams of one model, each client in a process of its own. In turns, several
+times: eight readers alone, and beside eight clients that stopped reading (SIGSTOP would end their connections; they
+read nothing while libzmq's own thread keeps them up). The readers' gaps between deltas are compared.
+"""
+
+import itertools
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+
+from benchmarks.harness import Server, arguments_for, percentile
+from benchmarks.report import Result, write
+from protocol import Client
+from protocol.messages import Credit
+from tests.raw_client import RawClient
+
+STEP_S = 0.01
+ENGINE = {
+    "model_dir": ".",
+    "engine": "tests.deterministic_engine:DeterministicEngine",
+    "options": {"step_s": STEP_S, "context": 1_000_000},
+    "max_batch_size": 16,
+}
+CLIENTS, TOKENS, ROUNDS = 8, 1500, 5
+MIB = 1 << 20
+
+
+def reader(runtime_dir: Path, tokens: int, pipe: Connection) -> None:
+    """Sends the seconds between the deltas of one stream."""
+    with Client(runtime_dir=runtime_dir) as client:
+        stream = client.generate("m", f"reader {os.getpid()}", max_tokens=tokens)
+        times = [time.perf_counter() for _ in stream]
+    pipe.send([b - a for a, b in itertools.pairwise(times)])
+
+
+def gaps(server: Server, tokens: int) -> list[float]:
+    processes = multiprocessing.get_context("forkserver")
+    readers = []
+    for _ in range(CLIENTS):
+        ours, theirs = processes.Pipe()
+        process = processes.Process(target=reader, args=(server.runtime_dir, tokens, theirs))
+        process.start()
+        readers.append((process, ours))
+    found = []
+    for process, pipe in readers:
+        found += pipe.recv()
+        process.join()
+    return found
+
+
+def main() -> None:
+    parser = arguments_for(__doc__)
+    arguments = parser.parse_args()
+    rounds, tokens = (1, 300) if arguments.quick else (ROUNDS, TOKENS)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.harness"])
+    alone, beside, grown = [], [], []
+    with Server({"m": ENGINE}) as server:
+        supervisor = psutil.Process(server.overview()["supervisor"]["pid"])
+        gaps(server, 100)
+        for _ in range(rounds):
+            # as many streams in both halves: the worker's work is the same
+            company = [RawClient(server.runtime_dir) for _ in range(CLIENTS)]
+            alone.append(_with(server, company, tokens, stalled=False))
+            before = supervisor.memory_info().rss
+            stalled = [RawClient(server.runtime_dir) for _ in range(CLIENTS)]
+            beside.append(_with(server, stalled, tokens, stalled=True))
+            grown.append(supervisor.memory_info().rss - before)
+            for client in (*company, *stalled):
+                client.close()
+            server.wait_idle("m")
+        ended = server.status("m")["totals"]["errors"]
+    medians = [statistics.median(b) / statistics.median(a) for a, b in zip(alone, beside, strict=True)]
+    tails = [percentile(b, 95) / percentile(a, 95) for a, b in zip(alone, beside, strict=True)]
+    results = [
+        Result("gap between deltas, median", 1000 * statistics.median(map(statistics.median, alone)), "ms"),
+        Result("median gap beside stalled clients over without", statistics.median(medians), "ratio", "<= 1.2"),
+        Result("p95 gap beside stalled clients over without", statistics.median(tails), "ratio", "<= 1.2"),
+        Result("supervisor's memory grew by, most", max(grown) / MIB, "MiB", "<= 16"),
+        Result("streams ended as slow_consumer", ended, "streams"),
+    ]
+    write("slow-consumers", results, arguments.out)
+
+
+def _read(company: list[RawClient], stop: threading.Event) -> None:
+    while not stop.is_set():
+        for client in company:
+            while client.socket.poll(0):
+                client.receive()
+                client.send(Credit(1, 1))
+        time.sleep(0.005)
+
+
+def _with(server: Server, company: list[RawClient], tokens: int, *, stalled: bool) -> list[float]:
+    """The readers' gaps beside other streams, which are read or not."""
+    for number, client in enumerate(company):
+        client.generate(1, "m", f"company {number}", max_tokens=2 * tokens)
+    if stalled:
+        return gaps(server, tokens)
+    stop = threading.Event()
+    thread = threading.Thread(target=_read, args=(company, stop))
+    thread.start()
+    try:
+        return gaps(server, tokens)
+    finally:
+        stop.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()
