@@ -86,7 +86,7 @@ def one(server: Server, way: str) -> float:
         try:
             return cancels(server, at, 20)[0]
         finally:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
     client = server.client()
     (stream,) = begun(client)
