@@ -44,6 +44,7 @@ class ModelDir:
         self.config = self._json("config.json", required=True)
         self.generation_config = self._json("generation_config.json")
         self.tokenizer_config = self._json("tokenizer_config.json")
+        self.quantize_config = self._json("quantize_config.json")
         if not self.tokenizer_path.is_file():
             raise LoadError(f"{path} has no tokenizer.json: convert the tokenizer to that format, no other is read")
         self.weights = sorted(self.path.glob("*.safetensors"))

@@ -1,6 +1,7 @@
 """What cannot be loaded is refused in one line that says what to do."""
 
 import json
+import math
 import re
 import struct
 import subprocess
@@ -46,12 +47,16 @@ def model(original: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_safetensors(file: Path, names: list[str]) -> None:
-    """A file whose tensors hold one number each."""
-    header = json.dumps(
-        {n: {"dtype": "F16", "shape": [1], "data_offsets": [2 * i, 2 * i + 2]} for i, n in enumerate(names)}
-    )
-    file.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(2 * len(names)))
+def write_safetensors(file: Path, names: list[str], shapes: dict[str, list[int]] | None = None) -> None:
+    """A file whose tensors hold one number each, or zeros of these shapes."""
+    header, at = {}, 0
+    for name in names:
+        shape = (shapes or {}).get(name, [1])
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header)
+    file.write_bytes(struct.pack("<Q", len(text)) + text.encode() + bytes(at))
 
 
 # by name
@@ -134,6 +139,41 @@ def test_quantized_weights(model: Path) -> None:
     edit_json(model / "config.json", quantization_config={"quant_method": "awq"})
     refused(lambda: load(model), "awq", "unquantized")
     refused(lambda: check_directory(ModelDir(str(model))), "awq", "EXL2, GPTQ")
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "size", "right"),
+    [
+        (256, 2, 128, True),
+        (256, 1, -1, True),  # one group, whatever its size
+        (11008, 86, 128, True),
+        (11008, 87, 128, False),  # a group more than there are rows for
+        (96, 2, 64, True),  # the last one is half as long
+        (192, 2, 96, False),  # would be computed as 128 and 64
+        (4032, 42, 96, False),
+        (256, 16, 16, False),  # the kernels step by 32
+        (256, 16, None, False),
+        (256, 2, 64, False),
+    ],
+)
+def test_sizes_of_gptqs_groups(model: Path, rows: int, groups: int, size: int | None, right: bool) -> None:
+    """The package takes the least power of two that suits, without a look at the size that is declared."""
+    shapes = {"l.qweight": [rows // 8, 8], "l.scales": [groups, 8]}
+    write_safetensors(model / "model.safetensors", list(shapes), shapes)
+    (model / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": size}))
+    if right:
+        check_directory(ModelDir(str(model)))
+    else:
+        refused(lambda: check_directory(ModelDir(str(model))), f"{groups} groups for {rows} rows", "l.scales")
+
+
+def test_forms_of_gptq(model: Path) -> None:
+    write_safetensors(model / "model.safetensors", ["l.qweight"])
+    (model / "quantize_config.json").write_text('{"bits": 8}')
+    refused(lambda: check_directory(ModelDir(str(model))), "8 bits", "4 bits only")
+    declared = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
+    edit_json(model / "config.json", quantization_config=declared)
+    refused(lambda: check_directory(ModelDir(str(model))), "marlin", "gptq_v2")
 
 
 def test_unsupported_architectures(model: Path) -> None:

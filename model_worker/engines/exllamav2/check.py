@@ -1,6 +1,7 @@
 """What ExLlamaV2 would refuse with an assertion, or load wrongly without a word: refused by name, before it starts.
 No torch."""
 
+import math
 from typing import Any
 
 import tokenizers
@@ -56,10 +57,8 @@ def check_directory(directory: ModelDir) -> None:
             f"{directory.path} is quantized as {directory.quantization}: ExLlamaV2 loads EXL2, GPTQ (4 bit) and plain "
             "16-bit or 32-bit weights"
         )
-    declared = directory.config.get("quantization_config")
-    bits = declared.get("bits") if isinstance(declared, dict) else None
-    if directory.quantization == "gptq" and bits not in (None, 4):
-        raise LoadError(f"{directory.path} is quantized by GPTQ to {bits} bits: ExLlamaV2 loads GPTQ with 4 bits only")
+    if directory.quantization == "gptq":
+        _check_gptq(directory)
     for tensor_name, tensor in directory.tensors.items():
         if tensor.dtype not in _DTYPES:
             raise LoadError(
@@ -67,6 +66,32 @@ def check_directory(directory: ModelDir) -> None:
                 "use weights in 16 bits, or EXL2"
             )
     _check_rope(directory)
+
+
+def _check_gptq(directory: ModelDir) -> None:
+    declared = directory.config.get("quantization_config")
+    declared = declared if isinstance(declared, dict) else directory.quantize_config
+    bits, form, size = (declared.get(key) for key in ("bits", "checkpoint_format", "group_size"))
+    if bits not in (None, 4):
+        raise LoadError(f"{directory.path} is quantized by GPTQ to {bits} bits: ExLlamaV2 loads GPTQ with 4 bits only")
+    if form not in (None, "gptq", "gptq_v2"):
+        raise LoadError(
+            f"{directory.path} holds GPTQ weights in the format {form}: ExLlamaV2 loads gptq and gptq_v2 only"
+        )
+    for name, scales in directory.tensors.items():
+        packed = directory.tensors.get(name.removesuffix("scales") + "qweight") if name.endswith(".scales") else None
+        if packed is None or len(scales.shape) != 2 or scales.shape[0] <= 1:  # one group has all rows
+            continue
+        # The package does not read the size: it takes the least power of two with which the groups hold all rows, and
+        # its kernels step by 32.
+        rows, groups = packed.shape[0] * 8, scales.shape[0]
+        guess = 1 << max(0, math.ceil(rows / groups) - 1).bit_length()
+        if guess < 32 or guess * (groups - 1) >= rows or (isinstance(size, int) and size > 0 and size != guess):
+            raise LoadError(
+                f"{directory.path}: {name} has {groups} groups for {rows} rows"
+                + (f" (group_size {size})" if size else "")
+                + ": ExLlamaV2 computes groups of 32, 64, 128, ... rows, or one, rightly, and no others"
+            )
 
 
 def _check_rope(directory: ModelDir) -> None:
