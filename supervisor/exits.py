@@ -4,12 +4,14 @@ import signal
 from dataclasses import dataclass
 
 from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
+from supervisor.last_words import abort_fault, engine_fault
 
 
 @dataclass(frozen=True)
 class ExitReport:
-    """reason   "asked", "config", "engine fault", "killed", "signal", "spawn" or "exit"
-    message  one line for a person
+    """reason   "asked", "config", "out of VRAM", "out of memory", "CUDA error", "engine fault", "killed", "signal",
+             "spawn" or "exit"
+    message  one line for a person, at most MAX_MESSAGE characters
     retry    another try may help
     """
 
@@ -36,15 +38,18 @@ def classify(code: int, *, asked: bool, log_tail: list[str], killed_for: str | N
     log_tail  the last lines of the worker's log
     killed_for  why the supervisor itself sent SIGKILL, if it did
     """
-    log_tail = [_printable(line) for line in log_tail]
     if asked:
         return ExitReport(code, "asked", "stopped", retry=False)
     if code == EXIT_CONFIG:
         told = [line for line in log_tail if line.startswith(LOAD_ERROR_PREFIX)]
-        return ExitReport(code, "config", told[-1] if told else "cannot load the model as configured", retry=False)
-    last = next((line.strip() for line in reversed(log_tail) if line.strip()), "")
-    if code == EXIT_ENGINE_FAULT:
-        return ExitReport(code, "engine fault", last or "the engine raised", retry=True)
+        message = _printable(told[-1]) if told else "cannot load the model as configured"
+        return ExitReport(code, "config", message, retry=False)
+    last = _printable(next((line.strip() for line in reversed(log_tail) if line.strip()), ""))
+    fault = engine_fault(log_tail) if code == EXIT_ENGINE_FAULT else None
+    if code == -signal.SIGABRT:
+        fault = abort_fault(log_tail)
+    if fault is not None:
+        return ExitReport(code, fault.reason, _printable(fault.message), retry=True)
     if code == -signal.SIGKILL and killed_for:
         return ExitReport(code, "killed", f"killed by the supervisor: {killed_for}", retry=True)
     if code == -signal.SIGKILL:
@@ -53,7 +58,9 @@ def classify(code: int, *, asked: bool, log_tail: list[str], killed_for: str | N
         return ExitReport(code, "signal", f"ended by {_signal_name(-code)}", retry=True)
     if code == EXIT_ASKED:
         return ExitReport(code, "exit", "left without being asked", retry=True)
-    return ExitReport(code, "exit", f"exit code {code}: {last}" if last else f"exit code {code}", retry=True)
+    return ExitReport(
+        code, "exit", _printable(f"exit code {code}: {last}") if last else f"exit code {code}", retry=True
+    )
 
 
 def _signal_name(number: int) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("protocol", "model_worker", "supervisor")
-DECISIONS = ("lifecycle", "restart", "scheduler", "in_flight", "stop_ladder", "exits")
+DECISIONS = ("lifecycle", "restart", "scheduler", "in_flight", "stop_ladder", "exits", "last_words", "vram_return")
 """Modules of supervisor that decide: no sockets, no clock, no processes."""
 
 

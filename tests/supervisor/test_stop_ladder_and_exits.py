@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
-from supervisor.exits import classify, not_spawned
+from supervisor.exits import MAX_MESSAGE, classify, not_spawned
 from supervisor.stop_ladder import IMPATIENT, PATIENT, LadderTimes, Rung, plan
 from supervisor.timers import Timers
 
@@ -67,6 +67,134 @@ def test_an_exit_asked_for_is_no_failure(code: int) -> None:
 def test_the_load_error_is_quoted_not_what_was_printed_after_it() -> None:
     tail = [LOAD_ERROR_PREFIX + "an older one", LOAD_ERROR_PREFIX + "no config.json", "a library says goodbye"]
     assert classify(EXIT_CONFIG, asked=False, log_tail=tail).message == LOAD_ERROR_PREFIX + "no config.json"
+
+
+FRAMES = [
+    "Traceback (most recent call last):",
+    '  File "/srv/model_worker/loop.py", line 71, in run',
+    "    for event in self._engine.step():",
+    "                 ^^^^^^^^^^^^^^^^^^^^",
+]
+TORCH_OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB "
+    "of which 512.06 MiB is free. Including non-PyTorch memory, this process has 23.17 GiB memory in use. Of the "
+    "allocated memory 22.61 GiB is allocated by PyTorch, and 251.52 MiB is reserved by PyTorch but unallocated. If "
+    "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
+    "fragmentation."
+)
+TORCH_OOM_BEFORE_2_1 = (
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 23.69 GiB total capacity; "
+    "22.01 GiB already allocated; 15.06 MiB free; 22.31 GiB reserved in total by PyTorch)"
+)
+CUDA_ADVICE = [
+    "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.",
+    "For debugging consider passing CUDA_LAUNCH_BLOCKING=1",
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.",
+    "",
+]
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason", "says"),
+    [
+        ([TORCH_OOM], "out of VRAM", ["2.00 GiB more were wanted", "512.06 MiB of 23.69 GiB were free", "cache_size"]),
+        ([TORCH_OOM_BEFORE_2_1], "out of VRAM", ["20.00 MiB more were wanted", "15.06 MiB of 23.69 GiB were free"]),
+        (["RuntimeError: CUDA error: out of memory", *CUDA_ADVICE], "out of VRAM", ["used up;"]),
+        (
+            ["RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"],
+            "out of VRAM",
+            ["max_batch_size"],
+        ),
+        (["MemoryError"], "out of memory", ["RAM, not VRAM"]),
+        (
+            ["numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.28 TiB for an array"],
+            "out of memory",
+            ["Unable to allocate 7.28 TiB"],
+        ),
+        (
+            [
+                "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate "
+                "memory: you tried to allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)"
+            ],
+            "out of memory",
+            ["4000000000000 bytes"],
+        ),
+        (
+            ["RuntimeError: CUDA error: an illegal memory access was encountered", *CUDA_ADVICE],
+            "CUDA error",
+            ["CUDA error: an illegal memory access was encountered;", "xid"],
+        ),
+        (
+            ["torch.AcceleratorError: CUDA error: device-side assert triggered", *CUDA_ADVICE],
+            "CUDA error",
+            ["device-side assert triggered", "out of its range"],
+        ),
+        (
+            ["RuntimeError: CUDA error: no kernel image is available for execution on the device", *CUDA_ADVICE],
+            "CUDA error",
+            ["not made for this GPU"],
+        ),
+        (
+            ["RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered"],
+            "CUDA error",
+            ["an illegal memory access"],
+        ),
+        (["ValueError: the first line", "and the second"], "engine fault", ["ValueError: the first line"]),
+        (["AssertionError"], "engine fault", ["AssertionError"]),
+    ],
+)
+def test_what_the_engine_raised_is_told_apart(raised: list[str], reason: str, says: list[str]) -> None:
+    before = [*FRAMES, TORCH_OOM] if reason == "engine fault" else [*FRAMES, "ValueError: of the worker before"]
+    report = classify(EXIT_ENGINE_FAULT, asked=False, log_tail=[*before, *FRAMES, *raised])
+    assert (report.code, report.reason, report.retry) == (EXIT_ENGINE_FAULT, reason, True)
+    assert [text for text in says if text not in report.message] == []
+    assert len(report.message) <= MAX_MESSAGE
+    assert "GPU 0" not in report.message
+
+
+def test_the_cause_of_an_exception_counts_but_not_one_that_was_dealt_with() -> None:
+    caused = "The above exception was the direct cause of the following exception:"
+    meanwhile = "During handling of the above exception, another exception occurred:"
+    last = [*FRAMES, "RuntimeError: the step failed"]
+    report = classify(EXIT_ENGINE_FAULT, asked=False, log_tail=[*FRAMES, TORCH_OOM, "", caused, "", *last])
+    assert report.reason == "out of VRAM"
+    report = classify(EXIT_ENGINE_FAULT, asked=False, log_tail=[*FRAMES, TORCH_OOM, "", meanwhile, "", *last])
+    assert (report.reason, report.message) == ("engine fault", "RuntimeError: the step failed")
+
+
+def test_words_in_a_message_do_not_make_it_out_of_memory() -> None:
+    """Only the class, or the wording of an allocator, does."""
+    for line in ("ValueError: no MemoryError here", "KeyError: 'OutOfMemoryError'", "MemoryErrorLikeThing: x"):
+        report = classify(EXIT_ENGINE_FAULT, asked=False, log_tail=[*FRAMES, line])
+        assert (report.reason, report.message) == ("engine fault", line)
+
+
+def test_a_traceback_whose_beginning_is_cut_off() -> None:
+    tail = [*FRAMES[1:], "RuntimeError: CUDA error: an illegal memory access was encountered", *CUDA_ADVICE]
+    assert classify(EXIT_ENGINE_FAULT, asked=False, log_tail=tail).reason == "CUDA error"
+
+
+ABORTED = ["Fatal Python error: Aborted", "", "Current thread 0x00007f (most recent call first):", '  File "x.py"']
+TERMINATE = "terminate called after throwing an instance of 'c10::Error'"
+
+
+def test_an_abort_is_told_by_what_cpp_said_before_it() -> None:
+    error = ["  what():  CUDA error: an illegal memory access was encountered", *CUDA_ADVICE, "frame #0: c10::Error"]
+    report = classify(-signal.SIGABRT, asked=False, log_tail=[TERMINATE, *error, *ABORTED])
+    assert (report.reason, report.retry) == ("CUDA error", True)
+    assert "illegal memory access" in report.message
+    bad_alloc = ["terminate called after throwing an instance of 'std::bad_alloc'", "  what():  std::bad_alloc"]
+    assert classify(-signal.SIGABRT, asked=False, log_tail=[*bad_alloc, *ABORTED]).reason == "out of memory"
+    # what a former worker said is not this one's
+    later = [TERMINATE, *error, *ABORTED, "free(): invalid pointer", *ABORTED]
+    report = classify(-signal.SIGABRT, asked=False, log_tail=later)
+    assert (report.reason, report.message) == ("signal", "ended by SIGABRT")
+
+
+def test_sigkill_by_somebody_else_is_not_explained_by_a_former_traceback() -> None:
+    report = classify(-signal.SIGKILL, asked=False, log_tail=[*FRAMES, TORCH_OOM])
+    assert (report.reason, report.message) == ("killed", "killed by SIGKILL, not by us (out of memory?)")
 
 
 def test_an_unknown_signal_number_is_reported_too() -> None:

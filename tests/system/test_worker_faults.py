@@ -1,0 +1,53 @@
+"""Real workers end as torch and CUDA make them end: `status` says which fault it was, and what to do."""
+
+import pytest
+
+from protocol.errors import ErrorCode, WireError
+from tests.conftest import Serve
+from tests.deterministic_engine import answer
+from tests.serving import engine, wait_until
+
+
+def faulty(kind: str, **keys: object) -> dict[str, object]:
+    return {**engine(**keys), "engine": f"tests.faulty_engines:{kind}"}
+
+
+def test_the_fault_of_a_step_is_told_apart(serve: Serve) -> None:
+    """One after the other in one model, so that the log holds the tracebacks of the workers before."""
+    serving = serve({"a": faulty("RaisesInStep")}, restart={"limit": 50, "initial": "10ms", "max": "20ms"})
+    wanted = {
+        "other": ("engine fault", "ValueError: the cache is inconsistent"),
+        "vram": ("out of VRAM", "2.00 GiB more were wanted, 512.06 MiB of 23.69 GiB were free"),
+        "access": ("CUDA error", "an illegal memory access was encountered"),
+        "ram": ("out of memory", "RAM, not VRAM"),
+        "assert": ("CUDA error", "device-side assert triggered"),
+    }
+    for fault, (reason, says) in wanted.items():
+        before = serving.wait_state("a", "ready")
+        with serving.client() as client, pytest.raises(WireError):
+            client.complete("a", f"bad {fault}", max_tokens=50)
+        wait_until(lambda before=before: serving.status("a")["generation"] > before["generation"], 10, "another worker")
+        told = serving.status("a")["last_exit"]
+        assert (told["code"], told["reason"]) == (70, reason), told
+        assert says in told["message"]
+        assert "CUDA_DSA" not in told["message"]
+        assert f"a: pid {before['pid']}: {told['message']}" in serving.log()
+    serving.wait_state("a", "ready")
+    with serving.client() as client:
+        assert client.complete("a", "good", max_tokens=10).text == answer("good", 10)
+
+
+def test_what_does_not_fit_says_so_to_whoever_starts_it(serve: Serve) -> None:
+    serving = serve(
+        {"a": faulty("RunsOutInLoad", autostart=False)}, restart={"limit": 2, "initial": "10ms", "max": "20ms"}
+    )
+    done = serving.modelctl("start", "a")
+    assert done.returncode == 1
+    assert "the GPU's memory is used up" in done.stderr
+    assert serving.status("a")["last_exit"]["reason"] == "out of VRAM"
+    shown = serving.modelctl("status", "a").stdout
+    assert "out of VRAM" in shown
+    assert "smaller cache_size" in shown
+    with serving.client() as client, pytest.raises(WireError, match="memory is used up") as caught:
+        client.complete("a", "x", max_tokens=1)
+    assert caught.value.code is ErrorCode.MODEL_FAILED
