@@ -161,6 +161,7 @@ def test_sizes_of_gptqs_groups(model: Path, rows: int, groups: int, size: int | 
     shapes = {"l.qweight": [rows // 8, 8], "l.scales": [groups, 8]}
     write_safetensors(model / "model.safetensors", list(shapes), shapes)
     (model / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": size}))
+    edit_json(model / "config.json", rope_parameters=None, rope_theta=10000.0)
     if right:
         check_directory(ModelDir(str(model)))
     else:
