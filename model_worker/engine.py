@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from protocol.errors import RequestError
 from protocol.request import ChatMessage, SamplingParams
 from protocol.worker_spec import EngineSpec
 
@@ -28,8 +29,8 @@ class Capabilities:
     context        tokens of prompt and answer together (and of the negative prompt and the answer)
     max_batch_size requests that are decoded together
     offered        names of optional fields of a request (all of SamplingParams, and min_tokens, stop_token_ids,
-                   banned_strings, token_healing, logprobs, top_logprobs, negative_prompt) that may differ from
-                   their neutral default
+                   banned_strings, token_healing, json_schema, regex, choice, logprobs, top_logprobs,
+                   negative_prompt) that may differ from their neutral default
     chat           the model has a chat template
     device         for people: "cpu", "NVIDIA H200", ...
     attention      for people: how attention is computed, and what is degraded about it
@@ -50,7 +51,8 @@ class Job:
     Until ``min_new_tokens`` no end token is drawn and no stop string looked for. ``banned_strings`` and
     ``token_healing`` are as engines.banned and engines.healing say. ``top_logprobs`` None reports no
     log-probabilities, 0 those of the tokens drawn only. ``negative_ids`` is the other prompt of classifier-free
-    guidance, given if and only if sampling.cfg_scale is not 1.
+    guidance, given if and only if sampling.cfg_scale is not 1. ``constraint`` is the shape that the answer has, as
+    GenerateRequest.constraint says it (see engines.constraint).
 
     ``resumed_ids`` are the answer's first tokens, which a former worker has delivered with all the text that they
     complete: the engine computes them as it does a prompt, and goes on as if it had drawn them itself. They count as
@@ -70,6 +72,7 @@ class Job:
     token_healing: bool = False
     top_logprobs: int | None = None
     negative_ids: tuple[int, ...] | None = None
+    constraint: tuple[str, str] | None = None
     resumed_ids: tuple[int, ...] = ()
 
 
@@ -130,7 +133,16 @@ class Prefilling:
     total: int
 
 
-EngineEvent = Delta | Finished | Prefilling
+@dataclass(slots=True)
+class Failed:
+    """The last word on a job that was taken and turned out to be impossible: its constraint cannot be compiled, or has
+    become too costly. What was delivered before stands; nothing follows."""
+
+    job: int
+    error: RequestError
+
+
+EngineEvent = Delta | Finished | Failed | Prefilling
 
 
 @dataclass

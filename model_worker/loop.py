@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from model_worker.engine import Delta, Engine, EngineEvent, Finished, Job, Prefilling, TokenLogprob
+from model_worker.engine import Delta, Engine, EngineEvent, Failed, Finished, Job, Prefilling, TokenLogprob
 from model_worker.link import SupervisorLink
 from protocol.codec import EventWriter
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -123,6 +123,7 @@ class WorkerLoop:
             token_healing=request.token_healing,
             top_logprobs=request.top_logprobs if request.logprobs else None,
             negative_ids=self._negative(request),
+            constraint=request.constraint,
             resumed_ids=resumed_ids,
         )
 
@@ -188,6 +189,9 @@ class WorkerLoop:
                 self._link.prefill(tracked.channel, tracked.request, event.done, event.total)
             return
         tracked = self._forget(event.job)
+        if isinstance(event, Failed):
+            self._send_error(tracked, event.error)
+            return
         self._send_finished(tracked, event.token_ids, event.text, event.finish_reason, event)
 
     def _forget(self, job_id: int) -> _Tracked:

@@ -3,9 +3,10 @@
 The worker is the authority; clients send what they are given and get an error that names the field.
 """
 
+import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from protocol.codec import unpack_body
 from protocol.errors import FrameError, RequestError
@@ -32,6 +33,33 @@ ALIASES = {
 }
 """Other names of fields, as OpenAI's and the EXL2 community's servers have them. Giving a field twice is an error. And
 one other value: a top_k of -1 is 0, off."""
+
+
+CONSTRAINTS = ("json_schema", "regex", "choice")
+"""Fields that give the answer a shape."""
+LONGEST_SCHEMA = 1 << 18
+"""Characters of a JSON schema, written without spaces."""
+
+
+def _schema_text(given: Any) -> Any:
+    """A JSON schema, a map or its JSON text, as text without spaces. Raises ValueError, without repeating any of it."""
+    if not isinstance(given, str | dict):
+        if given is None:
+            return None
+        raise ValueError("must be a JSON schema, as a map or as JSON text")
+    if isinstance(given, str) and len(given) > 2 * LONGEST_SCHEMA:  # before it costs anything
+        raise ValueError(f"must be at most {LONGEST_SCHEMA} characters long, written without spaces")
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text.encode()  # a lone surrogate is a str, but no text
+    except (TypeError, ValueError, RecursionError):  # bin, NaN, or nested without end
+        raise ValueError("must be a JSON schema: this is not JSON") from None
+    if not isinstance(schema, dict):
+        raise ValueError("must be a JSON schema, which is a map")
+    if len(text) > LONGEST_SCHEMA:
+        raise ValueError(f"must be at most {LONGEST_SCHEMA} characters long, written without spaces")
+    return text
 
 
 class ChatMessage(BaseModel):
@@ -72,6 +100,21 @@ class GenerateRequest(SamplingParams):
     token_healing: bool = False
     """Draw the prompt's last token anew among those that begin with its text, so that a prompt may end inside a word.
     A prompt of one token, or one that ends with a special token, stays as it is."""
+    json_schema: Annotated[str | None, BeforeValidator(_schema_text)] = None
+    """The answer is JSON that validates against this schema, a map or its JSON text (kept as text). Of json_schema,
+    regex and choice one at most. max_tokens may cut the answer short; what of JSON Schema is not offered is refused by
+    name."""
+    regex: Annotated[str, Field(min_length=1, max_length=8192)] | None = None
+    """The whole answer matches this regular expression (the Rust regex crate's syntax; no look-around, no
+    back-references; ``\\d`` is 0-9)."""
+    choice: (
+        Annotated[
+            tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...],
+            Field(strict=False, min_length=1, max_length=256, fail_fast=True),
+        ]
+        | None
+    ) = None
+    """The answer is one of these strings."""
     logprobs: bool = False
     """Report the natural logarithm of each token's probability, before any sampling parameter."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
@@ -96,11 +139,21 @@ class GenerateRequest(SamplingParams):
             raise FieldsDisagree(
                 "min_tokens", f"is {self.min_tokens}: must be at most max_tokens, which is {self.max_tokens}"
             )
+        shapes = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(shapes) > 1:
+            raise FieldsDisagree(shapes[1], f"cannot be given together with {shapes[0]}")
         if self.top_logprobs and not self.logprobs:
             raise FieldsDisagree("top_logprobs", f"is {self.top_logprobs}: needs logprobs to be true")
         if self.negative_prompt is not None and self.cfg_scale == 1:
             raise FieldsDisagree("negative_prompt", "does nothing while cfg_scale is 1: give another cfg_scale")
         return self
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """What gives the answer its shape: (field, text), the text of choice being a JSON list. None for any shape."""
+        if self.choice is not None:
+            return "choice", json.dumps(self.choice)
+        return next(((name, text) for name in CONSTRAINTS[:2] if (text := getattr(self, name)) is not None), None)
 
 
 def parse_generate(body: bytes) -> GenerateRequest:

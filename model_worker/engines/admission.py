@@ -84,6 +84,8 @@ def _check_offered(job: Job, offered: Collection[str]) -> None:
         "top_logprobs": bool(job.top_logprobs),
         "negative_prompt": job.negative_ids is not None,
     }
+    if job.constraint is not None:
+        optional[job.constraint[0]] = True
     asked += [name for name, wanted in optional.items() if wanted and name not in offered]
     if asked:
         raise RequestError(

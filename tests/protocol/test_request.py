@@ -1,10 +1,12 @@
 """Requests are refused by naming field, value and limit, and without repeating anybody's text."""
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError
@@ -50,6 +52,7 @@ FIELDS: dict[str, list[Any]] = {
     "ignore_eos": [True], "cfg_scale": [0, 1.5], "seed": [0, (1 << 63) - 1, None], "max_tokens": [1, None],
     "stop": [["a"]], "min_tokens": [0, 9], "stop_token_ids": [[2, 3]], "banned_strings": [["shiver", "spine"]],
     "token_healing": [True], "logprobs": [True, False], "top_logprobs": [0],
+    "json_schema": ['{"type":"integer"}', None], "regex": ["[a-z]+", None], "choice": [["yes", "no"], None],
 }  # fmt: skip
 
 
@@ -94,6 +97,58 @@ def test_two_other_names_of_one_field() -> None:
     assert error.message == "max_length and max_completion_tokens are the same field: give one of them"
 
 
+def test_a_schema_is_kept_as_text_without_spaces() -> None:
+    schema = {"type": "object", "properties": {"ü": {"type": "integer"}}}
+    text = '{"type":"object","properties":{"ü":{"type":"integer"}}}'
+    for given_as in (schema, json.dumps(schema, indent=2), text):
+        request = parse_generate(pack_body({"prompt": "x", "json_schema": given_as}))
+        assert request.json_schema == text
+        assert request.constraint == ("json_schema", text)
+        assert GenerateRequest(prompt="x", json_schema=request.json_schema) == request
+
+
+def test_what_gives_an_answer_its_shape() -> None:
+    assert GenerateRequest(prompt="x").constraint is None
+    assert GenerateRequest(prompt="x", regex="a|b").constraint == ("regex", "a|b")
+    assert GenerateRequest(prompt="x", choice=("yes", "né")).constraint == ("choice", '["yes", "n\\u00e9"]')
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "rule"),
+    [
+        (SECRET, "a string of 24 characters: must be a JSON schema: this is not JSON"),
+        ("[1]", "a string of 3 characters: must be a JSON schema, which is a map"),
+        ("true", "a string of 4 characters: must be a JSON schema, which is a map"),
+        (5, "5: must be a JSON schema, as a map or as JSON text"),
+        ([{}], "a list of 1 element: must be a JSON schema, as a map or as JSON text"),
+        ({"const": NAN}, "a map: must be a JSON schema: this is not JSON"),
+        ({"const": b"x"}, "a map: must be a JSON schema: this is not JSON"),
+        ('{"maximum": 1e999}', "a string of 18 characters: must be a JSON schema: this is not JSON"),
+        ('{"const": %s}' % ("9" * 5000), "a string of 5011 characters: must be a JSON schema: this is not JSON"),
+        ('{"const": "\\ud800"}', "a string of 19 characters: must be a JSON schema: this is not JSON"),
+        ('{"not":' * 9000, "a string of 63000 characters: must be a JSON schema: this is not JSON"),
+        ({"const": "x" * (1 << 18)}, "a map: must be at most 262144 characters long, written without spaces"),
+        (" " * (1 << 20), "a string of 1048576 characters: must be at most 262144 characters long"),
+    ],
+)
+def test_what_is_no_schema(schema: Any, rule: str) -> None:
+    error = refusal({"prompt": SECRET, "json_schema": schema})
+    assert error.message.startswith(f"json_schema is {rule}")
+    assert error.field == "json_schema"
+
+
+def test_a_schema_nested_without_end() -> None:
+    with pytest.raises(ValidationError, match="this is not JSON"):
+        GenerateRequest(prompt="x", json_schema=nested(100_000))  # type: ignore[arg-type]
+
+
 def test_top_k_of_minus_one_is_off() -> None:
     assert parse_generate(pack_body({"prompt": "x", "top_k": -1})).top_k == 0
     assert refusal({"prompt": "x", "top_k": -2}).message == "top_k is -2: must be at least 0"
@@ -112,6 +167,8 @@ def test_top_k_of_minus_one_is_off() -> None:
         ({"dynatemp_high": 0.5}, "min_temp is 1: must be less than max_temp, which is 0.5"),
         ({"allowed_tokens": [5, 6], "banned_tokens": [6]}, "banned_tokens holds 6, which allowed_tokens holds too"),
         ({"dry_range": 20}, "dry_range is 20: must be 0 or more than 20"),
+        ({"json_schema": {}, "regex": "a"}, "regex cannot be given together with json_schema"),
+        ({"regex": "a", "choice": ["a"]}, "choice cannot be given together with regex"),
     ],
 )
 def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) -> None:
@@ -186,6 +243,12 @@ def test_bad_biases_are_told_which(bias: Any, message: str) -> None:
         ("stop", ["ok", "x" * 257], "stop.1 is a string of 257 characters: must be at most 256 characters long"),
         ("stop", ["x"] * 17, "stop is a list of 17 elements: must be at most 16 long"),
         ("stop", None, "stop is nil: must be a list of strings"),
+        ("regex", "", "regex is a string of 0 characters: must be at least 1 character long"),
+        ("regex", "x" * 8193, "regex is a string of 8193 characters: must be at most 8192 characters long"),
+        ("choice", [], "choice is a list of 0 elements: must be at least 1 long"),
+        ("choice", ["x"] * 257, "choice is a list of 257 elements: must be at most 256 long"),
+        ("choice", ["x", ""], "choice.1 is a string of 0 characters: must be at least 1 character long"),
+        ("choice", SECRET, "choice is a string of 24 characters: must be a list of strings"),
     ],
 )
 def test_a_bad_value_is_named_with_its_limit(field: str, value: object, message: str) -> None:
