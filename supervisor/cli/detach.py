@@ -48,7 +48,7 @@ def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
         stderr=subprocess.PIPE,
         start_new_session=True,
         cwd="/",
-        env=_environment(),
+        env=child_environment(),
     )
     try:
         return _see_up(process, config, runtime_dir, autostart)
@@ -97,8 +97,9 @@ def _account_for(process: "subprocess.Popen[bytes]", log: Path) -> int:
     return process.returncode if process.returncode > 0 else exit_codes.SOFTWARE
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment for one in another directory: whatever modules and logs are found by is absolute."""
+def child_environment() -> dict[str, str]:
+    """This process's environment for an interpreter that is started with -P, maybe in another directory: modules and
+    logs are found where they are here, by absolute paths."""
     environment = dict(os.environ)
     for name in _DIRECTORIES:
         if value := environment.get(name):

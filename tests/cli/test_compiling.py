@@ -1,14 +1,18 @@
 """serve sees to ExLlamaV2's CUDA code before it spawns anything. A stand-in for the package is compiled."""
 
+import fcntl
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from protocol import Client
-from tests.cli.programs import MODELCTL
+from tests.cli.programs import MODELCTL, Terminal
 from tests.engines.test_exllamav2_load_extension import Box, pytestmark  # noqa: F401  (skips where nothing compiles)
+from tests.serving import marked_processes, wait_until
 
 MODELS = """
 models:
@@ -59,3 +63,61 @@ def test_a_failure_is_said_once_and_the_others_are_served(box: Box, tmp_path: Pa
 def test_without_a_model_that_needs_it_nothing_is_compiled(box: Box, tmp_path: Path) -> None:
     assert serve(box, tmp_path, "transformers").returncode == 0
     assert not box.runs.exists()
+
+
+def foreground(box: Box, directory: Path) -> tuple[str, ...]:
+    """Arguments of a serve that has something to compile, and whose compilers wait."""
+    file = directory / "models.yaml"
+    file.write_text(MODELS.format(engine="exllamav2"))
+    box.gate.touch()
+    return "serve", "-c", str(file), "--runtime-dir", str(directory / "run")
+
+
+def all_is_over(box: Box) -> None:
+    """No process of the build is left, and the lock is free; the gate is closed, so no compiler ends by itself."""
+    wait_until(lambda: not marked_processes("COMPILER_GATE", str(box.gate)), 5, "the end of builder and compilers")
+    with (box.build / "modelctl.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_the_build_ends_with_serve(box: Box, tmp_path: Path, number: int) -> None:
+    serving = subprocess.Popen([*MODELCTL, *foreground(box, tmp_path)], env=box.environment, start_new_session=True)
+    try:
+        box.wait_for_compilers()
+        serving.send_signal(number)
+        assert serving.wait(5) == -number
+        all_is_over(box)
+    finally:
+        box.gate.unlink()
+        serving.kill()
+        serving.wait()
+
+
+def test_in_a_terminal(box: Box, tmp_path: Path) -> None:
+    arguments = foreground(box, tmp_path)
+    try:
+        with Terminal(*arguments, environment=box.environment) as terminal:
+            terminal.wait_for("\x1b[2Kcompiling ExLlamaV2's CUDA code")
+            box.wait_for_compilers()
+            terminal.type("\x03")
+            assert terminal.wait_for_exit() == 130
+            all_is_over(box)
+    finally:
+        box.gate.unlink()
+
+
+def test_what_lies_in_the_directory_is_not_imported(box: Box, tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    away.mkdir()
+    for name in ("torch", "json"):
+        (away / f"{name}.py").write_text("raise SystemExit('somebody else has put this here')")
+    arguments = foreground(box, tmp_path)
+    script = "import sys; sys.path[:1] = []\nfrom supervisor.cli import main\nraise SystemExit(main())"
+    serving = subprocess.Popen([sys.executable, "-c", script, *arguments], env=box.environment, cwd=away)
+    try:
+        box.wait_for_compilers()
+    finally:
+        serving.kill()
+        serving.wait()
+        box.gate.unlink()

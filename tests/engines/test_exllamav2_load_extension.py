@@ -207,3 +207,14 @@ def test_another_builder_that_lives_is_not_disturbed(box: Box) -> None:
     assert process.returncode == 1
     assert f"process {os.getpid()} is compiling" in err
     assert finish(box.start())[-1] == "ready", "its file is still there, and nobody has it open"
+
+
+def test_a_build_goes_on_when_nobody_listens(box: Box) -> None:
+    box.gate.touch()
+    process = box.start()
+    box.wait_for_compilers()
+    assert process.stdout is not None
+    process.stdout.close()
+    box.gate.unlink()
+    assert process.wait(60) == 0
+    assert box.python(NEEDED) == "False"

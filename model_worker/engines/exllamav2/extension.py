@@ -8,7 +8,8 @@ once, without a word, and behind a lock file that a killed build leaves for ever
       waiting            another process is compiling (once)
       build DONE TOTAL   steps of the compiler
       ready              it can be imported; also if there was nothing to do
-  Exit code 0, or 1 with one line on stderr that says what is wrong and where the whole log is;
+  Exit code 0, or 1 with one line on stderr that says what is wrong and where the whole log is. With a process id as
+  argument, its parent's, it ends when that thread of the parent ends which has started it;
 * ``ensure()`` is the same inside a process, for a worker that was started without the above;
 * ``location()`` is the compiled file. A worker imports that file itself, so that PyTorch's own builder never runs.
 
@@ -16,6 +17,7 @@ The lock is a flock, held by every process that compiles: the kernel frees it wh
 lock file is removed under it, unless a living process has it open.
 """
 
+import ctypes
 import fcntl
 import importlib.metadata
 import importlib.util
@@ -169,7 +171,12 @@ def _compile(directory: Path, lock: IO[Any], report: Report) -> None:
     """Run the compiling process to its end. Its output is the log."""
     environment = _environment()
     log_path = directory / "modelctl.log"
-    command = [sys.executable, "-m", "model_worker.engines.exllamav2.extension_build", str(os.getpid())]
+    # modules are found where they are here; -m alone would look into the current directory first
+    program = (
+        f"import runpy, sys; sys.path[:] = {sys.path!r}; "
+        "runpy.run_module('model_worker.engines.exllamav2.extension_build', run_name='__main__')"
+    )
+    command = [sys.executable, "-P", "-c", program, str(os.getpid())]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -276,26 +283,62 @@ def _reason(log: Path, code: int) -> str:
     return lines[-1][:300] if lines else f"exit code {code}"
 
 
+def _tell(text: object, stream: IO[str]) -> None:
+    """Say it, if somebody listens: a build of minutes is not given up because nobody does."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)  # also for what is still in the buffer
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def _unwind_at_signals() -> None:
+    """SIGTERM and SIGHUP end this process by an exception, which takes the compilers along."""
+
+    def end(*_: object) -> None:
+        for number in caught:  # a second one would cut the ending of the compilers short
+            signal.signal(number, signal.SIG_IGN)
+        sys.exit(1)
+
+    # who was started by nohup goes on
+    caught = [
+        n for n in (signal.SIGTERM, signal.SIGHUP) if n == signal.SIGTERM or signal.getsignal(n) != signal.SIG_IGN
+    ]
+    for number in caught:
+        signal.signal(number, end)
+
+
+def _die_with(parent: int) -> None:
+    """SIGTERM when the parent's thread that has started this process ends. It may have ended before: hence the second
+    look."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(1, signal.SIGTERM, 0, 0, 0) != 0:  # PR_SET_PDEATHSIG
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
 def main() -> int:
     said: list[tuple[str, int, int]] = []
 
     def say(phase: str, done: int, total: int) -> None:
         if said[-1:] != [(phase, done, total)]:
             said[:] = [(phase, done, total)]
-            print(f"{phase} {done} {total}" if phase == "build" else phase, flush=True)
+            _tell(f"{phase} {done} {total}" if phase == "build" else phase, sys.stdout)
 
-    # an end by these unwinds, and takes the compilers along
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))
+    _unwind_at_signals()
+    if len(sys.argv) > 1:
+        _die_with(int(sys.argv[1]))
     try:
         ensure(say)
     except ExtensionError as e:
-        print(e, file=sys.stderr, flush=True)
+        _tell(e, sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("exllamav2 is not compiled: interrupted", file=sys.stderr, flush=True)
+        _tell("exllamav2 is not compiled: interrupted", sys.stderr)
         return 1
-    print("ready", flush=True)
+    _tell("ready", sys.stdout)
     return 0
 
 
