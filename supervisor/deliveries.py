@@ -51,6 +51,7 @@ class Deliveries:
     def hold(self, request: InFlight, entry: EventEntry, event: bytes, now: float) -> None:
         before = request.held.cost
         request.held.add(entry.flags, entry.tokens, event)
+        request.holds = True
         self._charge(request, request.held.cost - before)
         self._holding.setdefault(request, now)
 
@@ -75,7 +76,8 @@ class Deliveries:
             entry = EventEntry(request.request, request.sent, flags, tokens, length)
             self.count_sent(request, entry)
             index.append(entry)
-        if not request.held:
+        request.holds = bool(request.held)
+        if not request.holds:
             self._holding.pop(request, None)
         else:
             self._holding.setdefault(request, now)
@@ -100,6 +102,7 @@ class Deliveries:
         """Nobody will read what is held."""
         self._charge(request, -request.held.cost)
         request.held.clear()
+        request.holds = False
         self._holding.pop(request, None)
 
     # --- bounds -------------------------------------------------------------------------------------------------

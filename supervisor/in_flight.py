@@ -44,7 +44,9 @@ class InFlight:
 
     accepted, started  monotonic seconds: of acceptance, and of the first time that a worker was given it
     cost               tokens of the prompt, estimated from its bytes
-    ids                what the answer consists of so far (u32 little endian), held events included
+    holds              whether ``held`` has any (asked for every event)
+    ids                what the answer consists of so far (u32 little endian), held events included, if ``resumable``
+    unpaid             tokens that its account has not been charged for yet
     resumes            how often it went on in another worker
     strikes            deaths of workers that were computing it, or a request just like it
     """
@@ -65,6 +67,9 @@ class InFlight:
     sent: int = 0
     delivered_tokens: int = 0
     has_tokens: bool = False
+    holds: bool = False
+    resumable: bool = True
+    unpaid: int = 0
     cancelled: bool = False
     ids: bytearray = field(default_factory=bytearray)
     resumes: int = 0
@@ -76,6 +81,12 @@ class InFlight:
     @property
     def key(self) -> tuple[int, int]:
         return self.channel, self.request
+
+    def settle(self) -> None:
+        """Charge its account."""
+        if self.unpaid:
+            self.account.charge(self.unpaid)
+            self.unpaid = 0
 
     @property
     def held_terminal(self) -> bool:

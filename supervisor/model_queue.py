@@ -138,6 +138,10 @@ class ModelQueue:
                 self.reserved = min(able, key=lambda s: len(s.running), default=None)
         else:
             self.reserved = None
+        if self.line:
+            for seat in self.seats.values():
+                for running in seat.running.values():
+                    running.settle()
         free = [s for s in self.seats.values() if s.has_room and s is not self.reserved]
         if not free or not (self.again or self.line):
             return None

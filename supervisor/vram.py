@@ -18,9 +18,11 @@ FRESH_S = 1.0
 
 @dataclass
 class _Watched:
-    """One model's. ``gpus``: indices it is pinned to. ``seen``: pid of its last worker that NVML listed alive."""
+    """One model's. ``gpus``: indices that its pins mean, None before a reading has told. ``seen``: pid of its last worker
+    that NVML listed alive."""
 
-    gpus: frozenset[int]
+    pins: Collection[str]
+    gpus: frozenset[int] | None = None
     seen: int | None = None
     ready: int | None = None
     returned: str | None = None
@@ -44,12 +46,9 @@ class Vram:
         self._said: set[str] = set()
         self._returns = VramReturns()
         self._last: tuple[float, list[Gpu]] | None = None
-        self._models: dict[str, _Watched] = {}
-        reading = self._read() or []
-        self._models = {
-            model: _Watched(frozenset(gpu.index for gpu in reading for pin in wanted if gpu.is_meant(pin)))
-            for model, wanted in pins.items()
-        }
+        self._polling = False
+        self._models = {model: _Watched(wanted) for model, wanted in pins.items()}
+        self._read()
 
     @property
     def awaited(self) -> bool:
@@ -69,13 +68,13 @@ class Vram:
         if watched is None:
             return
         watched.returned = watched.returned_ms = None
-        now = time.monotonic()
         reading = self._read(watched.gpus)
-        if reading is None:
+        now = time.monotonic()
+        if reading is None or watched.gpus is None:
             watched.returned = "not watched"
         elif self._returns.died(model, pid, reading, now):
             watched.returned = "awaited"
-            self._timers.at(now + POLL_S, self._poll)
+            self._poll_later(now)
         elif watched.seen == pid:
             self._settled(Return(model, pid, watched.gpus, True, 0.0))
         elif watched.ready == pid:
@@ -89,7 +88,7 @@ class Vram:
     def when_free(self, model: str, spawn: Callable[[], None]) -> None:
         """Call ``spawn``: at once, or when no dead worker holds memory of the model's GPUs, or its time is over."""
         watched = self._models.get(model)
-        pids = [] if watched is None else self._returns.pids_on(watched.gpus)
+        pids = [] if watched is None else self._returns.pids_on(watched.gpus or ())
         if watched is None or not pids:
             spawn()
             return
@@ -132,16 +131,22 @@ class Vram:
             for gpu in self._recent()
         ]
 
+    def _poll_later(self, now: float) -> None:
+        if not self._polling:  # one timer for all that is awaited
+            self._polling = True
+            self._timers.at(now + POLL_S, self._poll)
+
     def _poll(self) -> None:
+        self._polling = False
         reading = self._read(self._returns.gpus)
         now = time.monotonic()
         over = self._returns.give_up(now) if reading is None else self._returns.read(reading, now)
         for outcome in over:
             self._settled(outcome)
         if self._returns.gpus:
-            self._timers.at(now + POLL_S, self._poll)
+            self._poll_later(now)
         for watched in self._models.values():
-            if watched.spawn is not None and not self._returns.pids_on(watched.gpus):
+            if watched.spawn is not None and not self._returns.pids_on(watched.gpus or ()):
                 spawn, watched.spawn = watched.spawn, None
                 spawn()
 
@@ -174,16 +179,21 @@ class Vram:
         try:
             reading = self._gpus.read(only)
         except GpusUnknown as e:
-            self._last = None
+            if only is None:
+                self._last = time.monotonic(), []  # not asked again for each model of a status
             self._say_once("no reading", f"VRAM cannot be read: NVML: {e}")
             return None
         if only is None:
             self._last = time.monotonic(), reading
-            self._note_living(reading)
+            self._note(reading)
         return reading
 
-    def _note_living(self, reading: list[Gpu]) -> None:
+    def _note(self, reading: list[Gpu]) -> None:
+        """Which GPUs the pins mean, where no reading has told yet, and which workers NVML lists alive."""
         for watched in self._models.values():
+            if watched.gpus is None:
+                meant = (gpu.index for gpu in reading for pin in watched.pins if gpu.is_meant(pin))
+                watched.gpus = frozenset(meant)
             if watched.ready is not None and listing(reading, watched.ready):
                 watched.seen = watched.ready
 
