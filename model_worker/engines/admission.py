@@ -31,6 +31,7 @@ def check_job(
     """
     _check_offered(job, capabilities.offered)
     _check_room(job, capabilities.context)
+    _check_resumed(job)
     _check_ids("token_ids", job.prompt_ids, vocab_size)
     _check_ids("negative_prompt", job.negative_ids or (), vocab_size)
     drawable = vocab_size if drawable is None else drawable
@@ -40,6 +41,7 @@ def check_job(
         ("banned_tokens", sampling.banned_tokens),
         ("allowed_tokens", sampling.allowed_tokens),
         ("stop_token_ids", job.stop_token_ids),
+        ("resumed_ids", job.resumed_ids),
     )
     for field, ids in named:
         _check_ids(field, ids, drawable)
@@ -125,6 +127,27 @@ def _check_room(job: Job, context: int) -> None:
             field="negative_prompt",
             code=ErrorCode.CONTEXT_OVERFLOW,
         )
+
+
+def _check_resumed(job: Job) -> None:
+    """An answer that goes on here has tokens left, and follows from its ids alone. Whose ids do not is refused before
+    (loop.not_resumable): that one gets here is a fault of this project's, but no reason to answer wrongly."""
+    if not job.resumed_ids:
+        return
+    if len(job.resumed_ids) >= job.max_new_tokens:
+        raise RequestError(
+            f"resumed_ids has {len(job.resumed_ids)} tokens: at most {job.max_new_tokens - 1} leave one of max_tokens",
+            field="resumed_ids",
+        )
+    lost = {
+        "mirostat_mode": job.sampling.mirostat_mode,
+        "banned_strings": job.banned_strings,
+        "token_healing": job.token_healing,
+        "negative_prompt": job.negative_ids is not None,
+    }
+    for field, asked in lost.items():
+        if asked:
+            raise RequestError(f"an answer with {field} cannot go on in another worker", field=field)
 
 
 def _check_ids(field: str, ids: Collection[int], below: int) -> None:

@@ -14,7 +14,8 @@ How this meets the rest:
   now. Then the first token behind the delivered ones is blocked. Where that could happen to a stop string, it is held.
 * At an end token or at the limit of tokens, held text is delivered (``finish``), for it was no banned string. If it is
   one (because text held for a stop string is let go), the answer goes back and has not ended.
-* Tokens taken back count neither as completion tokens nor against the limits; the random draws they took stay used.
+* Tokens taken back count neither as completion tokens nor against the limits. Behind a return, every place has another
+  random number than before (engines/draws).
 * Work is bounded. After MOST_IN_A_ROW returns without a token delivered in between, or more returns in all than the
   answer may have tokens and MOST_IN_A_ROW beside, the answer ends as it is, with the reason "banned_strings"
   (FinishReason.BANNED). So it does (``give_up``) where no token is left to draw.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from model_worker.engine import Delta, Engine, Finished, Job, TokenLogprob
+from model_worker.engine import Delta, Engine, Finished, Job, Prefilling, TokenLogprob
 from protocol.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -16,13 +16,15 @@ _job_ids = itertools.count(1)
 
 @dataclass
 class Outcome:
-    """What one job delivered. ``text`` and ``ids`` are everything, in order, the final event included."""
+    """What one job delivered. ``text`` and ``ids`` are everything, in order, the final event included. ``progress``:
+    how much of the prompt was computed, as often as that was said."""
 
     job: Job
     text: str = ""
     ids: list[int] = field(default_factory=list)
     deltas: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    progress: list[int] = field(default_factory=list)
     finished: Finished | None = None
     cancelled: bool = False
 
@@ -63,6 +65,14 @@ class Driver:
             outcome = self.outcomes[event.job]
             assert not outcome.cancelled, "event of a cancelled job"
             assert outcome.finished is None, "event after the last one"
+            if isinstance(event, Prefilling):
+                assert not outcome.ids, "progress of a prompt behind the first token"
+                job = outcome.job
+                assert event.total == len(job.prompt_ids) + len(job.negative_ids or ()) + len(job.resumed_ids)
+                assert 0 < event.done < event.total
+                assert not outcome.progress or outcome.progress[-1] < event.done
+                outcome.progress.append(event.done)
+                continue
             outcome.text += event.text
             outcome.ids += event.token_ids
             outcome.logprobs += event.logprobs
@@ -75,7 +85,8 @@ class Driver:
                 outcome.deltas.append(event.text)
             else:
                 outcome.finished = event
-                assert event.completion_tokens == len(outcome.ids)
+                assert event.completion_tokens == len(outcome.job.resumed_ids) + len(outcome.ids)
+                assert event.cached_tokens <= event.prompt_tokens
                 assert event.prompt_tokens == len(outcome.job.prompt_ids)
                 assert event.prefill_s >= 0
                 assert event.decode_s >= 0

@@ -6,6 +6,7 @@ from model_worker.engine import Delta, Finished, Job, TokenLogprob
 from model_worker.engines.banned import BannedStrings, Verdict
 from model_worker.engines.healing import Healing
 from model_worker.text import TextStream
+from protocol.errors import RequestError
 
 NewStream = Callable[[Sequence[int]], TextStream]
 """The text of what follows these ids."""
@@ -14,8 +15,10 @@ NewStream = Callable[[Sequence[int]], TextStream]
 class Answer:
     """A job's answer so far.
 
-    prompt   ids that stand before the first token drawn: the job's prompt, or what healing leaves of it
-    ids      tokens drawn and not taken back, a healed one among them
+    prompt   ids that the answer stands behind: the job's prompt, or what healing leaves of it
+    given    those before the first token drawn here: the prompt, and what a former worker delivered of the answer
+    ids      tokens of the answer, those and the ones drawn and not taken back, a healed one among them
+    returns  how often the answer has gone back
     end_ids  ids that end the answer
     """
 
@@ -24,7 +27,9 @@ class Answer:
     ) -> None:
         self.job, self._healing = job, healing
         self.prompt = healing.prompt_ids if healing else job.prompt_ids
+        self.given = self.prompt + job.resumed_ids
         self.ids: list[int] = []
+        self.returns = 0
         self.end_ids = frozenset(eos_ids).union(job.stop_token_ids)
         self.started = 0.0  # seconds of the monotonic clock
         self.first_token = 0.0
@@ -45,6 +50,11 @@ class Answer:
             )
         elif not self._early:
             self._text.stop_at(job.stop)
+        for token in job.resumed_ids:  # never together with a judge; the text that they complete was delivered
+            self.ids.append(token)
+            if self._push(token)[1]:
+                raise RequestError("resumed_ids hold a stop string: the answer had ended", field="resumed_ids")
+        self._delivered = len(self.ids)
 
     @property
     def length(self) -> int:
@@ -86,15 +96,19 @@ class Answer:
             return self._judged(self._judge, token, now)
         if token in self.end_ids:
             return self._event(1, self._text.finish(), "stop", now)
-        if self._early and len(self.ids) > self._early:
-            self._early = 0
-            self._text.stop_at(self.job.stop)
-        text, stopped = self._text.push(token)
+        text, stopped = self._push(token)
         if stopped:
             return self._event(1, text, "stop", now)
         if len(self.ids) < self.job.max_new_tokens:
             return self._event(1, text, None, now)
         return self._event(1, text + self._text.finish(), "length", now)
+
+    def _push(self, token: int) -> tuple[str, bool]:
+        """(the text that the newest of ``ids`` completes, whether a stop string does)."""
+        if self._early and len(self.ids) > self._early:
+            self._early = 0
+            self._text.stop_at(self.job.stop)
+        return self._text.push(token)
 
     def give_up(self, now: float) -> Delta | Finished | None:
         """No token is left that may be drawn next."""
@@ -130,6 +144,7 @@ class Answer:
         return self._event(count, text, reason, now)
 
     def _go_back(self, kept: int) -> None:
+        self.returns += 1
         del self.ids[kept:], self._silent[kept:]
         del self._logprobs[kept - self._delivered :]
         told = kept

@@ -17,6 +17,7 @@ from model_worker.engine import (
     EngineStats,
     Finished,
     Job,
+    Prefilling,
     ProgressCallback,
 )
 from model_worker.engines.admission import check_job, left_to_draw
@@ -46,7 +47,7 @@ class _Running:
 
     @property
     def to_prefill(self) -> int:
-        return len(self.answer.prompt) - 1 - self.cached
+        return len(self.answer.given) - 1 - self.cached
 
 
 @dataclass(slots=True)
@@ -195,8 +196,8 @@ class TransformersEngine:
             return []
         self._steps += 1
         self._admit()
-        self._prefill()
-        return self._decode() if self._decoding else []
+        events = self._prefill()
+        return events + self._decode() if self._decoding else events
 
     def _admit(self) -> None:
         while self._pending and len(self._rows) < self._spec.max_batch_size:
@@ -207,8 +208,9 @@ class TransformersEngine:
             self._prefilling.append(running)
             self._by_id[answer.job.id] = running
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> list[EngineEvent]:
         """One forward pass over the next prompts, padded to the longest of them, of at most chunk_size tokens in all.
+        What it says is how far those are that it has not finished.
 
         A prompt's last token is left to decoding: it gives the logits that prefilling would throw away.
         """
@@ -223,7 +225,7 @@ class TransformersEngine:
             running.answer.started = running.answer.started or time.monotonic()
         if longest:
             some = [r for r in group if r.to_prefill]
-            ids = [r.answer.prompt[r.cached : -1][: self._chunk_size] for r in some]
+            ids = [r.answer.given[r.cached : -1][: self._chunk_size] for r in some]
             self._model.prefill([r.row for r in some], ids, [r.cached for r in some])
             for running, done in zip(some, ids, strict=True):
                 running.cached += len(done)
@@ -233,6 +235,7 @@ class TransformersEngine:
                 self._prefilling.popleft()
                 self._swap(running.row, self._decoding)
                 self._decoding += 1
+        return [Prefilling(r.answer.job.id, r.cached, len(r.answer.given)) for r in group if r.to_prefill]
 
     def _decode(self) -> list[EngineEvent]:
         batch = self._rows[: self._decoding]
@@ -249,7 +252,7 @@ class TransformersEngine:
             answer, sampler = running.answer, running.sampler
             token: int | None = likeliest[i]
             if not (sampler.plain and answer.is_free):
-                token = sampler.draw(logits[i], answer.length, answer.excluded, answer.only)
+                token = sampler.draw(logits[i], answer.length, answer.excluded, answer.only, answer.returns)
             if token is None:
                 event = answer.give_up(now)
             else:

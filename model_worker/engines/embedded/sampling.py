@@ -17,6 +17,7 @@ from transformers import (
 
 from model_worker.engine import Job, TokenLogprob
 from model_worker.engines.admission import excluded_ids, is_greedy
+from model_worker.engines.draws import Draws
 from protocol.request import SamplingParams
 
 _NEVER = float("-inf")
@@ -40,7 +41,7 @@ class AnswerPenalty(LogitsProcessor):
 
 
 class Sampler:
-    """Draws one request's tokens. Reproducible for a seed: the draws come from a CPU generator of its own.
+    """Draws one request's tokens. Reproducible for a seed, from any of its tokens on (engines/draws).
 
     vocab    ids below this can be drawn
     eos_ids  ids that end an answer
@@ -65,24 +66,28 @@ class Sampler:
         self._warpers = LogitsProcessorList()
         if not self.greedy:
             self._warpers = _warpers(sampling)
-            self._generator = torch.Generator()
-            if sampling.seed is None:
-                self._generator.seed()
-            else:
-                self._generator.manual_seed(sampling.seed)
+        self._draws = Draws(sampling.seed)
+        self._prompt_tokens = prompt_tokens
         self._ids = torch.empty(0, dtype=torch.int64)
         if self._looks_back:
             self._ids = torch.empty(prompt_tokens + job.max_new_tokens, dtype=torch.int64)
-            self._ids[:prompt_tokens] = torch.tensor(job.prompt_ids)
+            given = (*job.prompt_ids, *job.resumed_ids)
+            self._ids[: len(given)] = torch.tensor(given)
 
     def draw(
-        self, logits: torch.Tensor, length: int, excluded: Collection[int] = (), only: Collection[int] | None = None
+        self,
+        logits: torch.Tensor,
+        length: int,
+        excluded: Collection[int] = (),
+        only: Collection[int] | None = None,
+        returns: int = 0,
     ) -> int | None:
         """The next token id from logits [vocab] of any device and floating type; None if none is left.
 
         length    tokens of prompt and answer before it; those that were drawn for later places are forgotten
         excluded  ids that must not be drawn now
         only      ids that alone may be; None is all
+        returns   how often the answer has gone back (Draws.at)
         """
         scores = logits[None].to("cpu", torch.float32)
         past = cast(torch.LongTensor, self._ids[None, :length])
@@ -103,10 +108,20 @@ class Sampler:
             token = int(scores.argmax())
         else:
             scores = self._warpers(past, scores)
-            token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+            point = self._draws.at(length - self._prompt_tokens, returns=returns)
+            token = _at(point, scores[0].softmax(-1))
         if self._looks_back:
             self._ids[length] = token
         return token
+
+
+def _at(point: float, probabilities: torch.Tensor) -> int:
+    """The id that ``point`` in [0, 1) falls on, in the cumulated probabilities [vocab]: one number for one token, and
+    less than half the time of ``torch.multinomial``, which takes one for every id."""
+    sums = probabilities.cumsum(-1, dtype=torch.float64).numpy()
+    if not sums[-1] > 0:  # also for NaN
+        raise RuntimeError("the model's logits are not numbers")
+    return int(sums.searchsorted(point * sums[-1], side="right"))  # never an id of probability 0
 
 
 def _warpers(sampling: SamplingParams) -> LogitsProcessorList:
