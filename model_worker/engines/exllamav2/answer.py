@@ -7,6 +7,7 @@ from model_worker.engine import Delta, Finished, Job, TokenLogprob
 from model_worker.engines.banned import BannedStrings, Verdict
 from model_worker.engines.healing import Healing
 from model_worker.text import TextStream
+from protocol.errors import RequestError
 
 PAGE = 256
 
@@ -34,6 +35,10 @@ class Answer:
         self._unstopped = job.min_new_tokens  # tokens in which no stop string is looked for
         if not self._unstopped:
             text.stop_at(job.stop)
+        for token in job.resumed_ids:  # the text that they complete was delivered
+            self._delivered += 1
+            if self._push(token, self._delivered)[1]:
+                raise RequestError("resumed_ids hold a stop string: the answer had ended", field="resumed_ids")
 
     def begin(self, now: float) -> None:
         """Its computation begins. Seconds of the monotonic clock."""
@@ -69,10 +74,7 @@ class Answer:
         for number, token in enumerate(ids, 1):
             if found or (ended == "stop" and number == len(ids)):
                 break  # the end token has no text
-            if self._unstopped and self._delivered + number > self._unstopped:
-                self.text.stop_at(self.job.stop)
-                self._unstopped = 0
-            new, found = self.text.push(token)
+            new, found = self._push(token, self._delivered + number)
             text += new
             if found:  # what was speculated behind it is no part of the answer
                 ids, logprobs = ids[:number], logprobs[:number]
@@ -83,9 +85,17 @@ class Answer:
             return Delta(self.job.id, ids, text, logprobs) if ids or text else None
         return self._finished(ids, text + self.text.finish(), ended, now, logprobs)
 
+    def _push(self, token: int, number: int) -> tuple[str, bool]:
+        """(the text that the answer's ``number``-th token completes, whether a stop string does)."""
+        if self._unstopped and number > self._unstopped:
+            self.text.stop_at(self.job.stop)
+            self._unstopped = 0
+        return self.text.push(token)
+
     def _finished(self, ids: list[int], text: str, reason: str, now: float, logprobs: list[TokenLogprob]) -> Finished:
         handle = self.handle
         first = self._first or now
+        cached = (handle.cached_pages * PAGE + handle.cached_tokens) // len(handle.sequences)
         return Finished(
             self.job.id,
             ids,
@@ -93,7 +103,7 @@ class Answer:
             reason,
             prompt_tokens=len(self.job.prompt_ids),
             completion_tokens=self._delivered,
-            cached_tokens=(handle.cached_pages * PAGE + handle.cached_tokens) // len(handle.sequences),
+            cached_tokens=min(cached, len(self.job.prompt_ids)),  # none of the answer's, where it goes on here
             prefill_s=first - (self._started or first),
             decode_s=now - first,
             logprobs=logprobs,

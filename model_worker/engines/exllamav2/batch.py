@@ -64,25 +64,27 @@ class Batch:
         return started
 
     @torch.inference_mode()
-    def open(self) -> bool:
+    def open(self, results: list[Any]) -> bool:
         """Read the prompts of what ``start`` has handed over, and draw nothing yet; False if the time for that is over.
 
         Requests that are sent together arrive one by one. Where no answer has begun, the first draw waits for those
         that came while prompts were read, instead of making each of them wait for a whole step: a chunk of tokens at
         most, so that the first of many is not put off for long. Nothing is lost alone: drawing would come next.
+
+        results  takes what the generator reports
         """
         generator = self._generator
         active = generator.active_jobs
-        if not active or any(job.new_tokens > 0 for job in active):
+        if not active or any(job.begun for job in active):
             self._opened = 0
             if active:
                 return False
         if not generator.pending_jobs or self._opened >= self._chunk:
             return False
-        generator.iterate_start_jobs([])
+        generator.iterate_start_jobs(results)
         for job in active:
             before = sum(sequence.kv_position for sequence in job.sequences)
-            job.prefill([])
+            job.prefill(results)
             self._opened += sum(sequence.kv_position for sequence in job.sequences) - before
         return True
 

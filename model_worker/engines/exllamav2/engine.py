@@ -9,7 +9,6 @@ an end token, finds one of two stop strings by Python's hash seed, and reports i
 """
 
 import importlib
-import random
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,9 +22,11 @@ from model_worker.engine import (
     EngineStats,
     Finished,
     Job,
+    Prefilling,
     ProgressCallback,
 )
 from model_worker.engines.admission import check_job
+from model_worker.engines.draws import Draws
 from model_worker.engines.exllamav2.answer import Answer, GuardedAnswer, Redraw
 from model_worker.engines.exllamav2.batch import Batch
 from model_worker.engines.exllamav2.load import Loaded, load, make_generator
@@ -148,24 +149,28 @@ class ExLlamaV2Engine:
         sampling, healing = job.sampling, self._healing(job)
         if healing:
             prompts = [healing.prompt_ids]
+        bias = TokenBias.of(sampling, self._generator.padded_vocab_size, self._tokenizer.eos_ids)
+        if bias is not None:
+            bias.count_only(job.resumed_ids)
         handle = self._job(
             job,
-            prompts,
+            [(*prompt, *job.resumed_ids) for prompt in prompts],
             settings_of(sampling),
-            drawn=-1 if healing else 0,
-            rng=random.Random(sampling.seed),
-            bias=TokenBias.of(sampling, self._generator.padded_vocab_size, self._tokenizer.eos_ids),
+            drawn=-1 if healing else len(job.resumed_ids),
+            draws=Draws(sampling.seed),
+            bias=bias,
             first_bias=self._first_bias(healing.allowed if healing else None, ()),
         )
         if healing and not handle.can_draw():
             raise RequestError("no token is left that may heal the prompt", field="token_healing")
-        self._batch.add(handle)
         stream = self._tokenizer.stream
-        self._answers[job.id] = (
+        answer = (
             GuardedAnswer(job, handle, stream, self._redraw_of(job, prompts, healing), healing)
             if job.banned_strings or healing  # stop strings are looked for in what a healed token brings
             else Answer(job, handle, stream(prompts[0]), healing)
         )
+        self._batch.add(handle)
+        self._answers[job.id] = answer
 
     def _job(self, job: Job, prompts: list[tuple[int, ...]], settings: dict[str, Any], **kwargs: Any) -> Any:
         """An AnswerJob with what does not change when it is drawn anew from some token on."""
@@ -224,7 +229,8 @@ class ExLlamaV2Engine:
                 [(*prompt, *kept) for prompt in prompts],
                 settings_of(job.sampling) | {"mirostat_mu": old.gen_settings.mirostat_mu},
                 drawn=len(kept) - (healing is not None),
-                rng=old.rng,
+                draws=old.draws,
+                returns=old.returns + 1,
                 bias=old.bias,
                 first_bias=self._first_bias(healing.allowed if healing and not kept else None, blocked),
             )
@@ -291,11 +297,12 @@ class ExLlamaV2Engine:
         before = time.monotonic()
         for handle in self._batch.start():
             answers[handle.identifier].begin(before)
-        if self._batch.open():
+        results: list[Any] = []
+        if self._batch.open(results):
             self._meter.step(time.monotonic() - before, 0, 0, True)
-            return []
+            return [said for result in results if (said := self._progress(result)) is not None]
         self._generator.min_sampling_threads = THREADED if self._is_worth_threads() else 1 << 30
-        results = self._generator.iterate()
+        results += self._generator.iterate()
         now = time.monotonic()
         events: list[EngineEvent] = []
         jobs = tokens = 0
@@ -303,6 +310,8 @@ class ExLlamaV2Engine:
         for result in results:
             if type(result) is dict:
                 read = read or result["stage"] == "prefill"
+                if (progress := self._progress(result)) is not None:
+                    events.append(progress)
                 continue
             jobs += 1
             tokens += len(result.fresh)
@@ -315,6 +324,16 @@ class ExLlamaV2Engine:
             events.append(event)
         self._meter.step(now - before, jobs, tokens, read)
         return events
+
+    def _progress(self, result: dict[str, Any]) -> Prefilling | None:
+        """How far a prompt is; None where it has been read, and for an answer that goes back."""
+        if result["stage"] != "prefill" or result["curr_progress"] == result["max_progress"]:
+            return None
+        if result["job"].begun:
+            return None
+        # the last token of each sequence is computed with the first draw
+        total = result["max_progress"] + len(result["job"].sequences)
+        return Prefilling(result["identifier"], result["curr_progress"], total)
 
     def _is_worth_threads(self) -> bool:
         """Whether the step's draws take longer than handing them to the generator's threads, and getting the

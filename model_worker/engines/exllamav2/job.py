@@ -13,7 +13,6 @@ keys and values of another place, or end the process:
 """
 
 import math
-import random
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from exllamav2.generator import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exllamav2.generator.dynamic import _tensor_hash_checksum
 
 from model_worker.engine import TokenLogprob
+from model_worker.engines.draws import Draws
 from model_worker.engines.exllamav2.cut import BeforeDraw, is_cut
 from model_worker.engines.exllamav2.ngram import NGrams
 from model_worker.engines.exllamav2.sampling import NEVER, TokenBias
@@ -43,6 +43,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     minimum      tokens before which none of ``end_ids`` is drawn
     drawn        tokens of the answer that are part of the prompts; -1: the first draw heals the prompt, and belongs to
                  it: it cannot end the answer
+    returns      how often the answer has gone back (Draws.at)
     draft        tokens speculated per step: pages are reserved for them
     vocab        ids below this can be drawn
     first_bias   added to the logits of the first draw only, float32 [padded vocabulary]
@@ -50,6 +51,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     sampling     parameters of which DRY, top_k, top_p, top_a and min_p are computed here
     breakers     of DRY (bool [vocab]), None without it
     xtc          (probability, threshold, ids that are never left out, skew), or None
+    begun        a token of the answer has been drawn here
     ended        "stop" or "length" once the answer has ended
     shortcut     it is greedy, and nothing but a bias changes the logits: its draws take no sampler
     """
@@ -65,7 +67,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         minimum: int = 0,
         draft: int = 0,
         ngrams: bool = False,
-        rng: random.Random,
+        draws: Draws,
+        returns: int = 0,
         identifier: int | None = None,
         drawn: int = 0,
         bias: TokenBias | None = None,
@@ -93,7 +96,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             if is_cut(sampling) or breakers is not None
             else None
         )
-        self.rng = rng
+        self.draws, self.returns = draws, returns
         self.new_tokens = drawn
         self.limit, self.minimum, self.vocab, self.xtc = limit, minimum, vocab, xtc
         self.end_ids, self.end_list = frozenset(end_ids), list(end_ids)
@@ -101,6 +104,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self.past = NGrams(prompts[0]) if ngrams else None
         self.fresh: list[int] = []
         self.fresh_logprobs: list[TokenLogprob] = []
+        self.begun = returns > 0
         self.ended: str | None = None
         self.greedy = settings["top_k"] == 1
         self.shortcut = (
@@ -150,12 +154,13 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     def _sampled(self, logits: torch.Tensor) -> int:
         if self.greedy and math.isnan(float(logits[:, :, : self.vocab].max())):
             raise RuntimeError(NOT_NUMBERS)  # the kernel would index with what is on its stack
-        if self.xtc is not None and self.rng.random() < self.xtc[0]:
+        # a greedy draw is the same at every point
+        point = 0.0 if self.greedy else self.draws.at(self.new_tokens, returns=self.returns)
+        if self.xtc is not None and self.draws.at(self.new_tokens, which=1, returns=self.returns) < self.xtc[0]:
             _, threshold, protected, skew = self.xtc
             return draw_excluding_top(
-                lambda at, top: self._sample(logits.clone(), at, top), self.rng.random(), threshold, protected, skew
+                lambda at, top: self._sample(logits.clone(), at, top), point, threshold, protected, skew
             )
-        point = self.rng.random()
         if self.xtc is not None and self.xtc[3]:
             point = point ** math.exp(-self.xtc[3])
         return self._sample(logits, point)[0]
@@ -195,6 +200,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             results.append(self)
         self.fresh.append(token)
         self.new_tokens += 1
+        self.begun = True
         for sequence in self.sequences:
             sequence.sequence_ids.append(next_token)
             sequence.kv_position += 1
