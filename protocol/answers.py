@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from struct import Struct
 from typing import Any
 
 from protocol.errors import ErrorCode, FrameError, WireError
@@ -39,13 +40,31 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request is that has no token yet.
+
+    phase           "queued" or "prefill"
+    queue_position  requests that are before it, 0 is next; None unless queued
+    done, total     tokens of the prompt that are computed, and all of them; None unless prefilling
+    """
+
+    phase: str
+    queue_position: int | None = None
+    done: int | None = None
+    total: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A whole answer.
 
     finish_reason  "stop", "length", "cancelled" or "banned_strings" (protocol.messages.FinishReason)
-    usage          {prompt_tokens, completion_tokens, ...}: counts of tokens
+    usage          counts of tokens: ``prompt_tokens``, ``completion_tokens``; and where they are not 0 or do not apply
+                   left out, ``cached_tokens`` (of the prompt, found computed), ``draft_accepted`` and
+                   ``draft_rejected`` (speculated ones), ``resumes`` (how often the answer went on in another worker)
     logprobs       one for each token id, if they were asked for
-    timings        what the worker measured, in the unit that each name ends with
+    timings        ``queue_ms`` (from acceptance to the worker), ``prefill_ms`` (to the first token), ``decode_ms``
+                   (to the end), ``tokens_per_s`` (while decoding)
     """
 
     text: str
@@ -61,6 +80,7 @@ class StreamState:
     """One request, from GENERATE to the last thing its reader took.
 
     deltas    arrived, not yet taken
+    report    the newest, not yet taken
     owed      events taken since the last CREDIT
     ended     nothing more will arrive
     error     how it ended, if badly; cleared when it was raised, so that it is raised once
@@ -72,6 +92,7 @@ class StreamState:
     arrivals: int = 0
     deltas: deque[Delta] = field(default_factory=deque)
     accepted: dict[str, Any] | None = None
+    report: Progress | None = None
     cancel_sent: bool = False
     abandoned: bool = False
     ended: bool = False
@@ -114,3 +135,27 @@ def _checked(token_id: Any, logprob: Any, data: Any) -> tuple[int, float, bytes]
     if type(token_id) is not int or type(logprob) is not float or type(data) is not bytes:
         raise ValueError
     return token_id, logprob, data
+
+
+def read_report(fields: dict[str, Any]) -> Progress | None:
+    """What REPORT says, as ``protocol.messages`` has it; None for a phase that is unknown here, or nonsense."""
+    numbers = {"queued": ("queue_position",), "prefill": ("done", "total")}.get(str(fields.get("phase")))
+    if numbers is None or any(type(fields.get(name)) is not int for name in numbers):
+        return None
+    return Progress(str(fields["phase"]), **{name: fields[name] for name in numbers})
+
+
+def token_ids_in(result: dict[str, Any]) -> tuple[int, ...]:
+    """The ids that ``tokenize`` found. Raises INTERNAL for a reply of another shape."""
+    packed = result.get("token_ids")
+    if type(packed) is not bytes or len(packed) % 4:
+        raise WireError(ErrorCode.INTERNAL, "the reply to tokenize holds no token ids")
+    return Struct(f"<{len(packed) // 4}I").unpack(packed)
+
+
+def text_in(result: dict[str, Any]) -> str:
+    """The text that ``detokenize`` made. Raises INTERNAL for a reply of another shape."""
+    text = result.get("text")
+    if type(text) is not str:
+        raise WireError(ErrorCode.INTERNAL, "the reply to detokenize holds no text")
+    return text

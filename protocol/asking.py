@@ -1,40 +1,79 @@
-"""What a client is given by its user, made into the body of a message. Judging it is the worker's part."""
+"""What a client is given by its user, made into a message's route and body. Judging it is the supervisor's and the
+worker's part: here stands only what the wire cannot carry."""
 
+import json
 from collections.abc import Iterable, Sequence
 from struct import Struct
 from struct import error as StructError
-from typing import Any
+from typing import Any, Final
 
 from protocol.codec import pack_body
 from protocol.errors import RequestError
+from protocol.limits import MAX_STRING
+
+MOST_CHOICES: Final = 1024
+
+_ROUTE_KEYS = ("resume", "priority", "queue_ms", "ttft_ms", "deadline_ms", "affinity", "progress")
 
 
-def generate_body(
-    prompt: str | None,
-    messages: Sequence[dict[str, Any]] | None,
-    token_ids: Iterable[int] | bytes | None,
-    max_tokens: int | None,
-    stop: Sequence[str],
-    sampling: dict[str, Any],
-) -> dict[str, Any]:
-    """The map in GENERATE's body: what was given, None left out. The worker judges it; token_ids are packed here."""
-    if token_ids is not None and not isinstance(token_ids, bytes):
-        ids = tuple(token_ids)
-        try:
-            token_ids = Struct(f"<{len(ids)}I").pack(*ids)
-        except StructError:
-            raise RequestError(
-                "token_ids holds something else than integers from 0 to 4294967295", field="token_ids"
-            ) from None
-    given = {"prompt": prompt, "messages": messages, "token_ids": token_ids, "max_tokens": max_tokens}
-    body = {name: value for name, value in (given | sampling).items() if value is not None}
+def generate_request(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(body, route) of GENERATE: what was given, None left out.
+
+    Raises RequestError, naming the field, for what cannot be sent.
+    """
+    body = {name: value for name, value in given.items() if value is not None}
+    route = {name: body.pop(name) for name in _ROUTE_KEYS if name in body}
+    for name, usual in (("resume", True), ("progress", False)):
+        if route.get(name) is usual:
+            del route[name]
+    affinity = route.get("affinity")
+    if isinstance(affinity, str) and len(affinity) > MAX_STRING:
+        raise RequestError(f"affinity has {len(affinity)} characters: at most {MAX_STRING}", field="route.affinity")
+    pack_fields(route)
+    if "token_ids" in body:
+        body["token_ids"] = pack_token_ids(body["token_ids"])
+    if isinstance(body.get("json_schema"), dict):
+        body["json_schema"] = _json_text(body["json_schema"])
     bias = body.get("logit_bias")
     if isinstance(bias, dict):  # keys on the wire are strings
         body["logit_bias"] = {str(key) if type(key) is int else key: value for key, value in bias.items()}
-    if stop:
+    for name in ("stop", "choice", "messages", "tools"):
         # a lone string stays one, so that it is refused rather than read as a list of letters
-        body["stop"] = stop if isinstance(stop, str) else list(stop)
-    return body
+        if name in body and not isinstance(body[name], str | dict | list):
+            body[name] = _listed(name, body[name])
+    if not body.get("stop", True):
+        del body["stop"]
+    return body, route
+
+
+def choice_requests(given: dict[str, Any], n: int) -> list[dict[str, Any]]:
+    """The same request ``n`` times, its seed counted up. Raises RequestError for an ``n`` that is out of range."""
+    if type(n) is not int or not 1 <= n <= MOST_CHOICES:
+        raise RequestError(f"n is {n!r}: must be a whole number from 1 to {MOST_CHOICES}", field="n")
+    if isinstance(given.get("token_ids"), Iterable) and not isinstance(given["token_ids"], bytes):
+        given = given | {"token_ids": tuple(given["token_ids"])}  # it may be an iterator
+    seed = given.get("seed")
+    return [given | ({"seed": seed + i} if type(seed) is int else {}) for i in range(n)]
+
+
+def pack_token_ids(token_ids: Iterable[int] | bytes) -> bytes:
+    """Ids as the wire has them: u32, little endian. Raises RequestError for anything else; bytes stay as they are."""
+    if isinstance(token_ids, bytes):
+        return token_ids
+    try:
+        ids = tuple(token_ids)
+        return Struct(f"<{len(ids)}I").pack(*ids)
+    except (StructError, TypeError):
+        raise RequestError(
+            "token_ids holds something else than integers from 0 to 4294967295", field="token_ids"
+        ) from None
+
+
+def tokenize_params(model: str, prompt: str | None, messages: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
+    """The map in CALL's body. Raises RequestError unless exactly one of prompt and messages is given."""
+    if (prompt is None) == (messages is None):
+        raise RequestError("give exactly one of prompt and messages", field="prompt")
+    return {"model": model} | ({"prompt": prompt} if messages is None else {"messages": _listed("messages", messages)})
 
 
 def pack_fields(fields: dict[str, Any]) -> bytes:
@@ -49,3 +88,17 @@ def pack_fields(fields: dict[str, Any]) -> bytes:
                 why = "text that is not valid Unicode" if isinstance(e, UnicodeError) else f"a {type(value).__name__}"
                 raise RequestError(f"{name} is {why}: msgpack cannot carry it", field=name) from None
         raise
+
+
+def _json_text(schema: dict[str, Any]) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise RequestError("json_schema holds something that JSON cannot carry", field="json_schema") from None
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    try:
+        return list(value)
+    except TypeError:
+        raise RequestError(f"{name} is a {type(value).__name__}: must be a list", field=name) from None

@@ -1,28 +1,35 @@
 """One client connection: a DEALER, its monitor, and the session they feed. The two clients only wait differently.
 
-Nothing here blocks except ``close`` (bounded by LINGER_MS). One thread only, with one exception: ``abandon`` may be
-called from anywhere, because finalizers run wherever the garbage collector happens to.
+Nothing here blocks except ``close`` (bounded by LINGER_MS). The two kinds of it are ``shared_connection`` (any threads,
+a lock) and ``loop_connection`` (one event loop); they say how one waits, and what finalizers may do, which run wherever
+the garbage collector happens to.
 """
 
 import os
+import random
 import struct
-import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import zmq
 
 import protocol
-from protocol.answers import StreamState, Touched
+from protocol.answers import CallState, Delta, StreamState, Touched
 from protocol.errors import ErrorCode, WireError
 from protocol.limits import SOCKET_MAX_FRAME
+from protocol.liveness import DEFAULT_SILENCE_S, Liveness, Verdict
 from protocol.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint, ipc_path
 from protocol.session import ClientSession
 
 LINGER_MS: Final = 200
 """How long ``close`` waits for the last frames (a CANCEL, mostly) to leave."""
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 2.0
+"""Pauses between tries to connect double from the first to the longest, less a random half."""
 
 _MONITOR_EVENT: Final = struct.Struct("=Hi")
 _WATCHED: Final = (
@@ -36,15 +43,21 @@ _WATCHED: Final = (
 
 
 class Connection:
-    """Connects in the constructor, without waiting.
+    """Made without connecting: the first ``pump`` does.
 
     endpoint     where the supervisor listens; unset is found in the runtime directory
     runtime_dir  the supervisor's directory; unset is ``default_runtime_dir()``
     admin        connect to the operators' socket
-    on_change    told after every pump which requests and calls changed; the connection itself may have, too
+    patience     seconds until WELCOME must have come
+    redial       whether to try again, while there is patience, where nobody listens; else that is final. Nothing but
+                 HELLO is sent before WELCOME, so no request is ever sent twice
+    silence      seconds, see ``protocol.liveness``
 
-    Raises ValueError for a socket path that is too long.
+    Raises ValueError for a socket path that is too long; ``pump`` for what is no endpoint.
     """
+
+    lock: AbstractContextManager[Any] = nullcontext()
+    """Held by whoever uses the session or the socket."""
 
     def __init__(
         self,
@@ -52,7 +65,9 @@ class Connection:
         *,
         runtime_dir: str | os.PathLike[str] | None = None,
         admin: bool = False,
-        on_change: Callable[[list[Touched]], None] | None = None,
+        patience: float,
+        redial: bool = False,
+        silence: float = DEFAULT_SILENCE_S,
     ) -> None:
         if endpoint is None:
             find = admin_endpoint if admin else front_endpoint
@@ -61,106 +76,271 @@ class Connection:
         self.admin = admin
         self.session = ClientSession(f"modelctl-python/{protocol.__version__}")
         self.closed = False
-        self._on_change = on_change
+        self.socket: zmq.Socket[bytes]
+        self.monitor: zmq.Socket[bytes]
+        now = time.monotonic()
         self._pid = os.getpid()
-        self._thread = threading.current_thread()
         self._abandoned: deque[StreamState] = deque()
-        self._busy = False
+        self._patience, self._redial = patience, redial
+        self._give_up_at = now + patience
+        self._dial_at: float | None = now
+        self._dials = 0
+        self._failure: str | None = None
+        self._refused = False
         self._handshaken = False
+        self._left = False
+        self._liveness = Liveness(silence, now)
+        self._look_at = now
         # a context of its own: nothing is shared with other users of zmq in this process
         self._context = zmq.Context()
-        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        _configure(self.socket, self.endpoint)
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_WATCHED)
+
+    # ---- what the clients do with it; each takes the lock
+
+    def begin(self, requests: Sequence[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[StreamState]:
+        """Sends requests (model, body, route) together: all, or what ``ClientSession.generate`` raises."""
         try:
-            self.socket.connect(self.endpoint)
-        except zmq.ZMQError as e:
-            self.close()
-            raise ValueError(f"{self.endpoint!r} is not an endpoint: {e}") from None
-
-    def check_usable(self) -> None:
-        """Raises RuntimeError as ``check_thread`` does, or if this connection was closed."""
-        self.check_thread()
-        if self.closed:
-            raise RuntimeError("this client was closed: make a new one")
-
-    def check_thread(self) -> None:
-        """Raises RuntimeError if this is the wrong process or thread for this connection, naming both."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"this client belongs to process {self._pid} and was used in {os.getpid()}, after a fork: "
-                "make a client in each process"
-            )
-        if (here := threading.current_thread()) is not self._thread:
-            raise RuntimeError(
-                f"this client belongs to thread {self._thread.name!r} and was used in {here.name!r}: "
-                "make a client in each thread"
-            )
-
-    def pump(self) -> None:
-        """Takes in what arrived, sends what is due, and notices the end of the connection."""
-        touched: list[Touched] = []
-        self._busy = True
-        try:
-            # The monitor is read before the socket: when it tells of the end, all that came before the end is still
-            # readable, and a terminal event among it must not turn into a lost connection.
-            end = self._read_monitor()
-            while True:
-                self._receive_all(touched)
-                self._send_all()
-                # Sending can consume the edge of the socket's file descriptor that tells of new input, so whoever waits
-                # on the descriptor next would never wake up: look again.
-                if not int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
-                    break
-            if end is not None:
-                touched += self.session.lose(end)
-                self._leave_endpoint()
-        except BaseException:
-            # An interrupt (Ctrl-C) between taking a frame and applying it loses the frame, perhaps someone's last one.
-            self.session.lose("interrupted while reading from the supervisor; make a new client")
-            raise
+            with self.lock:
+                states: list[StreamState] = []
+                try:
+                    for model, body, route in requests:
+                        states.append(self.session.generate(model, body, route))
+                except BaseException:
+                    for state in states:
+                        self.session.abandon(state)
+                    raise
+                self.pump()
+                return states
         finally:
-            self._busy = False
-            if self._abandoned:
-                self._cancel_abandoned()
-        if self._on_change is not None:
-            self._on_change(touched)
+            self._settle()
 
-    @property
-    def waits_to_send(self) -> bool:
-        return bool(self.session.outbox)
+    def ask(self, verb: str, params: dict[str, Any]) -> CallState:
+        """Sends a CALL. Raises what ``ClientSession.call`` does."""
+        try:
+            with self.lock:
+                state = self.session.call(verb, params)
+                self.pump()
+                return state
+        finally:
+            self._settle()
+
+    def forget(self, state: CallState) -> None:
+        """Nobody waits for this call's REPLY any more."""
+        with self.lock:
+            self.session.forget_call(state)
+
+    def take(self, state: StreamState) -> Delta | None:
+        """The next delta; None if there is none yet, or (``ended``) will be none. Raises how the request ended."""
+        try:
+            with self.lock:
+                delta = self.session.take(state)
+                # Only with a delta in hand: a pump after None could end the stream with an error that nobody takes.
+                if delta is not None and self.waits_to_send:
+                    self.pump()
+                return delta
+        finally:
+            if self._abandoned:
+                self._settle()
+
+    def cancel(self, state: StreamState) -> None:
+        """Asks for the end of a request, which is then read as usual."""
+        try:
+            with self.lock:
+                self.session.cancel(state)
+                if self.waits_to_send:
+                    self.pump()
+        finally:
+            self._settle()
+
+    def drop(self, state: StreamState) -> None:
+        """Cancels a request and drops what was not read. Not for finalizers, which may run while the lock is held."""
+        if self.closed:
+            return
+        try:
+            with self.lock:
+                self._abandoned.append(state)
+                self.pump()
+        finally:
+            self._settle()
+
+    def is_lost(self) -> bool:
+        """Whether this connection is of no more use, as far as is known now."""
+        try:
+            with self.lock:
+                # notices an end since the last look, and answers what came, before anything new is sent
+                self.pump()
+                return self.session.broken is not None
+        finally:
+            self._settle()
 
     def abandon(self, state: StreamState) -> None:
-        """Nobody reads this stream any more: cancels it. For finalizers: safe in any thread, and while ``pump`` runs.
+        """``drop`` for finalizers: safe in any thread and in the midst of anything.
 
-        From another thread, or while ``pump`` runs, it is only noted, and done by the next ``pump``.
+        Where it cannot be done at once it is noted, and done by whoever holds the lock, once that is done.
         """
         if state.abandoned or self.closed:
             return
         self._abandoned.append(state)
-        if not self._busy and threading.current_thread() is self._thread and os.getpid() == self._pid:
-            self._cancel_abandoned()
+        self._settle()
 
     def close(self) -> None:
         """Ends the connection; the supervisor cancels what is unfinished. Takes LINGER_MS at most. May be repeated."""
         if self.closed or os.getpid() != self._pid:
             return
-        self._cancel_abandoned()
-        self.closed = True
-        touched = self.session.lose("this client was closed")
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close()
+        with self.lock:
+            if self.closed:
+                return
+            self._cancel_abandoned()
+            self.closed = True
+            touched = self.session.lose("this client was closed")
+            self._hang_up(LINGER_MS)
+            self._changed(touched)
         self._context.term()
-        if self._on_change is not None:
-            self._on_change(touched)
-            self._on_change = None
+
+    def check_process(self) -> None:
+        """Raises RuntimeError after a fork."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this client belongs to process {self._pid} and was used in {os.getpid()}, after a fork: "
+                "make a client in each process"
+            )
+
+    def check(self) -> None:
+        """Raises RuntimeError where this connection may not be used."""
+        self.check_process()
+
+    # ---- the work; whoever calls holds the lock
+
+    def pump(self) -> None:
+        """Takes in what arrived, sends what is due, and notices the end of the connection, or connects."""
+        if self.closed:
+            return
+        touched: list[Touched] = []
+        try:
+            now = time.monotonic()
+            if self._dial_at is not None and now >= self._dial_at and self.session.broken is None:
+                self._dial()
+            while True:
+                while self._abandoned:
+                    self.session.abandon(self._abandoned.popleft())
+                if self._dial_at is None and not self._left:
+                    self._exchange(now, touched)
+                if not self._abandoned:  # a finalizer, while we were at it
+                    break
+            if now >= self._look_at or self.session.welcome is None or self.session.broken is not None:
+                self._look_after(now, touched)
+        except BaseException:
+            # An interrupt (Ctrl-C) between taking a frame and applying it loses the frame, perhaps someone's last one.
+            touched += self.session.lose("interrupted while reading from the supervisor")
+            self._leave_endpoint()
+            self._changed(touched)
+            raise
+        self._changed(touched)
+
+    def due(self) -> float | None:
+        """Seconds after which ``pump`` has to be called though nothing arrived; None while nothing is awaited."""
+        if self.closed or self.session.broken is not None:
+            return None
+        now = time.monotonic()
+        if self.session.welcome is None:
+            at = self._give_up_at if self._dial_at is None else min(self._give_up_at, self._dial_at)
+        elif self.session.unfinished:
+            at = self._look_at
+        else:
+            return None
+        return max(0.0, at - now)
+
+    @property
+    def waits_to_send(self) -> bool:
+        return bool(self.session.outbox) and self.session.welcome is not None
 
     def describe_failure(self, what: str) -> str:
         return f"{what} ({self.endpoint}); start it with `modelctl serve`"
 
+    # ---- what the two kinds of connection do each in its way
+
+    def _watch(self) -> None:
+        """There are new descriptors to wait on."""
+
+    def _unwatch(self) -> None:
+        """They are about to be closed."""
+
+    def _changed(self, touched: list[Touched]) -> None:
+        """These requests and calls changed; the connection itself may have, too."""
+
+    def _settle(self) -> None:
+        """Cancels what was abandoned, if this is the moment."""
+        raise NotImplementedError
+
+    # ---- steps
+
+    def _dial(self) -> None:
+        self.socket = self._context.socket(zmq.DEALER)
+        _configure(self.socket, self.endpoint)
+        self.monitor = self.socket.get_monitor_socket(_WATCHED)
+        self._dial_at, self._failure, self._handshaken = None, None, False
+        self._dials += 1
+        self._watch()
+        try:
+            self.socket.connect(self.endpoint)
+        except zmq.ZMQError as e:
+            raise ValueError(f"{self.endpoint!r} is not an endpoint: {e}") from None
+        self.socket.send(self.session.hello, zmq.NOBLOCK)
+
+    def _hang_up(self, linger_ms: int) -> None:
+        if self._dials == 0 or self._dial_at is not None:
+            return
+        self._unwatch()
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0 if self._left else linger_ms)
+
+    def _exchange(self, now: float, touched: list[Touched]) -> None:
+        # The monitor is read before the socket: when it tells of the end, all that came before the end is still
+        # readable, and a terminal event among it must not turn into a lost connection.
+        end = self._read_monitor()
+        while True:
+            if self._receive_all(touched):
+                self._liveness.heard(now)
+            self._send_all()
+            # Sending can consume the edge of the socket's file descriptor that tells of new input, so whoever waits
+            # on the descriptor next would never wake up: look again.
+            if not int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
+                break
+        if end is None:
+            return
+        session = self.session
+        if not self._redial or self._refused or session.welcome is not None or session.broken is not None:
+            touched += session.lose(end)
+            return
+        self._hang_up(0)
+        self._failure = end
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._dials - 1))
+        self._dial_at = now + pause * random.uniform(0.5, 1)
+
+    def _look_after(self, now: float, touched: list[Touched]) -> None:
+        """What is due though nothing happened."""
+        session, liveness = self.session, self._liveness
+        self._look_at = now + liveness.step
+        if session.broken is None and session.welcome is None and now >= self._give_up_at:
+            silent = f"the supervisor at {self.endpoint} did not answer within {self._patience:.3g} s"
+            touched += session.lose(self._failure or silent)
+        elif session.broken is None and session.welcome is not None:
+            verdict = liveness.look(now, waiting=session.unfinished)
+            if verdict is Verdict.ASK:
+                session.ping()
+                self._send_all()
+            elif verdict is Verdict.LOST:
+                told = f"the supervisor has not answered for {liveness.silence:.3g} s: it hangs, or is stopped"
+                touched += session.lose(f"{told} ({self.endpoint})")
+        if session.broken is not None:
+            self._leave_endpoint()
+
     def _leave_endpoint(self) -> None:
-        """Whoever listens there next, nothing of this session reaches it."""
+        """Whoever listens there next, nothing of this session reaches it; and whoever does now cancels what it had."""
+        if self._left or self._dials == 0 or self._dial_at is not None:
+            return
+        self._left = True
+        self._unwatch()
         self.socket.setsockopt(zmq.LINGER, 0)
         try:
             self.socket.disconnect(self.endpoint)
@@ -168,30 +348,31 @@ class Connection:
             pass
 
     def _cancel_abandoned(self) -> None:
-        self._busy = True
-        try:
-            while self._abandoned:
-                self.session.abandon(self._abandoned.popleft())
+        while self._abandoned:
+            self.session.abandon(self._abandoned.popleft())
+        if self._dial_at is None and not self._left:
             self._send_all()
-        finally:
-            self._busy = False
 
-    def _receive_all(self, touched: list[Touched]) -> None:
-        receive, take_in = self.socket.recv, self.session.receive
+    def _receive_all(self, touched: list[Touched]) -> int:
+        """How many frames there were."""
+        receive, take_in, frames = self.socket.recv, self.session.receive, 0
         while True:
             try:
                 frame = receive(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return frames
+            frames += 1
             touched += take_in(frame)
 
     def _send_all(self) -> None:
         outbox = self.session.outbox
+        if self.session.welcome is None:
+            return
         while outbox:
             try:
                 self.socket.send(outbox[0], zmq.NOBLOCK)
             except zmq.Again:
-                # not connected yet, or the supervisor is behind in reading: the next pump goes on here
+                # the supervisor is behind in reading: the next pump goes on here
                 return
             outbox.popleft()
 
@@ -211,6 +392,7 @@ class Connection:
 
     def _explain(self, event: int) -> str:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._refused = True
             return f"the supervisor refused this connection ({self.endpoint}): it admits its own user only"
         if self._handshaken:
             if self.session.goaway is not None:
@@ -218,6 +400,7 @@ class Connection:
             return self.describe_failure("the connection to the supervisor ended")
         path = ipc_path(self.endpoint)
         if path is not None and Path(path).exists() and not os.access(path, os.W_OK):
+            self._refused = True
             return f"no permission to connect to the supervisor ({self.endpoint}): it belongs to another user"
         return self.describe_failure("no supervisor is running here")
 

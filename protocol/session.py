@@ -1,14 +1,14 @@
 """The client's end of the protocol without any I/O: frames received go in, state changes and frames to send come out.
 
-``ClientSession`` holds the table of unfinished requests and calls of one connection. It belongs to one thread; the two
-clients differ only in how they wait for the next frame.
+``ClientSession`` holds the table of unfinished requests and calls of one connection. One thread at a time may use it
+(the connection's lock sees to that); the two clients differ only in how they wait for the next frame.
 """
 
 from collections import deque
 from typing import Any
 
 from protocol import limits
-from protocol.answers import CallState, Delta, StreamState, Touched, read_logprobs
+from protocol.answers import CallState, Delta, StreamState, Touched, read_logprobs, read_report
 from protocol.asking import pack_fields
 from protocol.codec import check_size, decode, encode, pack_body, split_events, unpack_body, unpack_event
 from protocol.errors import ConnectionLost, ErrorCode, FrameError, WireError
@@ -30,6 +30,7 @@ from protocol.messages import (
     Ping,
     Pong,
     Reply,
+    Report,
     Welcome,
 )
 
@@ -37,7 +38,8 @@ from protocol.messages import (
 class ClientSession:
     """What one connection knows.
 
-    outbox   frames to send, in order
+    hello    the first frame of the connection
+    outbox   frames to send once WELCOME has come, in order
     welcome  the body of WELCOME, None until it came
     goaway   why the supervisor takes no new requests, None while it does
     broken   why the connection is of no more use, None while it is
@@ -45,7 +47,8 @@ class ClientSession:
     """
 
     def __init__(self, library: str) -> None:
-        self.outbox: deque[bytes] = deque([encode(Hello(pack_body({"library": library})))])
+        self.hello = encode(Hello(pack_body({"library": library})))
+        self.outbox: deque[bytes] = deque()
         self.welcome: dict[str, Any] | None = None
         self.goaway: str | None = None
         self.broken: WireError | None = None
@@ -58,13 +61,12 @@ class ClientSession:
 
     # ---- what the user asks for
 
-    def generate(self, model: str, body: dict[str, Any], *, resume: bool = False) -> StreamState:
+    def generate(self, model: str, body: dict[str, Any], route: dict[str, Any] | None = None) -> StreamState:
         """Queues GENERATE. Raises what ``broken`` holds, DRAINING after GOAWAY, TOO_LARGE, INVALID_REQUEST."""
         self._check_usable()
         if self.goaway is not None:
             raise WireError(ErrorCode.DRAINING, f"the supervisor takes no new requests: {self.goaway}")
-        route = {"resume": True} if resume else {}
-        message = Generate(self._last_id + 1, model, route, pack_fields(body))
+        message = Generate(self._last_id + 1, model, route or {}, pack_fields(body))
         self._send_checked(message)
         state = self._streams[message.request] = StreamState(message.request)
         return state
@@ -114,6 +116,15 @@ class ClientSession:
         """Nobody waits for this call's REPLY any more."""
         self._calls.pop(state.id, None)
 
+    def ping(self) -> None:
+        """Queues PING. Whatever comes back is a sign of life, PONG or not."""
+        self.outbox.append(encode(Ping(0)))
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether anything is awaited."""
+        return bool(self._calls) or any(not state.ended for state in self._streams.values())
+
     # ---- what the connection brings
 
     def receive(self, frame: bytes) -> list[Touched]:
@@ -141,6 +152,8 @@ class ClientSession:
             return self._on_accepted(message)
         if isinstance(message, Error):
             return self._on_error(message)
+        if isinstance(message, Report):
+            return self._on_report(message)
         if isinstance(message, Ping):
             self.outbox.append(encode(Pong(message.nonce)))
         elif isinstance(message, Welcome):
@@ -197,6 +210,16 @@ class ClientSession:
         if (state := self._streams.get(message.request)) is None:
             return []
         state.accepted = unpack_body(message.body)
+        state.arrivals += 1
+        return [state]
+
+    def _on_report(self, message: Report) -> list[Touched]:
+        state, report = self._streams.get(message.request), read_report(unpack_body(message.body))
+        if state is None or state.ended or report is None:
+            self.ignored += 1
+            return []
+        # the newest only: a reader that is slow does not want to hear where its request was
+        state.report = report
         state.arrivals += 1
         return [state]
 

@@ -1,21 +1,29 @@
 """What the streams of both clients have in common: everything but the waiting."""
 
+from collections.abc import Callable
 from typing import Any
 
-from protocol.answers import Completion, Delta, StreamState, TokenLogprob
+from protocol.answers import Completion, Delta, Progress, StreamState, TokenLogprob
 from protocol.connection import Connection
+
+OnProgress = Callable[[Progress], None]
 
 
 class StreamBase:
     """The answer to one request, as far as it was read."""
 
-    def __init__(self, connection: Connection, state: StreamState) -> None:
+    def __init__(
+        self, connection: Connection, state: StreamState, timeout: float | None, on_progress: OnProgress | None
+    ) -> None:
         self._connection = connection
         self._state = state
+        self._timeout = timeout
+        self._on_progress = on_progress
+        self._left = False
 
     @property
     def request_id(self) -> int:
-        """This client's number for the request."""
+        """This connection's number for the request."""
         return self._state.id
 
     @property
@@ -45,41 +53,57 @@ class StreamBase:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """{prompt_tokens, completion_tokens, ...} at the end, else empty."""
+        """Counts of tokens at the end, as ``Completion.usage`` has them, else empty."""
         return {} if self._state.deltas else self._state.usage
 
     @property
     def timings(self) -> dict[str, Any]:
-        """What the worker measured, in the unit that each name ends with, at the end, else empty."""
+        """What was measured, as ``Completion.timings`` has it, at the end, else empty."""
         return {} if self._state.deltas else self._state.timings
 
     def cancel(self) -> None:
         """Asks for the end of the request, which is then read as usual. Does nothing when it has ended."""
-        self._connection.check_thread()
-        self._connection.session.cancel(self._state)
-        if self._connection.waits_to_send:
-            self._connection.pump()
+        self._connection.check()
+        self._connection.cancel(self._state)
 
     def close(self) -> None:
         """Cancels the request, unless it has ended, and drops what was not read. Repeating it does nothing."""
-        self._connection.check_thread()
-        self._abandon()
+        self._connection.check()
+        self._left = True
+        if not self._state.abandoned:
+            self._connection.drop(self._state)
 
     def __del__(self) -> None:
         # the constructor may have failed
-        if hasattr(self, "_state"):
+        if hasattr(self, "_left"):
             self._abandon()
 
     def _abandon(self) -> None:
+        self._left = True
         self._connection.abandon(self._state)
 
-    def _take(self) -> Delta | None:
-        """The next delta; None if there is none yet, or (``ended``) will be none."""
-        delta = self._connection.session.take(self._state)
-        # Only with a delta in hand: a pump after None could end the stream with an error that nobody takes any more.
-        if delta is not None and self._connection.waits_to_send:
-            self._connection.pump()
-        return delta
+    def _now(self) -> Delta | None:
+        """The next delta, if it has come; None if there is none yet or (``_over``) will be none.
+
+        Raises how the request ended, and what ``on_progress`` raises.
+        """
+        if self._left:
+            return None
+        report, self._state.report = self._state.report, None
+        if report is not None and self._on_progress is not None:
+            self._on_progress(report)
+        return self._connection.take(self._state)
+
+    @property
+    def _over(self) -> bool:
+        """Nothing will come any more, and what came was taken."""
+        return self._left or (self._state.ended and not self._state.deltas and self._state.error is None)
+
+    @property
+    def _stirred(self) -> bool:
+        """Whether ``_now`` has something to do."""
+        state = self._state
+        return self._left or state.ended or bool(state.deltas) or state.report is not None
 
     def _completion(self) -> Completion:
         return Completion(self.text, self.token_ids, self.finish_reason or "", self.usage, self.timings, self.logprobs)

@@ -92,7 +92,7 @@ def test_200_streams_at_once_each_get_their_own_answer(runtime_dir: Path) -> Non
             assert len(set(prompts)) == 200
             assert len(peer.of(Call)) == 400
             assert not client._connection.session._streams
-            assert not client._waiters
+            assert not client._connection._waiters
 
     asyncio.run(main())
 
@@ -167,7 +167,7 @@ async def leave_by_cancelling_a_task_that_reads_without_a_loop(client: AsyncClie
     stream = client.generate("letters", "x")
     await anext(stream)
     task = asyncio.ensure_future(anext(stream))
-    await until(lambda: bool(client._waiters), "the task to wait")
+    await until(lambda: bool(client._connection._waiters), "the task to wait")
     task.cancel()
     await asyncio.wait([task])
     return task, stream
@@ -314,8 +314,11 @@ def test_a_killed_supervisor_ends_every_request_once_and_at_once(runtime_dir: Pa
                 with pytest.raises(ConnectionLost):
                     await call
                 assert time.monotonic() - start < 2
-                with pytest.raises(ConnectionLost):
-                    client.generate("letters", "x")
+                for ask in (client.complete("letters", "x"), client.call("status")):
+                    start = time.monotonic()
+                    with pytest.raises(ConnectionLost, match="no supervisor is running here"):
+                        await ask
+                    assert time.monotonic() - start < 2
 
     asyncio.run(main())
 
@@ -340,7 +343,7 @@ def test_closing_ends_what_waits(runtime_dir: Path) -> None:
         async with connected(runtime_dir, HoldingScript(first=0)) as (_, client):
             stream = client.generate("letters", "x")
             task = asyncio.create_task(stream.complete())
-            await until(lambda: bool(client._waiters), "the task to wait")
+            await until(lambda: bool(client._connection._waiters), "the task to wait")
             await client.close()
             with pytest.raises(ConnectionLost, match="this client was closed"):
                 await task
@@ -361,7 +364,7 @@ def test_misuse_is_refused_by_name(runtime_dir: Path) -> None:
                 await asyncio.to_thread(client.generate, "letters", "x")
             stream = client.generate("letters", "x")
             first = asyncio.create_task(stream.complete())
-            await until(lambda: bool(client._waiters), "the task to wait")
+            await until(lambda: bool(client._connection._waiters), "the task to wait")
             with pytest.raises(RuntimeError, match="one task at a time"):
                 await anext(stream)
             stream.cancel()

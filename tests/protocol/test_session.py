@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.answers import CallState, StreamState
-from protocol.asking import generate_body
+from protocol.asking import generate_request
 from protocol.codec import decode, encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Cancel, Credit, Reply, Welcome
@@ -206,9 +206,17 @@ def test_logprobs_that_cannot_be_read_end_the_stream(entries: object) -> None:
 
 
 def test_what_a_user_gives_becomes_what_the_wire_carries() -> None:
-    body = generate_body(
-        "x", None, None, None, (), {"logit_bias": {5: 1, "7": -2.0}, "banned_tokens": (1, 2), "seed": None, "zzz": 1}
+    body, route = generate_request(
+        {
+            "prompt": "x",
+            "logit_bias": {5: 1, "7": -2.0},
+            "banned_tokens": (1, 2),
+            "seed": None,
+            "zzz": 1,
+            "resume": True,
+        }
     )
+    assert route == {}
     assert body == {"prompt": "x", "logit_bias": {"5": 1, "7": -2.0}, "banned_tokens": (1, 2), "zzz": 1}
     request = parse_generate(pack_body({name: value for name, value in body.items() if name != "zzz"}))
     assert (request.logit_bias, request.banned_tokens) == ({5: 1.0, 7: -2.0}, (1, 2))

@@ -1,0 +1,141 @@
+"""What ``AsyncClient`` hands out: one answer as it comes, or several."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Self
+
+from protocol.answers import Completion, Delta
+from protocol.choices import ChoicesBase
+from protocol.loop_connection import LoopConnection
+from protocol.stream import StreamBase
+
+
+class AsyncStream(StreamBase):
+    """The answer to one request, as it comes: iterate over it (``async for``) for ``Delta`` objects.
+
+    Leaving the loop (break, an exception, ``close()``, or dropping the stream) cancels the request, and so does
+    cancelling the task that waits for its next delta. ``cancel()`` asks for its end and lets you read up to it, where
+    ``finish_reason`` is "cancelled". Iterating raises WireError with the code the request ended with (ConnectionLost
+    among them), once; TimeoutError as ``Client.generate`` says. One task at a time reads a stream.
+    """
+
+    _connection: LoopConnection
+
+    def __aiter__(self) -> "_StreamLoop":
+        # an object of its own, which dies with the loop: the loop was left even where the stream is still referred to
+        return _StreamLoop(self)
+
+    async def __anext__(self) -> Delta:
+        self._connection.check()
+        while True:
+            delta = self._now()
+            if delta is not None:
+                return delta
+            if self._over:
+                raise StopAsyncIteration
+            try:
+                await self._wait_any([self], self._timeout)
+            except TimeoutError:
+                self.close()
+                raise TimeoutError(
+                    f"no event of request {self.request_id} within {self._timeout} s: it was cancelled"
+                ) from None
+            except asyncio.CancelledError:
+                # a cancelled task can be kept for long, and its frames with it: do not leave this to the stream's end
+                self.close()
+                raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def aclose(self) -> None:
+        """``close()``, for contextlib.aclosing."""
+        self.close()
+
+    async def complete(self) -> Completion:
+        """Reads to the end; the whole answer."""
+        async for _ in self:
+            pass
+        return self._completion()
+
+    async def _wait_any(self, streams: "Sequence[AsyncStream]", timeout: float | None) -> None:
+        """Until something happens to one of these. Raises TimeoutError."""
+        if not any(stream._stirred for stream in streams):
+            await self._connection.wait([stream._state for stream in streams], timeout)
+
+
+class _StreamLoop:
+    """What an ``async for`` loop holds. Its end is the end of the loop."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: AsyncStream) -> None:
+        self._stream = stream
+
+    def __aiter__(self) -> "_StreamLoop":
+        return self
+
+    def __anext__(self) -> Awaitable[Delta]:
+        return self._stream.__anext__()
+
+    def __del__(self) -> None:
+        self._stream._abandon()
+
+
+class AsyncChoices(ChoicesBase[AsyncStream]):
+    """As ``Choices``, for ``async for``. Cancelling the task that waits cancels all, too."""
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+        return _ChoicesLoop(self)
+
+    async def __anext__(self) -> tuple[int, Delta]:
+        while True:
+            if (came := self._now()) is not None:
+                return came
+            waiting = self._unfinished
+            if not waiting:
+                raise StopAsyncIteration
+            try:
+                await waiting[0]._wait_any(waiting, self._timeout)
+            except TimeoutError:
+                raise self._timed_out() from None
+            except BaseException:  # the task was cancelled, and may be kept for long
+                self.close()
+                raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def aclose(self) -> None:
+        """``close()``, for contextlib.aclosing."""
+        self.close()
+
+    async def complete(self) -> list[Completion]:
+        """Reads all to their ends; the whole answers, by index."""
+        async for _ in self:
+            pass
+        return [stream._completion() for stream in self.streams]
+
+
+class _ChoicesLoop:
+    """What an ``async for`` loop holds. Its end is the end of the loop."""
+
+    __slots__ = ("_choices",)
+
+    def __init__(self, choices: AsyncChoices) -> None:
+        self._choices = choices
+
+    def __aiter__(self) -> "_ChoicesLoop":
+        return self
+
+    async def __anext__(self) -> tuple[int, Delta]:
+        return await self._choices.__anext__()
+
+    def __del__(self) -> None:
+        self._choices._abandon()

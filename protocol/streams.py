@@ -1,0 +1,129 @@
+"""What ``Client`` hands out: one answer as it comes, or several."""
+
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+from protocol.answers import Completion, Delta
+from protocol.choices import ChoicesBase
+from protocol.shared_connection import SharedConnection
+from protocol.stream import StreamBase
+
+
+class Stream(StreamBase):
+    """The answer to one request, as it comes: iterate over it for ``Delta`` objects.
+
+    Leaving the loop (break, an exception, ``close()``, or dropping the stream) cancels the request. ``cancel()`` asks
+    for its end and lets you read up to it, where ``finish_reason`` is "cancelled". Iterating raises WireError with the
+    code the request ended with (ConnectionLost among them), once; TimeoutError as ``generate`` says. One thread at a
+    time reads a stream; any may cancel it.
+    """
+
+    _connection: SharedConnection
+
+    def __iter__(self) -> Iterator[Delta]:
+        # an object of its own, which dies with the loop: the loop was left even where the stream is still referred to
+        return _StreamLoop(self)
+
+    def __next__(self) -> Delta:
+        self._connection.check()
+        while True:
+            delta = self._now()
+            if delta is not None:
+                return delta
+            if self._over:
+                raise StopIteration
+            if not self._wait_any([self], self._timeout):
+                self.close()
+                raise TimeoutError(f"no event of request {self.request_id} within {self._timeout} s: it was cancelled")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def complete(self) -> Completion:
+        """Reads to the end; the whole answer."""
+        for _ in self:
+            pass
+        return self._completion()
+
+    def _wait_any(self, streams: "Sequence[Stream]", timeout: float | None) -> bool:
+        """Until there is something of one of these; False if any event at all was longer in coming than ``timeout``."""
+        states = [stream._state for stream in streams]
+        arrivals = sum(state.arrivals for state in states)
+
+        def done() -> bool:
+            # ACCEPTED brings nothing to read, but counts as a sign of life
+            return any(s._stirred for s in streams) or sum(state.arrivals for state in states) != arrivals
+
+        return self._connection.wait(states, done, timeout)
+
+
+class _StreamLoop:
+    """What a ``for`` loop holds. Its end is the end of the loop."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> "_StreamLoop":
+        return self
+
+    def __next__(self) -> Delta:
+        return next(self._stream)
+
+    def __del__(self) -> None:
+        self._stream._abandon()
+
+
+class Choices(ChoicesBase[Stream]):
+    """Iterate for (index, ``Delta``), as they come from any.
+
+    Leaving the loop (break, an exception, ``close()``, or dropping this) cancels all that are unfinished. Where one
+    ends with an error, the others are cancelled and the WireError is raised, with ``index`` set.
+    """
+
+    def __iter__(self) -> Iterator[tuple[int, Delta]]:
+        return _ChoicesLoop(self)
+
+    def __next__(self) -> tuple[int, Delta]:
+        while True:
+            if (came := self._now()) is not None:
+                return came
+            waiting = self._unfinished
+            if not waiting:
+                raise StopIteration
+            if not waiting[0]._wait_any(waiting, self._timeout):
+                raise self._timed_out()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def complete(self) -> list[Completion]:
+        """Reads all to their ends; the whole answers, by index."""
+        for _ in self:
+            pass
+        return [stream._completion() for stream in self.streams]
+
+
+class _ChoicesLoop:
+    """What a ``for`` loop holds. Its end is the end of the loop."""
+
+    __slots__ = ("_choices",)
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices = choices
+
+    def __iter__(self) -> "_ChoicesLoop":
+        return self
+
+    def __next__(self) -> tuple[int, Delta]:
+        return next(self._choices)
+
+    def __del__(self) -> None:
+        self._choices._abandon()
