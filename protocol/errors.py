@@ -74,7 +74,10 @@ class WireError(Exception):
     message         one sentence for a person: what is wrong and what to do
     field           the offending field of the request, or None
     retry_after_ms  when a retry may help, in milliseconds, or None
+    index           which choice of several it ended, set by the client library's ``choices``
     """
+
+    index: int | None = None
 
     def __init__(
         self, code: ErrorCode, message: str, *, field: str | None = None, retry_after_ms: int | None = None
