@@ -37,4 +37,5 @@ def connect(runtime_dir: Path, *, admin: bool = False) -> "Client":
     """A client of the running supervisor. Raises ConnectionLost, which ends the command with exit code 69."""
     from protocol.client import Client  # not for `check` and `logs`: a third of what they take
 
-    return Client(runtime_dir=runtime_dir, admin=admin)
+    # a command is about the supervisor that it began with
+    return Client(runtime_dir=runtime_dir, admin=admin, reconnect=False)

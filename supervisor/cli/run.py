@@ -246,7 +246,7 @@ class _Interrupts:
 
 
 async def _connect(runtime_dir: Path) -> AsyncClient:
-    client = AsyncClient(runtime_dir=runtime_dir)
+    client = AsyncClient(runtime_dir=runtime_dir, reconnect=False)
     await client.__aenter__()
     return client
 
