@@ -18,8 +18,8 @@ FRESH_S = 1.0
 
 @dataclass
 class _Watched:
-    """One model's. ``gpus``: indices that its pins mean, None before a reading has told. ``seen``: pid of its last worker
-    that NVML listed alive."""
+    """One model's. ``gpus``: indices that its pins mean, None before a reading has told. ``seen``: pid of its last
+    worker that NVML listed alive."""
 
     pins: Collection[str]
     gpus: frozenset[int] | None = None

@@ -1,15 +1,24 @@
 """Real workers end as torch and CUDA make them end: `status` says which fault it was, and what to do."""
 
+from typing import Any
+
 import pytest
 
 from protocol.errors import ErrorCode, WireError
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
-from tests.serving import engine, wait_until
+from tests.serving import Serving, engine, wait_until
 
 
-def faulty(kind: str, **keys: object) -> dict[str, object]:
+def faulty(kind: str, **keys: Any) -> dict[str, Any]:
     return {**engine(**keys), "engine": f"tests.faulty_engines:{kind}"}
+
+
+def exit_after(serving: Serving, restarts: int) -> dict[str, Any]:
+    """The last exit of model ``a`` once it has been restarted more often than that."""
+    wait_until(lambda: serving.status("a")["restarts"] > restarts, 10, "another worker")
+    told: dict[str, Any] = serving.status("a")["last_exit"]
+    return told
 
 
 def test_the_fault_of_a_step_is_told_apart(serve: Serve) -> None:
@@ -22,12 +31,11 @@ def test_the_fault_of_a_step_is_told_apart(serve: Serve) -> None:
         "ram": ("out of memory", "RAM, not VRAM"),
         "assert": ("CUDA error", "device-side assert triggered"),
     }
-    for fault, (reason, says) in wanted.items():
+    for restarts, (fault, (reason, says)) in enumerate(wanted.items()):
         before = serving.wait_state("a", "ready")
         with serving.client() as client, pytest.raises(WireError):
             client.complete("a", f"bad {fault}", max_tokens=50)
-        wait_until(lambda before=before: serving.status("a")["generation"] > before["generation"], 10, "another worker")
-        told = serving.status("a")["last_exit"]
+        told = exit_after(serving, restarts)
         assert (told["code"], told["reason"]) == (70, reason), told
         assert says in told["message"]
         assert "CUDA_DSA" not in told["message"]

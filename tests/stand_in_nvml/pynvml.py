@@ -1,0 +1,65 @@
+"""What supervisor.gpus uses of nvidia-ml-py, told by a JSON file instead of a driver: see tests/system/test_vram.py.
+
+``MODELCTL_TEST_BOX`` names the file: {"gpus": [{"uuid", "total", "processes": {pid: bytes}}], "error": text or null}.
+It is read anew at every call, so that a test can change the box by replacing the file.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+
+class NVMLError(Exception):
+    """As the package's own: every call may raise it."""
+
+
+@dataclass
+class Memory:
+    total: int
+    used: int
+    free: int
+
+
+@dataclass
+class Process:
+    pid: int
+    usedGpuMemory: int | None
+
+
+def _box() -> dict[str, Any]:
+    with open(os.environ["MODELCTL_TEST_BOX"]) as f:
+        box: dict[str, Any] = json.load(f)
+    if box["error"]:
+        raise NVMLError(box["error"])
+    return box
+
+
+def nvmlInit() -> None:
+    with open(os.environ["MODELCTL_TEST_BOX"]) as f:
+        if error := json.load(f).get("init_error"):
+            raise NVMLError(error)
+
+
+def nvmlDeviceGetCount() -> int:
+    with open(os.environ["MODELCTL_TEST_BOX"]) as f:
+        return len(json.load(f)["gpus"])
+
+
+def nvmlDeviceGetHandleByIndex(index: int) -> int:
+    return index
+
+
+def nvmlDeviceGetUUID(handle: int) -> str:
+    with open(os.environ["MODELCTL_TEST_BOX"]) as f:
+        return str(json.load(f)["gpus"][handle]["uuid"])
+
+
+def nvmlDeviceGetMemoryInfo(handle: int) -> Memory:
+    gpu = _box()["gpus"][handle]
+    used = sum(size or 0 for size in gpu["processes"].values())
+    return Memory(gpu["total"], used, gpu["total"] - used)
+
+
+def nvmlDeviceGetComputeRunningProcesses(handle: int) -> list[Process]:
+    return [Process(int(pid), size) for pid, size in _box()["gpus"][handle]["processes"].items()]

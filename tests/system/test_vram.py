@@ -1,0 +1,283 @@
+"""A worker is spawned when the memory of the last one on its GPU is back: real supervisors, NVML told by a file.
+
+The stand-in for the package ``pynvml`` reads a description of a box; the test says what the driver would.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Serve
+from tests.deterministic_engine import answer
+from tests.serving import ROOT, Serving, engine, wait_until
+
+GIB = 1 << 30
+STRANGER = 4_000_000_000
+"""No pid of Linux."""
+
+
+class Box:
+    """GPUs as NVML tells them. Every change replaces the file, so that no reading sees half of it."""
+
+    def __init__(self, path: Path, gpus: int = 2) -> None:
+        self._path = path
+        self._told: dict[str, Any] = {
+            "gpus": [{"uuid": f"GPU-{i}a2b3c4d-0000", "total": 80 * GIB, "processes": {}} for i in range(gpus)],
+            "error": None,
+            "init_error": None,
+        }
+        self._write()
+
+    def holds(self, gpu: int, pid: int, size: int | None = 12 * GIB) -> None:
+        self._told["gpus"][gpu]["processes"][str(pid)] = size
+        self._write()
+
+    def gives_back(self, pid: int) -> None:
+        for gpu in self._told["gpus"]:
+            gpu["processes"].pop(str(pid), None)
+        self._write()
+
+    def fails(self, error: str | None, *, at_init: bool = False) -> None:
+        self._told["init_error" if at_init else "error"] = error
+        self._write()
+
+    def _write(self) -> None:
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps(self._told))
+        fresh.replace(self._path)
+
+
+@pytest.fixture
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
+    """Two GPUs, empty. Supervisors started after this know no others."""
+    path = tmp_path / "box.json"
+    monkeypatch.setenv("MODELCTL_TEST_BOX", str(path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "stand_in_nvml"))
+    return Box(path)
+
+
+def on(gpu: int | str | list[int], kind: str = "DeterministicEngine", **keys: Any) -> dict[str, Any]:
+    return engine(kind, gpu=gpu, **keys)
+
+
+def load(serving: Serving, box: Box, model: str, gpu: int = 0) -> int:
+    """The pid of a ready model, whose memory the box shows from now on."""
+    pid: int = serving.wait_state(model, "ready")["pid"]
+    box.holds(gpu, pid)
+    return pid
+
+
+def wait_log(serving: Serving, text: str) -> None:
+    wait_until(lambda: text in serving.log(), 10, f"{text!r} in the log")
+
+
+def stays(condition: Callable[[], bool], polls: int = 10) -> bool:
+    """Whether it holds over so many status answers, each a turn of the supervisor's loop, 20 ms (a poll) apart."""
+    for _ in range(polls):
+        if not condition():
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_the_next_worker_waits_for_the_memory_of_the_killed_one(serve: Serve, box: Box) -> None:
+    serving = serve({"a": on(0)})
+    pid = load(serving, box, "a")
+    assert wait_until(lambda: serving.status("a")["vram_bytes"], 3) == 12 * GIB
+    os.kill(pid, signal.SIGKILL)
+    wait_log(serving, f"a: waits for the VRAM of pid {pid}")
+    status = serving.status("a")
+    assert (status["state"], status["pid"], status["vram_return"]) == ("starting", None, "awaited")
+    assert stays(lambda: serving.status("a")["pid"] is None)
+    with serving.client() as client:
+        waiting = client.generate("a", "patience", max_tokens=5)  # accepted meanwhile, served afterwards
+        box.gives_back(pid)
+        assert waiting.complete().text == answer("patience", 5)
+    status = serving.wait_state("a", "ready")
+    assert (status["generation"], status["vram_return"]) == (2, "back")
+    assert 150 < status["vram_returned_ms"] < 10_000
+    assert f"a: VRAM back after {status['vram_returned_ms']:.0f} ms (GPU 0, pid {pid})" in serving.log()
+
+
+def test_stop_returns_when_the_memory_is_back(serve: Serve, box: Box) -> None:
+    serving = serve({"a": on(0)})
+    pid = load(serving, box, "a")
+    command = subprocess.Popen(
+        [sys.executable, "-m", "supervisor", "stop", "a", "--runtime-dir", str(serving.runtime_dir)],
+        env=serving.environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        serving.wait_state("a", "stopped")
+        assert serving.status("a")["vram_return"] == "awaited"
+        assert serving.status("a")["vram_returned_ms"] is None
+        assert stays(lambda: command.poll() is None)
+        box.gives_back(pid)
+        _, told = command.communicate(timeout=10)
+    finally:
+        command.kill()
+        command.wait()
+    assert command.returncode == 0
+    assert "not back" not in told
+    status = serving.status("a")
+    assert (status["vram_return"], status["vram_bytes"]) == ("back", None)
+    assert status["vram_returned_ms"] > 150
+    assert "vram_returned_ms" in serving.modelctl("status", "a", "--json").stdout
+
+
+def test_a_model_waits_for_another_ones_memory_only_on_its_own_gpu(serve: Serve, box: Box) -> None:
+    models = {
+        "a": on(0),
+        "same": on("GPU-0A2B3C4D", autostart=False),  # the same GPU, by the beginning of its UUID
+        "both": on([0, 1], autostart=False),
+        "other": on(1, autostart=False),
+    }
+    serving = serve(models)
+    pid = load(serving, box, "a")
+    serving.order("stop", model="a")
+    serving.wait_state("a", "stopped")
+    for model in ("same", "both", "other"):
+        serving.order("start", model=model)
+    serving.wait_state("other", "ready")
+    for model in ("same", "both"):
+        assert f"{model}: waits for the VRAM of pid {pid}" in serving.log()
+        assert serving.status(model)["pid"] is None
+    assert "other: waits" not in serving.log()
+    assert serving.status("a")["vram_return"] == "awaited"
+    box.gives_back(pid)
+    for model in ("same", "both"):
+        assert serving.wait_state(model, "ready")["generation"] == 1
+
+
+def test_two_dead_workers_are_waited_for_each_by_its_own(serve: Serve, box: Box) -> None:
+    serving = serve({"a": on(0), "b": on(1)})
+    pids = {model: load(serving, box, model, gpu) for gpu, model in enumerate("ab")}
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    for model, pid in pids.items():
+        wait_log(serving, f"{model}: waits for the VRAM of pid {pid}")
+    box.gives_back(pids["b"])
+    serving.wait_state("b", "ready")
+    assert serving.status("a")["pid"] is None
+    box.gives_back(pids["a"])
+    serving.wait_state("a", "ready")
+
+
+def test_stop_during_the_wait(serve: Serve, box: Box) -> None:
+    serving = serve({"a": on(0), "b": on(1)})
+    pid = load(serving, box, "a")
+    os.kill(pid, signal.SIGKILL)
+    wait_log(serving, "a: waits for the VRAM")
+    serving.order("stop", model="a")
+    status = serving.wait_state("a", "stopped")
+    assert (status["last_exit"]["reason"], status["vram_return"]) == ("asked", "awaited")
+    box.gives_back(pid)
+    wait_log(serving, "a: VRAM back")
+    assert stays(lambda: (serving.status("a")["state"], serving.status("a")["pid"]) == ("stopped", None))
+    # and once more, now started again while the memory is still out: one worker comes of it
+    serving.order("start", model="a")
+    pid = load(serving, box, "a")
+    os.kill(pid, signal.SIGKILL)
+    wait_log(serving, f"a: waits for the VRAM of pid {pid}")
+    serving.order("restart", model="a")
+    assert stays(lambda: serving.status("a")["pid"] is None)
+    box.gives_back(pid)
+    generation = serving.wait_state("a", "ready")["generation"]
+    assert len([p for p in serving.processes() if p.pid == serving.status("a")["pid"]]) == 1
+    assert stays(lambda: serving.status("a")["generation"] == generation)
+
+
+def test_shutdown_waits_for_the_memory_too(serve: Serve, box: Box) -> None:
+    serving = serve({"a": on(0)})
+    pid = load(serving, box, "a")
+    serving.order("shutdown")
+    wait_until(lambda: serving.status("a")["vram_return"] == "awaited")
+    assert stays(lambda: serving.process.poll() is None)
+    box.gives_back(pid)
+    assert serving.process.wait(5) == 0
+
+
+def test_a_failing_nvml_is_said_once_and_stops_nothing(serve: Serve, box: Box) -> None:
+    serving = serve({"a": on(0), "b": on(1)}, restart={"limit": 50, "initial": "10ms", "max": "20ms"})
+    pid = load(serving, box, "a")
+    os.kill(pid, signal.SIGKILL)
+    wait_log(serving, "a: waits for the VRAM")
+    box.fails("GPU is lost")  # in the middle of the wait: nothing can be waited for any more
+    assert serving.wait_state("a", "ready")["vram_return"] == "not back"
+    wait_log(serving, "is not back after")
+    for _ in range(3):
+        before = serving.status("a")
+        os.kill(before["pid"], signal.SIGKILL)
+        wait_until(lambda before=before: serving.status("a")["generation"] > before["generation"])  # type: ignore[misc]
+        assert serving.wait_state("a", "ready")["vram_return"] == "not watched"
+    overview = serving.overview()
+    assert (overview["gpus"], overview["models"][0]["vram_bytes"]) == ([], None)
+    assert serving.log().count("VRAM cannot be read: NVML: GPU is lost") == 1
+    with serving.client() as client:
+        assert client.complete("b", "still here", max_tokens=5).text == answer("still here", 5)
+    # it answers again: memory is waited for again
+    box.fails(None)
+    pid = load(serving, box, "a")
+    os.kill(pid, signal.SIGKILL)
+    wait_log(serving, f"a: waits for the VRAM of pid {pid}")
+    box.gives_back(pid)
+    assert serving.wait_state("a", "ready")["vram_return"] == "back"
+
+
+def test_an_nvml_that_fails_at_first_is_used_when_it_answers(serve: Serve, box: Box) -> None:
+    """Regression: pins that could not be looked up at the start meant no GPU for ever."""
+    box.fails("Unknown Error")
+    serving = serve({"a": on("GPU-0a2b3c4d")})
+    assert "VRAM cannot be read: NVML: Unknown Error" in serving.log()
+    box.fails(None)
+    pid = load(serving, box, "a")
+    wait_until(lambda: serving.status("a")["vram_bytes"], 3)
+    os.kill(pid, signal.SIGKILL)
+    wait_log(serving, f"a: waits for the VRAM of pid {pid}")
+    box.gives_back(pid)
+    assert serving.wait_state("a", "ready")["vram_return"] == "back"
+
+
+def test_without_a_driver_it_says_so_and_serves(serve: Serve, box: Box) -> None:
+    box.fails("Driver Not Loaded", at_init=True)
+    serving = serve({"a": on(0)})
+    assert serving.log().count("VRAM is not watched: NVML: Driver Not Loaded") == 1
+    os.kill(serving.status("a")["pid"], signal.SIGKILL)
+    wait_until(lambda: serving.status("a")["generation"] == 2)
+    assert serving.wait_state("a", "ready")["vram_return"] == "not watched"
+
+
+def test_memory_of_others_is_not_waited_for(serve: Serve, box: Box) -> None:
+    box.holds(0, STRANGER, 60 * GIB)
+    box.holds(1, os.getpid(), None)  # some drivers do not tell sizes
+    serving = serve({"a": on(0, "SlowLoad", load_s=0.5)}, wait=False)
+    pid = serving.wait_state("a", "loading")["pid"]
+    box.holds(0, pid)
+    serving.wait_state("a", "ready")
+    assert serving.overview()["gpus"][0]["used_bytes"] == 72 * GIB
+    box.gives_back(pid)  # before the process is gone, so that nothing is left to wait for
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: serving.status("a")["generation"] == 2)
+    status = serving.wait_state("a", "ready")
+    assert (status["vram_return"], status["vram_returned_ms"]) == ("back", 0.0)
+    assert "waits for the VRAM" not in serving.log()
+
+
+def test_a_box_that_knows_other_pids_is_not_waited_for_and_that_is_said_once(serve: Serve, box: Box) -> None:
+    """As in a container: NVML lists the host's numbers."""
+    box.holds(0, STRANGER)
+    serving = serve({"a": on(0)})
+    for generation in (2, 3):
+        os.kill(serving.status("a")["pid"], signal.SIGKILL)
+        wait_until(lambda generation=generation: serving.status("a")["generation"] == generation)  # type: ignore[misc]
+        assert serving.wait_state("a", "ready")["vram_return"] == "not watched"
+    assert serving.log().count("NVML never listed its worker pid") == 1
