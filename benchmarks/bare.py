@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from benchmarks.harness import Request, Run, spec_of
-from model_worker.engine import Finished, Job
+from model_worker.engine import Finished, Job, Prefilling
 from model_worker.engines import build_engine
 from model_worker.engines.model_dir import ModelDir
 from protocol.request import SamplingParams
@@ -105,6 +105,8 @@ class BareEngine:
             now = time.perf_counter()
             going_on = 0
             for event in events:
+                if isinstance(event, Prefilling):
+                    continue
                 going_on += bool(streams[event.job])
                 streams[event.job].append((now - begun, len(event.token_ids)))
                 left -= isinstance(event, Finished)
