@@ -103,7 +103,8 @@ class Fleet:
 
     @property
     def all_stopped(self) -> bool:
-        return not self.vram.awaited and all(replica.process is None for replica in self.replicas.values())
+        """No process is left. Their VRAM may still be on its way back: ``vram.awaited``."""
+        return all(replica.process is None for replica in self.replicas.values())
 
     # --- what workers say ---------------------------------------------------------------------------------------
 

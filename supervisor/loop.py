@@ -84,7 +84,7 @@ class Supervisor:
         self.scheduler = Scheduler(holds=HoldLimits(stall_s=settings.stall), strikes=settings.strike_policy)
         self._asks = Asks()
         self._expiry: Timer | None = None
-        self.shutting_down = False
+        self.shutting_down = self._impatient = False
         self._worker_frames_dropped = 0
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
@@ -134,11 +134,15 @@ class Supervisor:
         self._reactor.every(RATE_WINDOW_S, lambda: self.fleet.sample_rates(RATE_WINDOW_S))
         gc.collect()
         gc.freeze()
-        while not (self.shutting_down and self.fleet.all_stopped):
+        while not self._is_done:
             self._reactor.turn()
         self._log.info("every model is stopped; leaving")
         self._close()
         return 0
+
+    @property
+    def _is_done(self) -> bool:
+        return self.shutting_down and self.fleet.all_stopped and (self._impatient or not self.fleet.vram.awaited)
 
     def _close(self) -> None:
         for port in (self._front, self._admin):
@@ -214,8 +218,10 @@ class Supervisor:
         }
 
     def begin_shutdown(self, cause: str, *, now: bool = False) -> None:
-        """Stop every model and leave when all are down. A second, impatient call skips the waiting."""
+        """Stop every model and leave when all are down and their VRAM is back. A second, impatient call skips the
+        waiting."""
         self._log.info("shutting down%s: %s", " now" if now else "", cause)
+        self._impatient = self._impatient or now
         if not self.shutting_down:
             self.shutting_down = True
             frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
