@@ -4,13 +4,18 @@ The worker is the authority; clients send what they are given and get an error t
 """
 
 import json
-from typing import Annotated, Any
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from protocol.chat import ChatMessage, Conversation
 from protocol.codec import unpack_body
 from protocol.errors import FrameError, RequestError
 from protocol.field_errors import request_error
+from protocol.presets import fill
 from protocol.sampling_params import FieldsDisagree, SamplingParams, TokenId
 
 __all__ = ["ALIASES", "ChatMessage", "GenerateRequest", "SamplingParams", "parse_generate"]
@@ -62,26 +67,15 @@ def _schema_text(given: Any) -> Any:
     return text
 
 
-class ChatMessage(BaseModel):
-    """One turn of a conversation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    role: Annotated[str, Field(pattern="^(system|user|assistant|tool)$")]
-    content: str
-
-
-class GenerateRequest(SamplingParams):
+class GenerateRequest(SamplingParams, Conversation):
     """The body of GENERATE. Exactly one of prompt, messages and token_ids."""
 
     prompt: str | None = None
     """Text, taken as it is (no template)."""
-    messages: Annotated[tuple[ChatMessage, ...], Field(strict=False, min_length=1, fail_fast=True)] | None = None
-    """A conversation, rendered with the model's own chat template."""
     token_ids: bytes | None = None
     """Token ids, u32 little endian."""
     max_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
-    """Most tokens to generate; unset is what is left of the context."""
+    """Most tokens to generate; unset is the model's default or limit, and at most what is left of the context."""
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
         Field(strict=False, max_length=16, fail_fast=True),
@@ -119,6 +113,9 @@ class GenerateRequest(SamplingParams):
     """Report the natural logarithm of each token's probability, before any sampling parameter."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     """Report so many of the likeliest tokens beside each; needs logprobs."""
+    preset: Literal["none", "steady"] | None = None
+    """Sampling parameters by a name, for those that are left out: ``protocol.presets``. "none" undoes the preset among
+    the model's defaults."""
     negative_prompt: str | None = None
     """The text that cfg_scale leads away from; unset is the model's beginning-of-sequence token alone (a model without
     one needs a text)."""
@@ -155,9 +152,31 @@ class GenerateRequest(SamplingParams):
             return "choice", json.dumps(self.choice)
         return next(((name, text) for name in CONSTRAINTS[:2] if (text := getattr(self, name)) is not None), None)
 
+    def check_limits(self, limits: Mapping[str, Any], given: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Raises RequestError, naming the field, for what is beyond a model's hard limits.
 
-def parse_generate(body: bytes) -> GenerateRequest:
-    """The validated request in a GENERATE body. Raises RequestError naming the field, its value and its limit."""
+        limits  ``sampling_defaults.LIMITS``; prompt_tokens are not counted here
+        given   {field: the other name that it was given by}
+        """
+        for name, most in limits.items():
+            value = getattr(self, name, None)
+            if value is not None and value > most:
+                shown = given.get(name, name)
+                raise RequestError(f"{shown} is {value:.15g}: this model allows at most {most:.15g}", field=shown)
+        if self.min_tokens > limits.get("max_tokens", self.min_tokens):
+            shown = given.get("min_tokens", "min_tokens")
+            raise RequestError(
+                f"{shown} is {self.min_tokens}: this model allows at most {limits['max_tokens']} tokens", field=shown
+            )
+
+
+def parse_generate(
+    body: bytes, defaults: Mapping[str, Any] = MappingProxyType({}), limits: Mapping[str, Any] = MappingProxyType({})
+) -> GenerateRequest:
+    """The validated request in a GENERATE body. Raises RequestError naming the field, its value and its limit.
+
+    defaults, limits  the model's, as ``protocol.sampling_defaults`` passed them
+    """
     try:
         fields = unpack_body(body)
     except FrameError as e:
@@ -165,11 +184,17 @@ def parse_generate(body: bytes) -> GenerateRequest:
     given = _rename(fields)
     if type(top_k := fields.get("top_k")) is int and top_k == -1:
         fields["top_k"] = 0  # as other servers have it
+    set_by_model = fill(fields, defaults)
     try:
-        return GenerateRequest.model_validate(fields)
+        request = GenerateRequest.model_validate(fields)
     except ValidationError as e:
         known = [*GenerateRequest.model_fields, *ALIASES]
-        raise request_error(e.errors(include_url=False)[0], GenerateRequest, ChatMessage, known, given) from None
+        error = request_error(e.errors(include_url=False)[0], GenerateRequest, ChatMessage, known, given)
+        if named := sorted(set_by_model.intersection(re.findall(r"\w+", error.message))):
+            error.message += f" ({' and '.join(named)} by this model's defaults)"
+        raise error from None
+    request.check_limits(limits, given)
+    return request
 
 
 def _rename(fields: dict[str, Any]) -> dict[str, str]:

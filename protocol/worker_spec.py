@@ -36,6 +36,8 @@ class WorkerSpec:
     routing_id      unguessable identity of this generation on that socket
     log_path        file that takes the worker's stdout and stderr
     supervisor_pid  the worker ends itself when this is no longer its parent
+    sampling        what requests leave out: ``sampling_defaults.DEFAULTS``, as ``check_sampling`` passed it
+    limits          what requests may not exceed: ``sampling_defaults.LIMITS``, as ``check_limits`` passed it
     """
 
     engine: EngineSpec
@@ -45,3 +47,5 @@ class WorkerSpec:
     routing_id: bytes
     log_path: str
     supervisor_pid: int
+    sampling: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)

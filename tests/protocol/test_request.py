@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from protocol.chat import Conversation
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError
 from protocol.request import ALIASES, GenerateRequest, SamplingParams, parse_generate
@@ -51,7 +52,7 @@ FIELDS: dict[str, list[Any]] = {
     "logit_bias": [{}, {"5": 1, "7": -100.0}, None], "banned_tokens": [[], [5, 7]], "allowed_tokens": [[1]],
     "ignore_eos": [True], "cfg_scale": [0, 1.5], "seed": [0, (1 << 63) - 1, None], "max_tokens": [1, None],
     "stop": [["a"]], "min_tokens": [0, 9], "stop_token_ids": [[2, 3]], "banned_strings": [["shiver", "spine"]],
-    "token_healing": [True], "logprobs": [True, False], "top_logprobs": [0],
+    "token_healing": [True], "logprobs": [True, False], "top_logprobs": [0], "preset": ["none", None],
     "json_schema": ['{"type":"integer"}', None], "regex": ["[a-z]+", None], "choice": [["yes", "no"], None],
 }  # fmt: skip
 
@@ -68,7 +69,7 @@ def test_every_field_is_taken(field: str, value: Any) -> None:
 
 
 def test_no_field_goes_untested() -> None:
-    others = {"prompt", "messages", "token_ids", "negative_prompt"}
+    others = {"prompt", "token_ids", "negative_prompt", *Conversation.model_fields}
     assert set(GenerateRequest.model_fields) == FIELDS.keys() | others
     assert set(ALIASES.values()) <= set(GenerateRequest.model_fields)
     assert not ALIASES.keys() & set(GenerateRequest.model_fields)
@@ -267,7 +268,7 @@ def test_a_bad_value_is_named_with_its_limit(field: str, value: object, message:
         ({"messages": SECRET}, "messages is a string of 24 characters: must be a list of messages", "messages"),
         ({"messages": []}, "messages is a list of 0 elements: must be at least 1 long", "messages"),
         ({"messages": [SECRET]}, "messages.0 is a string of 24 characters: must be a map of role and", "messages.0"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content is missing", "messages.0.content"),
+        ({"messages": [{"role": "user"}]}, "messages.0 is a map: content must be a string", "messages.0"),
         (
             {"messages": [{"role": SECRET, "content": SECRET}]},
             "messages.0.role is a string of 24 characters: must be system, user, assistant or tool",

@@ -1,0 +1,100 @@
+"""A conversation as a client sends it, for the model's own chat template: messages, tools, variables."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from protocol.sampling_params import FieldsDisagree
+
+MOST_TOOLS = 256
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"})
+"""Variables of a template that are not the client's to set."""
+
+
+def _map(given: Any) -> Any:
+    """A map with names as keys. Raises ValueError."""
+    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+        raise ValueError("must be a map with strings as keys")
+    return given
+
+
+def _variables(given: Any) -> Any:
+    if given is None:
+        return None
+    for name in _map(given):
+        if name in RESERVED or not name.isidentifier() or name.startswith("_"):
+            raise ValueError("must not set variables that are the template's own, or that no template can name")
+    return given
+
+
+def _maps(given: Any) -> Any:
+    if given is not None and not isinstance(given, list | tuple):
+        raise ValueError("must be a list of maps")
+    for entry in given or ():
+        _map(entry)
+    return given
+
+
+Maps = Annotated[tuple[dict[str, Any], ...] | None, Field(strict=False, max_length=MOST_TOOLS), BeforeValidator(_maps)]
+
+
+class ChatMessage(BaseModel):
+    """One turn of a conversation. The template is given what was given here, and nothing else."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    role: Annotated[str, Field(pattern="^(system|user|assistant|tool)$")]
+    content: str | None = None
+    """May be left out, or nil, in an assistant's turn with tool_calls only."""
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: Maps = None
+    """An assistant's: maps as the template expects them, usually {type, function: {name, arguments}}."""
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "ChatMessage":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are an assistant's, not a {self.role}'s")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content must be a string (except in an assistant's turn with tool_calls)")
+        return self
+
+
+class Conversation(BaseModel):
+    """The fields of GENERATE and of tokenize that the chat template sees."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    messages: Annotated[tuple[ChatMessage, ...], Field(strict=False, min_length=1, fail_fast=True)] | None = None
+    """A conversation, rendered with the model's own chat template. A special token written in a message's text becomes
+    that token, as in a prompt."""
+    tools: Maps = None
+    """What the assistant may call: maps that the template is given as they are, usually {type, function: {name,
+    description, parameters}}."""
+    template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_variables)] = None
+    """Further variables of the template, {enable_thinking: false}, say."""
+    add_generation_prompt: bool | None = None
+    """Whether the text ends where the assistant speaks next; unset is yes, unless continue_final_message."""
+    continue_final_message: bool = False
+    """The answer goes on where the last message ends, instead of beginning a turn."""
+
+    @model_validator(mode="after")
+    def _converse(self) -> "Conversation":
+        if self.messages is None:
+            for name in ("tools", "template_kwargs", "add_generation_prompt", "continue_final_message"):
+                if getattr(self, name) not in (None, False):
+                    raise FieldsDisagree(name, "is for the chat template: it needs messages")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise FieldsDisagree("continue_final_message", "cannot be given together with add_generation_prompt")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """What ``template_child.render`` is given of this; messages as they were given. Needs messages."""
+        ends = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        return {
+            "messages": [message.model_dump(exclude_unset=True) for message in self.messages or ()],
+            "tools": None if self.tools is None else list(self.tools),
+            "variables": self.template_kwargs or {},
+            "add_generation_prompt": ends,
+            "continue_final_message": self.continue_final_message,
+        }

@@ -1,0 +1,91 @@
+"""A model's sampling defaults and hard limits, as models.yaml has them: whether they can be meant. Pure.
+
+    sampling: {preset: steady, temperature: 0.7, max_tokens: 512}
+    limits: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
+
+A default applies to a field that a request leaves out. A request beyond a limit is refused, by the field's name; a
+``max_tokens`` that neither a request nor a default sets is the limit.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from protocol.chat import ChatMessage
+from protocol.errors import RequestError
+from protocol.field_errors import request_error
+from protocol.presets import PRESETS, fill
+from protocol.request import GenerateRequest
+from protocol.sampling_params import SamplingParams
+
+DEFAULTS: Final = frozenset(SamplingParams.model_fields) - {"seed"} | {
+    "preset", "max_tokens", "min_tokens", "stop", "stop_token_ids", "banned_strings",
+}  # fmt: skip
+"""Keys of ``sampling``."""
+LIMITS: Final[Mapping[str, type]] = {
+    "prompt_tokens": int, "max_tokens": int, "min_tokens": int, "top_logprobs": int, "temperature": float,
+    "max_temp": float, "cfg_scale": float,
+}  # fmt: skip
+"""Keys of ``limits``. prompt_tokens is the length of the prompt; each other the most that the field may be."""
+_LEAST: Final = {"prompt_tokens": 1, "max_tokens": 1}
+
+
+class DefaultsProblem(ValueError):
+    """``key`` is what has to be mended, None if it is the whole; ``problem`` what is wrong, for people."""
+
+    def __init__(self, key: str | None, problem: str) -> None:
+        super().__init__(f"{key}: {problem}" if key else problem)
+        self.key, self.problem = key, problem
+
+
+def check_sampling(sampling: Any) -> None:
+    """Raises DefaultsProblem for a ``sampling`` that no request could have, alone."""
+    _check_keys(sampling, DEFAULTS)
+    preset = sampling.get("preset", "none")
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise DefaultsProblem("preset", f"must be one of {', '.join(PRESETS)}")
+    fields: dict[str, Any] = {"prompt": "x"}
+    fill(fields, sampling)
+    if "max_tokens" in sampling:
+        fields["max_tokens"] = sampling["max_tokens"]
+    try:
+        GenerateRequest.model_validate(fields)
+    except ValidationError as e:
+        error = request_error(e.errors(include_url=False)[0], GenerateRequest, ChatMessage, DEFAULTS, {})
+        raise DefaultsProblem((error.field or "").partition(".")[0] or None, error.message) from None
+
+
+def check_limits(limits: Any, sampling: Mapping[str, Any]) -> None:
+    """Raises DefaultsProblem for ``limits`` that are none, or that a request breaks which leaves all to the defaults.
+
+    sampling  as ``check_sampling`` passed it
+    """
+    _check_keys(limits, LIMITS)
+    for key, most in limits.items():
+        whole = LIMITS[key] is int
+        least = _LEAST.get(key, 0)
+        right = isinstance(most, int if whole else int | float) and not isinstance(most, bool)
+        if not right or not math.isfinite(most) or most < least:
+            raise DefaultsProblem(key, f"must be a {'whole number' if whole else 'number'}, at least {least}")
+    fields: dict[str, Any] = {"prompt": "x"}
+    fill(fields, sampling)
+    if "max_tokens" in sampling:
+        fields["max_tokens"] = sampling["max_tokens"]
+    try:
+        GenerateRequest.model_validate(fields).check_limits(limits)
+    except RequestError as e:
+        raise DefaultsProblem(e.field, f"{e.message}: a request that leaves it out would be refused") from None
+
+
+def _check_keys(given: Any, known: Iterable[str]) -> None:
+    if not isinstance(given, Mapping):
+        raise DefaultsProblem(None, "must be a map")
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            raise DefaultsProblem(
+                str(key), f"unknown key; {f'did you mean {near[0]!r}?' if near else 'known are ' + ', '.join(known)}"
+            )
