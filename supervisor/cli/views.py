@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from supervisor.cli import figures
 from supervisor.cli.options import as_json, connect, runtime_dir_option
 from supervisor.cli.tables import table
 
@@ -37,23 +38,28 @@ def status(model: str | None, as_json: bool, runtime_dir: Path) -> None:
         click.echo(json.dumps(answer, indent=2))
         return
     if model is None:
-        _print_map("supervisor", answer["supervisor"])
+        _print_part("supervisor", answer["supervisor"])
+        for gpu in answer.get("gpus", []):
+            click.echo(f"gpu {gpu['index']}\n  {_gpu(gpu)}")
     for entry in answer["models"]:
-        _print_map(entry.pop("name"), entry)
+        _print_part(entry.pop("name"), entry)
 
 
 def _ps_row(m: dict[str, Any]) -> tuple[object, ...]:
     return (
-        m["name"], m["state"], m["gpu"], _size(m.get("vram_bytes")), m["context"], m["active"], m["queued"],
+        m["name"], m["state"], m["gpu"], _vram(m), m["context"], m["active"], m["queued"],
         m["tokens_per_s"], _age(m["idle_s"]), m["pid"],
     )  # fmt: skip
 
 
-def _size(size: int | None) -> str | None:
-    """Bytes in the unit that people read: ``2.7 GiB``."""
-    if size is None:
-        return None
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+def _vram(m: dict[str, Any]) -> str | None:
+    held = m.get("vram_bytes")
+    return None if held is None else figures.size(held)
+
+
+def _gpu(gpu: dict[str, Any]) -> str:
+    used, total, free = (figures.size(gpu[key]) for key in ("used_bytes", "total_bytes", "free_bytes"))
+    return f"{used} of {total} in use, {free} free  {gpu['uuid']}"
 
 
 def _age(seconds: float | None) -> str:
@@ -64,17 +70,11 @@ def _age(seconds: float | None) -> str:
     return f"{seconds / 60:.0f}m" if seconds < 7200 else f"{seconds / 3600:.0f}h"
 
 
-def _print_map(title: str, values: dict[str, Any]) -> None:
+def _print_part(title: str, values: dict[str, Any]) -> None:
+    """A heading, and under it labels with their values; a value of several lines goes on under its first."""
     click.echo(title)
-    width = max(map(len, values), default=0)
-    for key, value in values.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{k} {_readable(k, v)}" for k, v in value.items())
-        value = _readable(key, value)
-        click.echo(f"  {key:<{width}}  {'-' if value in (None, '') else value}")
-
-
-def _readable(key: str, value: Any) -> Any:
-    """Sizes with their unit; everything else as it came."""
-    sized = key in ("vram_used", "vram_bytes")
-    return _size(value) if sized and isinstance(value, int) else value
+    entries = figures.lines(values)
+    width = max((len(label) for label, _ in entries), default=0)
+    for label, texts in entries:
+        for number, text in enumerate(texts):
+            click.echo(f"  {label if number == 0 else '':<{width}}  {text}")

@@ -47,10 +47,15 @@ def test_json(serving: Serving) -> None:
 
 
 def test_status_for_people(serving: Serving) -> None:
+    serving.wait_idle("a")
     told = serving.modelctl("status").stdout
     assert f"pid {serving.pid}" in " ".join(told.split())
     assert str(serving.config) in told
     assert "bad_frames 0" in told
+    labels = [line.split("  ")[1] for line in told.split("\na\n")[1].splitlines() if line.startswith("  ")]
+    assert {"state", "since", "context", "engine_stats", "last_exit", "log"} <= set(labels)
+    assert "4096 tokens" in told
+    assert "requests: 0 active; 0 waiting in the engine" in told
 
 
 def test_start_and_stop(serving: Serving) -> None:

@@ -1,0 +1,167 @@
+"""What `status` knows, in words and units for people. Pure. Programs read ``--json``, which stays as it came."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+PAGE_TOKENS = 256
+"""Tokens of a page of ExLlamaV2's cache, which is a constant of the package."""
+Values = Mapping[str, Any]
+
+
+def size(count: int) -> str:
+    """Bytes in the unit that people read: ``2.7 GiB``, ``120 MiB``, ``0 bytes``."""
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    if count >= 2**20:
+        return f"{count / 2**20:.0f} MiB"
+    return f"{count / 2**10:.0f} KiB" if count >= 2**10 else f"{count} bytes"
+
+
+def duration(seconds: float) -> str:
+    """``0.2 s``, ``45 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit, of, smaller, smaller_of in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= of:
+            return f"{whole // of} {unit} {whole % of // smaller_of} {smaller}"
+    return f"{whole} s"
+
+
+def percent(share: float) -> str:
+    """``12.5 %`` of a share from 0 to 1."""
+    return f"{share * 100:.3g} %"
+
+
+def counted(count: float, what: str) -> str:
+    """``1 request``, ``2 requests``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def lines(values: Values) -> list[tuple[str, list[str]]]:
+    """The entries of a part of `status`, in its order: label and one or more lines of text; ``-`` for what is unknown.
+
+    The label is the name in ``--json`` without its unit, which stands with the value.
+    """
+    return [_entry(key, value) for key, value in values.items()]
+
+
+def engine_lines(stats: Values) -> list[str]:
+    """What an engine reports of itself. What is not known here is shown under its own name, after the rest."""
+    rest = dict(stats)
+    told = []
+    for needed, optional, render in _ENGINE:
+        if all(_is_number(stats.get(key)) for key in needed):
+            told.append(render(stats))
+            for key in (*needed, *optional):
+                rest.pop(key, None)
+    return told + [f"{key} {value}" for key, value in rest.items()]
+
+
+def _entry(key: str, value: Any) -> tuple[str, list[str]]:
+    if key in _NAMED:
+        label, render = _NAMED[key]
+        return label, [render(value) if value is not None else "-"]
+    if isinstance(value, Mapping):
+        render_map = _MAPS.get(key, _pairs)
+        return key, (render_map(value) if value else []) or ["-"]
+    if isinstance(value, bool):
+        return key, ["yes" if value else "no"]
+    if _is_number(value):
+        for suffix, render in _SUFFIXES:
+            if key.endswith(suffix):
+                return key.removesuffix(suffix), [render(value)]
+    for suffix, _ in _SUFFIXES:
+        if value is None and key.endswith(suffix):
+            return key.removesuffix(suffix), ["-"]
+    return key, ["-" if value in (None, "") else str(value)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _pairs(values: Values) -> list[str]:
+    return [f"{key} {value}" for key, value in values.items()]
+
+
+def _exit(values: Values) -> list[str]:
+    again = "" if values.get("retry") or values.get("reason") == "asked" else "; not tried again by itself"
+    return [f"{values.get('reason')} (exit code {values.get('code')}){again}", str(values.get("message"))]
+
+
+def _progress(values: Values) -> list[str]:
+    done, total = values.get("done", 0), values.get("total", 0)
+    return [f"{values.get('phase')}: {percent(min(1.0, done / total)) if total else done}"]
+
+
+def _totals(values: Values) -> list[str]:
+    words = {
+        "tokens": "tokens generated",
+        "finished": "requests finished",
+        "errors": "requests ended with an error",
+        "resumed": "answers resumed after a worker's death",
+    }
+    return [f"{words.get(key, key)}: {value}" for key, value in values.items()]
+
+
+def _by_gpu(values: Values) -> list[str]:
+    return [f"GPU {index}: {'-' if held is None else size(held)}" for index, held in values.items()]
+
+
+_MAPS: dict[str, Callable[[Values], list[str]]] = {
+    "engine_stats": engine_lines,
+    "last_exit": _exit,
+    "progress": _progress,
+    "totals": _totals,
+    "vram_by_gpu": _by_gpu,
+}
+_NAMED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "state_s": ("since", lambda v: f"{duration(v)} ago"),
+    "tokens_per_s": ("speed", lambda v: f"{v} tokens/s"),
+    "load_seconds": ("loaded in", lambda v: f"{v:.3g} s" if v < 10 else duration(v)),
+    "context": ("context", lambda v: counted(v, "token")),
+    "max_batch_size": ("max_batch_size", lambda v: counted(v, "request")),
+    "active": ("active", lambda v: counted(v, "request")),
+    "queued": ("queued", lambda v: counted(v, "request")),
+    "vram_returned_ms": ("vram returned after", lambda v: f"{v} ms"),
+}
+_SUFFIXES: tuple[tuple[str, Callable[[Any], str]], ...] = (
+    ("_ms", lambda v: f"{v} ms"),
+    ("_s", duration),
+    ("_bytes", size),
+)
+
+
+def _steps(stats: Values) -> str:
+    return f"steps: {stats['steps']}" + (f", {stats['step_ms']} ms each (median)" if "step_ms" in stats else "")
+
+
+def _pages(stats: Values) -> str:
+    used, total = stats["pages_used"], stats["pages_total"]
+    cached = f", {stats['pages_cached']} kept for prompts that begin alike" if "pages_cached" in stats else ""
+    share = f" ({percent(used / total)})" if total else ""
+    return f"cache: {used} of {total} pages of {PAGE_TOKENS} tokens in use{share}{cached}"
+
+
+def _requests(stats: Values) -> str:
+    reading = f", {stats['prefilling']} of them computing the prompt" if "prefilling" in stats else ""
+    return f"requests: {stats['active']} active{reading}; {stats['pending']} waiting in the engine"
+
+
+# what must be there; what is told along with it, if it is there; how
+_ENGINE: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Values], str]], ...] = (
+    (("active", "pending"), ("prefilling",), _requests),
+    (("steps",), ("step_ms",), _steps),
+    (("jobs_per_step",), (), lambda s: f"batch: {s['jobs_per_step']} requests per step (mean)"),
+    (("tokens_per_step",), (), lambda s: f"answers: {s['tokens_per_step']} tokens per step (mean)"),
+    (("prefill_share",), (), lambda s: f"prefill: in {percent(s['prefill_share'])} of the steps"),
+    (("prefill_tokens", "decode_tokens"), (),
+     lambda s: f"computed: {s['prefill_tokens']} tokens of prompts, {s['decode_tokens']} of answers"),
+    (("draft_accepted",), (), lambda s: f"speculation: {percent(s['draft_accepted'])} of the drafted tokens accepted"),
+    (("slots_used", "slots_total"), (),
+     lambda s: f"cache: {s['slots_used']} of {s['slots_total']} slots (one per request) in use"),
+    (("pages_used", "pages_total"), ("pages_cached",), _pages),
+    (("defragmented_s_ago",), (), lambda s: f"cache last put in order {duration(s['defragmented_s_ago'])} ago"),
+    (("vram_used",), (), lambda s: f"VRAM: {size(s['vram_used'])} held by PyTorch"),
+)  # fmt: skip
