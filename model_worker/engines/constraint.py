@@ -1,0 +1,206 @@
+"""Answers of a given shape: JSON of a schema, text of a regular expression, one of some strings. No torch.
+
+llguidance (Rust; MIT; no dependencies) says at each step which tokens may come next. What comes of that:
+
+* A constraint is compiled off the step loop (constraint_compiler). Until it is, its job waits outside the engine, and
+  others pass it. What cannot be compiled is refused by name, with the reason.
+* The mask of allowed tokens is one more limit of the draw: it meets allowed_tokens, banned_tokens and logit_bias, and
+  the penalties and the sampling parameters work on what is left. If nothing is left at the first token, the request is
+  refused; later the answer ends there, with finish_reason "banned_strings" (FinishReason.BANNED).
+* An end token (the model's own, or one of stop_token_ids) is allowed where the answer is complete. Where nothing else
+  can follow, the answer ends by itself, with finish_reason "stop" and without an end token, also before min_tokens and
+  with ignore_eos. Until min_tokens no end token is drawn: an answer that can go on does.
+* max_tokens, stop strings, and stop_token_ids that have a text (allowed where their text is) may cut an answer short,
+  as they do any other; then it is the beginning of something of the shape.
+* banned_strings: the constraint goes back with the answer. token_healing is refused beside it: the healed token belongs
+  to the prompt. Speculation works: what the draft proposes is taken only if it is what is drawn under the mask.
+* An answer that goes on in another worker goes through the constraint first (``replay``).
+* A mask that exceeds the library's bounds (constraint_grammar.LIMITS) ends the answer with an error. So does nothing
+  else: bounds are per mask, so that no answer delays the others for long.
+* Which tokens spell a text is left to the model: every spelling is allowed. JSON has bounded whitespace, its keys stand
+  in the order of the schema's properties, and a key may not stand twice.
+* An answer's text is that of its tokens joined. A tokenizer that drops the space before a text's first word does so
+  here too, if nothing stands before the answer: then a shape that begins with a space is delivered without it.
+
+Measured on one core of a shared machine, in microseconds per mask (median, largest) along random answers:
+
+    vocabulary   object of a string and an integer   [a-z]+[0-9]{2,3}   \\p{L}{1,1000}
+    32,000       4, 160                              12, 310            700, 2,900
+    128,000      12, 140                             11, 980            1,800, 8,100
+
+and 10 to 40 to turn one into an array of 128,000 bools. Compiling: 2 to 10 ms for usual schemas, 60 ms for 5,000
+prefixItems, 80 ms for an enum of 20,000, 300 ms for 180 kB of nested constants. The first mask: under 0.1 ms; 10,000
+optional keys exceed its bounds after 90 ms, in the child.
+"""
+
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future, wait
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from model_worker.engine import Job
+from model_worker.engines.admission import excluded_ids
+from model_worker.engines.constraint_compiler import ConstraintCompiler
+from model_worker.engines.constraint_grammar import refusal
+from model_worker.text import Pieces
+from protocol.errors import ErrorCode, RequestError
+
+OFFERED = frozenset({"json_schema", "regex", "choice"})
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class Constraint:
+    """Of one answer. Positions count the answer's tokens; end tokens are not pushed.
+
+    kind     field of the request
+    pieces   how many ids the matcher knows, the one behind them that ends every answer left out
+    vocab    ids below this can be drawn
+    end_ids  ids that end the answer: allowed wherever it is complete
+    """
+
+    def __init__(
+        self, kind: str, matcher: llguidance.LLMatcher, pieces: int, vocab: int, end_ids: Collection[int]
+    ) -> None:
+        self._kind, self._matcher = kind, matcher
+        self._pieces, self._vocab = pieces, vocab
+        self._end_ids = [token for token in end_ids if token < vocab]
+        self._allowed: Mask | None = None
+        self._accepting = False
+        self.position = 0
+
+    @property
+    def allowed(self) -> Mask:
+        """Which ids may come next, bool [vocab]; not to be changed. Computed once a position. Raises RequestError where
+        that is too costly."""
+        if self._allowed is None:
+            words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            self._check()
+            known = np.unpackbits(words, count=self._pieces + 1, bitorder="little").view(np.bool_)
+            self._accepting = bool(known[-1])
+            allowed = np.zeros(self._vocab, np.bool_)
+            shared = min(self._vocab, self._pieces)
+            allowed[:shared] = known[:shared]
+            if self._accepting:
+                allowed[self._end_ids] = True
+            self._allowed = allowed
+        return self._allowed
+
+    @property
+    def accepting(self) -> bool:
+        """The answer may end here."""
+        return self.allowed is not None and self._accepting
+
+    @property
+    def finished(self) -> bool:
+        """The answer is complete, and nothing can follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def push(self, token: int) -> None:
+        """The next token, one of ``allowed`` and none that ends the answer. Raises RequestError."""
+        self._allowed = None
+        self._matcher.consume_token(token)
+        self._check()
+        self.position += 1
+
+    def replay(self, tokens: Iterable[int]) -> None:
+        """Push what a former worker delivered. Raises RequestError (field "resumed_ids") for what it cannot have."""
+        for token in tokens:
+            if self.finished or not self._matcher.consume_token(token):
+                raise RequestError(f"resumed_ids do not satisfy {self._kind}", field="resumed_ids")
+            self.position += 1
+        self._allowed = None
+
+    def back_to(self, position: int) -> None:
+        """Forget the tokens behind the first ``position`` ones."""
+        if position < self.position:
+            self._matcher.rollback(self.position - position)
+            self._check()
+            self.position, self._allowed = position, None
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise refusal(self._kind, self._matcher.get_error())
+
+
+class Constraints:
+    """Those of one model: compiles them, and keeps the jobs that wait for theirs.
+
+    pieces   the model's tokens
+    vocab    ids below this can be drawn
+    eos_ids  ids that end an answer
+    """
+
+    def __init__(self, pieces: Pieces, vocab: int, eos_ids: Collection[int]) -> None:
+        spelled = [piece.encode(errors="surrogatepass") if isinstance(piece, str) else piece for piece in pieces.table]
+        self._pieces = len(spelled)
+        self._vocab, self._eos_ids = vocab, frozenset(eos_ids)
+        self._compiler = ConstraintCompiler([piece or b"" for piece in spelled], self._eos_ids)
+        self._waiting: dict[int, tuple[Job, Future[llguidance.LLMatcher]]] = {}
+
+    def __len__(self) -> int:
+        """Jobs that wait."""
+        return len(self._waiting)
+
+    def add(self, job: Job) -> None:
+        """Have the constraint of a job compiled. Raises RequestError for what does not go with it."""
+        assert job.constraint is not None
+        kind, text = job.constraint
+        if job.token_healing:
+            raise RequestError(
+                f"token_healing and {kind} are not offered together", field="token_healing", code=ErrorCode.UNSUPPORTED
+            )
+        self._waiting[job.id] = job, self._compiler.matcher(kind, text)
+
+    def cancel(self, job_id: int) -> bool:
+        """Forget a job. Whether it was here."""
+        job, future = self._waiting.pop(job_id, (None, None))
+        if future is not None:
+            future.cancel()
+        return job is not None
+
+    def clear(self) -> None:
+        for job_id in list(self._waiting):
+            self.cancel(job_id)
+
+    def ready(self, patience: float = 0.0) -> list[tuple[Job, Constraint | RequestError]]:
+        """Jobs that wait no longer, each with its constraint at the place where its answer goes on, or with why there
+        is none. Waits for one of them, ``patience`` seconds at most."""
+        if not self._waiting:
+            return []
+        if patience:
+            wait([future for _, future in self._waiting.values()], patience, "FIRST_COMPLETED")
+        done = [(job, future) for job, future in self._waiting.values() if future.done()]
+        return [(job, self._result(job, future)) for job, future in done]
+
+    def _result(self, job: Job, future: "Future[llguidance.LLMatcher]") -> Constraint | RequestError:
+        del self._waiting[job.id]
+        assert job.constraint is not None
+        try:
+            end_ids = self._eos_ids.union(job.stop_token_ids)
+            constraint = Constraint(job.constraint[0], future.result(), self._pieces, self._vocab, end_ids)
+            constraint.replay(job.resumed_ids)
+            self._check_draw(job, constraint)
+        except RequestError as e:
+            return e
+        return constraint
+
+    def _check_draw(self, job: Job, constraint: Constraint) -> None:
+        """Raise RequestError if the first draw has no token left."""
+        left = constraint.allowed.copy()
+        left[[i for i in self._excluded(job, len(job.resumed_ids)) if i < self._vocab]] = False
+        if only := job.sampling.allowed_tokens:
+            left = left[list(only)]
+        if not left.any() and not constraint.accepting:
+            kind = job.constraint[0] if job.constraint else ""
+            field = "allowed_tokens" if only else "banned_tokens" if job.sampling.banned_tokens else kind
+            raise RequestError(f"{field}: no token is left that {kind} can begin with", field=field)
+
+    def _excluded(self, job: Job, drawn: int) -> set[int]:
+        return excluded_ids(job, self._eos_ids, early=drawn < job.min_new_tokens)
+
+    def close(self) -> None:
+        """End the compiler's thread and process."""
+        self.clear()
+        self._compiler.close()

@@ -1,0 +1,153 @@
+"""Compiles constraints off the step loop: a thread of the worker, and a child that tries first what may never end.
+
+One thread, which takes one constraint after the other: what was compiled before is copied (20 µs); anything else is
+tried by the child (constraint_child), which answers, or dies of it, within a second; then the thread compiles it
+itself, without the interpreter's lock (verified: another thread's longest wait beside 300 ms of compiling was 10 ms).
+The child is started by the first constraint (0.4 s with a vocabulary of 500, a second with 128,000), and again after
+one that it died of. It ends with the worker.
+"""
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import llguidance
+import msgpack
+
+from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, refusal
+from protocol.errors import ErrorCode, RequestError
+
+KEPT = 64
+"""Constraints, compiled or refused, that are kept: those used last."""
+_STACK = 16 << 20
+_START_S = 60.0
+"""Least patience with a child that starts."""
+_ANSWER_S = 5.0
+"""Patience with a child whose own alarm is set to a second."""
+
+
+class ConstraintCompiler:
+    """Of one vocabulary; see the module. ``pieces`` and ``textless`` as Vocabulary has them."""
+
+    def __init__(self, pieces: Sequence[bytes], textless: Collection[int]) -> None:
+        self._pieces, self._textless = pieces, textless
+        self._tokenizer = Vocabulary(pieces, textless).tokenizer()
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._kept: OrderedDict[tuple[str, str], llguidance.LLMatcher | RequestError] = OrderedDict()
+
+    def matcher(self, kind: str, text: str) -> "Future[llguidance.LLMatcher]":
+        """A matcher at the beginning of an answer, or RequestError. Cancelling it spares what has not begun."""
+        future: Future[llguidance.LLMatcher] = Future()
+
+        def compile() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(self._matcher(kind, text))
+            except BaseException as e:
+                future.set_exception(e)
+
+        if self._thread is None:
+            # The setting is the process's; the engine starts no other thread meanwhile.
+            before = threading.stack_size(_STACK)
+            self._thread = threading.Thread(target=self._run, name="constraints", daemon=True)
+            self._thread.start()
+            threading.stack_size(before)
+        self._asked.put(compile)
+        return future
+
+    def close(self) -> None:
+        """End the thread and the child. Nothing may be asked for afterwards."""
+        if self._thread is not None:
+            self._asked.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        # Only here is a child started: PR_SET_PDEATHSIG fires when the thread ends that started it.
+        while (task := self._asked.get()) is not None:
+            task()
+        self._end_child()
+
+    def _matcher(self, kind: str, text: str) -> llguidance.LLMatcher:
+        key = (kind, text)
+        kept = self._kept.get(key)
+        if kept is None:
+            try:
+                kept = self._compiled(kind, text)
+            except RequestError as e:
+                kept = e
+            self._kept[key] = kept
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        if isinstance(kept, RequestError):
+            raise RequestError(kept.message, field=kept.field, code=kept.code)
+        return kept.deep_copy()
+
+    def _compiled(self, kind: str, text: str) -> llguidance.LLMatcher:
+        self._try(kind, text)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar(kind, text), log_level=0, limits=LIMITS)
+        matcher.compute_bitmask()  # its tables are filled here, not in the first step
+        if matcher.is_error():
+            raise refusal(kind, matcher.get_error())
+        return matcher
+
+    def _try(self, kind: str, text: str) -> None:
+        """Raise RequestError for what the child refuses, or does not survive."""
+        if self._child is not None and self._child.poll() is not None:
+            self._end_child()  # it died of something else, between two constraints
+        connection = self._connection or self._start_child()
+        try:
+            connection.send_bytes(msgpack.packb([kind, text]))
+            if not connection.poll(_ANSWER_S):
+                raise EOFError
+            wrong = msgpack.unpackb(connection.recv_bytes())
+        except (EOFError, OSError):
+            self._end_child()
+            raise RequestError(
+                f"{kind}: compiling it takes more than a second, or more memory or depth than it is given", field=kind
+            ) from None
+        if wrong is not None:
+            raise RequestError(wrong[0], field=kind, code=ErrorCode(wrong[1]))
+
+    def _start_child(self) -> Connection:
+        ours, theirs = Pipe()
+        # Modules are found where they are here; -m alone would look into the current directory first.
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            "from model_worker.engines.constraint_child import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+        )
+        self._child = subprocess.Popen(
+            [sys.executable, "-P", "-c", program, str(os.getpid()), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+        )
+        theirs.close()
+        self._connection = ours
+        try:
+            ours.send_bytes(msgpack.packb({"pieces": self._pieces, "textless": list(self._textless)}))
+            if ours.poll(_START_S):
+                ours.recv_bytes()
+                return ours
+        except (EOFError, OSError):
+            pass
+        self._end_child()
+        raise RuntimeError("the process that tries constraints does not start")
+
+    def _end_child(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        self._connection = self._child = None

@@ -1,0 +1,299 @@
+"""Constraints by themselves: what they allow, refuse, and cost. No model: tokens are drawn at random."""
+
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import psutil
+import pytest
+
+from model_worker.engine import Job
+from model_worker.engines.constraint import Constraint, Constraints
+from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.tokenizer import Tokenizer
+from model_worker.text import Pieces
+from protocol.errors import ErrorCode, RequestError
+from protocol.request import SamplingParams
+from tests.engines.conftest import DEMO_MODELS
+from tests.engines.constraint_cases import HOSTILE, NOT_OFFERED, REGEXES, SCHEMAS
+
+PATIENCE_S = 60.0
+END = 2
+TOKENIZER = Tokenizer(ModelDir(str(DEMO_MODELS / "letters")))
+LETTERS = TOKENIZER.pieces
+assert LETTERS is not None
+VOCAB = TOKENIZER.vocab_size
+
+
+@pytest.fixture(scope="module")
+def constraints() -> Iterator[Constraints]:
+    assert LETTERS is not None
+    made = Constraints(LETTERS, VOCAB, [END])
+    yield made
+    made.close()
+
+
+def a_job(constraint: tuple[str, str], sampling: SamplingParams | None = None, **fields: Any) -> Job:
+    return Job(1, (1,), 64, sampling or SamplingParams(), constraint=constraint, **fields)
+
+
+def outcome(constraints: Constraints, job: Job) -> Constraint | RequestError:
+    constraints.add(job)
+    deadline = time.monotonic() + PATIENCE_S
+    while not (ready := constraints.ready(0.1)):
+        assert time.monotonic() < deadline, "no constraint, and no refusal"
+    assert len(constraints) == 0
+    assert ready[0][0] is job
+    return ready[0][1]
+
+
+def compiled(constraints: Constraints, kind: str, text: str, **fields: Any) -> Constraint:
+    found = outcome(constraints, a_job((kind, text), **fields))
+    if isinstance(found, RequestError):
+        raise found
+    return found
+
+
+def refused(constraints: Constraints, kind: str, text: str, **fields: Any) -> RequestError:
+    found = outcome(constraints, a_job((kind, text), **fields))
+    assert isinstance(found, RequestError)
+    return found
+
+
+def random_answer(constraint: Constraint, rng: random.Random, most: int = 1000) -> list[int]:
+    """Ids up to an end that may be; short ones first once the answer is long, or many schemas would never end."""
+    ids: list[int] = []
+    while not constraint.finished:
+        allowed = constraint.allowed.nonzero()[0].tolist()
+        assert allowed, f"no way on behind {TOKENIZER.decode(ids)!r}"
+        token = rng.choice(allowed)
+        if len(ids) > 60:
+            closing = [i for i in allowed if i == END or TOKENIZER.decode([i]).strip() in tuple('"]}0')]
+            token = rng.choice(closing or allowed)
+        if token == END:
+            assert constraint.accepting
+            return ids
+        constraint.push(token)
+        ids.append(token)
+        assert len(ids) < most
+    return ids
+
+
+def push_text(constraint: Constraint, text: str) -> None:
+    for byte in text.encode():
+        token = next(i for i in range(VOCAB) if TOKENIZER.token_bytes(i) == bytes([byte]))
+        assert constraint.allowed[token], text
+        constraint.push(token)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_random_answers_validate(constraints: Constraints, name: str) -> None:
+    schema = SCHEMAS[name]
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    seen = set()
+    for seed in range(12):
+        constraint = compiled(constraints, "json_schema", json.dumps(schema))
+        text = TOKENIZER.decode(random_answer(constraint, random.Random(seed)))
+        try:
+            validator.validate(json.loads(text))
+        except (ValueError, jsonschema.ValidationError) as e:
+            raise AssertionError(f"seed {seed}: {text!r}") from e
+        seen.add(text)
+    assert len(seen) > 1 or name in ("constant", "nothing in it", "five levels"), seen
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_random_answers_match(constraints: Constraints, regex: str) -> None:
+    for seed in range(20):
+        constraint = compiled(constraints, "regex", regex)
+        text = TOKENIZER.decode(random_answer(constraint, random.Random(seed)))
+        assert re.fullmatch(regex, text, re.ASCII), f"seed {seed}: {text!r}"
+
+
+def test_a_choice_is_one_of_them(constraints: Constraints) -> None:
+    choices = ["yes", "yes, but", "no", "a/b", "[0-9]+", 'q"uo\\te', "line\nfeed\0\x7f", "é🦊"]
+    text = json.dumps(choices)
+    seen = {
+        TOKENIZER.decode(random_answer(compiled(constraints, "choice", text), random.Random(seed)))
+        for seed in range(200)
+    }
+    assert seen == set(choices)
+
+
+@pytest.mark.parametrize(("named", "schema"), NOT_OFFERED, ids=[f"{n}-{i}" for i, (n, _) in enumerate(NOT_OFFERED)])
+def test_what_is_not_offered_is_named(constraints: Constraints, named: str, schema: dict[str, Any]) -> None:
+    error = refused(constraints, "json_schema", json.dumps(schema))
+    assert named in error.message
+    assert "offered" in error.message
+    assert (error.field, error.code) == ("json_schema", ErrorCode.UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("json_schema", '{"type":"foo"}', "json_schema: Invalid type: foo"),
+        ("json_schema", '{"minimum":"a secret"}', "json_schema: Expected f64 for 'minimum'"),
+        ("json_schema", '{"type":"integer","minimum":5,"maximum":3}', "json_schema: nothing can match it"),
+        ("json_schema", '{"enum":[]}', "json_schema: nothing can match it"),
+        ("json_schema", '{"$ref":"#"}', "json_schema: nothing can match it"),
+        ("json_schema", '{"$ref":"#/$defs/x"}', "json_schema: Pointer '/$defs/x' does not exist"),
+        ("json_schema", '{"type":"string","pattern":"("}', "json_schema: unclosed group"),
+        ("regex", "(", "regex: unclosed group"),
+        ("regex", "a{2,1}", "regex: invalid repetition count range, the start must be <= the end"),
+        ("regex", "[^\\x00-\\x{10FFFF}]", "regex: nothing can match it"),
+        ("regex", "a\\bb", "regex: look-around (word boundaries and inner anchors are some) is not offered"),
+        ("regex", "(a)\\1", "regex: backreferences are not offered"),
+    ],
+)
+def test_what_is_wrong_is_said_without_quoting(constraints: Constraints, kind: str, text: str, message: str) -> None:
+    error = refused(constraints, kind, text)
+    assert (error.message, error.field) == (message, kind)
+
+
+@pytest.mark.parametrize(("kind", "what"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_constraint_delays_nobody(constraints: Constraints, kind: str, what: Any) -> None:
+    """A thread that ticks as a step loop would, and a child that is gone when it took too long."""
+    job = a_job((kind, what if isinstance(what, str) else json.dumps(what)))
+    compiled(constraints, "regex", "warm")
+    gaps, over = [], threading.Event()
+
+    def tick() -> None:
+        while not over.is_set():
+            before = time.monotonic()
+            time.sleep(0.001)  # the interpreter's lock is given away, and must be had again
+            gaps.append(time.monotonic() - before)
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began = time.monotonic()
+    found = outcome(constraints, job)
+    took = time.monotonic() - began
+    over.set()
+    ticking.join()
+    assert took < 20
+    gaps.sort()
+    assert gaps[len(gaps) // 2] < 0.01, "the lock was held"
+    if isinstance(found, RequestError):
+        assert found.field == kind
+        again = time.monotonic()
+        assert str(outcome(constraints, job)) == str(found)
+        assert time.monotonic() - again < 1, "what was refused is not tried again"
+    compiled(constraints, "regex", "next")
+    children = [p for p in psutil.Process().children() if "constraint_child" in " ".join(p.cmdline())]
+    assert len(children) <= 1
+
+
+def test_an_answer_ends_where_nothing_can_follow(constraints: Constraints) -> None:
+    constraint = compiled(constraints, "json_schema", '{"type":"object","additionalProperties":false}')
+    assert not constraint.accepting
+    push_text(constraint, "{")
+    assert not constraint.finished
+    push_text(constraint, "}")
+    assert constraint.finished
+    assert constraint.allowed.nonzero()[0].tolist() == [END]
+
+
+def test_an_end_is_allowed_where_the_answer_may_end(constraints: Constraints) -> None:
+    constraint = compiled(constraints, "regex", "ab*", stop_token_ids=(7,))
+    assert not constraint.allowed[[END, 7]].any()
+    push_text(constraint, "ab")
+    assert constraint.allowed[[END, 7]].all()
+    assert constraint.accepting
+    assert not constraint.finished
+
+
+def test_going_back(constraints: Constraints) -> None:
+    constraint = compiled(constraints, "regex", "abc?d")
+    push_text(constraint, "ab")
+    allowed = constraint.allowed
+    push_text(constraint, "cd")
+    assert constraint.finished
+    assert constraint.position == 4
+    constraint.back_to(2)
+    assert (constraint.position, constraint.finished) == (2, False)
+    assert (constraint.allowed == allowed).all()
+    push_text(constraint, "d")
+    assert constraint.finished
+    constraint.back_to(0)
+    push_text(constraint, "abcd")
+
+
+def test_an_answer_goes_on_in_another_worker(constraints: Constraints) -> None:
+    text = json.dumps(SCHEMAS["nested"])
+    whole = random_answer(compiled(constraints, "json_schema", text), random.Random(3))
+    for cut in range(1, len(whole)):
+        resumed = compiled(constraints, "json_schema", text, resumed_ids=tuple(whole[:cut]))
+        assert resumed.position == cut
+        undisturbed = compiled(constraints, "json_schema", text)
+        undisturbed.replay(whole[:cut])
+        assert (resumed.allowed == undisturbed.allowed).all()
+        assert resumed.allowed[whole[cut]]
+    error = refused(constraints, "json_schema", text, resumed_ids=(whole[0], END))
+    assert (error.message, error.field) == ("resumed_ids do not satisfy json_schema", "resumed_ids")
+
+
+def test_two_answers_of_one_constraint_do_not_meet(constraints: Constraints) -> None:
+    one, other = (compiled(constraints, "regex", "a|bc") for _ in range(2))
+    push_text(one, "b")
+    push_text(other, "a")
+    assert other.finished
+    push_text(one, "c")
+    assert one.finished
+
+
+def test_nothing_left_to_begin_with(constraints: Constraints) -> None:
+    first = next(i for i in range(VOCAB) if TOKENIZER.token_bytes(i) == b"x")
+    error = refused(constraints, "regex", "x+", sampling=SamplingParams(banned_tokens=(first,)))
+    assert error.message == "banned_tokens: no token is left that regex can begin with"
+    error = refused(constraints, "regex", "x+", sampling=SamplingParams(allowed_tokens=(first + 1,)))
+    assert error.field == "allowed_tokens"
+    compiled(constraints, "regex", "x+", sampling=SamplingParams(allowed_tokens=(first,)))
+
+
+def test_healing_does_not_go_with_it(constraints: Constraints) -> None:
+    with pytest.raises(RequestError, match="token_healing and regex are not offered together") as refusal:
+        constraints.add(a_job(("regex", "a"), token_healing=True))
+    assert refusal.value.field == "token_healing"
+    assert len(constraints) == 0
+
+
+def test_a_cancelled_job_is_forgotten(constraints: Constraints) -> None:
+    constraints.add(a_job(("regex", "cancel+")))
+    assert constraints.cancel(1)
+    assert not constraints.cancel(1)
+    assert constraints.ready() == []
+
+
+def test_tokens_that_spell_the_same() -> None:
+    """Byte tokens beside others of the same text, ids without a text, more ids than texts."""
+    pieces = Pieces(["a", b"a", None, "b", "ab", "</s>"], byte_runs=True)
+    made = Constraints(pieces, 8, [5])
+    try:
+        constraint = compiled(made, "regex", "ab")
+        assert constraint.allowed.tolist() == [True, True, False, False, True, False, False, False]
+        constraint.push(1)
+        assert constraint.allowed.nonzero()[0].tolist() == [3]
+        constraint.push(3)
+        assert constraint.finished
+        assert constraint.allowed.nonzero()[0].tolist() == [5]
+    finally:
+        made.close()
+
+
+def test_the_child_ends_with_its_owner() -> None:
+    made = Constraints(Pieces(["a", "</s>"]), 2, [1])
+    before = {p.pid for p in psutil.Process().children()}
+    compiled(made, "regex", "a+")
+    (child,) = [p for p in psutil.Process().children() if p.pid not in before]
+    child.kill()
+    deadline = time.monotonic() + PATIENCE_S
+    while child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+    compiled(made, "regex", "a{2}")  # by another child
+    made.close()
+    assert not {p.pid for p in psutil.Process().children()} - before
