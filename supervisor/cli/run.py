@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 import sys
 import time
 from pathlib import Path
@@ -10,18 +9,13 @@ from typing import Any
 
 import click
 
-from protocol.async_client import AsyncClient, AsyncStream, TokenLogprob
+from protocol.async_client import AsyncStream, TokenLogprob
 from protocol.client import Client
-from protocol.errors import ErrorCode, WireError
 from supervisor.cli import exit_codes
+from supervisor.cli.conversation import Conversation
 from supervisor.cli.options import as_json, connect, runtime_dir_option
 
-Message = dict[str, str]
-
-HINT_AFTER_S = 1.0
-"""An answer that was cancelled and has not ended by then: say that there is another way out."""
-
-_OWN_FIELDS = {"prompt", "messages", "token_ids", "model", "resume", "timeout"}
+_OWN_FIELDS = {"prompt", "messages", "token_ids", "model", "timeout", "on_progress"}
 """What the command itself gives to the client's ``generate``."""
 
 
@@ -43,6 +37,31 @@ def _fields(context: click.Context, option: click.Parameter, given: tuple[str, .
     return fields
 
 
+def _milliseconds(context: click.Context, option: click.Parameter, given: str | None) -> int | None:
+    if given is None:
+        return None
+    from supervisor.config_schema import parse_duration  # a third of what `run` takes, for an option few give
+
+    try:
+        return round(parse_duration(given) * 1000)
+    except ValueError as e:
+        raise click.BadParameter(f"{given!r} {e}") from None
+
+
+def _schema(context: click.Context, option: click.Parameter, given: Path | None) -> str | None:
+    """The file's text. Whether it is a schema, and one that is offered, is the worker's to say."""
+    if given is None:
+        return None
+    try:
+        text = given.read_text()
+        json.loads(text)
+    except UnicodeDecodeError:
+        raise click.BadParameter(f"{given} is not UTF-8 text") from None
+    except ValueError as e:
+        raise click.BadParameter(f"{given} is not JSON: {e}") from None
+    return text
+
+
 @click.command()
 @click.argument("model")
 @click.argument("prompt", required=False)
@@ -57,6 +76,22 @@ def _fields(context: click.Context, option: click.Parameter, given: tuple[str, .
 @click.option("--min-tokens", type=int, help="Least tokens of an answer.  [default: 0]")
 @click.option("--seed", type=int)
 @click.option("--stop", multiple=True, help="String that ends the answer; may be given several times.")
+@click.option(
+    "--json-schema",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    callback=_schema,
+    help="File with a JSON schema: the answer is JSON that validates.",
+)
+@click.option("--regex", help="The whole answer matches this regular expression.")
+@click.option("--choice", multiple=True, help="A text that the answer may be; may be given several times.")
+@click.option("--priority", type=click.Choice(["interactive", "normal", "batch"]), help="Who waits.  [default: normal]")
+@click.option(
+    "--deadline",
+    "deadline_ms",
+    metavar="DURATION",
+    callback=_milliseconds,
+    help="Longest wait for an answer's end, such as 500ms, 30s or 5m.",
+)
 @click.option(
     "--set",
     "fields",
@@ -91,14 +126,15 @@ def run(
             raise click.UsageError("--logprobs needs --json")
         sampling["logprobs"] = True
     for name in fields.keys() & sampling.keys():
-        raise click.UsageError(f"--set {name}: --{name.replace('_', '-')} is given as well")
+        option = "deadline" if name == "deadline_ms" else name.replace("_", "-")
+        raise click.UsageError(f"--set {name}: --{option} is given as well")
     sampling |= fields
     with connect(runtime_dir) as client:
         chat = not raw and _is_chat(client, model, quiet=as_json)
     if system is not None and not chat:
         raise click.UsageError(f"--system needs a chat template, and {model!r} is asked without one")
     with asyncio.Runner() as runner:
-        conversation = _Conversation(runner, runtime_dir, model, chat, system, sampling)
+        conversation = Conversation(runner, runtime_dir, model, chat, system, sampling)
         try:
             if prompt is None and not as_json:
                 return conversation.hold()
@@ -123,132 +159,6 @@ def _is_chat(client: Client, model: str, *, quiet: bool) -> bool:
             click.echo(f"{model} is {status['state']} ...", err=True)
             told = True
         time.sleep(0.1)
-
-
-class _Conversation:
-    """Turns of one user with one model over one connection, and what was said so far.
-
-    The asynchronous client is used for the sake of Ctrl-C: its handler runs between two steps of the event loop, never
-    inside the client's code, where an exception could lose a frame that was just being taken in.
-    """
-
-    def __init__(
-        self,
-        runner: asyncio.Runner,
-        runtime_dir: Path,
-        model: str,
-        chat: bool,
-        system: str | None,
-        sampling: dict[str, Any],
-    ) -> None:
-        self._runner = runner
-        self._model = model
-        self._chat = chat
-        self._sampling = sampling
-        self._history: list[Message] = [{"role": "system", "content": system}] if system else []
-        self._client = runner.run(_connect(runtime_dir))
-
-    def close(self) -> None:
-        self._runner.run(self._client.close())
-
-    def ask(self, text: str, *, quiet: bool = False) -> tuple[AsyncStream, bool]:
-        """Print the answer to one turn as it comes. Returns its stream, which is over, and whether Ctrl-C came."""
-        turn = {"role": "user", "content": text}
-        request: dict[str, Any] = {"messages": [*self._history, turn]} if self._chat else {"prompt": text}
-        stream, interrupted = self._runner.run(self._stream(request, quiet))
-        self._history += [turn, {"role": "assistant", "content": stream.text}]
-        return stream, interrupted
-
-    async def _stream(self, request: dict[str, Any], quiet: bool) -> tuple[AsyncStream, bool]:
-        stream = self._client.generate(self._model, **request, **self._sampling)
-        interrupts = _Interrupts(stream, quiet)
-        try:
-            async for delta in stream:
-                if not quiet:
-                    sys.stdout.write(delta.text)
-                    sys.stdout.flush()
-        except asyncio.CancelledError:
-            if not interrupts.impatient:
-                raise
-        finally:
-            interrupts.close()
-        if not quiet:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-        return stream, interrupts.pressed > 0
-
-    def hold(self) -> int:
-        """Read, answer, remember, until the end of input."""
-        if not self._chat:
-            message = f"{self._model} has no chat template: each line is sent as it is, without what came before"
-            click.echo(message, err=True)
-        try:
-            import readline  # noqa: F401  (line editing)
-        except ImportError:
-            pass
-        while True:
-            try:
-                line = input(">>> " if sys.stdin.isatty() else "")
-            except EOFError:
-                return exit_codes.OK
-            except KeyboardInterrupt:
-                print()
-                continue  # Ctrl-C at the prompt drops the line, as in a shell
-            if not line.strip():
-                continue
-            try:
-                _, interrupted = self.ask(line)
-            except WireError as e:
-                if e.code is ErrorCode.CONNECTION_LOST:
-                    raise
-                click.echo(f"modelctl: {e}", err=True)
-                continue
-            if interrupted:
-                click.echo("(cancelled)", err=True)
-
-
-class _Interrupts:
-    """Ctrl-C while an answer comes: the first asks for its end, the second leaves it, for a model that hangs.
-
-    Made by the task that reads the stream, which the second one cancels.
-    """
-
-    def __init__(self, stream: AsyncStream, quiet: bool) -> None:
-        self.pressed = 0
-        self._stream = stream
-        self._quiet = quiet
-        self._reader = asyncio.current_task()
-        self._hint: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
-
-    @property
-    def impatient(self) -> bool:
-        return self.pressed > 1
-
-    def close(self) -> None:
-        if self._hint is not None:
-            self._hint.cancel()
-        self._loop.remove_signal_handler(signal.SIGINT)
-
-    def _on_interrupt(self) -> None:
-        self.pressed += 1
-        if self.pressed == 1:
-            self._stream.cancel()  # the answer ends with finish_reason "cancelled"; the program goes on
-            if not self._quiet:
-                self._hint = self._loop.call_later(HINT_AFTER_S, self._give_hint)
-        elif self.pressed == 2:
-            assert self._reader is not None
-            self._reader.cancel()  # a stream whose reader is cancelled closes itself
-
-    def _give_hint(self) -> None:
-        click.echo("\n(the model does not react; Ctrl-C again leaves it)", err=True)
-
-
-async def _connect(runtime_dir: Path) -> AsyncClient:
-    client = AsyncClient(runtime_dir=runtime_dir, reconnect=False)
-    await client.__aenter__()
-    return client
 
 
 def _result(model: str, stream: AsyncStream) -> dict[str, Any]:
