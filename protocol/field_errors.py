@@ -29,6 +29,12 @@ _MUST_BE = {
 }
 """What a value must be, by pydantic's name for what is wrong with it."""
 
+_NOT_HERE = {
+    "n": "one request has one answer: send n requests (the Python client's `choices` does)",
+    "stream": "every answer is a stream",
+}
+"""Fields that other servers have, and what to do instead."""
+
 _SHOWN_NAME = 64
 """Characters of an unknown field's name that an error repeats."""
 
@@ -52,6 +58,8 @@ def request_error(
     shown = ".".join([given.get(path[0], path[0]), *path[1:]]) if path else None
     kind = error["type"]
     if kind in ("extra_forbidden", "invalid_key"):
+        if len(path) == 1 and path[0] in _NOT_HERE:
+            return RequestError(f"unknown field {path[0]!r}: {_NOT_HERE[path[0]]}", field=path[0])
         names = list(known if len(path) == 1 else inner.model_fields)
         shown = f"{shown[:_SHOWN_NAME]}..." if shown and len(shown) > _SHOWN_NAME else shown
         near = difflib.get_close_matches(path[-1][:_SHOWN_NAME], names, n=1)
