@@ -37,7 +37,6 @@ from model_worker.loop import WorkerLoop
 from model_worker.text import TextStream
 from protocol.codec import decode, encode, pack_body
 from protocol.messages import TERMINAL, WORKER_TO_SUPERVISOR, Events, Hello, JobMessage, Shutdown
-from protocol.request import ChatMessage
 from protocol.worker_spec import EngineSpec, WorkerSpec
 
 STREAMS = (1, 8, 32)
@@ -71,7 +70,9 @@ class PacedEngine:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    chat_template = None
+
+    def encode_rendered(self, text: str) -> list[int]:
         raise NotImplementedError
 
     def decode(self, token_ids: Sequence[int]) -> str:

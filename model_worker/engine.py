@@ -5,12 +5,12 @@ An engine is constructed, loaded and stepped on one thread of one process. A fau
 repair in place, so an engine need not be able to go on after one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from protocol.errors import RequestError
-from protocol.request import ChatMessage, SamplingParams
+from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -20,6 +20,17 @@ a name of its own. Called from load(), often."""
 
 class LoadError(Exception):
     """The model cannot be loaded as configured, and trying again will not help. One line a person can act on."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """How a model wants a conversation written: a jinja template, rendered by ``rendering.Renderer``.
+
+    special_tokens  what the template knows by name, {"bos_token": "<s>", "eos_token": ...}
+    """
+
+    source: str
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class Job:
     complete: the engine computes them as it does a prompt, and goes on as if it had drawn them itself. They count as
     completion tokens, against both limits, and for penalties; what they leave held (the beginning of a stop string or
     of a character) is held; the draw at a place is the same as it would have been (a seed's draws depend on seed and
-    place). Never given together with what cannot be gone on with: ``loop.not_resumable``. Events hold what is new.
+    place). Never given together with what cannot be gone on with: ``intake.not_resumable``. Events hold what is new.
     """
 
     id: int
@@ -173,12 +184,17 @@ class Engine(Protocol):
         """Token ids of a text, special tokens of the text not interpreted beyond the tokenizer's own rule, BOS added
         where the model expects it."""
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of a conversation in the model's own template, ready for the assistant's turn. Raises RequestError
-        (field "messages") if there is no template or it refuses."""
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's own, None if it has none. Valid after load()."""
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what the chat template made of a conversation: as ``encode``, but no BOS is added, which the
+        template writes itself. Raises RequestError (field "messages")."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Text of token ids, special tokens left out. Raises RequestError (field "token_ids") for an id beyond the
+        vocabulary."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, in UTF-8 (characters may be incomplete); a special token's own name. For people:

@@ -117,6 +117,7 @@ def run(spec: WorkerSpec) -> int:
     """Connect, load, serve. Returns the process's exit code."""
     from model_worker.engine import LoadError
     from model_worker.engines import build_engine
+    from model_worker.intake import not_offered
     from model_worker.link import SupervisorLink
     from model_worker.loop import WorkerLoop
 
@@ -126,11 +127,13 @@ def run(spec: WorkerSpec) -> int:
     try:
         engine = build_engine(spec.engine)
         engine.load(link.progress)
+        if name := not_offered(spec.sampling, engine.capabilities.offered):
+            raise LoadError(f"sampling.{name} is not offered by this model's engine: remove it")
     except LoadError as e:
         print(LOAD_ERROR_PREFIX + " ".join(str(e).split()), file=sys.stderr)
         link.close()
         return EXIT_CONFIG
-    loop = WorkerLoop(engine, link)
+    loop = WorkerLoop(engine, link, spec.sampling, spec.limits)
     # What is loaded stays. Left to the garbage collector, a look through it (hundreds of thousands of objects of torch
     # and transformers) stops every stream for some 160 ms, whenever enough new objects have gathered.
     gc.collect()

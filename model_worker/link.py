@@ -14,6 +14,7 @@ from protocol import __version__, limits
 from protocol.codec import EventWriter, decode, encode, pack_body
 from protocol.messages import (
     SUPERVISOR_TO_WORKER,
+    Answer,
     EventEntry,
     Hello,
     Message,
@@ -93,9 +94,10 @@ class SupervisorLink:
         except zmq.Again:
             pass  # the next report, or the first token, supersedes this one
 
-    def receive(self, wait_ms: int) -> list[Message]:
-        """Everything that has arrived; waits up to ``wait_ms`` for the first message."""
-        if wait_ms and not self._socket.poll(wait_ms):
+    def receive(self, wait_ms: int, also: Sequence[int] = ()) -> list[Message]:
+        """Everything that has arrived; waits up to ``wait_ms`` for the first message, or until one of the descriptors
+        in ``also`` is readable."""
+        if wait_ms and not self._poll(wait_ms, also):
             self.exit_if_orphaned()
             return []
         messages: list[Message] = []
@@ -106,6 +108,16 @@ class SupervisorLink:
             # the FrameError ends this process, and with it no request is lost silently.
             messages.append(decode(frame, SUPERVISOR_TO_WORKER))
         return messages
+
+    def _poll(self, wait_ms: int, also: Sequence[int]) -> bool:
+        if not also:
+            return bool(self._socket.poll(wait_ms))
+        return bool(zmq.zmq_poll([(self._socket, zmq.POLLIN), *((fd, zmq.POLLIN) for fd in also)], wait_ms))
+
+    def answer(self, ask: int, body: bytes) -> None:
+        """Answer an ASK. Waits behind events while the pipe is full, as they do."""
+        self._frames.append(encode(Answer(ask, body)))
+        self._send_frames()
 
     def queue(self, channel: int, entry: EventEntry, event: bytes) -> None:
         """Add an event to what the next ``flush`` sends to its channel."""

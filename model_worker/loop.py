@@ -1,17 +1,25 @@
-"""The worker's loop: receive, submit, step, send. One thread, one engine; it blocks on the socket only when idle."""
+"""The worker's loop: receive, submit, step, send. One thread, one engine; it blocks on the socket only when idle.
+
+A conversation becomes a prompt in another process (``rendering``), while steps go on and other requests overtake it.
+"""
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
-from model_worker.engine import Delta, Engine, EngineEvent, Failed, Finished, Job, Prefilling, TokenLogprob
+from model_worker.engine import Delta, Engine, EngineEvent, Failed, Finished, Prefilling, TokenLogprob
+from model_worker.intake import Intake, prompt_field
 from model_worker.link import SupervisorLink
+from model_worker.questions import answer, failed
+from model_worker.rendering import Renderer
 from protocol.codec import EventWriter
-from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.errors import WireError
 from protocol.messages import (
+    Ask,
     CancelJob,
     EventEntry,
     EventFlag,
@@ -20,17 +28,17 @@ from protocol.messages import (
     Message,
     Shutdown,
 )
-from protocol.request import GenerateRequest, parse_generate
+from protocol.questions import Tokenize, parse_question
+from protocol.request import GenerateRequest
 
 IDLE_WAIT_MS = 200
 UNSENT_WAIT_MS = 5
 """Between two tries to send what a full pipe did not take, when there is nothing to compute."""
+RENDERING_WAIT_MS = 20
+"""Between two looks at conversations that are being rendered, unless one is done before."""
 STATS_INTERVAL_S = 1.0
 SLACK_JOBS = 2
 """Jobs held beyond a full batch, so that a freed place is taken at the next step and not a round trip later."""
-MAX_BYTES_PER_TOKEN = 16
-"""A prompt of more bytes per token of context than this is refused before it is tokenized, which would stall the loop.
-English text has 4 to 5."""
 
 
 @dataclass(slots=True)
@@ -48,32 +56,61 @@ class _Tracked:
 class WorkerLoop:
     """Serves one loaded engine until SHUTDOWN. An exception of the engine's step is not caught: it ends the process."""
 
-    def __init__(self, engine: Engine, link: SupervisorLink) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        link: SupervisorLink,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        limits: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._engine = engine
         self._link = link
-        self._capabilities = engine.capabilities
+        self._intake = Intake(engine, sampling, limits)
+        template = engine.chat_template
+        self._renderer = None if template is None else Renderer(template, self._intake.longest_text)
         self._writer = EventWriter()
         self._token_bytes = lru_cache(1 << 16)(engine.token_bytes)
         self._ids = itertools.count(1)
         self._jobs: dict[int, _Tracked] = {}
         self._job_ids: dict[tuple[int, int], int] = {}
+        # what is being rendered, by the same ids
+        self._chats: dict[int, tuple[_Tracked, GenerateRequest]] = {}
+        self._questions: dict[int, tuple[int, Tokenize]] = {}
         self._shutdown = False
         self._stats_due = 0.0
-        self.max_jobs = self._capabilities.max_batch_size + SLACK_JOBS
+        self.max_jobs = engine.capabilities.max_batch_size + SLACK_JOBS
         """Jobs the supervisor may give to this worker at once."""
 
     def run(self) -> None:
-        while not self._shutdown:
-            busy = bool(self._jobs)
-            for message in self._link.receive(0 if busy else UNSENT_WAIT_MS if self._link.unsent else IDLE_WAIT_MS):
-                self._apply(message)
-            if self._jobs:
-                for event in self._engine.step():
-                    self._emit(event)
-            if busy and not self._jobs:
-                self._stats_due = 0.0  # say at once that the engine is empty, so that `status` never shows a stale job
-            self._link.flush()
-            self._report(time.monotonic())
+        try:
+            while not self._shutdown:
+                self._turn()
+        finally:
+            if self._renderer is not None:
+                self._renderer.close()
+
+    def _turn(self) -> None:
+        busy = bool(self._jobs or self._chats)
+        rendering = self._renderer is not None and self._renderer.busy
+        for message in self._receive(rendering):
+            self._apply(message)
+        if self._renderer is not None and self._renderer.busy:
+            for key, outcome in self._renderer.collect():
+                self._rendered(key, outcome)
+        if self._jobs:
+            for event in self._engine.step():
+                self._emit(event)
+        if busy and not (self._jobs or self._chats):
+            self._stats_due = 0.0  # say at once that the engine is empty, so that `status` never shows a stale job
+        self._link.flush()
+        self._report(time.monotonic())
+
+    def _receive(self, rendering: bool) -> list[Message]:
+        if self._jobs:
+            return self._link.receive(0)
+        if not rendering or self._renderer is None:
+            return self._link.receive(UNSENT_WAIT_MS if self._link.unsent else IDLE_WAIT_MS)
+        return self._link.receive(RENDERING_WAIT_MS, self._renderer.descriptors)
 
     def _apply(self, message: Message) -> None:
         match message:
@@ -81,96 +118,84 @@ class WorkerLoop:
                 self._submit(channel, request, carry, body)
             case CancelJob(channel, request):
                 self._cancel(channel, request)
+            case Ask(ask, verb, body):
+                self._ask(ask, verb, body)
             case Shutdown():
                 self._shutdown = True
 
     def _submit(self, channel: int, request: int, carry: dict[str, Any], body: bytes) -> None:
         job_id = next(self._ids)
-        resumed_ids = tuple(memoryview(carry.get("token_ids", b"")).cast("I"))
-        tracked = _Tracked(channel, request, 0, carry.get("seq", 0), len(resumed_ids), carry)
-        asked: GenerateRequest | None = None
+        resumed = len(carry.get("token_ids", b"")) // 4
+        tracked = _Tracked(channel, request, 0, carry.get("seq", 0), resumed, carry)
         try:
-            asked = parse_generate(body)
-            if tracked.seq and (why := not_resumable(asked)):
-                raise WireError(
-                    ErrorCode.WORKER_DIED, f"the worker died, and an answer with {why} cannot go on in another"
-                )
-            job = self._job(job_id, asked, resumed_ids)
+            asked = self._intake.parse(body, resumed=bool(tracked.seq))
+            conversation = self._intake.conversation(asked)
+        except WireError as e:
+            self._send_error(tracked, e)
+            return
+        if conversation is None or self._renderer is None:
+            self._start(job_id, tracked, asked)
+            return
+        self._chats[job_id] = tracked, asked
+        self._job_ids[channel, request] = job_id
+        self._renderer.ask(job_id, channel, conversation)
+
+    def _rendered(self, key: int, outcome: str | WireError) -> None:
+        """A conversation has become a text, or an error."""
+        if chat := self._chats.pop(key, None):
+            tracked, asked = chat
+            del self._job_ids[tracked.channel, tracked.request]
+            if isinstance(outcome, WireError):
+                self._send_error(tracked, outcome)
+            else:
+                self._start(key, tracked, asked, outcome)
+        elif question := self._questions.pop(key, None):
+            number, asked_of_us = question
+            if isinstance(outcome, WireError):
+                self._link.answer(number, failed(outcome))
+            else:
+                self._link.answer(number, answer(asked_of_us, self._engine, self._intake, outcome))
+
+    def _start(self, job_id: int, tracked: _Tracked, asked: GenerateRequest, rendered: str | None = None) -> None:
+        resumed_ids = tuple(memoryview(tracked.carry.get("token_ids", b"")).cast("I"))
+        try:
+            job = self._intake.job(job_id, asked, resumed_ids, rendered)
             self._engine.submit(job)
         except WireError as e:
-            if e.field == "prompt" and asked is not None:
-                e.field = _prompt_field(asked)
+            if e.field == "prompt":
+                e.field = prompt_field(asked)
             self._send_error(tracked, e)
             return
         tracked.prompt_tokens = len(job.prompt_ids)
         self._jobs[job_id] = tracked
-        self._job_ids[channel, request] = job_id
+        self._job_ids[tracked.channel, tracked.request] = job_id
 
-    def _job(self, job_id: int, request: GenerateRequest, resumed_ids: tuple[int, ...]) -> Job:
-        """The engine's job for a request. Whether it fits and is offered, the engine's ``submit`` says. Raises
-        RequestError for text that cannot be encoded."""
-        prompt_ids = self._encode(request)
-        room = max(1, self._capabilities.context - len(prompt_ids))
-        return Job(
-            job_id,
-            tuple(prompt_ids),
-            room if request.max_tokens is None else request.max_tokens,
-            request,
-            request.stop,
-            min_new_tokens=request.min_tokens,
-            stop_token_ids=request.stop_token_ids,
-            banned_strings=request.banned_strings,
-            token_healing=request.token_healing,
-            top_logprobs=request.top_logprobs if request.logprobs else None,
-            negative_ids=self._negative(request),
-            constraint=request.constraint,
-            resumed_ids=resumed_ids,
-        )
-
-    def _negative(self, request: GenerateRequest) -> tuple[int, ...] | None:
-        """The other prompt of classifier-free guidance: the text given, or what an empty one is encoded as."""
-        if request.cfg_scale == 1 or "cfg_scale" not in self._capabilities.offered:
-            return None
-        text = request.negative_prompt or ""
-        self._check_size("negative_prompt", len(text.encode(errors="surrogatepass")))
+    def _ask(self, number: int, verb: str, body: bytes) -> None:
         try:
-            ids = self._engine.encode(text)
-        except RequestError as e:
-            raise RequestError(f"negative_prompt: {e.message}", field="negative_prompt", code=e.code) from None
-        if not ids:
-            raise RequestError(
-                "negative_prompt: this model has no beginning-of-sequence token to stand for none: give a text",
-                field="negative_prompt",
-            )
-        return tuple(ids)
-
-    def _encode(self, request: GenerateRequest) -> list[int]:
-        if request.token_ids is not None:
-            return list(memoryview(request.token_ids).cast("I"))
-        texts = [request.prompt] if request.prompt is not None else [m.content for m in request.messages or ()]
-        self._check_size("prompt", sum(len(text.encode(errors="surrogatepass")) for text in texts))
-        if request.messages is not None:
-            return self._engine.encode_chat(request.messages)
-        return self._engine.encode(texts[0])
-
-    def _check_size(self, field: str, size: int) -> None:
-        context = self._capabilities.context
-        limit = context * MAX_BYTES_PER_TOKEN
-        if size > limit:
-            raise RequestError(
-                f"the {field.replace('_', ' ')} has {size} bytes: at most {limit} can fit the context of {context} "
-                "tokens",
-                field=field,
-                code=ErrorCode.CONTEXT_OVERFLOW,
-            )
+            question = parse_question(verb, body)
+            conversation = self._intake.conversation(question) if isinstance(question, Tokenize) else None
+        except WireError as e:
+            self._link.answer(number, failed(e))
+            return
+        if conversation is None or self._renderer is None or not isinstance(question, Tokenize):
+            self._link.answer(number, answer(question, self._engine, self._intake))
+            return
+        key = next(self._ids)
+        self._questions[key] = number, question
+        self._renderer.ask(key, 0, conversation)
 
     def _cancel(self, channel: int, request: int) -> None:
         """Free the job and confirm. A job unknown here has ended: its terminal event is on its way."""
         job_id = self._job_ids.get((channel, request))
         if job_id is None:
             return
-        self._engine.cancel(job_id)
-        tracked = self._forget(job_id)
+        if job_id in self._chats and self._renderer is not None:
+            self._renderer.cancel(job_id)
+            tracked, _ = self._chats.pop(job_id)
+            del self._job_ids[channel, request]
+        else:
+            self._engine.cancel(job_id)
+            tracked = self._forget(job_id)
         self._send_finished(tracked, (), "", FinishReason.CANCELLED)
 
     def _emit(self, event: EngineEvent) -> None:
@@ -247,28 +272,8 @@ class WorkerLoop:
             return
         self._stats_due = now + STATS_INTERVAL_S
         stats = self._engine.stats()
-        self._link.stats({"pending": stats.pending, "active": stats.active, "steps": stats.steps, **stats.extra})
-
-
-def _prompt_field(request: GenerateRequest) -> str:
-    return next(name for name in ("prompt", "messages", "token_ids") if getattr(request, name) is not None)
-
-
-def not_resumable(request: GenerateRequest) -> str | None:
-    """What of a request cannot go on in another worker, for people; None if all of it can.
-
-    Mirostat's state follows from probabilities that are gone; an answer with banned strings, or whose first token was
-    healed, does not follow from its ids alone; guidance keeps two sequences in step.
-    """
-    if request.mirostat_mode:
-        return "mirostat"
-    if request.banned_strings:
-        return "banned_strings"
-    if request.token_healing:
-        return "token_healing"
-    if request.cfg_scale != 1:
-        return "cfg_scale"
-    return None
+        pending = stats.pending + len(self._chats)
+        self._link.stats({"pending": pending, "active": stats.active, "steps": stats.steps, **stats.extra})
 
 
 def _timings(carry: dict[str, Any], completion: int, finished: Finished | None) -> dict[str, float]:

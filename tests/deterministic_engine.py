@@ -15,6 +15,7 @@ from hashlib import blake2b
 
 from model_worker.engine import (
     Capabilities,
+    ChatTemplate,
     Delta,
     EngineEvent,
     EngineStats,
@@ -29,14 +30,16 @@ from model_worker.link import SupervisorLink
 from model_worker.loop import WorkerLoop
 from protocol import __version__
 from protocol.codec import encode, pack_body, pack_event
+from protocol.errors import RequestError
 from protocol.messages import EventEntry, Events, Hello, Progress, Ready, Stats
-from protocol.request import ChatMessage, SamplingParams
+from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
 
 OFFERED = frozenset(SamplingParams.model_fields) - {"logit_bias", "banned_tokens", "allowed_tokens", "cfg_scale"} | {
     "min_tokens", "logprobs", "top_logprobs",
 }  # fmt: skip
 """What changes probabilities: there is only one here, so it is honoured as it stands. What forces or forbids is not."""
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if not loop.last %}\n{% endif %}{% endfor %}"
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
@@ -57,9 +60,10 @@ def _logprobs(job: Job, token: int) -> tuple[TokenLogprob, ...]:
 
 
 class DeterministicEngine:
-    """Ids are bytes; every step gives each active job one token. Options: step_s (seconds a step takes), context."""
+    """Ids are bytes; every step gives each active job one token. Options: step_s (seconds a step takes), context,
+    template (that of chats)."""
 
-    KNOWN_OPTIONS = frozenset({"step_s", "context"})
+    KNOWN_OPTIONS = frozenset({"step_s", "context", "template"})
 
     def __init__(self, spec: EngineSpec) -> None:
         unknown = set(spec.options) - self.KNOWN_OPTIONS
@@ -89,10 +93,16 @@ class DeterministicEngine:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return self.encode("\n".join(f"{m.role}: {m.content}" for m in messages))
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return ChatTemplate(self.spec.options.get("template", TEMPLATE), {"bos_token": "<s>", "eos_token": "</s>"})
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return list(text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        if token_ids and max(token_ids) > 255:
+            raise RequestError(f"token id {max(token_ids)} is not in the vocabulary of 256", field="token_ids")
         return bytes(token_ids).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -4,21 +4,18 @@ tokenizer.json is read as it is. The transformers library would rebuild some tok
 count other tokens than the engine computes.
 """
 
-import json
 from collections.abc import Iterable, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.sandbox
 import tokenizers
 
-from model_worker.engine import LoadError
+from model_worker.engine import ChatTemplate, LoadError
 from model_worker.engines.model_dir import ModelDir, token_text
 from model_worker.engines.token_pieces import NoPieces, read_pieces
+from model_worker.template_child import environment
 from model_worker.text import Pieces, TextStream
 from protocol.errors import RequestError
-from protocol.request import ChatMessage
 
 
 class Tokenizer:
@@ -27,6 +24,7 @@ class Tokenizer:
     vocab_size  one more than the highest id that has a text; models may have rows beyond, for alignment
     eos_ids     every id that ends an answer
     pieces      what each id adds to a text; None for a tokenizer that is not of that kind
+    chat_template  the model's own, None if it has none
     """
 
     def __init__(self, directory: ModelDir) -> None:
@@ -43,7 +41,7 @@ class Tokenizer:
         self._special = {name: text for name in names if (text := token_text(config.get(name)))}
         self._bos_id = self.token_id(self._special.get("bos_token", ""))
         self.eos_ids = directory.eos_ids(self.token_id)
-        self._template = _chat_template(directory)
+        self.chat_template = _chat_template(directory, self._special)
         self.pieces: Pieces | None = None
         try:
             self.pieces = read_pieces(self._tokenizer, self.vocab_size)
@@ -52,7 +50,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self.chat_template is not None
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text, None if there is none."""
@@ -69,21 +67,13 @@ class Tokenizer:
             ids.insert(0, self._bos_id)
         return ids
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Ids of a conversation in the model's template, up to where the assistant speaks next.
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of what the chat template made of a conversation. It writes BOS itself: none is added. A special token's
+        own text, which may come from a message, becomes that token, as everywhere.
 
-        Raises RequestError (field "messages") if there is no template or it refuses.
+        Raises RequestError (field "messages").
         """
-        if self._template is None:
-            raise RequestError("the model has no chat template: send prompt instead of messages", field="messages")
-        turns = [{"role": m.role, "content": m.content} for m in messages]
-        try:
-            text = self._template.render(messages=turns, add_generation_prompt=True, tools=None, **self._special)
-        except _Refused as e:
-            raise RequestError(f"the model's chat template refuses: {e}", field="messages") from None
-        except Exception as e:  # a template is a program; its message could quote the conversation
-            raise RequestError(f"the model's chat template fails: {type(e).__name__}", field="messages") from None
-        return self._encode(text, "messages", special=False)  # the template writes BOS itself
+        return self._encode(text, "messages", special=False)
 
     def _encode(self, text: str, field: str, *, special: bool) -> list[int]:
         try:
@@ -97,6 +87,12 @@ class Tokenizer:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
+    def decode_given(self, token_ids: Sequence[int]) -> str:
+        """``decode``, but raises RequestError (field "token_ids") for ids beyond the vocabulary."""
+        if token_ids and (most := max(token_ids)) >= self.vocab_size:
+            raise RequestError(f"token id {most} is not in the vocabulary of {self.vocab_size}", field="token_ids")
+        return self.decode(token_ids)
+
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, in UTF-8 (characters may be incomplete); a special token's own name."""
         piece = self.pieces.table[token_id] if self.pieces and 0 <= token_id < len(self.pieces.table) else None
@@ -109,15 +105,7 @@ class Tokenizer:
         return TextStream(self.pieces or self.decode, context, stops)
 
 
-class _Refused(Exception):
-    """raise_exception() of a chat template."""
-
-
-def _refuse(message: str) -> NoReturn:
-    raise _Refused(message)
-
-
-def _chat_template(directory: ModelDir) -> jinja2.Template | None:
+def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatTemplate | None:
     file = directory.path / "chat_template.jinja"
     source: Any = (
         file.read_text(encoding="utf-8") if file.is_file() else directory.tokenizer_config.get("chat_template")
@@ -127,14 +115,8 @@ def _chat_template(directory: ModelDir) -> jinja2.Template | None:
         source = named.get("default")
     if not isinstance(source, str) or not source:
         return None
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    # what the library that templates are written for offers them
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     try:
-        return environment.from_string(source)
+        environment().parse(source)  # no more than that: what compiles it may compute what it says
     except jinja2.TemplateError as e:
         raise LoadError(f"the chat template of {directory.path} cannot be read: {e}") from None
+    return ChatTemplate(source, special_tokens)

@@ -14,7 +14,8 @@ from model_worker.demo_models.corpus import (
 )
 from model_worker.engine import Engine, Job
 from protocol.errors import ErrorCode, RequestError
-from protocol.request import ChatMessage, SamplingParams
+from protocol.request import SamplingParams
+from tests.chat import chat_ids
 from tests.engines.conftest import DEMO_MODELS
 from tests.engines.driver import GREEDY, Driver, answer
 
@@ -35,7 +36,7 @@ def greedy(**fields: Any) -> SamplingParams:
 
 def story(engine: Engine, number: int = 0) -> tuple[list[int], str]:
     request, text = STORIES_TEST_REQUESTS[number]
-    return engine.encode_chat([ChatMessage(role="user", content=request)]), text
+    return chat_ids(engine, request), text
 
 
 # where an answer ends

@@ -14,18 +14,14 @@ from model_worker.demo_models.corpus import (
 from model_worker.engine import Engine, Finished, Job
 from model_worker.engines import build_engine
 from protocol.errors import ErrorCode, RequestError
-from protocol.request import ChatMessage, SamplingParams
+from protocol.request import SamplingParams
+from tests.chat import chat_ids, render
 from tests.engines.conftest import demo_spec
 from tests.engines.driver import GREEDY, Driver, answer
 
 COUNT, COUNTED = LETTERS_TEST_LONG_ANSWERS[1]
 """A prompt whose answer has some hundred tokens."""
 PROMPT, ANSWER = "count: 7 8 9 ->", " 10 11 12 13 14 15 16 17"
-
-
-def chat(engine: Engine, *contents: str) -> list[int]:
-    roles = ("user", "assistant")
-    return engine.encode_chat([ChatMessage(role=roles[i % 2], content=c) for i, c in enumerate(contents)])
 
 
 # what it says about itself
@@ -87,7 +83,8 @@ def test_answers_chats(stories: Engine) -> None:
     driver = Driver(stories)
     pairs = STORIES_TEST_CONVERSATIONS[:4]
     expected = {
-        driver.submit(chat(stories, *(m["content"] for m in messages)), 300).job.id: text for messages, text in pairs
+        driver.submit(chat_ids(stories, *(m["content"] for m in messages)), 300).job.id: text
+        for messages, text in pairs
     }
     driver.run()
     for job_id, text in expected.items():
@@ -144,7 +141,7 @@ def test_answers_do_not_depend_on_company(letters: Engine, seed: int) -> None:
 def test_deltas_join_to_the_answer_and_ids_decode_to_it(letters: Engine, stories: Engine) -> None:
     for engine, prompt, text in (
         (letters, letters.encode(COUNT), COUNTED),
-        (stories, chat(stories, STORIES_TEST_REQUESTS[1][0]), STORIES_TEST_REQUESTS[1][1]),
+        (stories, chat_ids(stories, STORIES_TEST_REQUESTS[1][0]), STORIES_TEST_REQUESTS[1][1]),
     ):
         outcome = answer(engine, prompt, 400)
         assert outcome.text == text
@@ -154,13 +151,13 @@ def test_deltas_join_to_the_answer_and_ids_decode_to_it(letters: Engine, stories
 
 def test_characters_that_span_tokens_arrive_whole(stories: Engine) -> None:
     for request, text in STORIES_TEST_REQUESTS[:3]:
-        outcome = answer(stories, chat(stories, request), 400)
+        outcome = answer(stories, chat_ids(stories, request), 400)
         assert outcome.text == text
         assert not any("\ufffd" in delta for delta in outcome.deltas)
         # the limit falls on every token around the first emoji: half of it is U+FFFD, the whole of it is not
         first = next(i for i in range(len(outcome.ids)) if "\ufffd" in stories.decode(outcome.ids[: i + 1]))
         for size in range(first + 1, first + 6):
-            cut = answer(stories, chat(stories, request), size)
+            cut = answer(stories, chat_ids(stories, request), size)
             assert cut.ids == outcome.ids[:size]
             whole = stories.decode(cut.ids)
             if "\ufffd" in whole:
@@ -223,7 +220,7 @@ def test_a_stop_string_that_the_last_token_completes_is_found(letters: Engine) -
 def test_stop_strings_in_chats(stories: Engine) -> None:
     request, text = STORIES_TEST_REQUESTS[0]
     for stop in (". Mia", "🦊", "lantern near", "Once"):
-        outcome = answer(stories, chat(stories, request), 300, stop=(stop,))
+        outcome = answer(stories, chat_ids(stories, request), 300, stop=(stop,))
         assert outcome.text == text[: text.index(stop)]
 
 
@@ -410,15 +407,24 @@ def test_refuses_text_that_is_none(letters: Engine) -> None:
     assert caught.value.field == "prompt"
 
 
-def test_chat_without_a_template_and_chats_that_it_refuses(letters: Engine, stories: Engine) -> None:
+def test_chat_templates(letters: Engine, stories: Engine) -> None:
     assert not letters.capabilities.chat
+    assert letters.chat_template is None
     assert stories.capabilities.chat
-    secret = "the butler did it"
-    for engine, role in ((letters, "user"), (stories, "tool")):
-        with pytest.raises(RequestError) as caught:
-            engine.encode_chat([ChatMessage(role=role, content=secret)])
-        assert caught.value.field == "messages"
-        assert secret not in str(caught.value)
+    assert stories.chat_template is not None
+    assert stories.chat_template.special_tokens["bos_token"] == "<s>"
+    asked = [{"role": "user", "content": " hi "}]
+    assert render(stories.chat_template, asked) == "<s><|user|>hi<|end|><|assistant|>"
+    assert stories.encode_rendered("<s>").count(stories.encode_rendered("<s>")[0]) == 1, "no BOS is added"
+    with pytest.raises(RequestError, match="refuses: unknown role tool") as caught:
+        render(stories.chat_template, [{"role": "tool", "content": "the butler did it"}])
+    assert caught.value.field == "messages"
+
+
+def test_ids_without_a_text_are_refused(letters: Engine) -> None:
+    with pytest.raises(RequestError, match="is not in the vocabulary of") as caught:
+        letters.decode([5, 1 << 31])
+    assert caught.value.field == "token_ids"
 
 
 def test_one_token_prompts(letters: Engine) -> None:

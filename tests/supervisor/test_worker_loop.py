@@ -1,6 +1,8 @@
 """The worker's loop with an engine that can be computed and a link that only remembers."""
 
-from collections.abc import Sequence
+import select
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 
 from model_worker.engine import Capabilities, Delta, EngineEvent, Finished, Job, TokenLogprob
 from model_worker.loop import SLACK_JOBS, WorkerLoop
-from protocol.codec import pack_body, unpack_event
+from protocol.codec import pack_body, unpack_body, unpack_event
 from protocol.messages import TERMINAL, CancelJob, EventEntry, EventFlag, JobMessage, Message, Shutdown
 from protocol.request import GenerateRequest
 from protocol.worker_spec import EngineSpec
@@ -18,18 +20,32 @@ EVERYTHING = frozenset(GenerateRequest.model_fields)
 
 
 class ScriptedLink:
-    """Hands out one batch of messages per turn; remembers what the loop sends. Ends the loop when the script ends."""
+    """Hands out one batch of messages per turn; remembers what the loop sends. Ends the loop when the script ends and
+    ``done`` says so."""
 
-    def __init__(self, *turns: Sequence[Message]) -> None:
+    def __init__(self, *turns: Sequence[Message], done: Callable[["ScriptedLink"], bool] = lambda link: True) -> None:
         self.turns = list(turns)
+        self.done = done
+        self.deadline = time.monotonic() + 20
+        self.answers: dict[int, dict[str, Any]] = {}
         self.waits: list[int] = []
         self.events: list[tuple[int, EventEntry, dict[str, Any], tuple[int, ...]]] = []
         self.statistics: list[dict[str, object]] = []
         self.unsent: tuple[int, ...] = ()
 
-    def receive(self, wait_ms: int) -> list[Message]:
+    def receive(self, wait_ms: int, also: Sequence[int] = ()) -> list[Message]:
         self.waits.append(wait_ms)
-        return list(self.turns.pop(0)) if self.turns else [Shutdown()]
+        if self.turns:
+            return list(self.turns.pop(0))
+        if self.done(self):
+            return [Shutdown()]
+        assert time.monotonic() < self.deadline, "the loop does not come to its end"
+        select.select(also, [], [], wait_ms / 1000)
+        return []
+
+    def answer(self, ask: int, body: bytes) -> None:
+        assert ask not in self.answers
+        self.answers[ask] = unpack_body(body)
 
     def queue(self, channel: int, entry: EventEntry, event: bytes) -> None:
         assert entry.length == len(event)
@@ -199,12 +215,12 @@ def test_every_field_reaches_the_engine() -> None:
         ({"max_tokens": None, "min_tokens": 63}, "min_tokens", "context_overflow", "at most 62 fit"),
         ({"stop_token_ids": [256]}, "stop_token_ids", "invalid_request", "256 is not in the vocabulary of 256"),
         ({"logit_bias": {"300": 1}}, "logit_bias", "invalid_request", "300 is not in the vocabulary of 256"),
-        ({"prompt": None, "messages": [{"role": "user", "content": "x" * 70}]}, "messages", "context_overflow", "77"),
+        ({"prompt": None, "messages": [{"role": "user", "content": "x" * 70}]}, "messages", "context_overflow", "76 tokens"),
         ({"prompt": None, "token_ids": b"abcd" * 64}, "token_ids", "context_overflow", "64 tokens"),
     ],
 )
 def test_what_a_model_cannot_do_is_told_by_field(fields: dict[str, Any], field: str, name: str, message: str) -> None:
-    link = run(ScriptedLink([job(1, 1, **fields)], []), remembering())
+    link = run(ScriptedLink([job(1, 1, **fields)], [], done=lambda link: bool(link.events)), remembering())
     ((_, told),) = link.of(1, 1)
     assert (told["error"]["field"], told["error"]["name"]) == (field, name)
     assert message in told["error"]["message"]

@@ -18,6 +18,7 @@ import torch
 
 from model_worker.engine import (
     Capabilities,
+    ChatTemplate,
     EngineEvent,
     EngineStats,
     Finished,
@@ -47,7 +48,7 @@ from model_worker.engines.healing import Healer, Healing
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
 from protocol.errors import ErrorCode, RequestError
-from protocol.request import ChatMessage, SamplingParams
+from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
 
 THREADED = 3
@@ -125,11 +126,15 @@ class ExLlamaV2Engine:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return self._tokenizer.encode_chat(messages)
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self._tokenizer.chat_template
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self._tokenizer.encode_rendered(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids)
+        return self._tokenizer.decode_given(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)

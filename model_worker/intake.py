@@ -1,0 +1,156 @@
+"""From the body of a request to a job for the engine: validated, with the model's defaults, within its limits, encoded.
+
+Whether a job fits and is offered, the engine's ``submit`` says.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from model_worker.engine import Engine, Job
+from protocol.chat import Conversation
+from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.presets import PRESETS
+from protocol.request import GenerateRequest, parse_generate
+
+MAX_BYTES_PER_TOKEN = 16
+"""A prompt of more bytes per token of context than this is refused before it is tokenized, which would stall the loop.
+English text has 4 to 5."""
+
+
+class Intake:
+    """For one loaded engine. sampling, limits: the model's, as WorkerSpec has them."""
+
+    def __init__(self, engine: Engine, sampling: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
+        self._engine = engine
+        self._capabilities = engine.capabilities
+        self._sampling, self._limits = sampling, limits
+        self.longest_text = self._capabilities.context * MAX_BYTES_PER_TOKEN
+        """Bytes."""
+        bounds = [bound["max_tokens"] for bound in (sampling, limits) if bound.get("max_tokens") is not None]
+        self._unset_max_tokens: int = min(bounds, default=self._capabilities.context)
+
+    def parse(self, body: bytes, *, resumed: bool) -> GenerateRequest:
+        """The request in a body. Raises RequestError; WORKER_DIED for one that was begun and cannot go on here."""
+        request = parse_generate(body, self._sampling, self._limits)
+        if resumed and (why := not_resumable(request)):
+            raise WireError(ErrorCode.WORKER_DIED, f"the worker died, and an answer with {why} cannot go on in another")
+        return request
+
+    def conversation(self, request: Conversation) -> dict[str, Any] | None:
+        """What has to be rendered before there is a prompt; None if nothing has. Raises RequestError."""
+        if request.messages is None:
+            return None
+        if self._engine.chat_template is None:
+            raise RequestError("the model has no chat template: send prompt instead of messages", field="messages")
+        self._check_size("messages", [message.content or "" for message in request.messages])
+        return request.for_template()
+
+    def job(
+        self, job_id: int, request: GenerateRequest, resumed_ids: tuple[int, ...], rendered: str | None = None
+    ) -> Job:
+        """The engine's job for a request. Raises RequestError, in whose field "prompt" stands for whatever it is.
+
+        rendered  what the chat template made of ``conversation``
+        """
+        prompt_ids = self._encode(request, rendered)
+        most = self._limits.get("prompt_tokens", len(prompt_ids))
+        if len(prompt_ids) > most:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens: this model allows at most {most}", field="prompt"
+            )
+        max_tokens = request.max_tokens
+        if max_tokens is None:
+            if request.min_tokens > self._unset_max_tokens < self._capabilities.context:
+                raise RequestError(
+                    f"min_tokens is {request.min_tokens}: more than the {self._unset_max_tokens} of this model's own "
+                    "max_tokens: give max_tokens, too",
+                    field="min_tokens",
+                )
+            max_tokens = max(1, min(self._capabilities.context - len(prompt_ids), self._unset_max_tokens))
+        return Job(
+            job_id,
+            tuple(prompt_ids),
+            max_tokens,
+            request,
+            request.stop,
+            min_new_tokens=request.min_tokens,
+            stop_token_ids=request.stop_token_ids,
+            banned_strings=request.banned_strings,
+            token_healing=request.token_healing,
+            top_logprobs=request.top_logprobs if request.logprobs else None,
+            negative_ids=self._negative(request),
+            constraint=request.constraint,
+            resumed_ids=resumed_ids,
+        )
+
+    def encode(self, prompt: str) -> list[int]:
+        """Ids of a text that is no longer than could fit. Raises RequestError."""
+        self._check_size("prompt", [prompt])
+        return self._engine.encode(prompt)
+
+    def _encode(self, request: GenerateRequest, rendered: str | None) -> list[int]:
+        if request.token_ids is not None:
+            return list(memoryview(request.token_ids).cast("I"))
+        if request.prompt is not None:
+            return self.encode(request.prompt)
+        assert rendered is not None, "a conversation is rendered first"
+        return self._engine.encode_rendered(rendered)
+
+    def _negative(self, request: GenerateRequest) -> tuple[int, ...] | None:
+        """The other prompt of classifier-free guidance: the text given, or what an empty one is encoded as."""
+        if request.cfg_scale == 1 or "cfg_scale" not in self._capabilities.offered:
+            return None
+        text = request.negative_prompt or ""
+        self._check_size("negative_prompt", [text])
+        try:
+            ids = self._engine.encode(text)
+        except RequestError as e:
+            raise RequestError(f"negative_prompt: {e.message}", field="negative_prompt", code=e.code) from None
+        if not ids:
+            raise RequestError(
+                "negative_prompt: this model has no beginning-of-sequence token to stand for none: give a text",
+                field="negative_prompt",
+            )
+        return tuple(ids)
+
+    def _check_size(self, field: str, texts: Sequence[str]) -> None:
+        size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+        if size > self.longest_text:
+            raise RequestError(
+                f"the {field.replace('_', ' ')} {'have' if field == 'messages' else 'has'} {size} bytes: at most "
+                f"{self.longest_text} can fit the context of {self._capabilities.context} tokens",
+                field=field,
+                code=ErrorCode.CONTEXT_OVERFLOW,
+            )
+
+
+def prompt_field(request: GenerateRequest) -> str:
+    """In which form a request gave its prompt."""
+    return next(name for name in ("prompt", "messages", "token_ids") if getattr(request, name) is not None)
+
+
+def not_resumable(request: GenerateRequest) -> str | None:
+    """What of a request cannot go on in another worker, for people; None if all of it can.
+
+    Mirostat's state follows from probabilities that are gone; an answer with banned strings, or whose first token was
+    healed, does not follow from its ids alone; guidance keeps two sequences in step.
+    """
+    if request.mirostat_mode:
+        return "mirostat"
+    if request.banned_strings:
+        return "banned_strings"
+    if request.token_healing:
+        return "token_healing"
+    if request.cfg_scale != 1:
+        return "cfg_scale"
+    return None
+
+
+def not_offered(sampling: Mapping[str, Any], offered: frozenset[str]) -> str | None:
+    """The sampling default that an engine does not offer, None if there is none. ``offered``: as in Capabilities."""
+    optional = offered | {"preset", "max_tokens", "stop"}
+    for name, value in {**PRESETS[sampling.get("preset", "none")], **sampling}.items():
+        neutral = GenerateRequest.model_fields[name].default
+        if name not in optional and (tuple(value) if isinstance(value, list) else value) != neutral:
+            return name
+    return None

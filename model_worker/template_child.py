@@ -1,0 +1,191 @@
+"""A process that renders chat templates, and does nothing else: it may be killed at any moment.
+
+A template is a program from a model's directory, and clients choose its input. It runs in jinja's sandbox, within
+bounds of time and memory, where neither can hurt the worker: ``rendering.Renderer`` starts this file as a program and
+gives it one conversation at a time. It imports the standard library, msgpack and jinja2.
+
+    python -P template_child.py PARENT MAILBOX
+
+PARENT   pid of the worker
+MAILBOX  descriptor of a file in memory: a request stands there, and then its answer
+stdin    a SEQPACKET socket: 8 bytes are the length of what stands in the mailbox; the first 8 bytes sent say "ready"
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import msgpack
+
+MEMORY = 512 << 20
+"""Bytes of address space of this process."""
+_PR_SET_PDEATHSIG = 1
+_TOLD = 300
+"""Characters of a template's message that a client is told."""
+_QUOTE = 8
+"""A message that repeats as many characters in a row of a conversation quotes it."""
+_CUT = "CUT-HERE-41c7d3a9 "
+"""Stands behind the message that is to be continued; its blank shows whether the template trims."""
+
+
+class _Refused(Exception):
+    """raise_exception() of a chat template."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}``, with which templates mark the assistant's words for those who train: rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja has it
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _refuse(message: object) -> NoReturn:
+    raise _Refused(str(message))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own would escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def environment() -> jinja2.Environment:
+    """Jinja with what the library that templates are written for (transformers) offers them."""
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _refuse
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+@lru_cache(1)
+def _compiled(source: str) -> jinja2.Template:
+    return environment().from_string(source)
+
+
+def render(request: dict[str, Any]) -> dict[str, Any]:
+    """{text: bytes}, or {error: a sentence for the client that quotes nothing of the conversation}.
+
+    request  template, special_tokens, messages, tools, variables, add_generation_prompt, continue_final_message, and
+             limit: most bytes of the text
+    """
+    messages, limit = request["messages"], request["limit"]
+    try:
+        if request["continue_final_message"]:
+            if not isinstance(messages[-1].get("content"), str):
+                return {"error": "continue_final_message: the last message has no content to continue"}
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _CUT}]
+        pieces: list[str] = []
+        size = 0
+        for piece in _compiled(request["template"]).generate(
+            messages=messages,
+            tools=request["tools"],
+            add_generation_prompt=request["add_generation_prompt"],
+            **request["special_tokens"],
+            **request["variables"],
+        ):
+            pieces.append(piece)
+            size += len(piece)
+            if size > limit:
+                return {"size": size}
+        text = "".join(pieces)
+        if request["continue_final_message"]:
+            at = text.rfind(_CUT.strip())
+            if at < 0:
+                return {"error": "continue_final_message: the model's chat template leaves the last message out"}
+            text = text[:at] if text.startswith(_CUT, at) else text[:at].rstrip()
+        encoded = text.encode()
+        return {"text": encoded} if len(encoded) <= limit else {"size": len(encoded)}
+    except _Refused as e:
+        return {"error": f"the model's chat template refuses: {_quotes_nothing(str(e), request)}"}
+    except jinja2.TemplateSyntaxError as e:
+        return {"error": f"the model's chat template cannot be read: line {e.lineno}: {(e.message or '')[:_TOLD]}"}
+    except MemoryError:
+        return {"error": "the model's chat template needs more memory than it is given", "last": True}
+    except UnicodeEncodeError:
+        return {"error": "the model's chat template renders what is not valid Unicode"}
+    except Exception as e:  # a template is a program
+        return {"error": f"the model's chat template fails: {type(e).__name__}: {_quotes_nothing(str(e), request)}"}
+
+
+def _quotes_nothing(message: str, request: dict[str, Any]) -> str:
+    """The beginning of a template's message, without what it repeats of the conversation: errors are logged."""
+    said = list(_texts(request["messages"]))
+    everything = "\0".join([*said, *_texts([request["tools"], request["variables"]])])
+    words = {text for text in said if 2 < len(text) < _QUOTE}
+    kept: list[str] = []
+    at = 0
+    while at < min(len(message), _TOLD):
+        quoted = next((n for n in range(_QUOTE - 1, 2, -1) if message[at : at + n] in words), 0)
+        run = message[at : at + _QUOTE]
+        if len(run) == _QUOTE and run in everything:
+            quoted = _QUOTE
+            while at + quoted < len(message) and message[at + quoted - _QUOTE + 1 : at + quoted + 1] in everything:
+                quoted += 1
+        kept.append("…" if quoted else message[at])
+        at += quoted or 1
+    return "".join(kept)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every string of the conversation but roles, which a refusal has to name."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if key != "role":
+                yield from _texts(inner)
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def main(parent: int, mailbox: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        return
+    # A look at the worker's stacks is sent to its whole group; the alarm is what ends a render that takes too long.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump holds prompts
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    _compiled("{{ strftime_now('%Y') }}").render()  # what is imported late is imported now
+    os.write(0, bytes(8))
+    while head := os.read(0, 8):
+        request = msgpack.unpackb(os.pread(mailbox, int.from_bytes(head, "little"), 0), strict_map_key=False)
+        # Not left to the worker alone, which may be in a step of some seconds.
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+        answer = render(request)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        packed = msgpack.packb(answer)
+        os.pwrite(mailbox, packed, 0)
+        os.write(0, len(packed).to_bytes(8, "little"))
+        if "last" in answer:
+            return
+
+
+if __name__ == "__main__":
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]))
+    except BrokenPipeError:
+        pass  # the worker has left
