@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from model_worker.engine import Delta, Engine, Finished, Job, Prefilling, TokenLogprob
+from model_worker.engine import Delta, Engine, Failed, Finished, Job, Prefilling, TokenLogprob
+from protocol.errors import RequestError
 from protocol.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -16,16 +17,21 @@ _job_ids = itertools.count(1)
 
 @dataclass
 class Outcome:
-    """What one job delivered. ``text`` and ``ids`` are everything, in order, the final event included. ``progress``:
-    how much of the prompt was computed, as often as that was said."""
+    """What one job delivered. ``text`` and ``ids`` are everything, in order, the final event included.
+
+    sizes     how many ids had come by the end of each of ``deltas``
+    progress  how much of the prompt was computed, as often as that was said
+    """
 
     job: Job
     text: str = ""
     ids: list[int] = field(default_factory=list)
     deltas: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
     finished: Finished | None = None
+    failed: RequestError | None = None
     cancelled: bool = False
 
     @property
@@ -65,6 +71,7 @@ class Driver:
             outcome = self.outcomes[event.job]
             assert not outcome.cancelled, "event of a cancelled job"
             assert outcome.finished is None, "event after the last one"
+            assert outcome.failed is None, "event after the last one"
             if isinstance(event, Prefilling):
                 assert not outcome.ids, "progress of a prompt behind the first token"
                 job = outcome.job
@@ -72,6 +79,9 @@ class Driver:
                 assert 0 < event.done < event.total
                 assert not outcome.progress or outcome.progress[-1] < event.done
                 outcome.progress.append(event.done)
+                continue
+            if isinstance(event, Failed):
+                outcome.failed = event.error
                 continue
             outcome.text += event.text
             outcome.ids += event.token_ids
@@ -83,6 +93,7 @@ class Driver:
             if isinstance(event, Delta):
                 assert event.token_ids or event.text
                 outcome.deltas.append(event.text)
+                outcome.sizes.append(len(outcome.ids))
             else:
                 outcome.finished = event
                 assert event.completion_tokens == len(outcome.job.resumed_ids) + len(outcome.ids)
@@ -93,7 +104,7 @@ class Driver:
 
     @property
     def unfinished(self) -> list[Outcome]:
-        return [o for o in self.outcomes.values() if o.finished is None and not o.cancelled]
+        return [o for o in self.outcomes.values() if not (o.finished or o.failed or o.cancelled)]
 
     def run(self) -> None:
         """Step until every job has ended."""
