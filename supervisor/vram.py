@@ -157,8 +157,8 @@ class Vram:
         where = ", ".join(map(str, sorted(outcome.gpus)))
         if outcome.back:
             self._log.info(
-                "%s: VRAM back after %.0f ms (GPU %s, pid %d)",
-                outcome.model, outcome.after_s * 1000, where, outcome.pid,
+                "%s: VRAM back after %s ms (GPU %s, pid %d)",
+                outcome.model, watched.returned_ms, where, outcome.pid,
             )  # fmt: skip
         else:
             self._log.warning(

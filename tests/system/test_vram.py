@@ -107,18 +107,22 @@ def test_the_next_worker_waits_for_the_memory_of_the_killed_one(serve: Serve, bo
     status = serving.wait_state("a", "ready")
     assert (status["generation"], status["vram_return"]) == (2, "back")
     assert 150 < status["vram_returned_ms"] < 10_000
-    assert f"a: VRAM back after {status['vram_returned_ms']:.0f} ms (GPU 0, pid {pid})" in serving.log()
+    assert f"a: VRAM back after {status['vram_returned_ms']} ms (GPU 0, pid {pid})" in serving.log()
+
+
+def stop_command(serving: Serving, model: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "supervisor", "stop", model, "--runtime-dir", str(serving.runtime_dir)],
+        env=serving.environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_stop_returns_when_the_memory_is_back(serve: Serve, box: Box) -> None:
     serving = serve({"a": on(0)})
     pid = load(serving, box, "a")
-    command = subprocess.Popen(
-        [sys.executable, "-m", "supervisor", "stop", "a", "--runtime-dir", str(serving.runtime_dir)],
-        env=serving.environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = stop_command(serving, "a")
     try:
         serving.wait_state("a", "stopped")
         assert serving.status("a")["vram_return"] == "awaited"
@@ -135,6 +139,22 @@ def test_stop_returns_when_the_memory_is_back(serve: Serve, box: Box) -> None:
     assert (status["vram_return"], status["vram_bytes"]) == ("back", None)
     assert status["vram_returned_ms"] > 150
     assert "vram_returned_ms" in serving.modelctl("status", "a", "--json").stdout
+
+
+def test_stop_says_that_the_memory_is_not_back(serve: Serve, box: Box) -> None:
+    serving = serve({"a": on(0)})
+    load(serving, box, "a")
+    command = stop_command(serving, "a")
+    try:
+        serving.wait_state("a", "stopped")
+        box.fails("GPU is lost")  # the deadline would be the other reason, after ten seconds
+        _, told = command.communicate(timeout=10)
+    finally:
+        command.kill()
+        command.wait()
+    assert command.returncode == 0
+    assert "a is stopped, but its VRAM is not back yet" in told
+    assert (serving.status("a")["vram_return"], serving.status("a")["vram_returned_ms"]) == ("not back", None)
 
 
 def test_a_model_waits_for_another_ones_memory_only_on_its_own_gpu(serve: Serve, box: Box) -> None:
