@@ -2,7 +2,7 @@
 worker's part: here stands only what the wire cannot carry."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from struct import Struct
 from struct import error as StructError
 from typing import Any, Final
@@ -37,10 +37,7 @@ def generate_request(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     bias = body.get("logit_bias")
     if isinstance(bias, dict):  # keys on the wire are strings
         body["logit_bias"] = {str(key) if type(key) is int else key: value for key, value in bias.items()}
-    for name in ("stop", "choice", "messages", "tools"):
-        # a lone string stays one, so that it is refused rather than read as a list of letters
-        if name in body and not isinstance(body[name], str | dict | list):
-            body[name] = _listed(name, body[name])
+    _make_lists(body)
     if not body.get("stop", True):
         del body["stop"]
     return body, route
@@ -69,11 +66,13 @@ def pack_token_ids(token_ids: Iterable[int] | bytes) -> bytes:
         ) from None
 
 
-def tokenize_params(model: str, prompt: str | None, messages: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
+def tokenize_params(model: str, given: dict[str, Any]) -> dict[str, Any]:
     """The map in CALL's body. Raises RequestError unless exactly one of prompt and messages is given."""
-    if (prompt is None) == (messages is None):
+    params = {name: value for name, value in given.items() if value is not None}
+    if ("prompt" in params) == ("messages" in params):
         raise RequestError("give exactly one of prompt and messages", field="prompt")
-    return {"model": model} | ({"prompt": prompt} if messages is None else {"messages": _listed("messages", messages)})
+    _make_lists(params)
+    return {"model": model} | params
 
 
 def pack_fields(fields: dict[str, Any]) -> bytes:
@@ -97,8 +96,12 @@ def _json_text(schema: dict[str, Any]) -> str:
         raise RequestError("json_schema holds something that JSON cannot carry", field="json_schema") from None
 
 
-def _listed(name: str, value: Any) -> list[Any]:
-    try:
-        return list(value)
-    except TypeError:
-        raise RequestError(f"{name} is a {type(value).__name__}: must be a list", field=name) from None
+def _make_lists(fields: dict[str, Any]) -> None:
+    for name in ("stop", "choice", "messages", "tools"):
+        # a lone string stays one, so that it is refused rather than read as a list of letters
+        if name in fields and not isinstance(fields[name], str | dict | list):
+            try:
+                fields[name] = list(fields[name])
+            except TypeError:
+                kind = type(fields[name]).__name__
+                raise RequestError(f"{name} is of type {kind}: must be a list", field=name) from None

@@ -163,14 +163,17 @@ class AsyncClient:
         *,
         messages: Sequence[dict[str, Any]] | None = None,
         reply_timeout: float | None = None,
+        **template: Any,
     ) -> tuple[int, ...]:
         """The token ids that the model would see for this prompt, or for these messages through its chat template.
 
+        template       tools, template_kwargs: what else the template is given
         reply_timeout  seconds; unset waits while the supervisor answers
 
         Raises as ``call`` does.
         """
-        return token_ids_in(await self._call("tokenize", tokenize_params(model, prompt, messages), reply_timeout))
+        params = tokenize_params(model, template | {"prompt": prompt, "messages": messages})
+        return token_ids_in(await self._call("tokenize", params, reply_timeout))
 
     async def detokenize(
         self, model: str, token_ids: Iterable[int] | bytes, *, reply_timeout: float | None = None

@@ -1,4 +1,4 @@
-"""One client connection: a DEALER, its monitor, and the session they feed. The two clients only wait differently.
+"""One client connection: a line to the supervisor and the session that it feeds. The two clients only wait differently.
 
 Nothing here blocks except ``close`` (bounded by LINGER_MS). The two kinds of it are ``shared_connection`` (any threads,
 a lock) and ``loop_connection`` (one event loop); they say how one waits, and what finalizers may do, which run wherever
@@ -7,12 +7,10 @@ the garbage collector happens to.
 
 import os
 import random
-import struct
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, Final
 
 import zmq
@@ -20,26 +18,14 @@ import zmq
 import protocol
 from protocol.answers import CallState, Delta, StreamState, Touched
 from protocol.errors import ErrorCode, WireError
-from protocol.limits import SOCKET_MAX_FRAME
+from protocol.line import LINGER_MS, Line
 from protocol.liveness import DEFAULT_SILENCE_S, Liveness, Verdict
-from protocol.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint, ipc_path
+from protocol.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint
 from protocol.session import ClientSession
 
-LINGER_MS: Final = 200
-"""How long ``close`` waits for the last frames (a CANCEL, mostly) to leave."""
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
 """Pauses between tries to connect double from the first to the longest, less a random half."""
-
-_MONITOR_EVENT: Final = struct.Struct("=Hi")
-_WATCHED: Final = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-)
 
 
 class Connection:
@@ -76,19 +62,15 @@ class Connection:
         self.admin = admin
         self.session = ClientSession(f"modelctl-python/{protocol.__version__}")
         self.closed = False
-        self.socket: zmq.Socket[bytes]
-        self.monitor: zmq.Socket[bytes]
+        self.line: Line | None = None
         now = time.monotonic()
         self._pid = os.getpid()
         self._abandoned: deque[StreamState] = deque()
         self._patience, self._redial = patience, redial
         self._give_up_at = now + patience
-        self._dial_at: float | None = now
+        self._dial_at = now
         self._dials = 0
         self._failure: str | None = None
-        self._refused = False
-        self._handshaken = False
-        self._left = False
         self._liveness = Liveness(silence, now)
         self._look_at = now
         # a context of its own: nothing is shared with other users of zmq in this process
@@ -192,7 +174,9 @@ class Connection:
             self._cancel_abandoned()
             self.closed = True
             touched = self.session.lose("this client was closed")
-            self._hang_up(LINGER_MS)
+            if self.line is not None:
+                self._unwatch()
+                self.line.hang_up(LINGER_MS)
             self._changed(touched)
         self._context.term()
 
@@ -217,13 +201,13 @@ class Connection:
         touched: list[Touched] = []
         try:
             now = time.monotonic()
-            if self._dial_at is not None and now >= self._dial_at and self.session.broken is None:
+            if self.line is None and now >= self._dial_at and self.session.broken is None:
                 self._dial()
             while True:
                 while self._abandoned:
                     self.session.abandon(self._abandoned.popleft())
-                if self._dial_at is None and not self._left:
-                    self._exchange(now, touched)
+                if self.line is not None and not self.line.left:
+                    self._exchange(self.line, now, touched)
                 if not self._abandoned:  # a finalizer, while we were at it
                     break
             if now >= self._look_at or self.session.welcome is None or self.session.broken is not None:
@@ -242,7 +226,7 @@ class Connection:
             return None
         now = time.monotonic()
         if self.session.welcome is None:
-            at = self._give_up_at if self._dial_at is None else min(self._give_up_at, self._dial_at)
+            at = self._give_up_at if self.line is not None else min(self._give_up_at, self._dial_at)
         elif self.session.unfinished:
             at = self._look_at
         else:
@@ -253,12 +237,9 @@ class Connection:
     def waits_to_send(self) -> bool:
         return bool(self.session.outbox) and self.session.welcome is not None
 
-    def describe_failure(self, what: str) -> str:
-        return f"{what} ({self.endpoint}); start it with `modelctl serve`"
-
     # ---- what the two kinds of connection do each in its way
 
-    def _watch(self) -> None:
+    def _watch(self, line: Line) -> None:
         """There are new descriptors to wait on."""
 
     def _unwatch(self) -> None:
@@ -274,46 +255,32 @@ class Connection:
     # ---- steps
 
     def _dial(self) -> None:
-        self.socket = self._context.socket(zmq.DEALER)
-        _configure(self.socket, self.endpoint)
-        self.monitor = self.socket.get_monitor_socket(_WATCHED)
-        self._dial_at, self._failure, self._handshaken = None, None, False
+        self._failure = None
         self._dials += 1
-        self._watch()
-        try:
-            self.socket.connect(self.endpoint)
-        except zmq.ZMQError as e:
-            raise ValueError(f"{self.endpoint!r} is not an endpoint: {e}") from None
-        self.socket.send(self.session.hello, zmq.NOBLOCK)
+        self.line = Line(self._context, self.endpoint, self.session.hello)
+        self._watch(self.line)
 
-    def _hang_up(self, linger_ms: int) -> None:
-        if self._dials == 0 or self._dial_at is not None:
-            return
-        self._unwatch()
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=0 if self._left else linger_ms)
-
-    def _exchange(self, now: float, touched: list[Touched]) -> None:
+    def _exchange(self, line: Line, now: float, touched: list[Touched]) -> None:
         # The monitor is read before the socket: when it tells of the end, all that came before the end is still
         # readable, and a terminal event among it must not turn into a lost connection.
-        end = self._read_monitor()
+        end = line.read_monitor(self.session.goaway)
         while True:
-            if self._receive_all(touched):
+            if self._receive_all(line, touched):
                 self._liveness.heard(now)
-            self._send_all()
+            self._send_all(line)
             # Sending can consume the edge of the socket's file descriptor that tells of new input, so whoever waits
             # on the descriptor next would never wake up: look again.
-            if not int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            if not line.has_input:
                 break
         if end is None:
             return
         session = self.session
-        if not self._redial or self._refused or session.welcome is not None or session.broken is not None:
+        if not self._redial or line.refused or session.welcome is not None or session.broken is not None:
             touched += session.lose(end)
             return
-        self._hang_up(0)
-        self._failure = end
+        self._unwatch()
+        line.hang_up(0)
+        self.line, self._failure = None, end
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._dials - 1))
         self._dial_at = now + pause * random.uniform(0.5, 1)
 
@@ -328,7 +295,8 @@ class Connection:
             verdict = liveness.look(now, waiting=session.unfinished)
             if verdict is Verdict.ASK:
                 session.ping()
-                self._send_all()
+                if self.line is not None:
+                    self._send_all(self.line)
             elif verdict is Verdict.LOST:
                 told = f"the supervisor has not answered for {liveness.silence:.3g} s: it hangs, or is stopped"
                 touched += session.lose(f"{told} ({self.endpoint})")
@@ -336,26 +304,19 @@ class Connection:
             self._leave_endpoint()
 
     def _leave_endpoint(self) -> None:
-        """Whoever listens there next, nothing of this session reaches it; and whoever does now cancels what it had."""
-        if self._left or self._dials == 0 or self._dial_at is not None:
-            return
-        self._left = True
-        self._unwatch()
-        self.socket.setsockopt(zmq.LINGER, 0)
-        try:
-            self.socket.disconnect(self.endpoint)
-        except zmq.ZMQError:  # libzmq has left by itself, after a handshake that failed
-            pass
+        if self.line is not None and not self.line.left:
+            self._unwatch()
+            self.line.leave()
 
     def _cancel_abandoned(self) -> None:
         while self._abandoned:
             self.session.abandon(self._abandoned.popleft())
-        if self._dial_at is None and not self._left:
-            self._send_all()
+        if self.line is not None and not self.line.left:
+            self._send_all(self.line)
 
-    def _receive_all(self, touched: list[Touched]) -> int:
+    def _receive_all(self, line: Line, touched: list[Touched]) -> int:
         """How many frames there were."""
-        receive, take_in, frames = self.socket.recv, self.session.receive, 0
+        receive, take_in, frames = line.socket.recv, self.session.receive, 0
         while True:
             try:
                 frame = receive(zmq.NOBLOCK)
@@ -364,63 +325,17 @@ class Connection:
             frames += 1
             touched += take_in(frame)
 
-    def _send_all(self) -> None:
+    def _send_all(self, line: Line) -> None:
         outbox = self.session.outbox
         if self.session.welcome is None:
             return
         while outbox:
             try:
-                self.socket.send(outbox[0], zmq.NOBLOCK)
+                line.socket.send(outbox[0], zmq.NOBLOCK)
             except zmq.Again:
                 # the supervisor is behind in reading: the next pump goes on here
                 return
             outbox.popleft()
-
-    def _read_monitor(self) -> str | None:
-        """Why the connection ended, None while it has not."""
-        end = None
-        while True:
-            try:
-                # drained always, ended or not: libzmq's I/O thread blocks on a full monitor
-                number, _ = _MONITOR_EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0])
-            except zmq.Again:
-                return end
-            if number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._handshaken = True
-            else:
-                end = end or self._explain(number)
-
-    def _explain(self, event: int) -> str:
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._refused = True
-            return f"the supervisor refused this connection ({self.endpoint}): it admits its own user only"
-        if self._handshaken:
-            if self.session.goaway is not None:
-                return self.describe_failure(f"the supervisor has shut down: {self.session.goaway}")
-            return self.describe_failure("the connection to the supervisor ended")
-        path = ipc_path(self.endpoint)
-        if path is not None and Path(path).exists() and not os.access(path, os.W_OK):
-            self._refused = True
-            return f"no permission to connect to the supervisor ({self.endpoint}): it belongs to another user"
-        return self.describe_failure("no supervisor is running here")
-
-
-def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    ipc = endpoint.startswith("ipc://")
-    # A new connection is a new session, so libzmq must not reconnect. But told so outright (RECONNECT_IVL=-1), or with
-    # IMMEDIATE=1, it discards at the end of the connection what had arrived and was not read yet, perhaps whole
-    # answers. So it is told to wait eleven days, and ``pump`` disconnects once it has read everything.
-    socket.setsockopt(zmq.RECONNECT_IVL, 1_000_000_000)
-    socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_MAX_FRAME)
-    # Without a high-water mark on receiving: at the mark libzmq stops reading, heartbeats with it, and takes a client
-    # that is slow to call us for dead. What can arrive unread is bounded by the credit of each stream.
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
-    # the timeout must exceed the transfer of the largest frame, or heartbeats kill it
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000 if ipc else 2000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000 if ipc else 10_000)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, 6000 if ipc else 12_000)
 
 
 def check_welcomed(connection: Connection) -> bool:

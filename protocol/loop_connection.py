@@ -6,10 +6,9 @@ import threading
 from collections.abc import Collection
 from typing import Any
 
-import zmq
-
 from protocol.answers import Touched
 from protocol.connection import Connection
+from protocol.line import Line
 
 _WELCOME = 0
 """What waits for the greeting, among the ids of requests and calls (which begin at 1)."""
@@ -86,9 +85,8 @@ class LoopConnection(Connection):
         self._timer = None
         self.pump()
 
-    def _watch(self) -> None:
-        # Edge-triggered: readable once for all that happened, so a callback has to take in everything. ``pump`` does.
-        self._descriptors = (int(self.socket.get(zmq.FD)), int(self.monitor.get(zmq.FD)))
+    def _watch(self, line: Line) -> None:
+        self._descriptors = line.descriptors
         for descriptor in self._descriptors:
             self._loop.add_reader(descriptor, self.pump)
 

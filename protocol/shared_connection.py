@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-import zmq
-
 from protocol.answers import Touched
 from protocol.connection import Connection, check_welcomed
+from protocol.line import Line
 
 _LONGEST_WAIT_S = 1.0
 """After which a waiting thread looks for itself, whatever it was told."""
@@ -109,10 +108,10 @@ class SharedConnection(Connection):
         if not self.closed and any(descriptor == self._wakeup for descriptor, _ in ready):
             os.eventfd_read(self._wakeup)
 
-    def _watch(self) -> None:
+    def _watch(self, line: Line) -> None:
         # A new one: a thread may be waiting with the old one.
         self._poller = select.poll()
-        for descriptor in (int(self.socket.get(zmq.FD)), int(self.monitor.get(zmq.FD)), self._wakeup):
+        for descriptor in (*line.descriptors, self._wakeup):
             self._poller.register(descriptor, select.POLLIN)
 
     def _unwatch(self) -> None:
@@ -142,6 +141,5 @@ class SharedConnection(Connection):
 
     def _nudge_for_input(self) -> None:
         """Sending may have consumed the edge that would have told the polling thread of input."""
-        live = self._polling is not None and self._dial_at is None and not self._left
-        if live and int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        if self._polling is not None and self.line is not None and not self.line.left and self.line.has_input:
             os.eventfd_write(self._wakeup, 1)

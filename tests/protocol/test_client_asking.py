@@ -75,7 +75,7 @@ def test_what_the_worker_needs_is_in_the_body(runtime_dir: Path) -> None:
         ({"json_schema": {"a": {1}}}, "json_schema", "JSON cannot carry"),
         ({"json_schema": {"a": float("nan")}}, "json_schema", "JSON cannot carry"),
         ({"token_ids": 5}, "token_ids", "token_ids holds something else"),
-        ({"choice": 5}, "choice", "choice is a int: must be a list"),
+        ({"choice": 5}, "choice", "choice is of type int: must be a list"),
     ],
 )
 def test_what_cannot_be_sent_is_named(runtime_dir: Path, given: dict[str, Any], field: str, what: str) -> None:
@@ -342,7 +342,8 @@ def tokens(peer: ScriptedPeer, client: bytes, message: Message) -> None:
 def test_text_to_ids_and_back(runtime_dir: Path) -> None:
     with ScriptedPeer(runtime_dir / "front", tokens) as peer, Client(peer.endpoint) as client:
         assert client.tokenize("letters", "aé") == (97, 233)
-        assert client.tokenize("letters", messages=[{"role": "user", "content": "b"}]) == (98,)
+        assert client.tokenize("letters", messages=[{"role": "user", "content": "b"}], tools=({},)) == (98,)
+        assert unpack_body(peer.of(Call)[-1].body)["tools"] == [{}]
         assert client.detokenize("letters", (97, 233)) == "aé"
         assert client.detokenize("letters", b"a\0\0\0") == "a"
         for attempt in (lambda: client.tokenize("letters"), lambda: client.tokenize("letters", "a", messages=[])):

@@ -108,7 +108,9 @@ def test_an_answer_that_is_complete_is_no_loss(runtime_dir: Path) -> None:
         stream = client.generate("letters", "x")
         peer.wait_for(Generate)
         peer.stop()
-        while client._connection.monitor.poll(1000) == 0:
+        line = client._connection.line
+        assert line is not None
+        while line.monitor.poll(1000) == 0:
             pass
         assert stream.complete().text == "abc"
         with pytest.raises(ConnectionLost):

@@ -191,13 +191,14 @@ def test_a_finalizer_in_the_midst_of_anything_disturbs_nothing(runtime_dir: Path
             del victims[-1:]
 
     with ScriptedPeer(runtime_dir / "front", HoldingScript(first=5)) as peer, Client(peer.endpoint) as client:
-        connection = client._connection
+        connection, line = client._connection, client._connection.line
+        assert line is not None
         victims += [client.generate("letters", str(i)) for i in range(20)]
-        real, connection.socket = connection.socket, DroppingSocket(connection.socket)  # type: ignore[assignment]
+        real, line.socket = line.socket, DroppingSocket(line.socket)  # type: ignore[assignment]
         extra = [client.generate("letters", str(i)) for i in range(20)]
         pump_until(client, lambda: not victims, "all to be dropped")
         peer.wait_for(Cancel, 20)
-        connection.socket = real
+        line.socket = real
         for stream in extra:
             stream.cancel()
             assert stream.complete().finish_reason == "cancelled"

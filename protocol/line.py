@@ -1,0 +1,122 @@
+"""One try to reach the supervisor: a DEALER, its monitor, and what the monitor tells. Nothing here blocks."""
+
+import os
+import struct
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from protocol.limits import SOCKET_MAX_FRAME
+from protocol.runtime_paths import ipc_path
+
+LINGER_MS: Final = 200
+"""How long closing waits for the last frames (a CANCEL, mostly) to leave."""
+
+_MONITOR_EVENT: Final = struct.Struct("=Hi")
+_WATCHED: Final = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+)
+
+
+class Line:
+    """Connects at once, without waiting, and sends ``hello``. Raises ValueError for what is no endpoint.
+
+    refused  whether the supervisor is there and will not have us: trying again is of no use
+    left     whether ``leave`` was called
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, hello: bytes) -> None:
+        self._endpoint = endpoint
+        self._handshaken = False
+        self.refused = False
+        self.left = False
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        _configure(self.socket, endpoint)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_WATCHED)
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError as e:
+            self.hang_up(0)
+            raise ValueError(f"{endpoint!r} is not an endpoint: {e}") from None
+        self.socket.send(hello, zmq.NOBLOCK)
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Readable when there is something to do: edge-triggered, once for all that happened."""
+        return int(self.socket.get(zmq.FD)), int(self.monitor.get(zmq.FD))
+
+    @property
+    def has_input(self) -> bool:
+        return bool(int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    def leave(self) -> None:
+        """Whoever listens there next, nothing of this session reaches it; and whoever does now cancels what it had."""
+        self.left = True
+        self.socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self.socket.disconnect(self._endpoint)
+        except zmq.ZMQError:  # libzmq has left by itself, after a handshake that failed
+            pass
+
+    def hang_up(self, linger_ms: int) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0 if self.left else linger_ms)
+
+    def read_monitor(self, goaway: str | None) -> str | None:
+        """Why the connection ended, None while it has not.
+
+        goaway  why the supervisor said that it will, if it did
+        """
+        end = None
+        while True:
+            try:
+                # drained always, ended or not: libzmq's I/O thread blocks on a full monitor
+                number, _ = _MONITOR_EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return end
+            if number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._handshaken = True
+            else:
+                end = end or self._explain(number, goaway)
+
+    def _explain(self, event: int, goaway: str | None) -> str:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.refused = True
+            return f"the supervisor refused this connection ({self._endpoint}): it admits its own user only"
+        if self._handshaken:
+            if goaway is not None:
+                return self._with_remedy(f"the supervisor has shut down: {goaway}")
+            return self._with_remedy("the connection to the supervisor ended")
+        path = ipc_path(self._endpoint)
+        if path is not None and Path(path).exists() and not os.access(path, os.W_OK):
+            self.refused = True
+            return f"no permission to connect to the supervisor ({self._endpoint}): it belongs to another user"
+        return self._with_remedy("no supervisor is running here")
+
+    def _with_remedy(self, what: str) -> str:
+        return f"{what} ({self._endpoint}); start it with `modelctl serve`"
+
+
+def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    ipc = endpoint.startswith("ipc://")
+    # A new connection is a new session, so libzmq must not reconnect. But told so outright (RECONNECT_IVL=-1), or with
+    # IMMEDIATE=1, it discards at the end of the connection what had arrived and was not read yet, perhaps whole
+    # answers. So it is told to wait eleven days, and ``pump`` disconnects once it has read everything.
+    socket.setsockopt(zmq.RECONNECT_IVL, 1_000_000_000)
+    socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_MAX_FRAME)
+    # Without a high-water mark on receiving: at the mark libzmq stops reading, heartbeats with it, and takes a client
+    # that is slow to call us for dead. What can arrive unread is bounded by the credit of each stream.
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+    # the timeout must exceed the transfer of the largest frame, or heartbeats kill it
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000 if ipc else 2000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000 if ipc else 10_000)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, 6000 if ipc else 12_000)
