@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from protocol import limits
+from protocol.sampling_defaults import DefaultsProblem, check_limits, check_sampling
 from protocol.worker_spec import EngineSpec
 from supervisor.config_schema import (
     ENGINE_KEYS,
@@ -122,6 +123,7 @@ def load_config(file: Path) -> Config:
         if name == limits.SUPERVISOR_NAME:
             problems.append(source.problem(path, "is taken: the supervisor's own log is called so"))
         problems += [source.problem((*path, key), message) for key, message in _combination_problems(config)]
+        problems += [source.problem((*path, *key), message) for key, message in _sampling_problems(config)]
         base = Path(file).resolve().parent
         paths: list[tuple[KeyPath, str]] = [(("model_dir",), config.model_dir)]
         if config.draft_model is not None:
@@ -177,6 +179,19 @@ def _combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
     if config.engine == "exllamav2":
         problems += _exllamav2_problems(config)
     return problems
+
+
+def _sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
+    """(path, message) for defaults and limits that no request could have."""
+    sampling, limits = config.sampling or {}, config.limits or {}
+    name = "sampling"
+    try:
+        check_sampling(sampling)
+        name = "limits"  # which are held against defaults that are right
+        check_limits(limits, sampling)
+    except DefaultsProblem as e:
+        return [((name,) if e.key is None else (name, e.key), e.problem)]
+    return []
 
 
 def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:

@@ -148,6 +148,10 @@ class ModelConfig(BaseModel):
     """Requests that may wait for this model; more are refused as overloaded."""
     max_queue_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = _QUEUE.tokens
     """Tokens of all prompts that may wait for this model, estimated at four bytes each."""
+    sampling: dict[str, Any] | None = None
+    """What a request leaves out: sampling parameters by name, and ``preset: steady`` against loops of small models."""
+    limits: dict[str, Any] | None = None
+    """What a request may not exceed: max_tokens, prompt_tokens, temperature, ..."""
     autostart: bool = True
     """Start with the supervisor."""
     options: dict[str, Any] | None = None

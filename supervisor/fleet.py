@@ -256,6 +256,8 @@ class Fleet:
             engine=replica.spec.engine_spec,
             generation=replica.generation,
             visible_devices=replica.spec.visible_devices,
+            sampling=replica.spec.config.sampling or {},
+            limits=replica.spec.config.limits or {},
             endpoint=self._back_endpoint,
             routing_id=replica.routing_id,
             log_path=str(replica.log_path),

@@ -404,7 +404,9 @@ class Supervisor:
         sender.setblocking(False)
         self._signal_sender = sender
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)
+            ignored = signal.getsignal(number) is signal.SIG_IGN
+            if not (number == signal.SIGHUP and ignored):  # nohup: it is to outlive its terminal
+                signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         return receiver
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -67,5 +68,6 @@ def serve(config: Path | None, detach: bool, quiet: bool, no_compile: bool, runt
         log.exception("the supervisor stops because of a fault of its own")
     # Not a return: an interpreter's own exit would wait for the workers (multiprocessing joins its children). Whoever
     # is still there after a fault is killed by the kernel and by the guard.
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):  # closed, or a full disk
+        sys.stderr.flush()
     os._exit(code)

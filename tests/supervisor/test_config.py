@@ -95,6 +95,23 @@ def test_defaults(tmp_path: Path) -> None:
         ('models: {"a\\n": {model_dir: ., engine: transformers}}', "is no model name"),
         ("models:\n  ../a: {model_dir: ., engine: transformers}", "is no model name"),
         ("models:\n  a: {model_dir: .}\n  a: {model_dir: .}", "models.yaml:3: models.a: stands here and in line 2"),
+        (
+            f"models:\n  a:\n    model_dir: .\n    engine: {CUSTOM}\n    sampling:\n      temprature: 1\n",
+            "models.yaml:6: models.a.sampling.temprature: unknown key; did you mean 'temperature'?",
+        ),
+        (
+            f"models:\n  a: {{model_dir: ., engine: '{CUSTOM}', sampling: {{preset: wild}}}}",
+            "models.a.sampling.preset: must be one of none, steady",
+        ),
+        (
+            f"models:\n  a: {{model_dir: ., engine: '{CUSTOM}', limits: {{max_tokens: 0}}}}",
+            "models.a.limits.max_tokens: must be a whole number, at least 1",
+        ),
+        (
+            f"models: {{a: {{model_dir: ., engine: '{CUSTOM}', sampling: {{temperature: 2.0}}, limits: {{temperature: 1}}}}}}",
+            "models.a.limits.temperature: ",
+        ),
+        (f"models:\n  a: {{model_dir: ., engine: '{CUSTOM}', replicas: 0}}", "models.a.replicas: is 0: "),
     ],
 )
 def test_refusals_name_file_line_path_and_remedy(tmp_path: Path, text: str, says: str) -> None:
