@@ -29,6 +29,8 @@ from protocol.messages import (
     Generate,
     Hello,
     Message,
+    Ping,
+    Pong,
     Welcome,
 )
 
@@ -102,14 +104,20 @@ def answers(text: Sequence[str]) -> Script:
 
 
 class ScriptedPeer:
-    """Start it with ``with``. ``window`` is what WELCOME grants; ``welcome=False`` leaves HELLO unanswered."""
+    """Start it with ``with``.
 
-    def __init__(self, path: Path, script: Script | None = None, *, window: int = 256, welcome: bool = True) -> None:
+    window   what WELCOME grants
+    welcome  whether HELLO is answered, pong: whether PING is
+    """
+
+    def __init__(
+        self, path: Path, script: Script | None = None, *, window: int = 256, welcome: bool = True, pong: bool = True
+    ) -> None:
         self.endpoint = f"ipc://{path}"
         self.received: list[Message] = []
         self.clients: list[bytes] = []
         self.fault: BaseException | None = None
-        self._script, self._window, self._welcome = script, window, welcome
+        self._script, self._window, self._welcome, self._pong = script, window, welcome, pong
         self._context = zmq.Context()
         self._wake = self._context.socket(zmq.PAIR)
         self._wake.bind("inproc://wake")
@@ -195,6 +203,8 @@ class ScriptedPeer:
             self.clients.append(client)
             if self._welcome:
                 self.send(client, Welcome(pack_body({"server": "scripted", "session": "s", "window": self._window})))
+        elif isinstance(message, Ping) and self._pong:
+            self.send(client, Pong(message.nonce))
         if self._script is not None:
             self._script(self, client, message)
 
