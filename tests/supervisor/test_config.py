@@ -108,7 +108,8 @@ def test_defaults(tmp_path: Path) -> None:
             "models.a.limits.max_tokens: must be a whole number, at least 1",
         ),
         (
-            f"models: {{a: {{model_dir: ., engine: '{CUSTOM}', sampling: {{cfg_scale: 2.0}}, limits: {{cfg_scale: 1}}}}}}",
+            f"models: {{a: {{model_dir: ., engine: '{CUSTOM}', "
+            "sampling: {cfg_scale: 2.0}, limits: {cfg_scale: 1}}}",
             "models.a.limits.cfg_scale: ",
         ),
         (f"models:\n  a: {{model_dir: ., engine: '{CUSTOM}', replicas: 0}}", "models.a.replicas: is 0: "),
