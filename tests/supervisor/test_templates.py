@@ -21,7 +21,7 @@ from tests.serving import is_alive, wait_until
 
 WITHIN = 30.0
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-DOUBLING = "{% set ns = namespace(text='x' * 99999) %}{% for i in range(99) %}{% set ns.text = ns.text ~ ns.text %}{% endfor %}"
+DOUBLING = "{% set ns = namespace(t='x' * 99999) %}{% for i in range(99) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}"
 EITHER = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
 """A template that clients can make loop."""
 SAYS = "{{ messages[0].content }}"

@@ -70,8 +70,9 @@ def job(channel: int, request: int, prompt: str = "p", **fields: Any) -> JobMess
     return JobMessage(channel, request, {}, pack_body({"prompt": prompt, "max_tokens": 4, **fields}))
 
 
-def run(link: ScriptedLink, with_engine: DeterministicEngine | None = None) -> ScriptedLink:
-    WorkerLoop(with_engine or engine(), link).run()  # type: ignore[arg-type]
+def run(link: ScriptedLink, with_engine: DeterministicEngine | None = None, **model: dict[str, Any]) -> ScriptedLink:
+    """``model``: its sampling and limits."""
+    WorkerLoop(with_engine or engine(), link, **model).run()  # type: ignore[arg-type]
     return link
 
 
@@ -215,7 +216,12 @@ def test_every_field_reaches_the_engine() -> None:
         ({"max_tokens": None, "min_tokens": 63}, "min_tokens", "context_overflow", "at most 62 fit"),
         ({"stop_token_ids": [256]}, "stop_token_ids", "invalid_request", "256 is not in the vocabulary of 256"),
         ({"logit_bias": {"300": 1}}, "logit_bias", "invalid_request", "300 is not in the vocabulary of 256"),
-        ({"prompt": None, "messages": [{"role": "user", "content": "x" * 70}]}, "messages", "context_overflow", "76 tokens"),
+        (
+            {"prompt": None, "messages": [{"role": "user", "content": "x" * 70}]},
+            "messages",
+            "context_overflow",
+            "76 tokens",
+        ),
         ({"prompt": None, "token_ids": b"abcd" * 64}, "token_ids", "context_overflow", "64 tokens"),
     ],
 )
