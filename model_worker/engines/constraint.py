@@ -33,8 +33,9 @@ prefixItems, 80 ms for an enum of 20,000, 300 ms for 180 kB of nested constants.
 optional keys exceed its bounds after 90 ms, in the child.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 import llguidance
@@ -48,6 +49,8 @@ from model_worker.text import Pieces
 from protocol.errors import ErrorCode, RequestError
 
 OFFERED = frozenset({"json_schema", "regex", "choice"})
+WAIT_S = 0.005
+"""Longest wait of a step that has nothing to compute for a constraint that is being compiled."""
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -143,6 +146,9 @@ class Constraints:
         """Jobs that wait."""
         return len(self._waiting)
 
+    def __contains__(self, job_id: int) -> bool:
+        return job_id in self._waiting
+
     def add(self, job: Job) -> None:
         """Have the constraint of a job compiled. Raises RequestError for what does not go with it."""
         assert job.constraint is not None
@@ -164,26 +170,24 @@ class Constraints:
         for job_id in list(self._waiting):
             self.cancel(job_id)
 
-    def ready(self, patience: float = 0.0) -> list[tuple[Job, Constraint | RequestError]]:
-        """Jobs that wait no longer, each with its constraint at the place where its answer goes on, or with why there
-        is none. Waits for one of them, ``patience`` seconds at most."""
+    def ready(self, patience: float = 0.0) -> list[tuple[Job, Callable[[], Constraint]]]:
+        """Jobs that wait no longer, each with what gives its constraint, at the place where its answer goes on, or
+        raises RequestError. Waits for one of them, ``patience`` seconds at most."""
         if not self._waiting:
             return []
         if patience:
             wait([future for _, future in self._waiting.values()], patience, "FIRST_COMPLETED")
         done = [(job, future) for job, future in self._waiting.values() if future.done()]
-        return [(job, self._result(job, future)) for job, future in done]
+        for job, _ in done:
+            del self._waiting[job.id]
+        return [(job, partial(self._result, job, future)) for job, future in done]
 
-    def _result(self, job: Job, future: "Future[llguidance.LLMatcher]") -> Constraint | RequestError:
-        del self._waiting[job.id]
+    def _result(self, job: Job, future: "Future[llguidance.LLMatcher]") -> Constraint:
         assert job.constraint is not None
-        try:
-            end_ids = self._eos_ids.union(job.stop_token_ids)
-            constraint = Constraint(job.constraint[0], future.result(), self._pieces, self._vocab, end_ids)
-            constraint.replay(job.resumed_ids)
-            self._check_draw(job, constraint)
-        except RequestError as e:
-            return e
+        end_ids = self._eos_ids.union(job.stop_token_ids)
+        constraint = Constraint(job.constraint[0], future.result(), self._pieces, self._vocab, end_ids)
+        constraint.replay(job.resumed_ids)
+        self._check_draw(job, constraint)
         return constraint
 
     def _check_draw(self, job: Job, constraint: Constraint) -> None:

@@ -33,6 +33,10 @@ _ANSWER_S = 5.0
 """Patience with a child whose own alarm is set to a second."""
 
 
+class _NotTried(RequestError):
+    """Says nothing about the constraint."""
+
+
 class ConstraintCompiler:
     """Of one vocabulary; see the module. ``pieces`` and ``textless`` as Vocabulary has them."""
 
@@ -84,6 +88,8 @@ class ConstraintCompiler:
         if kept is None:
             try:
                 kept = self._compiled(kind, text)
+            except _NotTried:
+                raise
             except RequestError as e:
                 kept = e
             self._kept[key] = kept
@@ -106,7 +112,13 @@ class ConstraintCompiler:
         """Raise RequestError for what the child refuses, or does not survive."""
         if self._child is not None and self._child.poll() is not None:
             self._end_child()  # it died of something else, between two constraints
-        connection = self._connection or self._start_child()
+        try:
+            connection = self._connection or self._start_child()
+        except OSError as e:
+            self._end_child()
+            raise _NotTried(
+                f"{kind}: the process that compiles it does not start: {type(e).__name__}", field=kind
+            ) from e
         try:
             connection.send_bytes(msgpack.packb([kind, text]))
             if not connection.poll(_ANSWER_S):
@@ -136,13 +148,12 @@ class ConstraintCompiler:
         self._connection = ours
         try:
             ours.send_bytes(msgpack.packb({"pieces": self._pieces, "textless": list(self._textless)}))
-            if ours.poll(_START_S):
-                ours.recv_bytes()
-                return ours
-        except (EOFError, OSError):
-            pass
-        self._end_child()
-        raise RuntimeError("the process that tries constraints does not start")
+            if not ours.poll(_START_S):
+                raise TimeoutError
+            ours.recv_bytes()
+        except EOFError as e:
+            raise ConnectionError from e
+        return ours
 
     def _end_child(self) -> None:
         if self._connection is not None:

@@ -40,8 +40,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "type": "object", "additionalProperties": {"type": "integer", "minimum": 0, "maximum": 9}, "maxProperties": 2,
     },
     "pattern of keys": OBJECT | {"patternProperties": {"^k[0-9]$": {"type": "boolean"}}, "maxProperties": 3},
-    "least of properties": {
-        "type": "object", "minProperties": 2, "maxProperties": 2, "additionalProperties": {"const": 1},
+    "least of properties": OBJECT | {
+        "minProperties": 2, "maxProperties": 2, "patternProperties": {"^[a-z]{1,3}$": {"const": 1}},
     },
     "nested": OBJECT | {
         "properties": {
@@ -134,7 +134,7 @@ NOT_OFFERED: list[tuple[str, dict[str, Any]]] = [
 
 REGEXES = [
     r"[a-z]{3,8}", r"(yes|no|perhaps)", r"\d{4}-\d{2}-\d{2}", r"[A-Z][a-z]+( [A-Z][a-z]+){0,2}",
-    r"(0|1)+(\.[0-9]{1,4})?", r"a/b\.c?", "é{2}|ü🦊", r"\{\"k\": [0-9]+\}", r"^x[^y]{0,9}y$", r"(?i)abc",
+    r"(0|1)+(\.[0-9]{1,4})?", r"a/b\.c?", "é{2}|ü🦊", r"\{\"k\": [0-9]{1,9}\}", r"^x[^y]{0,9}y$", r"(?i)abc",
 ]  # fmt: skip
 
 

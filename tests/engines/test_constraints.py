@@ -49,7 +49,10 @@ def outcome(constraints: Constraints, job: Job) -> Constraint | RequestError:
         assert time.monotonic() < deadline, "no constraint, and no refusal"
     assert len(constraints) == 0
     assert ready[0][0] is job
-    return ready[0][1]
+    try:
+        return ready[0][1]()
+    except RequestError as e:
+        return e
 
 
 def compiled(constraints: Constraints, kind: str, text: str, **fields: Any) -> Constraint:

@@ -4,9 +4,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from model_worker.engine import Delta, Finished, Job, TokenLogprob
 from model_worker.engines.banned import BannedStrings, Verdict
+from model_worker.engines.constraint import Constraint, Mask
 from model_worker.engines.healing import Healing
 from model_worker.text import TextStream
 from protocol.errors import RequestError
+from protocol.messages import FinishReason
 
 NewStream = Callable[[Sequence[int]], TextStream]
 """The text of what follows these ids."""
@@ -23,9 +25,14 @@ class Answer:
     """
 
     def __init__(
-        self, job: Job, new_stream: NewStream, eos_ids: Collection[int], healing: Healing | None = None
+        self,
+        job: Job,
+        new_stream: NewStream,
+        eos_ids: Collection[int],
+        healing: Healing | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
-        self.job, self._healing = job, healing
+        self.job, self._healing, self._constraint = job, healing, constraint
         self.prompt = healing.prompt_ids if healing else job.prompt_ids
         self.given = self.prompt + job.resumed_ids
         self.ids: list[int] = []
@@ -72,12 +79,17 @@ class Answer:
     @property
     def is_free(self) -> bool:
         """Whether the next draw is limited in no way."""
-        return self._judge is None and len(self.ids) >= self._early
+        return self._judge is None and self._constraint is None and len(self.ids) >= self._early
 
     @property
     def only(self) -> Collection[int] | None:
         """The ids that the next draw is limited to; None is all."""
         return self._healing.allowed if self._healing and not self.ids else None
+
+    @property
+    def allowed(self) -> Mask | None:
+        """What the constraint leaves for the next draw; None is all. Raises RequestError if that is too costly."""
+        return None if self._constraint is None else self._constraint.allowed
 
     @property
     def excluded(self) -> Collection[int]:
@@ -87,7 +99,8 @@ class Answer:
         return self.end_ids.union(excluded) if heals or self.completion_tokens < self._early else excluded
 
     def take(self, token: int, logprob: TokenLogprob | None, now: float) -> Delta | Finished | None:
-        """What a new token means: more text, the end, or (``ids`` are fewer then) a way back."""
+        """What a new token means: more text, the end, or (``ids`` are fewer then) a way back. Raises RequestError
+        where a constraint becomes too costly."""
         self.ids.append(token)
         if logprob is not None:
             self._logprobs.append(logprob)
@@ -99,6 +112,8 @@ class Answer:
         text, stopped = self._push(token)
         if stopped:
             return self._event(1, text, "stop", now)
+        if self._completes(token):
+            return self._event(1, text + self._text.finish(), "stop", now)
         if len(self.ids) < self.job.max_new_tokens:
             return self._event(1, text, None, now)
         return self._event(1, text + self._text.finish(), "length", now)
@@ -110,8 +125,19 @@ class Answer:
             self._text.stop_at(self.job.stop)
         return self._text.push(token)
 
+    def _completes(self, token: int) -> bool:
+        """Whether nothing can follow the newest token, by the constraint."""
+        if self._constraint is None:
+            return False
+        self._constraint.push(token)
+        return self._constraint.finished
+
     def give_up(self, now: float) -> Delta | Finished | None:
         """No token is left that may be drawn next."""
+        self.first_token = self.first_token or now
+        if self._judge is None and self._constraint is not None:
+            reason = FinishReason.STOP if self._constraint.accepting else FinishReason.BANNED
+            return self._event(0, self._text.finish(), reason, now)
         if self._judge is None:
             raise RuntimeError(f"job {self.job.id}: no token is left to draw")
         verdict = self._judge.give_up()
@@ -128,7 +154,9 @@ class Answer:
             if self._healing and len(self.ids) == 1:
                 text = self._healing.rest(text)
             verdicts.append(judge.push(token, text))
-            if self.completion_tokens == self.job.max_new_tokens:
+            if self._completes(token):
+                reason = "complete"
+            elif self.completion_tokens == self.job.max_new_tokens:
                 reason = "length"
         if reason and not any(verdict.ended or verdict.back_to is not None for verdict in verdicts):
             verdicts.append(judge.finish(self._text.finish()))
@@ -141,10 +169,14 @@ class Answer:
             reason = last.ended
         elif reason == "stop":
             count += 1  # the end token, of which the judge knows nothing
+        elif reason == "complete":
+            reason = "stop"
         return self._event(count, text, reason, now)
 
     def _go_back(self, kept: int) -> None:
         self.returns += 1
+        if self._constraint is not None:
+            self._constraint.back_to(kept)
         del self.ids[kept:], self._silent[kept:]
         del self._logprobs[kept - self._delivered :]
         told = kept

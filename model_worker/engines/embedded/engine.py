@@ -16,12 +16,15 @@ from model_worker.engine import (
     ChatTemplate,
     EngineEvent,
     EngineStats,
+    Failed,
     Finished,
     Job,
     Prefilling,
     ProgressCallback,
 )
 from model_worker.engines.admission import check_job, left_to_draw
+from model_worker.engines.constraint import OFFERED as CONSTRAINTS
+from model_worker.engines.constraint import WAIT_S, Constraint, Constraints
 from model_worker.engines.embedded.answer import Answer
 from model_worker.engines.embedded.load import check_room, device_name, load_model
 from model_worker.engines.embedded.sampling import Sampler, log_probability
@@ -117,11 +120,13 @@ class TransformersEngine:
         model = load_model(directory, device, context, progress)
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._drawable = min(self._vocab_size, self._tokenizer.vocab_size)
+        pieces, eos_ids = self._tokenizer.pieces, self._tokenizer.eos_ids
+        self._constraints = Constraints(pieces, self._drawable, eos_ids) if pieces else None
         self._model = SlotModel(model, device, self._spec.max_batch_size, context)
         self._capabilities = Capabilities(
             context=context,
             max_batch_size=self._spec.max_batch_size,
-            offered=OFFERED if self._healer else OFFERED - {"token_healing"},
+            offered=OFFERED | CONSTRAINTS if pieces else OFFERED - {"token_healing"},
             chat=self._tokenizer.has_chat_template,
             device=device_name(device, self._threads),
             attention="PyTorch SDPA over a cache of slots, float32",
@@ -170,12 +175,18 @@ class TransformersEngine:
 
     def submit(self, job: Job) -> None:
         """Queue a job, first come first served. Raises RequestError for what cannot be computed."""
-        if job.id in self._by_id:
+        if job.id in self._by_id or (self._constraints and job.id in self._constraints):
             raise ValueError(f"job id {job.id} is in use")
+        check_job(job, self.capabilities, self._vocab_size, self._drawable, self._tokenizer.eos_ids)
+        if job.constraint is not None and self._constraints is not None:  # offered only if it is not
+            self._constraints.add(job)
+        else:
+            self._queue(job)
+
+    def _queue(self, job: Job, constraint: Constraint | None = None) -> None:
         eos_ids = self._tokenizer.eos_ids
-        check_job(job, self.capabilities, self._vocab_size, self._drawable, eos_ids)
         healing = self._healer.heal(job.prompt_ids) if job.token_healing and self._healer else None
-        answer = Answer(job, self._tokenizer.stream, eos_ids, healing)
+        answer = Answer(job, self._tokenizer.stream, eos_ids, healing, constraint)
         if healing and not left_to_draw(job, self._drawable, answer.end_ids, healing.allowed):
             raise RequestError(
                 "token_healing: no token that may be drawn begins as the prompt's last one does", field="token_healing"
@@ -184,6 +195,8 @@ class TransformersEngine:
         self._pending.append(answer)
 
     def cancel(self, job_id: int) -> None:
+        if self._constraints is not None and self._constraints.cancel(job_id):
+            return
         entry = self._by_id.pop(job_id, None)
         if isinstance(entry, Answer):
             self._pending.remove(entry)
@@ -191,18 +204,33 @@ class TransformersEngine:
             self._release(entry)
 
     def reset(self) -> None:
+        if self._constraints is not None:
+            self._constraints.clear()
         for job_id in list(self._by_id):
             self.cancel(job_id)
 
     @torch.inference_mode()
     def step(self) -> list[EngineEvent]:
         """Start what fits, compute at most one chunk of prompts, then one token for every running answer."""
+        failed = self._queue_constrained()
         if not self._by_id:
-            return []
+            return failed
         self._steps += 1
         self._admit()
         events = self._prefill()
-        return events + self._decode() if self._decoding else events
+        return failed + events + self._decode() if self._decoding else failed + events
+
+    def _queue_constrained(self) -> list[EngineEvent]:
+        """Queue the jobs whose constraints are compiled."""
+        failed: list[EngineEvent] = []
+        if self._constraints is None or not self._constraints:
+            return failed
+        for job, constraint in self._constraints.ready(0.0 if self._by_id else WAIT_S):
+            try:
+                self._queue(job, constraint())
+            except RequestError as e:
+                failed.append(Failed(job.id, e))
+        return failed
 
     def _admit(self) -> None:
         while self._pending and len(self._rows) < self._spec.max_batch_size:
@@ -256,14 +284,20 @@ class TransformersEngine:
         for i, running in enumerate(batch):
             answer, sampler = running.answer, running.sampler
             token: int | None = likeliest[i]
-            if not (sampler.plain and answer.is_free):
-                token = sampler.draw(logits[i], answer.length, answer.excluded, answer.only, answer.returns)
-            if token is None:
-                event = answer.give_up(now)
-            else:
-                top = answer.job.top_logprobs
-                event = answer.take(token, None if top is None else log_probability(logits[i], token, top), now)
-            if isinstance(event, Finished):
+            event: EngineEvent | None
+            try:
+                if not (sampler.plain and answer.is_free):
+                    token = sampler.draw(
+                        logits[i], answer.length, answer.excluded, answer.only, answer.returns, answer.allowed
+                    )
+                if token is None:
+                    event = answer.give_up(now)
+                else:
+                    top = answer.job.top_logprobs
+                    event = answer.take(token, None if top is None else log_probability(logits[i], token, top), now)
+            except RequestError as e:
+                event = Failed(answer.job.id, e)
+            if isinstance(event, Finished | Failed):
                 del self._by_id[answer.job.id]
                 self._release(running)
             else:
@@ -294,7 +328,7 @@ class TransformersEngine:
         """``extra``: rows in use and in all, prompt and answer tokens computed, mean answers per decode step."""
         counters = self._counters
         return EngineStats(
-            pending=len(self._pending),
+            pending=len(self._pending) + len(self._constraints or ()),
             active=len(self._rows),
             steps=self._steps,
             extra={
@@ -308,4 +342,6 @@ class TransformersEngine:
         )
 
     def close(self) -> None:
-        """Nothing to do: the process ends right after."""
+        """End the process that tries constraints."""
+        if self._constraints is not None:
+            self._constraints.close()

@@ -17,6 +17,7 @@ from transformers import (
 
 from model_worker.engine import Job, TokenLogprob
 from model_worker.engines.admission import excluded_ids, is_greedy
+from model_worker.engines.constraint import Mask
 from model_worker.engines.draws import Draws
 from protocol.request import SamplingParams
 
@@ -81,6 +82,7 @@ class Sampler:
         excluded: Collection[int] = (),
         only: Collection[int] | None = None,
         returns: int = 0,
+        allowed: Mask | None = None,
     ) -> int | None:
         """The next token id from logits [vocab] of any device and floating type; None if none is left.
 
@@ -88,6 +90,7 @@ class Sampler:
         excluded  ids that must not be drawn now
         only      ids that alone may be; None is all
         returns   how often the answer has gone back (Draws.at)
+        allowed   bool [vocab], what a constraint leaves; None is all
         """
         scores = logits[None].to("cpu", torch.float32)
         past = cast(torch.LongTensor, self._ids[None, :length])
@@ -102,7 +105,10 @@ class Sampler:
             scores = scores + self._bias
         if excluded or only is not None:
             scores = _limited(scores, excluded, only)
-        if (self._bias is not None or excluded or only is not None) and torch.isneginf(scores.max()):
+        if allowed is not None:
+            scores = scores.masked_fill(torch.from_numpy(~allowed), _NEVER)
+        limited = self._bias is not None or excluded or only is not None or allowed is not None
+        if limited and torch.isneginf(scores.max()):
             return None
         if self.greedy:
             token = int(scores.argmax())

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from model_worker.engine import Delta, Finished, Job, TokenLogprob
+from model_worker.engine import Delta, Failed, Finished, Job, TokenLogprob
 from model_worker.engines.banned import BannedStrings, Verdict
 from model_worker.engines.healing import Healing
 from model_worker.text import TextStream
 from protocol.errors import RequestError
+from protocol.messages import FinishReason
 
 PAGE = 256
+COMPLETE, FAILED = "complete", "failed"
+"""Ways in which a constraint ends an AnswerJob: nothing can follow; it has become too costly."""
 
 Redraw = Callable[[Any, Sequence[int], Iterable[int]], Any | None]
 """(AnswerJob, ids kept, ids blocked for the next draw) -> a new AnswerJob that goes on from there, first in line; None
@@ -45,8 +48,8 @@ class Answer:
         if self._started is None:
             self._started = now
 
-    def take(self, now: float) -> Delta | Finished | None:
-        """What the step just made brought. If it is Finished and ``handle.ended`` is None, the caller cancels the
+    def take(self, now: float) -> Delta | Finished | Failed | None:
+        """What the step just made brought. If it is the last and ``handle.ended`` is None, the caller cancels the
         handle."""
         handle = self.handle
         ids, logprobs = handle.fresh, handle.fresh_logprobs
@@ -61,6 +64,8 @@ class Answer:
             if found:
                 return self._finished(ids, text, "stop", now, logprobs)
             return Delta(self.job.id, ids, text, logprobs)
+        if handle.ended == FAILED:
+            return Failed(self.job.id, handle.failure)
         return self._take(ids, logprobs, handle.ended, now)
 
     def _take(
@@ -100,7 +105,7 @@ class Answer:
             self.job.id,
             ids,
             text,
-            reason,
+            FinishReason.STOP if reason == COMPLETE else reason,
             prompt_tokens=len(self.job.prompt_ids),
             completion_tokens=self._delivered,
             cached_tokens=min(cached, len(self.job.prompt_ids)),  # none of the answer's, where it goes on here

@@ -21,12 +21,15 @@ from model_worker.engine import (
     ChatTemplate,
     EngineEvent,
     EngineStats,
+    Failed,
     Finished,
     Job,
     Prefilling,
     ProgressCallback,
 )
 from model_worker.engines.admission import check_job
+from model_worker.engines.constraint import OFFERED as CONSTRAINTS
+from model_worker.engines.constraint import WAIT_S, Constraint, Constraints
 from model_worker.engines.draws import Draws
 from model_worker.engines.exllamav2.answer import Answer, GuardedAnswer, Redraw
 from model_worker.engines.exllamav2.batch import Batch
@@ -79,7 +82,9 @@ class ExLlamaV2Engine:
         config = loaded.model.config
         self._vocab_size = int(config.vocab_size)  # rows of the embedding
         self._drawable = min(self._vocab_size, int(loaded.tokenizer.get_vocab_size()))
-        self._healer = Healer(self._tokenizer.pieces) if self._tokenizer.pieces else None
+        pieces, eos_ids = self._tokenizer.pieces, self._tokenizer.eos_ids
+        self._healer = Healer(pieces) if pieces else None
+        self._constraints = Constraints(pieces, self._drawable, eos_ids) if pieces else None
         self._pieces = PieceSearch(loaded.tokenizer.get_id_to_piece_list(True))
         sampler = loaded.generator.ExLlamaV2Sampler
         self._protected = sampler.get_default_xtc_mask_tokens(loaded.tokenizer)
@@ -91,7 +96,8 @@ class ExLlamaV2Engine:
             max_batch_size=self._spec.max_batch_size,
             offered=OFFERED
             - (GUIDANCE if loaded.draft_tokens else frozenset())
-            - (frozenset() if self._healer else {"token_healing"}),
+            - (frozenset() if self._healer else {"token_healing"})
+            | (CONSTRAINTS if pieces else frozenset()),
             chat=self._tokenizer.has_chat_template,
             device=", ".join(dict.fromkeys(torch.cuda.get_device_name(index) for index in loaded.devices)),
             attention=loaded.attention,
@@ -145,12 +151,18 @@ class ExLlamaV2Engine:
 
     def submit(self, job: Job) -> None:
         """Queue a job. Raises RequestError for everything that the package would assert, or read beyond a table for."""
-        if job.id in self._answers:
+        if job.id in self._answers or (self._constraints and job.id in self._constraints):
             raise ValueError(f"job id {job.id} is in use")
         check_job(job, self.capabilities, self._vocab_size, self._drawable, self._tokenizer.eos_ids)
         check_sampling(job.sampling)
         prompts = self._prompts(job)
         self._check_pages(job, prompts)
+        if job.constraint is not None and self._constraints is not None:  # offered only if it is not
+            self._constraints.add(job)
+        else:
+            self._queue(job, prompts)
+
+    def _queue(self, job: Job, prompts: list[tuple[int, ...]], constraint: Constraint | None = None) -> None:
         sampling, healing = job.sampling, self._healing(job)
         if healing:
             prompts = [healing.prompt_ids]
@@ -165,7 +177,11 @@ class ExLlamaV2Engine:
             draws=Draws(sampling.seed),
             bias=bias,
             first_bias=self._first_bias(healing.allowed if healing else None, ()),
+            constraint=constraint,
         )
+        handle.limit_draw(self._generator.padded_vocab_size)
+        if constraint and not handle.can_draw():
+            raise RequestError("resumed_ids are a whole answer", field="resumed_ids")
         if healing and not handle.can_draw():
             raise RequestError("no token is left that may heal the prompt", field="token_healing")
         stream = self._tokenizer.stream
@@ -228,6 +244,8 @@ class ExLlamaV2Engine:
         takes its place. The pages are still there."""
 
         def redraw(old: Any, kept: Sequence[int], blocked: Iterable[int]) -> Any | None:
+            if old.constraint is not None:
+                old.constraint.back_to(len(kept))
             self._batch.cancel(old)
             new = self._job(
                 job,
@@ -238,7 +256,9 @@ class ExLlamaV2Engine:
                 returns=old.returns + 1,
                 bias=old.bias,
                 first_bias=self._first_bias(healing.allowed if healing and not kept else None, blocked),
+                constraint=old.constraint,
             )
+            new.limit_draw(self._generator.padded_vocab_size)
             if not new.can_draw():
                 return None
             self._batch.add(new, first=True)
@@ -284,12 +304,16 @@ class ExLlamaV2Engine:
         return breakers
 
     def cancel(self, job_id: int) -> None:
+        if self._constraints is not None and self._constraints.cancel(job_id):
+            return
         answer = self._answers.pop(job_id, None)
         if answer is not None:
             self._batch.cancel(answer.handle)
 
     def reset(self) -> None:
         """Forget all jobs and every cached page."""
+        if self._constraints is not None:
+            self._constraints.clear()
         self._batch.clear()
         self._answers.clear()
 
@@ -297,19 +321,19 @@ class ExLlamaV2Engine:
         """One round of the generator: a chunk of every prompt that is being read, then a token of every answer (none
         yet where answers are about to begin: see ``Batch.open``)."""
         answers = self._answers
+        events = self._queue_constrained()
         if not answers:
-            return []
+            return events
         before = time.monotonic()
         for handle in self._batch.start():
             answers[handle.identifier].begin(before)
         results: list[Any] = []
         if self._batch.open(results):
             self._meter.step(time.monotonic() - before, 0, 0, True)
-            return [said for result in results if (said := self._progress(result)) is not None]
+            return events + [said for result in results if (said := self._progress(result)) is not None]
         self._generator.min_sampling_threads = THREADED if self._is_worth_threads() else 1 << 30
         results += self._generator.iterate()
         now = time.monotonic()
-        events: list[EngineEvent] = []
         jobs = tokens = 0
         read = False
         for result in results:
@@ -321,10 +345,13 @@ class ExLlamaV2Engine:
             jobs += 1
             tokens += len(result.fresh)
             answer = answers[result.identifier]
-            event = answer.take(now)
+            try:
+                event = answer.take(now)
+            except RequestError as e:  # a constraint has become too costly where the answer went back
+                event = Failed(answer.job.id, e)
             if event is None:
                 continue
-            if type(event) is Finished:
+            if type(event) is Finished or type(event) is Failed:
                 self._finish(answer, event)
             events.append(event)
         self._meter.step(now - before, jobs, tokens, read)
@@ -347,11 +374,25 @@ class ExLlamaV2Engine:
             return False
         return sum(not answer.handle.shortcut for answer in self._answers.values()) >= THREADED
 
-    def _finish(self, answer: Answer, event: Finished) -> None:
+    def _queue_constrained(self) -> list[EngineEvent]:
+        """Queue the jobs whose constraints are compiled."""
+        failed: list[EngineEvent] = []
+        if self._constraints is None or not self._constraints:
+            return failed
+        for job, constraint in self._constraints.ready(0.0 if self._answers else WAIT_S):
+            try:
+                self._queue(job, self._prompts(job), constraint())
+            except RequestError as e:
+                failed.append(Failed(job.id, e))
+        return failed
+
+    def _finish(self, answer: Answer, event: Finished | Failed) -> None:
         del self._answers[event.job]
         handle = answer.handle
         if handle.ended is None:
             self._batch.cancel(handle)
+        if isinstance(event, Failed):
+            return
         self._meter.draft_accepted += event.draft_accepted
         self._meter.draft_rejected += event.draft_rejected
 
@@ -360,7 +401,7 @@ class ExLlamaV2Engine:
         bytes of VRAM that PyTorch holds; what ``Meter.figures`` says."""
         generator, batch = self._generator, self._batch
         return EngineStats(
-            pending=batch.waiting,
+            pending=batch.waiting + len(self._constraints or ()),
             active=batch.active,
             steps=self._meter.steps,
             extra={
@@ -374,7 +415,9 @@ class ExLlamaV2Engine:
         )
 
     def close(self) -> None:
-        """Nothing to do: the process ends right after, and its VRAM is free."""
+        """End the process that tries constraints. The VRAM is free when the process ends, right after."""
+        if self._constraints is not None:
+            self._constraints.close()
 
 
 def _page(ids: Sequence[int], number: int) -> Sequence[int]:

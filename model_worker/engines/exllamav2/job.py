@@ -22,11 +22,15 @@ from exllamav2.generator import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exllamav2.generator.dynamic import _tensor_hash_checksum
 
 from model_worker.engine import TokenLogprob
+from model_worker.engines.constraint import Constraint
 from model_worker.engines.draws import Draws
+from model_worker.engines.exllamav2.answer import COMPLETE, FAILED
 from model_worker.engines.exllamav2.cut import BeforeDraw, is_cut
 from model_worker.engines.exllamav2.ngram import NGrams
 from model_worker.engines.exllamav2.sampling import NEVER, TokenBias
 from model_worker.engines.exllamav2.xtc import draw_excluding_top
+from protocol.errors import RequestError
+from protocol.messages import FinishReason
 from protocol.request import SamplingParams
 
 PAGE = 256
@@ -51,8 +55,10 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     sampling     parameters of which DRY, top_k, top_p, top_a and min_p are computed here
     breakers     of DRY (bool [vocab]), None without it
     xtc          (probability, threshold, ids that are never left out, skew), or None
+    constraint   of the answer (engines/constraint), at the place where it goes on
     begun        a token of the answer has been drawn here
-    ended        "stop" or "length" once the answer has ended
+    ended        once the answer has ended: "stop" (by an end token), "length", or by its constraint: COMPLETE,
+                 FinishReason.BANNED where no token is left to draw, FAILED with ``failure``
     shortcut     it is greedy, and nothing but a bias changes the logits: its draws take no sampler
     """
 
@@ -77,8 +83,11 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         sampling: SamplingParams,
         breakers: np.ndarray[Any, Any] | None = None,
         xtc: tuple[float, float, Collection[int], float] | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.bias, self.first_bias = bias, first_bias
+        self.constraint = constraint
+        self.failure: RequestError | None = None
         tensor = bias.tensor if bias else None
         if first_bias is not None:
             tensor = first_bias if tensor is None else first_bias + tensor
@@ -116,6 +125,21 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self._drawn = np.array([[prompts[0][-1]]], np.int64)
         self._drawn_tensor = torch.from_numpy(self._drawn)
         self._logprob: TokenLogprob | None = None
+
+    def limit_draw(self, padded: int) -> None:
+        """Limit the next draw to what the constraint allows. Raises RequestError where that is too costly.
+
+        padded  size of the padded vocabulary
+        """
+        if self.constraint is None:
+            return
+        allowed = torch.zeros(padded, dtype=torch.bool)
+        allowed[: self.vocab] = torch.from_numpy(self.constraint.allowed)
+        bias = self.bias.tensor if self.bias else None
+        if self.first_bias is not None:
+            bias = self.first_bias if bias is None else self.first_bias + bias
+        bias = torch.zeros(padded) if bias is None else bias
+        self.gen_settings.token_bias = bias.masked_fill(~allowed, NEVER)
 
     def can_draw(self) -> bool:
         """Whether the first draw has a token left."""
@@ -217,9 +241,27 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             self.past.push(token)
         if token in self.end_ids and self.new_tokens:
             self.ended = "stop"
+        elif self.constraint is not None:
+            self.ended = self._constrained(self.constraint, token)
         elif self.new_tokens >= self.limit:
             self.ended = "length"
         return self.ended is not None, next_token
+
+    def _constrained(self, constraint: Constraint, token: int) -> str | None:
+        """Why the answer ends behind its newest token. If it does not, the next draw is limited."""
+        try:
+            constraint.push(token)
+            if constraint.finished:
+                return COMPLETE
+            if self.new_tokens >= self.limit:
+                return "length"
+            self.limit_draw(self.generator.padded_vocab_size)
+            if self.can_draw():
+                return None
+            return COMPLETE if constraint.accepting else FinishReason.BANNED
+        except RequestError as e:
+            self.failure = e
+            return FAILED
 
     def _complete_page(self, sequence: Any) -> None:
         """A page is full: name it by its tokens and all before them, so that others can use it; the next one follows.

@@ -1,0 +1,263 @@
+"""Answers of a given shape from engines: any logits will do, the constraint gives the shape."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from model_worker.engine import Engine, Failed, Job
+from model_worker.engines import build_engine
+from protocol.errors import ErrorCode, RequestError
+from protocol.messages import FinishReason
+from protocol.request import SamplingParams
+from tests.engines.conftest import demo_spec
+from tests.engines.constraint_cases import HOSTILE, NOT_OFFERED, REGEXES, SCHEMAS
+from tests.engines.driver import Driver, Outcome, answer
+from tests.engines.exllamav2_cpu.harness import Harness
+
+WARM = SamplingParams(temperature=1.0, seed=7)
+PROMPT = "sort: d b a c ->"
+PATIENCE = 200_000
+"""Steps: those that wait for a constraint take 5 ms."""
+
+
+@pytest.fixture(scope="module", params=["transformers", "exllamav2 on the CPU", "speculating"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    if request.param == "transformers":
+        made: Any = build_engine(demo_spec("transformers", "letters"))
+        made.load(lambda *_: None)
+    else:
+        made = Harness(pages=32, context=2048, batch=8, speculate="draft" if request.param == "speculating" else None)
+        made = made.engine
+    yield made
+    made.close()
+
+
+def asked(engine: Engine, kind: str, what: Any, seed: int = 7, size: int = 900, **fields: Any) -> Outcome:
+    sampling = fields.pop("sampling", SamplingParams(temperature=1.0, seed=seed))
+    text = what if isinstance(what, str) else json.dumps(what)
+    return answer(engine, PROMPT, size, sampling, constraint=(kind, text), **fields)
+
+
+def whole(outcome: Outcome) -> str:
+    """The text of an answer that was not cut short."""
+    assert outcome.reason == FinishReason.STOP, (outcome.job.constraint, outcome.reason, outcome.text[-200:])
+    return outcome.text
+
+
+# A model that was taught letters repeats itself for ever where a schema lets it, but for a penalty; and recursion, or
+# a key of any length, may take it beyond max_tokens all the same.
+UNBOUNDED = {"map of integers", "list by recursion", "tree", "two that call each other", "recursion at the root"}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_json_validates(engine: Engine, name: str) -> None:
+    schema = SCHEMAS[name]
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    ended = 0
+    for seed in range(2):
+        sampling = SamplingParams(temperature=1.0, frequency_penalty=1.0, seed=seed)
+        outcome = asked(engine, "json_schema", schema, sampling=sampling)
+        if outcome.reason == FinishReason.LENGTH and name in UNBOUNDED:
+            continue
+        ended += 1
+        text = whole(outcome)
+        try:
+            validator.validate(json.loads(text))
+        except (ValueError, jsonschema.ValidationError) as e:
+            raise AssertionError(f"seed {seed}: {text!r}") from e
+    assert ended
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_text_matches(engine: Engine, regex: str) -> None:
+    for seed in range(2):
+        assert re.fullmatch(regex, whole(asked(engine, "regex", regex, seed)), re.ASCII)
+
+
+def test_one_of_several(engine: Engine) -> None:
+    choices = ["perhaps", "yes", "yes, but", "no", "é🦊\n"]
+    for seed in range(5):
+        assert whole(asked(engine, "choice", choices, seed)) in choices
+    assert whole(asked(engine, "choice", choices, sampling=SamplingParams(temperature=0))) in choices
+
+
+def test_greedy_answers_are_the_same_each_time(engine: Engine) -> None:
+    greedy = SamplingParams(temperature=0)
+    texts = {asked(engine, "json_schema", SCHEMAS["nested"], sampling=greedy, size=80).text for _ in range(2)}
+    assert len(texts) == 1
+
+
+def test_together_with_others(engine: Engine) -> None:
+    """Each answer has its own shape, in one batch."""
+    driver = Driver(engine)
+    outcomes = [
+        driver.submit(PROMPT, 60, WARM, constraint=("regex", regex)) for regex in ("a{40}", "[0-9]{30}", "(xy){12}")
+    ]
+    free = driver.submit(PROMPT, 20, SamplingParams(temperature=0))
+    driver.run()
+    assert outcomes[0].text == "a" * 40
+    assert re.fullmatch("[0-9]{30}", outcomes[1].text)
+    assert outcomes[2].text == "xy" * 12
+    assert free.text == answer(engine, PROMPT, 20, SamplingParams(temperature=0)).text
+    driver.assert_idle()
+
+
+def test_parameters_meet_the_mask(engine: Engine) -> None:
+    for sampling in (
+        SamplingParams(temperature=1.3, top_k=3, top_p=0.5, min_p=0.2, seed=1),
+        SamplingParams(temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.5, seed=2),
+        SamplingParams(temperature=0, presence_penalty=1.0),
+        SamplingParams(temperature=0.02, typical_p=0.5, seed=3),
+        SamplingParams(temperature=2.0, ignore_eos=True, seed=4),
+    ):
+        assert re.fullmatch("[0-9a-f]{24}", whole(asked(engine, "regex", "[0-9a-f]{24}", sampling=sampling)))
+
+
+def test_max_tokens_cuts_it_short(engine: Engine) -> None:
+    outcome = asked(engine, "regex", "[a-z]{200}", size=5)
+    assert (outcome.reason, len(outcome.ids)) == (FinishReason.LENGTH, 5)
+    assert re.fullmatch("[a-z]+", outcome.text)
+    complete = asked(engine, "regex", "[a-z]", size=1)
+    assert complete.reason == FinishReason.STOP, "complete with its last token"
+
+
+def test_a_stop_string_cuts_it_short(engine: Engine) -> None:
+    outcome = asked(engine, "regex", "[a-c]{9}stop[a-z]{9}", stop=("stop",))
+    assert outcome.reason == FinishReason.STOP
+    assert re.fullmatch("[a-c]{9}", outcome.text)
+
+
+def test_min_tokens_and_ends(engine: Engine) -> None:
+    """No end before min_tokens where more can follow; an end where nothing can."""
+    long = asked(engine, "regex", "a*", min_new_tokens=30, size=400, sampling=SamplingParams(temperature=0))
+    assert len(long.ids) >= 30
+    assert set(long.text) == {"a"}
+    assert whole(asked(engine, "regex", "abc", min_new_tokens=30)) == "abc"
+    assert whole(asked(engine, "choice", ["abc"], sampling=SamplingParams(ignore_eos=True, seed=1))) == "abc"
+
+
+def test_tokens_allowed_and_banned(engine: Engine) -> None:
+    a, b = (engine.encode("x" + letter)[-1] for letter in "ab")
+    only = SamplingParams(temperature=1.0, seed=1, allowed_tokens=(a, b))
+    assert re.fullmatch("[ab]{9}", whole(asked(engine, "regex", "[a-z]{9}", sampling=only)))
+    biased = SamplingParams(temperature=1.0, seed=1, logit_bias={b: 100.0})
+    assert whole(asked(engine, "regex", "[a-z]{9}", sampling=biased)) == "b" * 9
+
+
+def test_nothing_left_to_draw(engine: Engine) -> None:
+    """At the first token it is refused, later the answer ends with what it has; where it may end, that is all."""
+    a = engine.encode("xa")[-1]
+    only = SamplingParams(temperature=1.0, seed=1, allowed_tokens=(a,))
+    outcome = asked(engine, "regex", "aaab", sampling=only)
+    assert (outcome.text, outcome.reason) == ("aaa", FinishReason.BANNED)
+    outcome = asked(engine, "regex", "aaa(b|c)?", sampling=only)
+    assert (outcome.text, outcome.reason) == ("aaa", FinishReason.STOP)
+    assert refused(engine, ("regex", "ba"), sampling=only).field == "allowed_tokens"
+
+
+def test_banned_strings_lead_it_another_way(engine: Engine) -> None:
+    for seed in range(3):
+        text = whole(asked(engine, "regex", "[a-f]{12}", seed, banned_strings=("aa", "bb", "ab", "cd")))
+        assert re.fullmatch("[a-f]{12}", text)
+        assert not re.search("aa|bb|ab|cd", text)
+    schema = {"enum": ["one", "two", "three"]}
+    assert whole(asked(engine, "json_schema", schema, banned_strings=("tw", "three"))) == '"one"'
+    assert asked(engine, "choice", ["yes", "yo"], banned_strings=("y",)).reason == FinishReason.BANNED
+
+
+def test_an_answer_goes_on(engine: Engine) -> None:
+    """What another worker has delivered is gone through first; the rest is as it would have been."""
+    first = asked(engine, "json_schema", SCHEMAS["nested"])
+    text = whole(first)
+    for cut in (1, len(first.ids) // 2, len(first.ids) - 1):
+        rest = asked_on(engine, first.ids[:cut])
+        assert [*first.ids[:cut], *rest.ids] == first.ids
+        assert text.endswith(rest.text)
+        assert rest.reason == FinishReason.STOP
+
+
+def asked_on(engine: Engine, delivered: list[int]) -> Outcome:
+    """Not by the driver, which counts the tokens of one worker."""
+    text = json.dumps(SCHEMAS["nested"])
+    job = Job(
+        10**7, tuple(engine.encode(PROMPT)), 900, SamplingParams(temperature=1.0, seed=7),
+        constraint=("json_schema", text), resumed_ids=tuple(delivered),
+    )  # fmt: skip
+    engine.submit(job)
+    outcome = Outcome(job)
+    for _ in range(PATIENCE):
+        for event in engine.step():
+            assert not isinstance(event, Failed), event
+            outcome.text += getattr(event, "text", "")
+            outcome.ids += getattr(event, "token_ids", ())
+            if hasattr(event, "finish_reason"):
+                outcome.finished = event
+                return outcome
+    raise AssertionError("no end")
+
+
+def refused(engine: Engine, constraint: tuple[str, str], **fields: Any) -> RequestError:
+    """The error of a job that is taken and fails, or is not taken."""
+    sampling = fields.pop("sampling", WARM)
+    job = Job(10**8, tuple(engine.encode(PROMPT)), 30, sampling, constraint=constraint, **fields)
+    try:
+        engine.submit(job)
+    except RequestError as e:
+        return e
+    for _ in range(PATIENCE):
+        for event in engine.step():
+            assert isinstance(event, Failed), event
+            assert event.job == job.id
+            assert engine.step() == []
+            return event.error
+    raise AssertionError("neither taken nor refused")
+
+
+@pytest.mark.parametrize(("named", "schema"), NOT_OFFERED[:4])
+def test_what_is_not_offered_is_refused_by_name(engine: Engine, named: str, schema: dict[str, Any]) -> None:
+    error = refused(engine, ("json_schema", json.dumps(schema)))
+    assert named in error.message
+    assert (error.field, error.code) == ("json_schema", ErrorCode.UNSUPPORTED)
+    assert refused(engine, ("regex", "(")).message == "regex: unclosed group"
+    assert refused(engine, ("regex", "a"), token_healing=True).field == "token_healing"
+
+
+def test_others_go_on_beside_a_hostile_one(engine: Engine) -> None:
+    driver = Driver(engine)
+    free = driver.submit(PROMPT, 30, SamplingParams(temperature=0, ignore_eos=True))
+    kind, what = HOSTILE[0]
+    job = Job(10**9, tuple(engine.encode(PROMPT)), 30, WARM, constraint=(kind, json.dumps(what)))
+    engine.submit(job)
+    assert engine.stats().pending >= 1
+    failed: list[Failed] = []
+    for _ in range(PATIENCE):
+        for event in engine.step():
+            if event.job == job.id:
+                assert isinstance(event, Failed)
+                failed.append(event)
+                assert free.ids, "others have gone on"
+            else:
+                free.ids += getattr(event, "token_ids", ())
+        if failed:
+            break
+    assert len(failed) == 1
+    assert len(free.ids) == 30
+    assert "more than a second" in failed[0].error.message
+
+
+def test_cancelling_one_that_is_compiled(engine: Engine) -> None:
+    driver = Driver(engine)
+    outcome = driver.submit(PROMPT, 30, WARM, constraint=("regex", "z{5,9}cancelled"))
+    with pytest.raises(ValueError, match="in use"):
+        engine.submit(outcome.job)
+    driver.cancel(outcome)
+    for _ in range(20):
+        driver.step()
+    driver.assert_idle()
+    engine.submit(Job(10**9 + 1, tuple(engine.encode(PROMPT)), 5, WARM, constraint=("regex", "y+")))
+    engine.reset()
+    driver.assert_idle()
