@@ -32,6 +32,7 @@ class SharedConnection(Connection):
         self._polling: threading.Condition | None = None
         self._poller = select.poll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._nudged = False
 
     def wait_welcome(self) -> None:
         """Connects. Raises ConnectionLost, or what the supervisor refused this client with."""
@@ -92,7 +93,14 @@ class SharedConnection(Connection):
 
     def _poll(self, waiter: threading.Condition, seconds: float) -> None:
         """Waits on the descriptors, and lets go of the lock meanwhile."""
-        poller, ready = self._poller, list[tuple[int, int]]()
+        if self._nudged:
+            # Here, not when the poll is over: by then another thread may be polling, and this its nudge.
+            self._nudged = False
+            try:
+                os.eventfd_read(self._wakeup)
+            except BlockingIOError:  # an interrupt came between
+                pass
+        poller = self._poller
         self._polling = waiter
         try:
             # An interrupt may come right after any call. Within this block it leaves the lock as it has to be; and
@@ -101,12 +109,16 @@ class SharedConnection(Connection):
             # who dropped a stream while we held the lock could not cancel it, and counts on us
             if not self._abandoned:
                 # rounded up: a poll of 0 ms for the last fraction would spin
-                ready = poller.poll(math.ceil(seconds * 1000))
+                poller.poll(math.ceil(seconds * 1000))
         finally:
             self._polling = None
             self.lock.acquire()
-        if not self.closed and any(descriptor == self._wakeup for descriptor, _ in ready):
-            os.eventfd_read(self._wakeup)
+
+    def _nudge(self) -> None:
+        """Ends the poll, if there is one."""
+        if self._polling is not None:
+            self._nudged = True
+            os.eventfd_write(self._wakeup, 1)
 
     def _watch(self, line: Line) -> None:
         # A new one: a thread may be waiting with the old one.
@@ -124,7 +136,7 @@ class SharedConnection(Connection):
             if waiter is None:
                 continue
             if waiter is self._polling:
-                os.eventfd_write(self._wakeup, 1)
+                self._nudge()
             else:
                 waiter.notify()
 
@@ -142,4 +154,4 @@ class SharedConnection(Connection):
     def _nudge_for_input(self) -> None:
         """Sending may have consumed the edge that would have told the polling thread of input."""
         if self._polling is not None and self.line is not None and not self.line.left and self.line.has_input:
-            os.eventfd_write(self._wakeup, 1)
+            self._nudge()
