@@ -86,21 +86,23 @@ def test_a_token_drawn_anew_is_none_in_particular() -> None:
 
 
 def test_engines_draw_anew_by_another_number(load: Callable[[str, str], Engine]) -> None:
-    for engine in (load("transformers", "letters"), Harness().engine):
-        asked: list[tuple[int, int]] = []
+    xtc = {"xtc_probability": 0.5, "xtc_threshold": 0.02}
+    for engine, options in ((load("transformers", "letters"), {}), (Harness().engine, {}), (Harness().engine, xtc)):
+        asked: list[tuple[int, int, int]] = []
         at = Draws.at
 
         def noted(self: Draws, place: int, asked: Any = asked, at: Any = at, **fields: int) -> float:
-            asked.append((place, fields.get("returns", 0)))
+            asked.append((place, fields.get("which", 0), fields.get("returns", 0)))
             number: float = at(self, place, **fields)
             return number
 
         with mock.patch.object(Draws, "at", noted):
-            hot = SamplingParams(temperature=3.0, seed=2, ignore_eos=True)
+            hot = SamplingParams(temperature=3.0, seed=2, ignore_eos=True, **options)  # type: ignore[arg-type]
             outcome = answer(engine, PROMPT, 40, hot, banned_strings=("e", "1"))
-        places = [place for place, _ in asked]
+        places = [place for place, which, _ in asked if not which]
+        assert [place for place, which, _ in asked if which] == (places if options else [])
         assert len(places) > len(set(places)), "it went back"
-        assert len(set(asked)) == len(asked), "a place was drawn for twice, with the same number"
+        assert len(set(asked)) == len(asked), "two draws by one number"
         assert set(range(len(outcome.ids))) <= set(places)
 
 

@@ -47,11 +47,14 @@ def test_short_prompts_begin_together() -> None:
     assert h.engine.stats().active == 16
 
 
-def test_prompts_that_come_one_by_one_begin_together() -> None:
+@pytest.mark.parametrize("drawn", [0, 7])
+def test_prompts_that_come_one_by_one_begin_together(drawn: int) -> None:
+    """So do answers of which another worker has drawn the first tokens."""
     h, rng = Harness(pages=64, batch=8, chunk=2 * PAGE), random.Random(4)
     crowd = []
     for _ in range(5):
-        crowd.append(h.submit(h.random_ids(rng, 60), 5))
+        prompt = h.random_ids(rng, 60)
+        crowd.append(h.submit(prompt, drawn + 5, resumed_ids=tuple(h.logits.expected(prompt, drawn))))
         h.driver.step()
         assert not any(outcome.ids for outcome in crowd)
     h.driver.step()

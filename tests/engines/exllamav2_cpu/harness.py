@@ -108,9 +108,10 @@ class Harness:
         return outcome.logprobs
 
     def expected(self, outcome: Outcome) -> list[int]:
-        """The greedy answer of a job, its end token included."""
+        """The greedy answer of a job, its end token included; behind what a former worker drew of it."""
         job = outcome.job
-        return self.logits.expected(job.prompt_ids, job.max_new_tokens, ends=(*self.eos_ids, *job.stop_token_ids))
+        whole = self.logits.expected(job.prompt_ids, job.max_new_tokens, ends=(*self.eos_ids, *job.stop_token_ids))
+        return whole[len(job.resumed_ids) :]
 
     def check(self) -> None:
         """Every finished job's ids are the greedy answer."""
