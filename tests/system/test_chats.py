@@ -1,0 +1,127 @@
+"""Chats through real workers: also where the template, or what clients put into it, is hostile."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import psutil
+import pytest
+
+from protocol import Client
+from protocol.errors import ErrorCode, WireError
+from tests.deterministic_engine import answer
+from tests.serving import Serving, is_alive, wait_until
+from tests.supervisor.test_templates import DOUBLING, EITHER
+
+GREEDY = "{% if messages[0].content == 'grow' %}" + DOUBLING + "{% endif %}" + EITHER
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    options = {"step_s": 0.002, "template": GREEDY}
+    engine = "tests.deterministic_engine:DeterministicEngine"
+    with Serving({"m": {"model_dir": ".", "engine": engine, "max_batch_size": 8, "options": options}}) as running:
+        yield running
+
+
+@pytest.fixture
+def client(serving: Serving) -> Iterator[Client]:
+    with serving.client() as one:
+        yield one
+
+
+def said(content: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def renderers(serving: Serving) -> list[psutil.Process]:
+    """The worker's rendering processes."""
+    return [child for child in serving.worker("m").children() if is_alive(child)]
+
+
+def test_streams_go_on_beside_hostile_chats(serving: Serving, client: Client) -> None:
+    hostile = [client.generate("m", messages=said(what), max_tokens=5) for what in ("loop", "grow", "loop")]
+    stream = client.generate("m", "steady on", max_tokens=1200)
+    times, text = [], ""
+    for delta in stream:
+        times.append(time.monotonic())
+        text += delta.text
+    assert text == answer("steady on", 1200)
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    print(f"gaps: median {statistics.median(gaps) * 1000:.1f} ms, longest {max(gaps) * 1000:.1f} ms")
+    assert max(gaps) < 0.5
+    assert statistics.median(gaps) < 0.02
+    with serving.client() as other:
+        assert other.complete("m", messages=said("fine"), max_tokens=9).text == answer("fine", 9)
+    for one in hostile:  # on a busy machine a second may be over before the memory is
+        with pytest.raises(WireError, match=r"takes longer than 1 s|more memory than it is given") as caught:
+            one.complete()
+        assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "messages")
+    serving.wait_idle("m")
+
+
+def test_a_killed_renderer_costs_its_own_request_only(serving: Serving, client: Client) -> None:
+    worker = serving.worker("m").pid
+    stream = client.generate("m", "beside", max_tokens=300)
+    doomed = client.generate("m", messages=said("loop"))
+
+    def at_work() -> psutil.Process | None:
+        return next((p for p in renderers(serving) if p.cpu_times().user > 0.3), None)
+
+    found = wait_until(at_work, 20, "a process that renders")
+    assert found is not None
+    found.kill()
+    with pytest.raises(WireError, match=r"was ended by signal 9|takes longer") as caught:
+        doomed.complete()
+    assert caught.value.code in (ErrorCode.INTERNAL, ErrorCode.INVALID_REQUEST)
+    assert stream.complete().text == answer("beside", 300)
+    assert client.complete("m", messages=said("fine"), max_tokens=9).text == answer("fine", 9)
+    assert serving.worker("m").pid == worker
+
+
+def test_a_client_that_leaves_takes_its_chat_with_it(serving: Serving) -> None:
+    with serving.client() as leaving:
+        streams = [leaving.generate("m", messages=said("loop")) for _ in range(8)]
+        assert streams
+        wait_until(lambda: serving.status("m")["active"] == 8, 5, "the chats with the worker")
+    serving.wait_idle("m", within=1.0)  # to render them all would take more than two
+
+
+def test_a_chat_is_cancelled_while_it_is_rendered(serving: Serving, client: Client) -> None:
+    stream = client.generate("m", messages=said("loop"))
+    wait_until(lambda: serving.status("m")["active"] == 1, 5, "it is with the worker")
+    stream.cancel()
+    done = stream.complete()
+    assert (done.finish_reason, done.text) == ("cancelled", "")
+
+
+def test_tokens_of_texts_and_chats(client: Client) -> None:
+    assert client.tokenize("m", "ab") == (97, 98)
+    assert client.tokenize("m", messages=said("hey")) == tuple(b"hey")
+    assert client.detokenize("m", (104, 105)) == "hi"
+    with pytest.raises(WireError) as caught:
+        client.tokenize("m", messages=said("loop"))
+    assert caught.value.field == "messages"
+    with pytest.raises(WireError) as caught:
+        client.detokenize("m", (300,))
+    assert caught.value.field == "token_ids"
+
+
+def test_the_log_holds_nothing_of_a_chat(serving: Serving, client: Client) -> None:
+    client.complete("m", messages=said("the butler did it"), max_tokens=3)
+    assert "butler" not in serving.log("m") + serving.log()
+
+
+def test_renderers_die_with_their_worker(serving: Serving, client: Client) -> None:
+    client.complete("m", messages=said("fine"), max_tokens=1)
+    doomed = client.generate("m", messages=said("loop"), resume=False)
+    children = wait_until(lambda: renderers(serving), 5, "a process that renders")
+    began = time.monotonic()
+    serving.worker("m").kill()
+    wait_until(lambda: not any(is_alive(p) for p in children), 5, "the end of what the worker started")
+    print(f"gone after {time.monotonic() - began:.3f} s")
+    with pytest.raises(WireError, match="worker"):
+        doomed.complete()
+    assert client.complete("m", messages=said("fine"), max_tokens=9).text == answer("fine", 9)
