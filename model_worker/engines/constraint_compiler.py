@@ -9,6 +9,7 @@ one that it died of. It ends with the worker.
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -30,7 +31,11 @@ _STACK = 16 << 20
 _START_S = 60.0
 """Least patience with a child that starts."""
 _ANSWER_S = 5.0
-"""Patience with a child whose own alarm is set to a second."""
+"""Patience with a child whose own timer is set to a second of computing."""
+_END_S = 1.0
+"""Patience with a child that has been told to end, or is dying."""
+_ITS_FAULT = tuple(-number for number in (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
+"""How a child ends that did not survive a constraint: out of time, of stack, of memory."""
 
 
 class _NotTried(RequestError):
@@ -110,27 +115,30 @@ class ConstraintCompiler:
 
     def _try(self, kind: str, text: str) -> None:
         """Raise RequestError for what the child refuses, or does not survive."""
-        if self._child is not None and self._child.poll() is not None:
-            self._end_child()  # it died of something else, between two constraints
-        try:
-            connection = self._connection or self._start_child()
-        except OSError as e:
-            self._end_child()
-            raise _NotTried(
-                f"{kind}: the process that compiles it does not start: {type(e).__name__}", field=kind
-            ) from e
-        try:
-            connection.send_bytes(msgpack.packb([kind, text]))
-            if not connection.poll(_ANSWER_S):
-                raise EOFError
-            wrong = msgpack.unpackb(connection.recv_bytes())
-        except (EOFError, OSError):
-            self._end_child()
-            raise RequestError(
-                f"{kind}: compiling it takes more than a second, or more memory or depth than it is given", field=kind
-            ) from None
-        if wrong is not None:
-            raise RequestError(wrong[0], field=kind, code=ErrorCode(wrong[1]))
+        for _ in range(2):
+            try:
+                connection = self._connection or self._start_child()
+            except OSError as e:
+                self._end_child()
+                raise _NotTried(
+                    f"{kind}: the process that compiles it does not start: {type(e).__name__}", field=kind
+                ) from e
+            try:
+                connection.send_bytes(msgpack.packb([kind, text]))
+                if not connection.poll(_ANSWER_S):
+                    raise TimeoutError
+                wrong = msgpack.unpackb(connection.recv_bytes())
+            except (EOFError, OSError) as e:
+                if self._end_child() in _ITS_FAULT or isinstance(e, TimeoutError):
+                    raise RequestError(
+                        f"{kind}: compiling it takes more than a second, or more memory or depth than it is given",
+                        field=kind,
+                    ) from None
+                continue  # somebody else has killed it, perhaps before
+            if wrong is not None:
+                raise RequestError(wrong[0], field=kind, code=ErrorCode(wrong[1]))
+            return
+        raise _NotTried(f"{kind}: the process that compiles it was killed, twice", field=kind)
 
     def _start_child(self) -> Connection:
         ours, theirs = Pipe()
@@ -155,10 +163,16 @@ class ConstraintCompiler:
             raise ConnectionError from e
         return ours
 
-    def _end_child(self) -> None:
+    def _end_child(self) -> int:
+        """How it ended: as Popen.returncode."""
+        code = 0
         if self._connection is not None:
-            self._connection.close()
+            self._connection.close()  # at which it ends, if it has not
         if self._child is not None:
-            self._child.kill()
-            self._child.wait()
+            try:
+                code = self._child.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                code = self._child.wait()
         self._connection = self._child = None
+        return code
