@@ -64,7 +64,7 @@ class Completion:
                    ``draft_rejected`` (speculated ones), ``resumes`` (how often the answer went on in another worker)
     logprobs       one for each token id, if they were asked for
     timings        ``queue_ms`` (from acceptance to the worker), ``prefill_ms`` (to the first token), ``decode_ms``
-                   (to the end), ``tokens_per_s`` (while decoding)
+                   (to the end), ``tokens_per_s`` (while decoding); what was not measured is left out
     """
 
     text: str

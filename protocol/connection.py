@@ -202,7 +202,7 @@ class Connection:
         try:
             now = time.monotonic()
             if self.line is None and now >= self._dial_at and self.session.broken is None:
-                self._dial()
+                self._dial(now, touched)
             while True:
                 while self._abandoned:
                     self.session.abandon(self._abandoned.popleft())
@@ -254,11 +254,29 @@ class Connection:
 
     # ---- steps
 
-    def _dial(self) -> None:
+    def _dial(self, now: float, touched: list[Touched]) -> None:
         self._failure = None
         self._dials += 1
-        self.line = Line(self._context, self.endpoint, self.session.hello)
-        self._watch(self.line)
+        try:
+            self.line = Line(self._context, self.endpoint, self.session.hello)
+        except zmq.ZMQError as e:  # no descriptors are left, mostly
+            self._failed(f"cannot make a socket for {self.endpoint}: {e}", now, touched)
+        else:
+            self._watch(self.line)
+
+    def _failed(self, reason: str, now: float, touched: list[Touched]) -> None:
+        """The connection ended, or could not be made: it is tried again, or lost."""
+        line, session = self.line, self.session
+        refused = line is not None and line.refused
+        if not self._redial or refused or session.welcome is not None or session.broken is not None:
+            touched += session.lose(reason)
+            return
+        if line is not None:
+            self._unwatch()
+            line.hang_up(0)
+        self.line, self._failure = None, reason
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._dials - 1))
+        self._dial_at = now + pause * random.uniform(0.5, 1)
 
     def _exchange(self, line: Line, now: float, touched: list[Touched]) -> None:
         # The monitor is read before the socket: when it tells of the end, all that came before the end is still
@@ -272,17 +290,8 @@ class Connection:
             # on the descriptor next would never wake up: look again.
             if not line.has_input:
                 break
-        if end is None:
-            return
-        session = self.session
-        if not self._redial or line.refused or session.welcome is not None or session.broken is not None:
-            touched += session.lose(end)
-            return
-        self._unwatch()
-        line.hang_up(0)
-        self.line, self._failure = None, end
-        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._dials - 1))
-        self._dial_at = now + pause * random.uniform(0.5, 1)
+        if end is not None:
+            self._failed(end, now, touched)
 
     def _look_after(self, now: float, touched: list[Touched]) -> None:
         """What is due though nothing happened."""

@@ -25,7 +25,9 @@ _WATCHED: Final = (
 
 
 class Line:
-    """Connects at once, without waiting, and sends ``hello``. Raises ValueError for what is no endpoint.
+    """Connects at once, without waiting, and sends ``hello``.
+
+    Raises ValueError for what is no endpoint, ZMQError where no socket can be made.
 
     refused  whether the supervisor is there and will not have us: trying again is of no use
     left     whether ``leave`` was called
@@ -37,8 +39,12 @@ class Line:
         self.refused = False
         self.left = False
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        _configure(self.socket, endpoint)
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_WATCHED)
+        try:
+            _configure(self.socket, endpoint)
+            self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_WATCHED)
+        except BaseException:
+            self.socket.close(linger=0)
+            raise
         try:
             self.socket.connect(endpoint)
         except zmq.ZMQError as e:

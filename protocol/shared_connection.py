@@ -77,6 +77,10 @@ class SharedConnection(Connection):
                 os.close(self._wakeup)
                 self._wakeup = -1
 
+    def __del__(self) -> None:
+        if getattr(self, "_wakeup", -1) >= 0:  # nobody closed the client
+            os.close(self._wakeup)
+
     def _enter(self, states: Collection[Touched]) -> threading.Condition:
         if any(state.id in self._waiters for state in states):
             raise RuntimeError("another thread is reading this stream: one thread at a time")

@@ -5,13 +5,20 @@ from typing import Any
 import pytest
 
 from protocol.chat import RESERVED
-from protocol.codec import pack_body
+from protocol.codec import pack_body, unpack_body
 from protocol.errors import RequestError
 from protocol.request import GenerateRequest, parse_generate
 
 SECRET = "the secret of the prompt"
 USER = {"role": "user", "content": SECRET}
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"for": SECRET}}}
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for number in range(depth):
+        value = [value] if number % 2 else {"a": value}
+    return value
 
 
 def parse(**fields: Any) -> GenerateRequest:
@@ -36,6 +43,11 @@ def test_the_template_sees_what_was_sent_and_nothing_else() -> None:
     }  # fmt: skip
 
 
+def test_what_is_nested_as_deep_as_allowed_reaches_the_template() -> None:
+    sent = parse(messages=[USER], tools=[{"a": nested(63)}], template_kwargs={"a": nested(63)}).for_template()
+    assert unpack_body(pack_body(sent))["variables"] == {"a": nested(63)}
+
+
 @pytest.mark.parametrize(
     ("fields", "ends"),
     [({}, True), ({"add_generation_prompt": False}, False), ({"continue_final_message": True}, False)],
@@ -53,6 +65,8 @@ def test_where_the_text_ends(fields: dict[str, Any], ends: bool) -> None:
         ({"tools": [SECRET]}, "tools", "must be a map with strings as keys"),
         ({"tools": [{b"a": 2}]}, "tools", "must be a map with strings as keys"),
         ({"tools": [{}] * 257}, "tools", "at most 256 long"),
+        ({"tools": [{"a": nested(64)}]}, "tools", "must not be nested deeper than 64"),
+        ({"template_kwargs": {"a": nested(1000)}}, "template_kwargs", "must not be nested deeper than 64"),
         ({"template_kwargs": [1]}, "template_kwargs", "must be a map"),
         *(({"template_kwargs": {name: 1}}, "template_kwargs", "must not set variables") for name in sorted(RESERVED)),
         ({"template_kwargs": {"__x": 1}}, "template_kwargs", "must not set variables"),

@@ -149,7 +149,12 @@ def test_progress_is_told_in_a_loop(runtime_dir: Path) -> None:
 
 def test_a_report_that_is_unknown_or_nonsense_is_ignored(runtime_dir: Path) -> None:
     heard: list[Progress] = []
-    reports = ({"phase": "warp"}, {"phase": "queued"}, {"phase": "prefill", "done": "x", "total": 1}, {})
+    reports: tuple[dict[str, Any], ...] = (
+        {"phase": "warp"},
+        {"phase": "queued"},
+        {"phase": "prefill", "done": "x", "total": 1},
+        {},
+    )
 
     def script(peer: ScriptedPeer, client: bytes, message: Message) -> None:
         if isinstance(message, Generate):
@@ -346,13 +351,14 @@ def test_text_to_ids_and_back(runtime_dir: Path) -> None:
         assert unpack_body(peer.of(Call)[-1].body)["tools"] == [{}]
         assert client.detokenize("letters", (97, 233)) == "aé"
         assert client.detokenize("letters", b"a\0\0\0") == "a"
-        for attempt in (lambda: client.tokenize("letters"), lambda: client.tokenize("letters", "a", messages=[])):
+        for prompt, messages in ((None, None), ("a", [{"role": "user", "content": "b"}])):
             with pytest.raises(RequestError, match="exactly one of prompt and messages"):
-                attempt()
-        for garbled in (lambda: client.tokenize("nonsense", "a"), lambda: client.detokenize("nonsense", [1])):
-            with pytest.raises(WireError, match="holds no") as raised:
-                garbled()
-            assert raised.value.code is ErrorCode.INTERNAL
+                client.tokenize("letters", prompt, messages=messages)
+        with pytest.raises(WireError, match="holds no token ids") as raised:
+            client.tokenize("nonsense", "a")
+        assert raised.value.code is ErrorCode.INTERNAL
+        with pytest.raises(WireError, match="holds no text"):
+            client.detokenize("nonsense", [1])
 
 
 def test_text_to_ids_and_back_in_a_loop(runtime_dir: Path) -> None:

@@ -98,8 +98,8 @@ def test_each_of_many_threads_gets_its_own(runtime_dir: Path) -> None:
                     for each in client.choices("letters", prompt, n=3).complete():
                         assert each.text.strip() == prompt
                 case 2:
-                    for each in client.generate("letters", prompt):
-                        assert each.text.startswith(f"{number}:{turn}:")
+                    for begin in client.generate("letters", prompt):
+                        assert begin.text.startswith(f"{number}:{turn}:")
                         break
                 case _:
                     assert client.complete("letters", prompt).text.strip() == prompt

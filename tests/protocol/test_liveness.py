@@ -34,7 +34,7 @@ Wait = Callable[[Path], None]
 
 def watch(liveness: Liveness, start: float, end: float, *, waiting: bool = True) -> list[tuple[float, Verdict]]:
     """What it says that is not ALIVE, looked at ten times a second."""
-    told = []
+    told: list[tuple[float, Verdict]] = []
     for tenth in range(round(start * 10), round(end * 10) + 1):
         verdict = liveness.look(tenth / 10, waiting=waiting)
         if verdict is not Verdict.ALIVE:

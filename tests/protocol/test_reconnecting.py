@@ -1,6 +1,8 @@
 """A lost connection: what was asked over it ends, once; what is asked next goes over a new one."""
 
 import asyncio
+import errno
+import os
 import socket
 import threading
 import time
@@ -8,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
-from protocol import AsyncClient, Client
+from protocol import AsyncClient, Client, connection
 from protocol.codec import pack_body, pack_error
 from protocol.connection import FIRST_PAUSE_S
 from protocol.errors import ConnectionLost, ErrorCode, WireError
@@ -255,7 +258,6 @@ def test_in_a_loop_a_request_given_up_while_connecting_is_never_made(runtime_dir
 
 
 def test_nothing_is_left_of_connections_that_were_lost(runtime_dir: Path) -> None:
-    import os
 
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task"))
@@ -271,3 +273,21 @@ def test_nothing_is_left_of_connections_that_were_lost(runtime_dir: Path) -> Non
         client.complete("letters", "x")
     client.close()
     wait_until(lambda: descriptors() <= before, "descriptors and threads to be given back")
+
+
+def test_where_no_socket_can_be_made_that_is_said(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors may run out in any process; they may be free again before the time is over."""
+    tries = []
+
+    def fail(*_: object) -> None:
+        tries.append(time.monotonic())
+        raise zmq.ZMQError(errno.EMFILE)
+
+    client = lost_client(runtime_dir, connect_timeout=0.3)
+    with ScriptedPeer(runtime_dir / "front", answers(["fine"])), client:
+        with monkeypatch.context() as patch:
+            patch.setattr(connection, "Line", fail)
+            with pytest.raises(ConnectionLost, match=r"cannot make a socket for .*Too many open files"):
+                client.complete("letters", "x")
+        assert len(tries) > 1
+        assert client.complete("letters", "x").text == "fine"
