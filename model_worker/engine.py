@@ -27,10 +27,12 @@ class ChatTemplate:
     """How a model wants a conversation written: a jinja template, rendered by ``rendering.Renderer``.
 
     special_tokens  what the template knows by name, {"bos_token": "<s>", "eos_token": ...}
+    tool_source     the template for conversations with tools, where that is another
     """
 
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    tool_source: str | None = None
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ class Renderer:
     """
 
     def __init__(self, template: ChatTemplate, limit: int) -> None:
+        self._sources = template.source, template.tool_source or template.source
         self._fixed = {
-            "template": template.source,
             "special_tokens": dict(template.special_tokens),
             "limit": limit,
             "seconds": RENDER_S,
@@ -118,8 +118,12 @@ class Renderer:
             try:
                 if free is None:
                     self._children.append(free := _Child(now))
-                free.give(key, msgpack.packb({**self._fixed, **conversation}), now)
+                source = self._sources[bool(conversation["tools"])]
+                free.give(key, msgpack.packb({**self._fixed, **conversation, "template": source}), now)
             except OSError as e:
+                if free is not None:
+                    free.key = None
+                    free.end()
                 why = e.strerror or type(e).__name__
                 return [(key, WireError(ErrorCode.INTERNAL, f"no process can be had that renders chats: {why}"))]
         idle = [child for child in self._children if not child.at_work and not child.gone]
@@ -166,9 +170,10 @@ class _Child:
         self.since = now
         """When it was started, or given what it is at work on."""
         self._late = ""
-        self._mailbox = os.memfd_create("conversation")
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._mailbox = -1
         try:
+            self._mailbox = os.memfd_create("conversation")
             # -S: what the worker imports from, this can import from, without looking for it again. Popen does not fork
             # where it can vfork: a worker has much memory mapped.
             self.process = subprocess.Popen(
@@ -237,4 +242,5 @@ class _Child:
 
     def free(self) -> None:
         self.socket.close()
-        os.close(self._mailbox)
+        if self._mailbox >= 0:
+            os.close(self._mailbox)

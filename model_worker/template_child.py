@@ -80,7 +80,7 @@ def environment() -> jinja2.Environment:
     return made
 
 
-@lru_cache(1)
+@lru_cache(2)
 def _compiled(source: str) -> jinja2.Template:
     return environment().from_string(source)
 

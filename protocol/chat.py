@@ -7,7 +7,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from protocol.sampling_params import FieldsDisagree
 
 MOST_TOOLS = 256
-RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"})
+DEEPEST = 64
+"""Maps and lists within one another."""
+RESERVED = frozenset(
+    {
+        "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "unk_token",
+        "pad_token", "self",
+    }
+)  # fmt: skip
 """Variables of a template that are not the client's to set."""
 
 
@@ -15,6 +22,14 @@ def _map(given: Any) -> Any:
     """A map with names as keys. Raises ValueError."""
     if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
         raise ValueError("must be a map with strings as keys")
+    depth = 0
+    level: list[Any] = [given]
+    while level:  # what is nested without end cannot be packed again
+        depth += 1
+        if depth > DEEPEST:
+            raise ValueError(f"must not be nested deeper than {DEEPEST}")
+        inner = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
+        level = [value for value in inner if isinstance(value, dict | list | tuple)]
     return given
 
 

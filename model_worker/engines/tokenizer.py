@@ -5,7 +5,6 @@ count other tokens than the engine computes.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jinja2
 import tokenizers
@@ -106,17 +105,21 @@ class Tokenizer:
 
 
 def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatTemplate | None:
-    file = directory.path / "chat_template.jinja"
-    source: Any = (
-        file.read_text(encoding="utf-8") if file.is_file() else directory.tokenizer_config.get("chat_template")
-    )
-    if isinstance(source, list):  # several by name
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default")
-    if not isinstance(source, str) or not source:
+    """As transformers looks for it: a file, files of several, or one or several in tokenizer_config.json."""
+    given = directory.tokenizer_config.get("chat_template")
+    if isinstance(given, list):
+        named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
+    else:
+        named = {"default": given}
+    for name, place in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
+        if (file := directory.path / place).is_file():
+            named[name] = file.read_text(encoding="utf-8")
+    source, tool_source = (text if isinstance(text := named.get(name), str) else "" for name in ("default", "tool_use"))
+    if not source:
         return None
     try:
-        environment().parse(source)  # no more than that: what compiles it may compute what it says
+        for text in (source, tool_source):
+            environment().parse(text)  # no more than that: what compiles it may compute what it says
     except jinja2.TemplateError as e:
         raise LoadError(f"the chat template of {directory.path} cannot be read: {e}") from None
-    return ChatTemplate(source, special_tokens)
+    return ChatTemplate(source, special_tokens, tool_source or None)
