@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -65,7 +65,7 @@ class Connection:
         self.line: Line | None = None
         now = time.monotonic()
         self._pid = os.getpid()
-        self._abandoned: deque[StreamState] = deque()
+        self._noted: deque[tuple[Callable[[StreamState], None], StreamState]] = deque()
         self._patience, self._redial = patience, redial
         self._give_up_at = now + patience
         self._dial_at = now
@@ -120,11 +120,12 @@ class Connection:
                     self.pump()
                 return delta
         finally:
-            if self._abandoned:
+            if self._noted:
                 self._settle()
 
     def cancel(self, state: StreamState) -> None:
         """Asks for the end of a request, which is then read as usual."""
+        self.check()
         try:
             with self.lock:
                 self.session.cancel(state)
@@ -139,7 +140,7 @@ class Connection:
             return
         try:
             with self.lock:
-                self._abandoned.append(state)
+                self._noted.append((self.session.abandon, state))
                 self.pump()
         finally:
             self._settle()
@@ -161,7 +162,7 @@ class Connection:
         """
         if state.abandoned or self.closed:
             return
-        self._abandoned.append(state)
+        self._noted.append((self.session.abandon, state))
         self._settle()
 
     def close(self) -> None:
@@ -171,7 +172,7 @@ class Connection:
         with self.lock:
             if self.closed:
                 return
-            self._cancel_abandoned()
+            self._send_noted()
             self.closed = True
             touched = self.session.lose("this client was closed")
             if self.line is not None:
@@ -204,11 +205,10 @@ class Connection:
             if self.line is None and now >= self._dial_at and self.session.broken is None:
                 self._dial(now, touched)
             while True:
-                while self._abandoned:
-                    self.session.abandon(self._abandoned.popleft())
+                self._do_noted()
                 if self.line is not None and not self.line.left:
                     self._exchange(self.line, now, touched)
-                if not self._abandoned:  # a finalizer, while we were at it
+                if not self._noted:  # a finalizer, while we were at it
                     break
             if now >= self._look_at or self.session.welcome is None or self.session.broken is not None:
                 self._look_after(now, touched)
@@ -249,7 +249,7 @@ class Connection:
         """These requests and calls changed; the connection itself may have, too."""
 
     def _settle(self) -> None:
-        """Cancels what was abandoned, if this is the moment."""
+        """Does what was noted, if this is the moment."""
         raise NotImplementedError
 
     # ---- steps
@@ -317,9 +317,13 @@ class Connection:
             self._unwatch()
             self.line.leave()
 
-    def _cancel_abandoned(self) -> None:
-        while self._abandoned:
-            self.session.abandon(self._abandoned.popleft())
+    def _do_noted(self) -> None:
+        while self._noted:
+            act, state = self._noted.popleft()
+            act(state)
+
+    def _send_noted(self) -> None:
+        self._do_noted()
         if self.line is not None and not self.line.left:
             self._send_all(self.line)
 

@@ -105,7 +105,7 @@ class LoopConnection(Connection):
 
     def _settle(self) -> None:
         """For finalizers above all, which run in any thread: the loop does it, at its next turn."""
-        if self._abandoned and not (self._settling or self.closed) and os.getpid() == self._pid:
+        if self._noted and not (self._settling or self.closed) and os.getpid() == self._pid:
             self._settling = True
             try:
                 self._loop.call_soon_threadsafe(self._settle_now)

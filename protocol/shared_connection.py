@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from protocol.answers import Touched
+from protocol.answers import StreamState, Touched
 from protocol.connection import Connection, check_welcomed
 from protocol.line import Line
 
@@ -23,11 +23,11 @@ _LONGEST_WAIT_S = 1.0
 class SharedConnection(Connection):
     """Everything that takes the lock may be called from any thread; ``pump`` by whoever holds the lock."""
 
-    lock: threading.Lock
+    lock: "threading.RLock"
 
     def __init__(self, endpoint: str | None, **more: Any) -> None:
         super().__init__(endpoint, **more)
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._waiters: dict[int, threading.Condition] = {}
         self._polling: threading.Condition | None = None
         self._poller = select.poll()
@@ -68,9 +68,25 @@ class SharedConnection(Connection):
         finally:
             self._settle()
 
+    def check(self) -> None:
+        super().check()
+        # The lock could be taken again, in the midst of what it guards.
+        if _is_held_here(self.lock):
+            raise RuntimeError(
+                "this client was used by a signal handler, or a finalizer, that interrupted its own work: "
+                "there a stream may be cancelled, and nothing else be done"
+            )
+
+    def cancel(self, state: StreamState) -> None:
+        self.check_process()
+        # never blocks: a signal handler may be what calls it, and the lock be held by what it interrupted
+        self._noted.append((self.session.cancel, state))
+        self._settle()
+
     def close(self) -> None:
         if self.closed or os.getpid() != self._pid:
             return
+        self.check()
         super().close()
         with self.lock:
             if self._wakeup >= 0:
@@ -111,7 +127,7 @@ class SharedConnection(Connection):
             # nobody may wait for a poll that is over, so that is said before the lock is taken again.
             self.lock.release()
             # who dropped a stream while we held the lock could not cancel it, and counts on us
-            if not self._abandoned:
+            if not self._noted:
                 # rounded up: a poll of 0 ms for the last fraction would spin
                 poller.poll(math.ceil(seconds * 1000))
         finally:
@@ -147,15 +163,24 @@ class SharedConnection(Connection):
     def _settle(self) -> None:
         # Whoever holds the lock comes here after letting go of it (or looks in ``_poll``), so what was noted just
         # before is seen. A lock that is taken may be our own: a finalizer runs in the midst of anything.
-        while self._abandoned and not self.closed and os.getpid() == self._pid and self.lock.acquire(blocking=False):
+        while self._noted and self._is_free() and self.lock.acquire(blocking=False):
             try:
                 if not self.closed:
-                    self._cancel_abandoned()
+                    self._send_noted()
                     self._nudge_for_input()
             finally:
                 self.lock.release()
+
+    def _is_free(self) -> bool:
+        return not (self.closed or _is_held_here(self.lock)) and os.getpid() == self._pid
 
     def _nudge_for_input(self) -> None:
         """Sending may have consumed the edge that would have told the polling thread of input."""
         if self._polling is not None and self.line is not None and not self.line.left and self.line.has_input:
             self._nudge()
+
+
+def _is_held_here(lock: "threading.RLock") -> bool:
+    """Whether this very thread holds it. threading.Condition asks the same way."""
+    held: bool = lock._is_owned()  # type: ignore[attr-defined]
+    return held

@@ -62,8 +62,10 @@ class StreamBase:
         return {} if self._state.deltas else self._state.timings
 
     def cancel(self) -> None:
-        """Asks for the end of the request, which is then read as usual. Does nothing when it has ended."""
-        self._connection.check()
+        """Asks for the end of the request, which is then read as usual. Does nothing when it has ended.
+
+        With ``Client``, a signal handler may call it, too.
+        """
         self._connection.cancel(self._state)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """One client, several threads: each gets what is its own, none waits for what came to another, none waits for ever."""
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -200,15 +201,61 @@ def test_a_stream_dropped_by_one_thread_while_another_waits(runtime_dir: Path, m
         threads.join()
 
 
-def test_a_stream_dropped_while_the_lock_is_held_is_cancelled_when_it_is_free(runtime_dir: Path) -> None:
+def test_what_is_left_while_the_lock_is_held_is_cancelled_when_it_is_free(runtime_dir: Path) -> None:
+    """By another thread; or by a finalizer or a signal handler, which interrupt whatever this thread is at."""
     with ScriptedPeer(runtime_dir / "front", HoldingScript(first=0)) as peer, Client(peer.endpoint) as client:
-        dropped = [client.generate("letters", "1")]
-        peer.wait_for(Generate)
+        dropped, cancelled = [client.generate("letters", "1")], client.generate("letters", "2")
+        other = [client.generate("letters", "3")]
         with client._connection.lock:
             dropped.clear()
-            assert len(client._connection._abandoned) == 1
-        assert client.generate("letters", "2").request_id == 2
-        assert Cancel(1) in peer.wait_for(Cancel)
+            cancelled.cancel()
+            threads = Threads()
+            threads.start(other.clear)
+            threads.join()
+            assert len(client._connection._noted) == 3
+        next_one = client.generate("letters", "4")
+        assert sorted(cancel.request for cancel in peer.wait_for(Cancel, 3)) == [1, 2, 3]
+        assert cancelled.complete().finish_reason == "cancelled"
+        next_one.close()
+
+
+def test_a_signal_handler_may_cancel(runtime_dir: Path) -> None:
+    """Whatever it interrupts: a hundred of them, while a stream is read that ends by nothing else."""
+
+    def endless(peer: ScriptedPeer, client: bytes, message: Message) -> None:
+        if isinstance(message, Generate):
+            unsent[message.request] = 0
+        elif isinstance(message, Cancel):
+            peer.send(client, events(finished(message.request, unsent.pop(message.request), "cancelled")))
+        for request in unsent:
+            for _ in range(8):
+                peer.send(client, events(delta(request, unsent[request], "x")))
+                unsent[request] += 1
+
+    unsent: dict[int, int] = {}
+    current: list[Stream] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: current[-1].cancel())
+    try:
+        with ScriptedPeer(runtime_dir / "front", endless, window=8) as peer, Client(peer.endpoint) as client:
+            for i in range(100):
+                current.append(client.generate("letters", str(i)))
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.003))
+                assert current[-1].complete().finish_reason == "cancelled"
+            assert len(peer.of(Cancel)) == 100
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_handler_that_would_wait_for_itself_is_refused(runtime_dir: Path) -> None:
+    with ScriptedPeer(runtime_dir / "front", HoldingScript(first=0)) as peer, Client(peer.endpoint) as client:
+        stream = client.generate("letters", "1")
+        with client._connection.lock:
+            for attempt in (lambda: client.generate("letters", "2"), lambda: next(stream), stream.close, client.close):
+                with pytest.raises(RuntimeError, match="interrupted its own work"):
+                    attempt()
+        stream.cancel()
+        assert stream.complete().finish_reason == "cancelled"
 
 
 def test_one_thread_at_a_time_reads_a_stream(runtime_dir: Path) -> None:
