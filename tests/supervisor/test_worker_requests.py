@@ -1,4 +1,4 @@
-"""What the worker's loop makes of conversations, questions, defaults and limits, and of answers begun elsewhere."""
+"""What the worker's loop makes of conversations, questions, defaults and limits."""
 
 import time
 from struct import pack
@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from model_worker.engine import EngineEvent, Finished
+from model_worker.engine import EngineEvent
 from model_worker.intake import not_offered
 from model_worker.loop import RENDERING_WAIT_MS
 from protocol.codec import pack_body
-from protocol.messages import TERMINAL, Ask, CancelJob, EventFlag, JobMessage, Message
+from protocol.messages import TERMINAL, Ask, CancelJob, EventFlag, JobMessage
 from tests.deterministic_engine import OFFERED, DeterministicEngine, answer
-from tests.supervisor.test_templates import EITHER
+from tests.supervisor.test_hostile_templates import EITHER
 from tests.supervisor.test_worker_loop import ScriptedLink, engine, job, remembering, run
 
 
@@ -271,92 +271,3 @@ def test_defaults_that_an_engine_does_not_offer_are_found_before_any_request(
     assert not_offered(sampling, OFFERED) == name
     if name is None and sampling.get("preset"):
         assert not_offered(sampling, OFFERED - {"frequency_penalty"}) == "frequency_penalty"
-
-
-# answers that were begun in another worker
-
-
-def resumed(request: int, delivered: str, carry: dict[str, Any] | None = None, **fields: Any) -> JobMessage:
-    ids = pack(f"<{len(delivered)}I", *delivered.encode())
-    body = pack_body({"prompt": "p", "max_tokens": 8, **fields})
-    return JobMessage(1, request, {"seq": 3, "token_ids": ids, "resumes": 1, "queue_ms": 12.5, **(carry or {})}, body)
-
-
-def test_an_answer_goes_on_where_it_stopped() -> None:
-    whole = answer("p", 8)
-    link = run(ScriptedLink([resumed(1, whole[:5])], done=ended((1, 1))))
-    events = link.of(1, 1)
-    assert [entry.seq for entry, _ in events] == [3, 4, 5]
-    assert [entry.flags for entry, _ in events] == [0, 0, EventFlag.FINISHED], "its first tokens are not these"
-    assert text_of(link, 1, 1) == whole[5:]
-    last = events[-1][1]
-    assert last["usage"] == {"prompt_tokens": 1, "completion_tokens": 8, "resumes": 1}
-    assert last["timings"]["queue_ms"] == 12.5
-
-
-def test_an_answer_whose_events_held_no_tokens_has_its_first_still_to_come() -> None:
-    link = run(ScriptedLink([resumed(1, "")], done=ended((1, 1))))
-    assert [entry.flags for entry, _ in link.of(1, 1)] == [EventFlag.FIRST, *[0] * 6, EventFlag.FINISHED]
-    assert [entry.seq for entry, _ in link.of(1, 1)] == list(range(3, 11))
-
-
-def test_a_chat_goes_on_and_is_cancelled_with_what_was_delivered_before() -> None:
-    chat_body: dict[str, Any] = {"prompt": None, "messages": [{"role": "user", "content": "hi"}]}
-    whole = answer("user: hi", 8)
-    first, second = resumed(1, whole[:5], None, **chat_body), resumed(2, whole[:5], None, **chat_body)
-    turns: list[list[Message]] = [[first], [second, CancelJob(1, 2)]]
-    link = run(ScriptedLink(*turns, done=ended((1, 1), (1, 2))))
-    assert text_of(link, 1, 1) == whole[5:]
-    ((entry, told),) = link.of(1, 2)
-    assert (entry.seq, told["finish_reason"]) == (3, "cancelled")
-    assert told["usage"] == {"prompt_tokens": 0, "completion_tokens": 5, "resumes": 1}
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"mirostat_mode": 2}, "mirostat"),
-        ({"banned_strings": ["x"]}, "banned_strings"),
-        ({"token_healing": True}, "token_healing"),
-        ({"cfg_scale": 2.0}, "cfg_scale"),
-    ],
-)
-def test_what_cannot_go_on_ends_with_what_was_delivered(fields: dict[str, Any], why: str) -> None:
-    told_engine = remembering()
-    link = run(ScriptedLink([resumed(1, "abc", **fields)], []), told_engine)
-    ((entry, told),) = link.of(1, 1)
-    assert (entry.seq, entry.flags, entry.tokens) == (3, EventFlag.ERROR, 0)
-    assert (told["error"]["name"], told["error"]["retryable"]) == ("worker_died", True)
-    assert f"an answer with {why} cannot go on" in told["error"]["message"]
-    assert told["delivered_tokens"] == 3
-    assert not told_engine.seen
-    begun = run(ScriptedLink([resumed(1, "", {"seq": 0}, **fields)], []), remembering())
-    assert not [f for _, f in begun.of(1, 1) if "worker_died" in str(f)], "nothing of it was delivered: it begins"
-
-
-def test_what_is_resumed_reaches_the_engine() -> None:
-    told = remembering()
-    run(ScriptedLink([resumed(1, "abc")], []), told)
-    assert [one.resumed_ids for one in told.seen] == [(97, 98, 99)]
-
-
-class Timed(DeterministicEngine):
-    """Says that a prompt took 0.25 s, and the tokens after it 0.5 s."""
-
-    def step(self) -> list[EngineEvent]:
-        ids = [97] * (8 - len(self.pending[0].resumed_ids))
-        return [Finished(self.pending[0].id, ids, "a", "stop", 1, 8, prefill_s=0.25, decode_s=0.5)]
-
-
-@pytest.mark.parametrize(("delivered", "rate"), [("", 14.0), ("abc", 8.0), ("abcdefg", None)])
-def test_timings_are_of_what_was_drawn_here(delivered: str, rate: float | None) -> None:
-    link = run(ScriptedLink([resumed(1, delivered)], []), Timed(engine().spec))
-    expected: dict[str, float] = {"queue_ms": 12.5, "prefill_ms": 250.0, "decode_ms": 500.0}
-    if rate is not None:
-        expected["tokens_per_s"] = rate
-    assert link.of(1, 1)[-1][1]["timings"] == expected
-
-
-def test_one_that_is_cancelled_has_only_waited() -> None:
-    link = run(ScriptedLink([resumed(1, "abc"), CancelJob(1, 1)], []))
-    assert link.of(1, 1)[-1][1]["timings"] == {"queue_ms": 12.5}

@@ -13,7 +13,7 @@ from protocol import Client
 from protocol.errors import ErrorCode, WireError
 from tests.deterministic_engine import answer
 from tests.serving import Serving, is_alive, wait_until
-from tests.supervisor.test_templates import DOUBLING, EITHER
+from tests.supervisor.test_hostile_templates import DOUBLING, EITHER
 
 GREEDY = "{% if messages[0].content == 'grow' %}" + DOUBLING + "{% endif %}" + EITHER
 

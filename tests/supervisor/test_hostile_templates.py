@@ -1,0 +1,289 @@
+"""Hostile chat templates, in processes of their own that are really stopped, starved and killed."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from model_worker.engine import ChatTemplate
+from model_worker.rendering import GRACE_S, MOST_CHILDREN, RENDER_S, Renderer
+from protocol.errors import ErrorCode, WireError
+from tests.serving import is_alive, wait_until
+
+WITHIN = 30.0
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set ns = namespace(t='x' * 99999) %}{% for i in range(99) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}"
+EITHER = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
+"""A template that clients can make loop."""
+SAYS = "{{ messages[0].content }}"
+
+
+def conversation(content: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "tools": None,
+        "variables": {},
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+    } | fields
+
+
+class Rendering:
+    """A renderer, and what came of its keys."""
+
+    def __init__(self, source: str, limit: int = 1 << 20) -> None:
+        self.renderer = Renderer(ChatTemplate(source, {"bos_token": "<s>"}), limit)
+        self.outcomes: dict[int, str | WireError] = {}
+        self.order: list[int] = []
+        self.longest_look = 0.0
+
+    def ask(self, key: int, content: str, channel: int = 1) -> None:
+        self.renderer.ask(key, channel, conversation(content))
+
+    def look(self) -> None:
+        began = time.monotonic()
+        for key, outcome in self.renderer.collect():
+            assert key not in self.outcomes
+            self.outcomes[key] = outcome
+            self.order.append(key)
+        self.longest_look = max(self.longest_look, time.monotonic() - began)
+
+    def wait(self, *keys: int) -> None:
+        def done() -> bool:
+            self.look()
+            return all(key in self.outcomes for key in keys)
+
+        wait_until(done, WITHIN, f"{keys} among {self.outcomes}")
+
+    def at_work(self) -> int:
+        """The pid of a process that is rendering."""
+
+        def busy() -> int | None:
+            self.look()
+            return next((c.process.pid for c in self.renderer._children if c.at_work and c.ready and not c.gone), None)
+
+        return wait_until(busy, WITHIN, "a process at work") or 0
+
+    def error(self, key: int) -> WireError:
+        outcome = self.outcomes[key]
+        assert isinstance(outcome, WireError)
+        return outcome
+
+
+@pytest.fixture
+def rendering() -> Iterator[Callable[..., Rendering]]:
+    made: list[Rendering] = []
+
+    def make(source: str, limit: int = 1 << 20) -> Rendering:
+        made.append(Rendering(source, limit))
+        return made[-1]
+
+    yield make
+    for one in made:
+        processes = [psutil.Process(pid) for pid in one.renderer.pids]
+        one.renderer.close()
+        assert not [p for p in processes if is_alive(p)]
+
+
+def assert_takes_too_long(error: WireError) -> None:
+    assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, "messages")
+    assert "takes longer than 1 s" in error.message
+
+
+def test_a_long_conversation_passes_whole(rendering: Callable[..., Rendering]) -> None:
+    one = rendering(SAYS, 16 << 20)
+    long = "é🐻x" * 500_000
+    one.ask(1, long)
+    one.ask(2, "short")
+    one.wait(1, 2)
+    assert one.outcomes == {1: long, 2: "short"}
+
+
+def test_a_template_that_loops_costs_its_own_request_a_second(rendering: Callable[..., Rendering]) -> None:
+    one = rendering(EITHER)
+    for key in (1, 2):
+        began = time.monotonic()
+        one.ask(key, "loop")
+        one.wait(key)
+        assert_takes_too_long(one.error(key))
+        assert time.monotonic() - began >= RENDER_S * 0.9
+    one.ask(3, "fine")
+    one.wait(3)
+    assert one.outcomes[3] == "fine"
+    assert one.longest_look < 0.5, "nothing waits for it"
+
+
+@pytest.mark.parametrize("source", ["{{ 9 ** 99999999 }}", "{% set x = 7 ** 9999999 %}{{ x }}"])
+def test_a_template_that_costs_too_much_to_compile(rendering: Callable[..., Rendering], source: str) -> None:
+    one = rendering(source)
+    one.ask(1, "x")
+    one.wait(1)
+    assert_takes_too_long(one.error(1))
+
+
+@pytest.mark.parametrize("source", [DOUBLING, "{{ 'x' * 10 ** 10 }}"])
+def test_a_template_that_allocates_without_end_is_stopped(rendering: Callable[..., Rendering], source: str) -> None:
+    one = rendering("{% if messages[0].content == 'loop' %}" + source + "{% endif %}" + SAYS)
+    one.ask(1, "loop")
+    one.ask(2, "fine")
+    one.wait(1, 2)
+    assert one.outcomes[2] == "fine"
+    # on a busy machine a second may be over before the memory is
+    assert "more memory than it is given" in one.error(1).message or "takes longer" in one.error(1).message
+    assert (one.error(1).code, one.error(1).field) == (ErrorCode.INVALID_REQUEST, "messages")
+    assert one.longest_look < 0.5
+
+
+def test_a_process_that_is_killed_costs_its_own_request_only(rendering: Callable[..., Rendering]) -> None:
+    one = rendering(EITHER)
+    one.ask(1, "loop")
+    pid = one.at_work()
+    one.ask(2, "fine")
+    os.kill(pid, signal.SIGKILL)
+    one.wait(1, 2)
+    assert one.outcomes[2] == "fine"
+    assert one.error(1).code == ErrorCode.INTERNAL
+    assert "was ended by signal 9" in one.error(1).message
+    (pid,) = one.renderer.pids
+    os.kill(pid, signal.SIGKILL)  # idle now
+    wait_until(lambda: not is_alive(psutil.Process(pid)), WITHIN, "its end")
+    one.ask(3, "fine again")
+    one.wait(3)
+    assert one.outcomes[3] == "fine again"
+
+
+def test_a_process_that_is_stopped_is_killed(rendering: Callable[..., Rendering]) -> None:
+    one = rendering(EITHER)
+    one.ask(1, "fine")
+    one.wait(1)
+    os.kill(one.renderer.pids[0], signal.SIGSTOP)
+    began = time.monotonic()
+    one.ask(2, "fine")
+    one.wait(2)
+    assert_takes_too_long(one.error(2))
+    assert time.monotonic() - began >= (RENDER_S + GRACE_S) * 0.9
+
+
+def test_a_client_whose_chats_take_long_delays_others_little(rendering: Callable[..., Rendering]) -> None:
+    one = rendering(EITHER)
+    many = list(range(1, 13))
+    for key in many:
+        one.ask(key, "loop", channel=1)
+    one.at_work()
+    for key in (101, 102):
+        one.ask(key, "fine", channel=2)
+    one.wait(101, 102)
+    assert [one.outcomes[101], one.outcomes[102]] == ["fine", "fine"]
+    assert len(one.order) < 2 + len(many) / 2, "it does not wait for all of another's"
+    assert len(one.renderer.pids) <= MOST_CHILDREN
+    for key in many:
+        one.renderer.cancel(key)
+
+
+def test_what_is_cancelled_has_no_outcome(rendering: Callable[..., Rendering]) -> None:
+    one = rendering(EITHER)
+    one.ask(1, "loop")
+    one.at_work()
+    for key in (2, 3):
+        one.ask(key, "fine")
+    one.renderer.cancel(1)
+    one.renderer.cancel(2)
+    one.renderer.cancel(99)
+    one.wait(3)
+
+    def idle() -> bool:
+        one.look()
+        return not one.renderer.busy
+
+    wait_until(idle, WITHIN, "nothing under way")
+    assert one.outcomes == {3: "fine"}
+
+
+def test_one_process_does_where_templates_behave(rendering: Callable[..., Rendering]) -> None:
+    one = rendering(SAYS)
+    assert not one.renderer.pids, "none before it is needed"
+    for key in range(50):
+        one.ask(key, str(key), channel=key % 5)
+    one.wait(*range(50))
+    assert one.outcomes == {key: str(key) for key in range(50)}
+    assert len(one.renderer.pids) == 1
+    maps = Path(f"/proc/{one.renderer.pids[0]}/maps").read_text()
+    assert not re.search("torch|zmq|tokenizers|cuda", maps)
+    assert psutil.Process(one.renderer.pids[0]).rlimit(psutil.RLIMIT_AS)[0] <= 512 << 20
+
+
+def test_out_of_descriptors(rendering: Callable[..., Rendering]) -> None:
+    one = rendering(SAYS)
+    before = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    fillers: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
+        while True:
+            try:
+                fillers.append(os.dup(0))
+            except OSError:
+                break
+        for room in range(4):
+            one.ask(room, "x")
+            one.wait(room)
+            if isinstance(one.outcomes[room], str):
+                break
+            assert one.error(room).code == ErrorCode.INTERNAL
+            os.close(fillers.pop())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers:
+            os.close(filler)
+    one.ask(100, "x")
+    one.wait(100)
+    assert one.outcomes[100] == "x"
+    assert len(os.listdir("/proc/self/fd")) <= before + 2, "a socket and a file for the one process"
+
+
+def test_no_process_can_be_had(rendering: Callable[..., Rendering], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rendering(SAYS)
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    one.ask(1, "x")
+    one.wait(1)
+    assert one.error(1).code == ErrorCode.INTERNAL
+    monkeypatch.undo()
+    one.ask(2, "x")
+    one.wait(2)
+    assert one.outcomes[2] == "x"
+
+
+HOLDER = f"""
+import time
+from model_worker.engine import ChatTemplate
+from model_worker.rendering import Renderer
+from tests.supervisor.test_hostile_templates import conversation
+renderer = Renderer(ChatTemplate({LOOP!r}), 1000)
+renderer.ask(1, 1, conversation("x"))
+while not (renderer.pids and renderer._children[0].ready):
+    renderer.collect()
+    time.sleep(0.001)
+print(renderer.pids[0], flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_process_dies_with_its_worker() -> None:
+    worker = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    with worker:
+        child = psutil.Process(int(worker.stdout.readline()))
+        began = time.monotonic()
+        worker.kill()
+    wait_until(lambda: not is_alive(child), WITHIN, "the child's end")
+    assert time.monotonic() - began < RENDER_S, "it was not its own alarm"
