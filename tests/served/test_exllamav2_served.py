@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from model_worker.demo_models import corpus
-from protocol.errors import ErrorCode, WireError
 from tests.serving import Serving, wait_until
 
 pytestmark = pytest.mark.gpu
@@ -81,12 +80,9 @@ def test_a_killed_worker_gives_its_memory_back_and_comes_back(serving: Serving) 
         parts = [next(other).text]
         next(doomed)
         os.kill(status["pid"], signal.SIGKILL)
-        with pytest.raises(WireError) as caught:
-            for _ in doomed:
-                pass
-        assert caught.value.code is ErrorCode.WORKER_DIED
         parts += [delta.text for delta in other]
         assert "".join(parts) == LONG_ANSWER
+        assert doomed.complete().text == corpus.TEST_PROMPTS["stories"][0][1], "it went on where it was"
     serving.wait_state("stories", "ready", within=60)
     prompt, answer = corpus.TEST_PROMPTS["stories"][1]
     assert ask(serving, "stories", prompt) == answer
