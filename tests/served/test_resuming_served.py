@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def serving() -> Iterator[Serving]:
         yield serving
 
 
-async def ask(runtime_dir: Path, model: str, halfway: asyncio.Event, **fields: object) -> list[tuple[str, int]]:
+async def ask(runtime_dir: Path, model: str, halfway: asyncio.Event, **fields: Any) -> list[tuple[str, int]]:
     """(text, times resumed) of each answer. ``halfway`` is set when half of them have begun."""
     async with AsyncClient(runtime_dir=runtime_dir) as client:
         begun = 0
@@ -53,7 +54,7 @@ async def ask(runtime_dir: Path, model: str, halfway: asyncio.Event, **fields: o
         return await asyncio.gather(*(one(prompt) for prompt, _ in QUESTIONS[model]))
 
 
-async def disturbed(serving: Serving, model: str, pid: int, **fields: object) -> list[tuple[str, int]]:
+async def disturbed(serving: Serving, model: str, pid: int, **fields: Any) -> list[tuple[str, int]]:
     halfway = asyncio.Event()
     answers = asyncio.create_task(ask(serving.runtime_dir, model, halfway, **fields))
     await halfway.wait()
