@@ -59,6 +59,11 @@ def pump_until(client: Client, condition: Callable[[], bool], what: str) -> None
     wait_until(pumped, what)
 
 
+def until_lost(client: Client) -> None:
+    """Its peer has ended; wait until it knows, which is a moment later: what is asked in between is lost as well."""
+    pump_until(client, lambda: client._connection.session.broken is not None, "the end of the connection")
+
+
 def events(*each: Event) -> Events:
     """One EVENTS frame."""
     index, body = [], b""

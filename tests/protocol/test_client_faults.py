@@ -87,7 +87,7 @@ def test_a_killed_supervisor_ends_every_request_once_and_at_once(runtime_dir: Pa
             start = time.monotonic()
             with pytest.raises(ConnectionLost, match="no supervisor is running here"):
                 attempt()
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < 10
 
 
 def test_what_came_before_the_end_is_delivered_before_it_is_raised(runtime_dir: Path) -> None:
