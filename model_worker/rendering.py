@@ -29,6 +29,7 @@ START_S = 20.0
 """Seconds that a process may take to start, on however busy a machine."""
 PATIENCE_S = 0.05
 MOST_CHILDREN = 4
+_LONGEST_ANSWER = 64 << 20
 _PROGRAM = str(Path(__file__).with_name("template_child.py"))
 
 Outcome = tuple[int, str | WireError]
@@ -133,7 +134,7 @@ class Renderer:
 
     def _text_of(self, answer: dict[str, Any]) -> str | WireError:
         if "text" in answer:
-            return bytes(answer["text"]).decode()
+            return str(answer["text"], "utf-8")
         if "size" in answer:
             return RequestError(
                 f"the rendered messages have more than {self._limit} bytes, which is the most that can fit the context",
@@ -169,7 +170,7 @@ class _Child:
         self.gone = False
         self.since = now
         """When it was started, or given what it is at work on."""
-        self._late = ""
+        self._fault = ""
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._mailbox = -1
         try:
@@ -211,7 +212,7 @@ class _Child:
         except BlockingIOError:
             patience = RENDER_S + GRACE_S if self.ready else START_S
             if self.at_work and now - self.since > patience:
-                self._late = "takes too long" if self.ready else "does not start"
+                self._fault = "takes too long" if self.ready else "does not start"
                 self.end()
             return
         except ConnectionResetError:
@@ -222,9 +223,24 @@ class _Child:
             self.ready, self.since = True, now
             self.look(now)
         else:
-            packed = os.pread(self._mailbox, int.from_bytes(head, "little"), 0)
-            os.ftruncate(self._mailbox, 0)
-            self.answer, self.at_work = msgpack.unpackb(packed), False
+            self._read_answer(min(int.from_bytes(head, "little"), _LONGEST_ANSWER))
+
+    def _read_answer(self, length: int) -> None:
+        """Where a template got the better of the sandbox, this is the next wall: nothing but a map is taken."""
+        packed = os.pread(self._mailbox, length, 0)
+        os.ftruncate(self._mailbox, 0)
+        try:
+            answer = msgpack.unpackb(packed)
+            if not isinstance(answer, dict) or not isinstance(answer.get("text", b""), bytes):
+                raise ValueError("no answer")
+            if not answer.keys() & {"text", "size", "error"}:
+                raise ValueError("no answer")
+            answer.get("text", b"").decode()
+        except (ValueError, msgpack.UnpackException):
+            self._fault = "answers nonsense"
+            self.end()
+        else:
+            self.answer, self.at_work = answer, False
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -233,11 +249,11 @@ class _Child:
     def why(self) -> WireError:
         """What its request is told when it has ended without an answer."""
         code = self.process.returncode
-        if code == -signal.SIGALRM or self._late == "takes too long":
+        if code == -signal.SIGALRM or self._fault == "takes too long":
             return RequestError(
                 f"the model's chat template takes longer than {RENDER_S:g} s to render these messages", field="messages"
             )
-        how = self._late or (f"was ended by signal {-code}" if code < 0 else f"ended with code {code}")
+        how = self._fault or (f"was ended by signal {-code}" if code < 0 else f"ended with code {code}")
         return WireError(ErrorCode.INTERNAL, f"the process that renders chats {how}: try again")
 
     def free(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+import model_worker.rendering
 from model_worker.engine import ChatTemplate
 from model_worker.rendering import GRACE_S, MOST_CHILDREN, RENDER_S, Renderer
 from protocol.errors import ErrorCode, WireError
@@ -261,6 +262,56 @@ def test_no_process_can_be_had(rendering: Callable[..., Rendering], monkeypatch:
     one.ask(2, "x")
     one.wait(2)
     assert one.outcomes[2] == "x"
+
+
+ODD = """
+import os, sys, time
+mailbox = int(sys.argv[2])
+if ODDITY != "never ready":
+    os.write(0, bytes(8))
+head = os.read(0, 8)
+if ODDITY == "leaves":
+    sys.exit(3)
+if ODDITY.startswith("says"):
+    os.ftruncate(mailbox, 0)
+    os.pwrite(mailbox, eval(ODDITY[4:]), 0)
+    os.write(0, (9).to_bytes(8, "little"))
+if ODDITY == "boasts":
+    os.write(0, (2**62).to_bytes(8, "little"))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("oddity", "message"),
+    [
+        ("never ready", "does not start"),
+        ("leaves", "ended with code 3"),
+        ("boasts", "answers nonsense"),
+        (r"says b'\xc1'", "answers nonsense"),
+        (r"says b'\x01\x02\x03'", "answers nonsense"),
+        (r"says b''", "answers nonsense"),
+        (r"says b'\x81\xa4text\x05'", "answers nonsense"),
+        (r"says b'\x81\xa4text\xc4\x01\xff'", "answers nonsense"),
+        (r"says b'\xdf\xff\xff\xff\xff'", "answers nonsense"),
+    ],
+)
+def test_a_process_that_is_not_itself_costs_its_own_request_only(
+    rendering: Callable[..., Rendering], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, oddity: str, message: str
+) -> None:
+    one = rendering(SAYS)
+    program = tmp_path / "odd.py"
+    program.write_text(ODD.replace("ODDITY", repr(oddity)))
+    monkeypatch.setattr(model_worker.rendering, "_PROGRAM", str(program))
+    monkeypatch.setattr(model_worker.rendering, "START_S", 1.0 if oddity == "never ready" else WITHIN)
+    one.ask(1, "x")
+    one.wait(1)
+    assert one.error(1).code == ErrorCode.INTERNAL
+    assert message in one.error(1).message
+    monkeypatch.undo()
+    one.ask(2, "fine")
+    one.wait(2)
+    assert one.outcomes[2] == "fine"
 
 
 HOLDER = f"""
