@@ -131,7 +131,7 @@ def _check_room(job: Job, context: int) -> None:
 
 def _check_resumed(job: Job) -> None:
     """An answer that goes on here has tokens left, and follows from its ids alone. Whose ids do not is refused before
-    (loop.not_resumable): that one gets here is a fault of this project's, but no reason to answer wrongly."""
+    (intake.not_resumable): that one gets here is a fault of this project's, but no reason to answer wrongly."""
     if not job.resumed_ids:
         return
     if len(job.resumed_ids) >= job.max_new_tokens:
