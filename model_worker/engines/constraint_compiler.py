@@ -1,10 +1,11 @@
 """Compiles constraints off the step loop: a thread of the worker, and a child that tries first what may never end.
 
-One thread, which takes one constraint after the other: what was compiled before is copied (20 µs); anything else is
-tried by the child (constraint_child), which answers, or dies of it, within a second; then the thread compiles it
-itself, without the interpreter's lock (verified: another thread's longest wait beside 300 ms of compiling was 10 ms).
-The child is started by the first constraint (0.4 s with a vocabulary of 500, a second with 128,000), and again after
-one that it died of. It ends with the worker.
+One thread, which takes one constraint after the other: what is new is tried by the child (constraint_child), which
+answers, or dies of it, within a second; then the thread compiles it itself, without the interpreter's lock (verified:
+another thread's longest wait beside 300 ms of compiling was 10 ms). Each answer has it compiled anew (1 to 10 ms for
+usual schemas): the library's copies of a matcher share their states, and the bound of those, so that a long answer
+would end all others of its schema. The child is started by the first constraint (0.2 s with a vocabulary of 500, a
+second with 128,000), and again after one that it died of. It ends with the worker.
 """
 
 import os
@@ -25,8 +26,8 @@ import msgpack
 from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, refusal
 from protocol.errors import ErrorCode, RequestError
 
-KEPT = 64
-"""Constraints, compiled or refused, that are kept: those used last."""
+KNOWN = 64
+"""Constraints of which is known what the child said: those used last."""
 _STACK = 16 << 20
 _START_S = 60.0
 """Least patience with a child that starts."""
@@ -52,7 +53,7 @@ class ConstraintCompiler:
         self._thread: threading.Thread | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._kept: OrderedDict[tuple[str, str], llguidance.LLMatcher | RequestError] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], RequestError | None] = OrderedDict()
 
     def matcher(self, kind: str, text: str) -> "Future[llguidance.LLMatcher]":
         """A matcher at the beginning of an answer, or RequestError. Cancelling it spares what has not begun."""
@@ -89,24 +90,19 @@ class ConstraintCompiler:
 
     def _matcher(self, kind: str, text: str) -> llguidance.LLMatcher:
         key = (kind, text)
-        kept = self._kept.get(key)
-        if kept is None:
+        if key not in self._known:
             try:
-                kept = self._compiled(kind, text)
+                self._try(kind, text)
+                self._known[key] = None
             except _NotTried:
                 raise
             except RequestError as e:
-                kept = e
-            self._kept[key] = kept
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        if isinstance(kept, RequestError):
-            raise RequestError(kept.message, field=kept.field, code=kept.code)
-        return kept.deep_copy()
-
-    def _compiled(self, kind: str, text: str) -> llguidance.LLMatcher:
-        self._try(kind, text)
+                self._known[key] = e
+            if len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        if wrong := self._known[key]:
+            raise RequestError(wrong.message, field=wrong.field, code=wrong.code)
         matcher = llguidance.LLMatcher(self._tokenizer, grammar(kind, text), log_level=0, limits=LIMITS)
         matcher.compute_bitmask()  # its tables are filled here, not in the first step
         if matcher.is_error():

@@ -87,6 +87,14 @@ def random_answer(constraint: Constraint, rng: random.Random, most: int = 1000) 
     return ids
 
 
+def go_on(constraint: Constraint, tokens: list[int]) -> None:
+    """Without end, but that the constraint sets."""
+    rng = random.Random(0)
+    while constraint.allowed.any():
+        constraint.push(rng.choice(tokens))
+        assert constraint.position < 200_000
+
+
 def push_text(constraint: Constraint, text: str) -> None:
     for byte in text.encode():
         token = next(i for i in range(VOCAB) if TOKENIZER.token_bytes(i) == bytes([byte]))
@@ -247,6 +255,21 @@ def test_two_answers_of_one_constraint_do_not_meet(constraints: Constraints) -> 
     assert other.finished
     push_text(one, "c")
     assert one.finished
+
+
+def test_one_answer_that_is_too_long_does_not_end_others(constraints: Constraints) -> None:
+    """The library's copies share what they may use of memory: this is why there are none."""
+    text = json.dumps({"type": "string", "maxLength": 10**6})
+    others = [compiled(constraints, "json_schema", text)]
+    long = compiled(constraints, "json_schema", text)
+    push_text(long, '"')
+    words = [i for i in long.allowed.nonzero()[0].tolist() if len(t := TOKENIZER.token_bytes(i)) > 2 and t.isalpha()]
+    with pytest.raises(RequestError, match="json_schema has become too costly for the answer to go on"):
+        go_on(long, words)
+    others.append(compiled(constraints, "json_schema", text))
+    for other in others:
+        push_text(other, '"still served"')
+        assert other.finished
 
 
 def test_nothing_left_to_begin_with(constraints: Constraints) -> None:
