@@ -45,7 +45,7 @@ def need_gpu(engine: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def load() -> Callable[[str, str], Engine]:
+def load() -> Iterator[Callable[[str, str], Engine]]:
     """Loaded demo engines by (engine, model)."""
     loaded: dict[tuple[str, str], Engine] = {}
 
@@ -57,7 +57,9 @@ def load() -> Callable[[str, str], Engine]:
             loaded[engine, model] = built
         return loaded[engine, model]
 
-    return get
+    yield get
+    for engine in loaded.values():
+        engine.close()
 
 
 @pytest.fixture(params=ENGINES)

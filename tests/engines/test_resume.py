@@ -3,6 +3,7 @@
 On half precision only what is decided is compared (greedy answers of the demo models, which lead by a margin).
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.engines.resuming import ORACLES, SCENES, Scene, breaks_of, build_scen
 
 
 @pytest.fixture(scope="module")
-def scenes(load: Callable[[str, str], Engine]) -> Callable[[str], Scene]:
+def scenes(load: Callable[[str, str], Engine]) -> Iterator[Callable[[str], Scene]]:
     built: dict[str, Scene] = {}
 
     def get(name: str) -> Scene:
@@ -27,7 +28,10 @@ def scenes(load: Callable[[str, str], Engine]) -> Callable[[str], Scene]:
             built[name] = build_scene(name, load)
         return built[name]
 
-    return get
+    yield get
+    for scene in built.values():
+        scene.engine.close()
+        scene.begun_by.close()
 
 
 @pytest.fixture(params=SCENES)
@@ -207,6 +211,16 @@ def test_unseeded_answers_go_on_too(scene: Scene) -> None:
     outcomes = [answer(engine, prompt, 12, hot, resumed_ids=(40, 41)) for _ in range(4)]
     assert len({tuple(outcome.ids) for outcome in outcomes}) > 1
     assert all(outcome.finished is not None for outcome in outcomes)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 4.0])
+def test_answers_of_a_given_shape_go_on(scene: Scene, temperature: float) -> None:
+    scene.need_decided()
+    scene.need("regex")
+    shape = re.compile(r"[a-y]{5} (ä|🐻|[0-9]{3}){2,6}!")
+    sampling = SamplingParams(temperature=temperature, seed=6)
+    whole = scene.check_breaks(scene.prompts[1], 60, sampling, constraint=("regex", shape.pattern), top_logprobs=0)
+    assert shape.fullmatch(whole.text)
 
 
 @pytest.mark.parametrize("top", [0, 3])
