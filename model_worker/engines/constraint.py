@@ -28,9 +28,10 @@ Measured on one core of a shared machine, in microseconds per mask (median, larg
     32,000       4, 160                              12, 310            700, 2,900
     128,000      12, 140                             11, 980            1,800, 8,100
 
-and 10 to 40 to turn one into an array of 128,000 bools. Compiling: 2 to 10 ms for usual schemas, 60 ms for 5,000
-prefixItems, 80 ms for an enum of 20,000, 300 ms for 180 kB of nested constants. The first mask: under 0.1 ms; 10,000
-optional keys exceed its bounds after 90 ms, in the child. About 490 optional keys in one object are the most.
+and 10 to 40 more, with 128,000, to make an array of bools of it, or one of floats to add to logits. Compiling: 2 to 10
+ms for usual schemas, 60 ms for 5,000 prefixItems, 80 ms for an enum of 20,000, 300 ms for 180 kB of nested constants.
+The first mask: under 0.1 ms; 10,000 optional keys exceed its bounds after 90 ms, in the child. About 450 optional keys
+in one object are the most.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -51,6 +52,8 @@ from protocol.errors import ErrorCode, RequestError
 OFFERED = frozenset({"json_schema", "regex", "choice"})
 WAIT_S = 0.005
 """Longest wait of a step that has nothing to compute for a constraint that is being compiled."""
+_BIAS_OF_BITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little"), 0, -np.inf)
+_BIAS_OF_BITS = _BIAS_OF_BITS.astype(np.float32).reshape(256, 8)
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -68,7 +71,8 @@ class Constraint:
     ) -> None:
         self._kind, self._matcher = kind, matcher
         self._pieces, self._vocab = pieces, vocab
-        self._end_ids = [token for token in end_ids if token < vocab]
+        self._end_ids = np.array([token for token in end_ids if token < vocab], np.int64)
+        self._bits: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self._allowed: Mask | None = None
         self._accepting = False
         self.position = 0
@@ -78,22 +82,40 @@ class Constraint:
         """Which ids may come next, bool [vocab]; not to be changed. Computed once a position. Raises RequestError where
         that is too costly."""
         if self._allowed is None:
-            words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            self._check()
-            known = np.unpackbits(words, count=self._pieces + 1, bitorder="little").view(np.bool_)
-            self._accepting = bool(known[-1])
-            allowed = np.zeros(self._vocab, np.bool_)
-            shared = min(self._vocab, self._pieces)
-            allowed[:shared] = known[:shared]
-            if self._accepting:
-                allowed[self._end_ids] = True
-            self._allowed = allowed
+            self._allowed = np.unpackbits(self._mask(), count=self._vocab, bitorder="little").view(np.bool_)
         return self._allowed
+
+    def write_bias(self, bias: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+        """0 for ids that may come next, -inf for all others, into float32 [size], which is at least vocab and a
+        multiple of 8. For logits on the CPU; those on a GPU take ``allowed`` there. Raises RequestError as that does."""
+        bits = self._mask()
+        known = 8 * len(bits)
+        np.take(_BIAS_OF_BITS, bits, axis=0, out=bias[:known].reshape(-1, 8), mode="clip")
+        bias[known:] = -np.inf
+
+    def _mask(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """A bit for each id, of the lowest first; none beyond vocab."""
+        if self._bits is None:
+            known = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            self._check()
+            end = self._pieces  # stands behind them (constraint_grammar.Vocabulary)
+            self._accepting = bool(known[end >> 3] >> (end & 7) & 1)
+            bits = np.zeros((self._vocab + 7) // 8, np.uint8)
+            ids = min(self._vocab, self._pieces)
+            shared = (ids + 7) // 8
+            bits[:shared] = known[:shared]
+            if ids & 7:
+                bits[ids >> 3] &= (1 << (ids & 7)) - 1
+            if self._accepting:
+                np.bitwise_or.at(bits, self._end_ids >> 3, (1 << (self._end_ids & 7)).astype(np.uint8))
+            self._bits = bits
+        return self._bits
 
     @property
     def accepting(self) -> bool:
         """The answer may end here."""
-        return self.allowed is not None and self._accepting
+        self._mask()
+        return self._accepting
 
     @property
     def finished(self) -> bool:
@@ -102,7 +124,7 @@ class Constraint:
 
     def push(self, token: int) -> None:
         """The next token, one of ``allowed`` and none that ends the answer. Raises RequestError."""
-        self._allowed = None
+        self._bits = self._allowed = None
         self._matcher.consume_token(token)
         self._check()
         self.position += 1
@@ -113,14 +135,14 @@ class Constraint:
             if self.finished or not self._matcher.consume_token(token):
                 raise RequestError(f"resumed_ids do not satisfy {self._kind}", field="resumed_ids")
             self.position += 1
-        self._allowed = None
+        self._bits = self._allowed = None
 
     def back_to(self, position: int) -> None:
         """Forget the tokens behind the first ``position`` ones."""
         if position < self.position:
             self._matcher.rollback(self.position - position)
             self._check()
-            self.position, self._allowed = position, None
+            self.position, self._bits, self._allowed = position, None, None
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -88,6 +88,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self.bias, self.first_bias = bias, first_bias
         self.constraint = constraint
         self.failure: RequestError | None = None
+        self._limits: torch.Tensor | None = None
         tensor = bias.tensor if bias else None
         if first_bias is not None:
             tensor = first_bias if tensor is None else first_bias + tensor
@@ -133,23 +134,24 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         """
         if self.constraint is None:
             return
-        allowed = torch.zeros(padded, dtype=torch.bool)
-        allowed[: self.vocab] = torch.from_numpy(self.constraint.allowed)
-        bias = self.bias.tensor if self.bias else None
-        if self.first_bias is not None:
-            bias = self.first_bias if bias is None else self.first_bias + bias
-        bias = torch.zeros(padded) if bias is None else bias
-        self.gen_settings.token_bias = bias.masked_fill(~allowed, NEVER)
+        if self._limits is None:
+            self._limits = torch.empty(padded)
+        self.constraint.write_bias(self._limits.numpy())
+        for bias in (self.first_bias, self.bias.tensor if self.bias else None):
+            if bias is not None:
+                self._limits += bias
+        self.gen_settings.token_bias = self._limits
 
     def can_draw(self) -> bool:
         """Whether the first draw has a token left."""
         bias = self.gen_settings.token_bias
         if bias is None:
             return True
-        left = bias[: self.vocab] > NEVER
+        left = bias.numpy()[: self.vocab]
         if 0 <= self.new_tokens < self.minimum:
-            left[self.end_list] = False
-        return bool(left.any())
+            left = left.copy()
+            left[self.end_list] = NEVER
+        return bool(left.max() > NEVER)
 
     # drawing
 
