@@ -39,7 +39,7 @@ OFFERED = frozenset(SamplingParams.model_fields) - {"logit_bias", "banned_tokens
     "min_tokens", "logprobs", "top_logprobs",
 }  # fmt: skip
 """What changes probabilities: there is only one here, so it is honoured as it stands. What forces or forbids is not."""
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if not loop.last %}\n{% endif %}{% endfor %}"
+TEMPLATE = "{% for m in messages %}{{ '' if loop.first else '\\n' }}{{ m.role }}: {{ m.content }}{% endfor %}"
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
