@@ -199,11 +199,12 @@ class ClientSession:
             state.finish_reason, state.usage, state.timings = reason, usage, timings
         elif terminal:
             raise FrameError(ErrorCode.BAD_FRAME, "it is flagged both FINISHED and ERROR")
-        state.ended = bool(terminal)
-        if (ids or text) and not state.abandoned:
+        if kept := bool(ids or text) and not state.abandoned:
             entries = fields.get("logprobs")
             state.deltas.append(Delta(text, ids, read_logprobs(ids, entries)) if entries else Delta(text, ids))
-        else:
+        # Last: a thread that reads looks without the lock whether the request has ended and everything was taken.
+        state.ended = bool(terminal)
+        if not kept:
             self._consumed(state, 1)
 
     def _on_accepted(self, message: Accepted) -> list[Touched]:
