@@ -6,10 +6,11 @@
 
 **Connections.** When the connection ends, every unfinished request raises ConnectionLost once, after what had arrived;
 nothing is sent again. The next ``generate`` or ``call`` connects anew. **Waiting** never lasts for ever: a supervisor
-that was stopped is noticed within 5 s (libzmq's heartbeats), one that hangs within ``silence`` (PING), and both are
-ConnectionLost. A request that is only slow is waited for.
+that was stopped is noticed within 5 s (libzmq's heartbeats; 12 s over TCP), one that hangs within ``silence`` (PING),
+and both are ConnectionLost. A request that is only slow is waited for.
 
-**Threads** of one process may share a client, each reading its own streams. After a fork it refuses with RuntimeError.
+**Threads** of one process may share a client, each reading its own streams. A signal handler may cancel a stream, and
+nothing else. After a fork the client refuses with RuntimeError: make one in each process.
 
 Events arrive, and the supervisor's questions are answered, while a method of the client runs or a stream is read. A
 client that is left alone for long is still alive to the supervisor: libzmq's own thread keeps the connection up. An

@@ -77,9 +77,10 @@ def echo(peer: ScriptedPeer, client: bytes, message: Message) -> None:
     if isinstance(message, Generate):
         words = unpack_body(message.body)["prompt"].split()
         peer.send(client, accepted(message.request))
-        for seq, word in enumerate(words):
+        *most, last = words
+        for seq, word in enumerate(most):
             peer.send(client, events(delta(message.request, seq, word + " ", (seq,))))
-        peer.send(client, events(finished(message.request, len(words))))
+        peer.send(client, events(finished(message.request, len(most), text=last)))
     elif isinstance(message, Call):
         peer.send(client, Reply(message.call, pack_body({"result": unpack_body(message.body)})))
 
