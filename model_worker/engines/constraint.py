@@ -87,7 +87,7 @@ class Constraint:
 
     def write_bias(self, bias: np.ndarray[Any, np.dtype[np.float32]]) -> None:
         """0 for ids that may come next, -inf for all others, into float32 [size], which is at least vocab and a
-        multiple of 8. For logits on the CPU; those on a GPU take ``allowed`` there. Raises RequestError as that does."""
+        multiple of 8: for logits on the CPU; a GPU is given ``allowed``. Raises RequestError as that does."""
         bits = self._mask()
         known = 8 * len(bits)
         np.take(_BIAS_OF_BITS, bits, axis=0, out=bias[:known].reshape(-1, 8), mode="clip")
