@@ -13,7 +13,7 @@ from model_worker.engines import build_engine
 from protocol.errors import ErrorCode, RequestError
 from protocol.messages import FinishReason
 from protocol.request import SamplingParams
-from tests.engines.conftest import demo_spec
+from tests.engines.conftest import ENGINES, demo_spec, need_gpu
 from tests.engines.constraint_cases import HOSTILE, NOT_OFFERED, REGEXES, SCHEMAS
 from tests.engines.driver import Driver, Outcome, answer
 from tests.engines.exllamav2_cpu.harness import Harness
@@ -24,13 +24,15 @@ PATIENCE = 200_000
 """Steps: those that wait for a constraint take 5 ms."""
 
 
-@pytest.fixture(scope="module", params=["transformers", "exllamav2 on the CPU", "speculating"])
+@pytest.fixture(scope="module", params=[*ENGINES, "exllamav2 on the CPU", "draft", "ngram"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    if request.param == "transformers":
-        made: Any = build_engine(demo_spec("transformers", "letters"))
+    if request.param in ("transformers", "transformers-cuda", "exllamav2"):
+        need_gpu(request.param)
+        made: Any = build_engine(demo_spec(request.param, "letters"))
         made.load(lambda *_: None)
     else:
-        made = Harness(pages=32, context=2048, batch=8, speculate="draft" if request.param == "speculating" else None)
+        speculate = request.param if request.param in ("draft", "ngram") else None
+        made = Harness(pages=32, context=2048, batch=8, speculate=speculate)
         made = made.engine
     yield made
     made.close()
@@ -115,6 +117,29 @@ def test_parameters_meet_the_mask(engine: Engine) -> None:
         SamplingParams(temperature=2.0, ignore_eos=True, seed=4),
     ):
         assert re.fullmatch("[0-9a-f]{24}", whole(asked(engine, "regex", "[0-9a-f]{24}", sampling=sampling)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mirostat_mode": 2},
+        {"dry_multiplier": 2.0},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.01},
+        {"top_a": 0.5, "tfs": 0.5, "skew": 1.0, "smoothing_factor": 0.4},
+        {"min_temp": 0.2, "max_temp": 3.0},
+        {"cfg_scale": 1.6},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_only_exllamav2_has_meets_the_mask(engine: Engine, options: dict[str, Any]) -> None:
+    if not options.keys() <= engine.capabilities.offered:
+        return  # refused by name, which other tests see to
+    negative = tuple(engine.encode("no")) if "cfg_scale" in options else None
+    for seed in range(3):
+        sampling = SamplingParams(temperature=1.0, seed=seed, **options)
+        outcome = asked(engine, "regex", "[0-9a-f]{16}", sampling=sampling, negative_ids=negative, top_logprobs=2)
+        assert re.fullmatch("[0-9a-f]{16}", whole(outcome))
+        assert len(outcome.logprobs) == len(outcome.ids)
 
 
 def test_max_tokens_cuts_it_short(engine: Engine) -> None:
