@@ -181,6 +181,10 @@ class Constraints:
             raise RequestError(
                 f"token_healing and {kind} are not offered together", field="token_healing", code=ErrorCode.UNSUPPORTED
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # a lone surrogate is a str, but no text
+            raise RequestError(f"{kind} is not valid Unicode text", field=kind) from None
         self._waiting[job.id] = job, self._compiler.matcher(kind, text)
 
     def cancel(self, job_id: int) -> bool:

@@ -75,7 +75,8 @@ class Vocabulary:
 
 
 def grammar(kind: str, text: str) -> str:
-    """The grammar of a GenerateRequest.constraint. Raises RequestError for what the library would take for options."""
+    """The grammar of a GenerateRequest.constraint. Raises RequestError for what the library would take for something
+    else."""
     if kind == "json_schema":
         schema = json.loads(text)
         if not isinstance(schema, dict):
@@ -86,6 +87,8 @@ def grammar(kind: str, text: str) -> str:
         return f"{_PREFIX}%json {json.dumps(schema, ensure_ascii=False)}"
     if kind == "choice":
         text = "|".join("".join(map(_literal, choice)) for choice in json.loads(text))
+    elif (len(text) - len(text.rstrip("\\"))) % 2:  # which would be lost on the way
+        raise RequestError("regex: incomplete escape sequence: it ends with a backslash", field=kind)
     return f"{_PREFIX}/{llguidance.regex_to_lark(text, 'd')}/"
 
 

@@ -281,6 +281,19 @@ def test_nothing_left_to_begin_with(constraints: Constraints) -> None:
     compiled(constraints, "regex", "x+", sampling=SamplingParams(allowed_tokens=(first,)))
 
 
+@pytest.mark.parametrize("text", ["a\nb", "a\0b", "a/b", "//", "é\u2028", "\x7f\t", "a\\/b", "\\\\"])
+def test_any_text_may_stand_in_a_regex(constraints: Constraints, text: str) -> None:
+    answer = TOKENIZER.decode(random_answer(compiled(constraints, "regex", text), random.Random(0)))
+    assert re.fullmatch(text, answer)
+
+
+def test_what_is_no_text(constraints: Constraints) -> None:
+    with pytest.raises(RequestError, match="regex is not valid Unicode text"):
+        constraints.add(a_job(("regex", "a\ud800")))
+    assert refused(constraints, "choice", json.dumps(["a\ud800"])).field == "choice"
+    assert refused(constraints, "regex", "a\\").field == "regex"
+
+
 def test_healing_does_not_go_with_it(constraints: Constraints) -> None:
     with pytest.raises(RequestError, match="token_healing and regex are not offered together") as refusal:
         constraints.add(a_job(("regex", "a"), token_healing=True))
