@@ -159,6 +159,8 @@ def test_what_is_not_offered_is_named(constraints: Constraints, named: str, sche
         ("regex", "[^\\x00-\\x{10FFFF}]", "regex: nothing can match it"),
         ("regex", "a\\bb", "regex: look-around (word boundaries and inner anchors are some) is not offered"),
         ("regex", "(a)\\1", "regex: backreferences are not offered"),
+        ("regex", "(?x) a # b\nc", "regex: (?x) over several lines is not offered"),
+        ("regex", "a\\", "regex: incomplete escape sequence: it ends with a backslash"),
     ],
 )
 def test_what_is_wrong_is_said_without_quoting(constraints: Constraints, kind: str, text: str, message: str) -> None:
