@@ -89,9 +89,8 @@ def grammar(kind: str, text: str) -> str:
         text = "|".join("".join(map(_literal, choice)) for choice in json.loads(text))
     elif (len(text) - len(text.rstrip("\\"))) % 2:  # which would be lost on the way
         raise RequestError("regex: incomplete escape sequence: it ends with a backslash", field=kind)
-    elif "\n" in text and re.search(
-        r"\(\?[a-zA-Z]*x", text
-    ):  # it would be handed over as an escape, and end no comment
+    elif "\n" in text and re.search(r"\(\?[a-zA-Z]*x", text):
+        # The line's end would be handed over as an escape, which ends no comment.
         raise RequestError("regex: (?x) over several lines is not offered", field=kind, code=ErrorCode.UNSUPPORTED)
     return f"{_PREFIX}/{llguidance.regex_to_lark(text, 'd')}/"
 
