@@ -5,6 +5,7 @@ A conversation becomes a prompt in another process (``rendering``), while steps 
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -76,6 +77,7 @@ class WorkerLoop:
         # what is being rendered, by the same ids
         self._chats: dict[int, tuple[_Tracked, GenerateRequest]] = {}
         self._questions: dict[int, tuple[int, Tokenize]] = {}
+        self._asked: deque[Ask] = deque()
         self._shutdown = False
         self._stats_due = 0.0
         self.max_jobs = engine.capabilities.max_batch_size + SLACK_JOBS
@@ -94,6 +96,11 @@ class WorkerLoop:
         rendering = self._renderer is not None and self._renderer.busy
         for message in self._receive(rendering):
             self._apply(message)
+        while self._asked:
+            question = self._asked.popleft()
+            self._ask(question.ask, question.verb, question.body)
+            if self._jobs:  # one a step: a long text takes milliseconds, and streams wait meanwhile
+                break
         if self._renderer is not None and self._renderer.busy:
             for key, outcome in self._renderer.collect():
                 self._rendered(key, outcome)
@@ -106,7 +113,7 @@ class WorkerLoop:
         self._report(time.monotonic())
 
     def _receive(self, rendering: bool) -> list[Message]:
-        if self._jobs:
+        if self._jobs or self._asked:
             return self._link.receive(0)
         if not rendering or self._renderer is None:
             return self._link.receive(UNSENT_WAIT_MS if self._link.unsent else IDLE_WAIT_MS)
@@ -118,8 +125,8 @@ class WorkerLoop:
                 self._submit(channel, request, carry, body)
             case CancelJob(channel, request):
                 self._cancel(channel, request)
-            case Ask(ask, verb, body):
-                self._ask(ask, verb, body)
+            case Ask():
+                self._asked.append(message)
             case Shutdown():
                 self._shutdown = True
 

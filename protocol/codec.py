@@ -168,6 +168,8 @@ def _decode_events(frame: bytes) -> Events:
             # the sign bit of any of them is that of their union
             if type(entry) is not tuple or not whole or request | seq | flags | tokens | length < 0:
                 raise ValueError("an index entry holds something else than five unsigned integers")
+            if flags > 255:
+                raise ValueError("an event has flags that are unknown here")
             if 4 * tokens > length:
                 raise ValueError("an event is shorter than its token ids")
             total += length

@@ -7,7 +7,9 @@ from protocol.errors import ErrorCode, WireError
 
 VERBS = frozenset({"tokenize", "detokenize"})
 MOST = 256
-"""Questions that a worker may have to answer at once."""
+"""Questions that a worker may have to answer at once, ..."""
+MOST_OF_CHANNEL = 32
+"""... and those of one connection among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,13 @@ class Asks:
     def begin(self, worker: str, asker: Asker) -> int:
         """The number of a new question. Raises OVERLOADED."""
         asked = self._open.setdefault(worker, {})
-        if len(asked) >= MOST:
-            raise WireError(
-                ErrorCode.OVERLOADED, f"{worker} has {MOST} questions to answer: try later", retry_after_ms=100
+        own = sum(other.channel == asker.channel and other.admin == asker.admin for other in asked.values())
+        if len(asked) >= MOST or own >= MOST_OF_CHANNEL:
+            told = (
+                f"{worker} has {len(asked)} questions to answer (at most {MOST}), {own} of this connection (at most "
+                f"{MOST_OF_CHANNEL}): try later"
             )
+            raise WireError(ErrorCode.OVERLOADED, told, retry_after_ms=100)
         number = next(self._ids)
         asked[number] = asker
         return number

@@ -58,7 +58,8 @@ class Deliveries:
     def grant(self, request: InFlight, events: int) -> None:
         """The client has consumed events."""
         request.credit += min(events, self.window)
-        self._holding.pop(request, None)
+        if events:
+            self._holding.pop(request, None)
 
     def release(self, request: InFlight, now: float, *, all_of_it: bool = False) -> tuple[list[ToClient], int]:
         """Held events that may go, in order: a terminal event needs no credit. (frame, flags of the last event)."""

@@ -28,10 +28,10 @@ class Band:
 
     weight: int
     served: float = 0.0
-    clock: int = 0
+    clock: float = 0
     waiting: int = 0
     accounts: dict[int, "Account"] = field(default_factory=dict)
-    heap: list[tuple[int, int, "Account"]] = field(default_factory=list)
+    heap: list[tuple[float, int, "Account"]] = field(default_factory=list)
     """(served, tie, account) of those with requests waiting. ``served`` may be outdated: the true one is no less."""
 
 
@@ -40,13 +40,15 @@ class Account:
     """One client within one priority. ``served``: tokens."""
 
     band: Band
-    served: int = 0
+    served: float = 0
     requests: deque["InFlight"] = field(default_factory=deque)
     in_heap: bool = False
 
     def charge(self, tokens: int) -> None:
         """So many tokens were computed for this client."""
         self.served += tokens
+        # Who comes new begins at the share of those that wait, or a stream of newcomers would keep them out for ever.
+        self.band.clock += tokens / max(1, len(self.band.heap))
         self.band.served += tokens / self.band.weight
 
 
@@ -80,6 +82,11 @@ class FairQueue:
         """The client is gone, and none of its requests waits here."""
         for band in self._bands.values():
             band.accounts.pop(channel, None)
+            if len(band.heap) > 64 + 2 * len(band.accounts):  # those that left
+                for _, _, account in band.heap:
+                    account.in_heap = bool(account.requests)
+                band.heap = [entry for entry in band.heap if entry[2].in_heap]
+                heapq.heapify(band.heap)
 
     def push(self, request: "InFlight") -> None:
         account = request.account

@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from protocol import __version__, limits
-from protocol.codec import decode, encode, pack_body, pack_error, unpack_body
+from protocol.codec import check_size, decode, encode, pack_body, pack_error, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import (
     WORKER_TO_SUPERVISOR,
@@ -32,6 +32,7 @@ from protocol.messages import (
     Generate,
     GoAway,
     Hello,
+    Kind,
     Message,
     Ping,
     Pong,
@@ -136,6 +137,8 @@ class Supervisor:
         gc.freeze()
         while not self._is_done:
             self._reactor.turn()
+        for name in self.fleet.replicas:  # of a worker that had failed before, nothing has been released
+            self.perform(self.scheduler.release_held(name, time.monotonic()))
         self._log.info("every model is stopped; leaving")
         self._close()
         return 0
@@ -258,6 +261,7 @@ class Supervisor:
                     self._watch_expiry()
             case Cancel(request):
                 self.perform(self.scheduler.cancel(channel, request, now))
+                self._watch_expiry()
             case Call(call, verb, body) if verb in ASK_VERBS:
                 asker = Asker(port is self._admin, channel, call)
                 try:
@@ -282,8 +286,10 @@ class Supervisor:
         """Hand a question to a worker of its model. Raises WireError if there is none."""
         params = unpack_body(body)
         replica = calls.ready_worker(self, params.pop("model", None))
+        question = pack_body(params)
+        check_size(encode(Ask(limits.MAX_U64, verb, question)), Kind.ASK)  # packed anew, floats may take twice as much
         number = self._asks.begin(replica.name, asker)
-        self.send_worker(replica.name, encode(Ask(number, verb, pack_body(params))))
+        self.send_worker(replica.name, encode(Ask(number, verb, question)))
 
     def _reply(self, asker: Asker, body: bytes) -> None:
         port = self._admin if asker.admin else self._front

@@ -14,6 +14,8 @@ BYTES_PER_TOKEN = 4
 RETRY_MS = (100, 60_000)
 """Bounds of ``retry_after_ms``."""
 UNMEASURED_RETRY_MS = 1000
+RESERVE_S = 5.0
+"""How long a worker is kept from new requests for one that must be alone, before it is another's turn."""
 SMOOTHING = 0.2
 """Weight of the newest service time in their average."""
 
@@ -55,6 +57,7 @@ class ModelQueue:
     totals: Totals = field(default_factory=Totals)
     reserved: Seat | None = None
     """It is being emptied for a request that must be alone."""
+    reserved_since: float = 0.0
 
     @property
     def accepts(self) -> bool:
@@ -124,7 +127,7 @@ class ModelQueue:
             return len(self.alone) + self.again.index(request)
         return len(self.alone) + len(self.again) + self.line.position(request)
 
-    def next(self) -> tuple[Seat, InFlight] | None:
+    def next(self, now: float) -> tuple[Seat, InFlight] | None:
         """A request taken out of the lines, and the worker it goes to; None if none can be started now."""
         if self.alone:
             empty = next((s for s in self.seats.values() if s.capacity and not s.running), None)
@@ -132,10 +135,7 @@ class ModelQueue:
                 self.reserved = None
                 empty.isolates = True
                 return empty, self.alone.popleft()
-            if self.reserved is None or not self.reserved.capacity:
-                # One worker is emptied for it, and only one: the others go on.
-                able = [s for s in self.seats.values() if s.capacity and not s.isolates]
-                self.reserved = min(able, key=lambda s: len(s.running), default=None)
+            self._reserve(now)
         else:
             self.reserved = None
         if self.line:
@@ -147,6 +147,16 @@ class ModelQueue:
             return None
         request = self.again.popleft() if self.again else self.line.pop()
         return self._seat(free, request), request
+
+    def _reserve(self, now: float) -> None:
+        """Have one worker emptied, and only one: the others go on. In turns, since its last request may be endless."""
+        reserved = self.reserved
+        if reserved is not None and reserved.capacity and now - self.reserved_since < RESERVE_S:
+            return
+        able = [s for s in self.seats.values() if s.capacity and not s.isolates]
+        others = [s for s in able if s is not reserved]
+        self.reserved = min(others or able, key=lambda s: len(s.running), default=None)
+        self.reserved_since = now
 
     def _seat(self, free: Sequence[Seat], request: InFlight) -> Seat:
         if len(self.seats) == 1:

@@ -10,6 +10,7 @@ that is free. What is decided about it there is in the rooms beside this one: ``
 """
 
 from collections.abc import Iterable
+from itertools import islice
 
 from protocol.codec import encode, pack_body, pack_error
 from protocol.errors import ErrorCode, FrameError, RequestError, WireError
@@ -36,6 +37,12 @@ from supervisor.strikes import StrikePolicy, Strikes
 
 UNLIMITED = 1 << 32
 """Credit for everything that a stream may still hold."""
+
+
+CONFIRM_S = 1.0
+"""How long a worker is given to confirm a cancel, before the client is told without it."""
+MOST_REPORTS = 256
+"""Queue positions that are reported at once, of each model: counting them is quadratic."""
 
 
 class Scheduler:
@@ -102,6 +109,9 @@ class Scheduler:
         running = list(seat.running.values())
         seat.running.clear()
         effects: list[Effect] = []
+        if struck:  # once a death for each payload, and also those that were given up: they were being computed
+            for body in {request.body for request in running}:
+                self._strikes.add(queue.name, body, now)
         for request in running:
             request.settle()
             if request.phase is Phase.RUNNING:
@@ -119,7 +129,7 @@ class Scheduler:
             self._leave(request)
             return [end]
         if struck:
-            request.strikes = self._strikes.add(request.model, request.body, now)
+            request.strikes = self._strikes.count(request.model, request.body, now)
             if self._strikes.poisons(request.strikes):
                 return self._end(request, self._poisoned(request.strikes))
         if not request.route.resume or not queue.accepts:
@@ -252,7 +262,6 @@ class Scheduler:
             held=HeldEvents(),
             resumable=route.resume,
             strikes=strikes,
-            alone=self._strikes.isolates(strikes),
         )
         return queue, request
 
@@ -270,6 +279,7 @@ class Scheduler:
             return [end, *self._dispatch(queue, now)]  # one that had to be alone kept a worker free
         # Whoever cancels may not go on granting credit: what is held, and the terminal event behind it, must not wait.
         request.cancelled = True
+        self._due.add(now + CONFIRM_S, "cancelled", request)
         request.credit += UNLIMITED
         abandon = self._abandon(request) if request.phase is Phase.RUNNING else []
         return self._release(request, now) + abandon
@@ -313,7 +323,12 @@ class Scheduler:
         """End requests whose time is over, whatever their worker is doing."""
         effects: list[Effect] = []
         for what, request in self._due.take(now):
-            if request.phase not in (Phase.WAITING, Phase.RUNNING) or request.cancelled:
+            if request.phase not in (Phase.WAITING, Phase.RUNNING):
+                continue
+            if request.cancelled:  # its worker has not confirmed that
+                self._models[request.model].totals.finished += 1
+                request.phase = Phase.ENDED
+                effects.append(self._deliveries.end_cancelled(request))
                 continue
             if (what == "queue_ms" and request.started is not None) or (what == "ttft_ms" and request.has_tokens):
                 continue
@@ -333,8 +348,10 @@ class Scheduler:
         """REPORT to those that asked for it and have moved on in the line."""
         effects: list[Effect] = []
         for queue in self._models.values():
-            for request in queue.all_waiting():
-                if request.route.progress and (at := queue.position(request)) != request.reported:
+            # not to those that go on behind their first token
+            wanted = (r for r in queue.all_waiting() if r.route.progress and not r.has_tokens)
+            for request in islice(wanted, MOST_REPORTS):
+                if (at := queue.position(request)) != request.reported:
                     request.reported = at
                     effects.append(_report(request, {"phase": "queued", "queue_position": at}))
         return effects
@@ -459,8 +476,10 @@ class Scheduler:
         if entry.flags & TERMINAL:
             request.phase = Phase.HELD
             self._leave_seat(seat, request)
+            self._note_served(request, entry.flags, now)
         if excess := self._deliveries.excess(request):
-            return self._give_up(*excess)
+            ended, error = excess
+            return self._give_up(ended, error) + self._dispatch(self._models[ended.model], now)
         return []
 
     def _release(self, request: InFlight, now: float, *, all_of_it: bool = False) -> list[Effect]:
@@ -475,8 +494,18 @@ class Scheduler:
 
     def _dispatch(self, queue: ModelQueue, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while queue.waiting and (chosen := queue.next()) is not None:
+        while queue.waiting and (chosen := queue.next(now)) is not None:
             seat, request = chosen
+            strikes = self._strikes.count(request.model, request.body, now)  # others like it may have run meanwhile
+            if self._strikes.poisons(strikes):
+                seat.isolates = seat.isolates and not request.alone
+                effects += self._end(request, self._poisoned(strikes))
+                continue
+            request.strikes = max(request.strikes, strikes)
+            if self._strikes.isolates(strikes) and not request.alone:
+                request.alone = True
+                queue.push(request)
+                continue
             request.phase, request.worker = Phase.RUNNING, seat.worker
             seat.running[request.key] = request
             if request.started is None:
@@ -487,13 +516,16 @@ class Scheduler:
 
     def _finish(self, seat: Seat, request: InFlight, flags: int, now: float) -> None:
         """The worker said how it ended, and the client was told."""
-        if not flags & EventFlag.ERROR and not request.cancelled and request.started is not None:
-            self._models[request.model].totals.served(now - request.started)
-        if request.strikes and not flags & EventFlag.ERROR and not request.cancelled:
-            self._strikes.clear(request.model, request.body)
+        self._note_served(request, flags, now)
         self._count_end(request, flags)
         self._leave_seat(seat, request)
         self._leave(request)
+
+    def _note_served(self, request: InFlight, flags: int, now: float) -> None:
+        if flags & EventFlag.ERROR or request.cancelled or request.started is None:
+            return
+        self._models[request.model].totals.served(now - request.started)
+        self._strikes.clear(request.model, request.body)
 
     def _count_end(self, request: InFlight, flags: int) -> None:
         totals = self._models[request.model].totals
@@ -536,6 +568,7 @@ class Scheduler:
     def _leave(self, request: InFlight) -> None:
         """Out of the table."""
         request.phase = Phase.ENDED  # it may still be in a list that is being worked through
+        request.body, request.ids = b"", bytearray()  # the heap of due times may remember it for long
         if request.holds:
             self._deliveries.drop(request)
         self._live.pop(request.key, None)

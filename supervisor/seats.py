@@ -15,6 +15,9 @@ PREFIX_CHARS = 256
 """The beginning of a prompt that stands for a conversation."""
 FIRST_TURN_CHARS = 4096
 """The same of messages, of which those up to the first of the user count: what follows changes from turn to turn."""
+LONG_BODY = 64 << 10
+"""Bytes of a body beyond which its own beginning stands for that of its prompt: unpacking megabytes, only to look at
+the first of them, would keep everybody waiting."""
 IMBALANCE = 0.5
 """Share of its capacity by which a worker may be busier than the least busy one and still be preferred for its cache.
 A system prompt that all conversations share would otherwise send them all to one worker."""
@@ -72,6 +75,8 @@ def affinity_key(request: InFlight) -> bytes:
 
 
 def _beginning(body: bytes) -> bytes:
+    if len(body) > LONG_BODY:
+        return body[:FIRST_TURN_CHARS]
     try:
         fields = unpack_body(body)
     except FrameError:  # the worker refuses it

@@ -46,7 +46,8 @@ class Strikes:
 
     def clear(self, model: str, body: bytes) -> None:
         """It was computed to its end: it was not the reason."""
-        self._struck.pop(_digest(model, body), None)
+        if self._struck:
+            self._struck.pop(_digest(model, body), None)
 
     def isolates(self, count: int) -> bool:
         """Whether a payload with so many strikes has to run alone: its next would be the last."""

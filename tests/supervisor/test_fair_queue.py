@@ -112,3 +112,32 @@ def test_positions_count_turns() -> None:
     assert line.position(flood[0]) in (1, 2)
     assert line.position(few[1]) <= 4
     assert line.position(flood[9]) == 12
+
+
+def test_newcomers_do_not_keep_out_who_stays() -> None:
+    """Each comes with one request and leaves: they share with the one that stays, and do not all go first."""
+    line = FairQueue()
+    for number in range(50):
+        push(line, 1, number)
+    line.pop().account.charge(100)
+    served = 0
+    for newcomer in range(2, 202):
+        push(line, newcomer, 0)
+        request = line.pop()
+        request.account.charge(100)
+        served += request.channel == 1
+        if request.channel != 1:
+            line.forget(request.channel)
+    assert served >= 5
+
+
+def test_who_comes_and_leaves_is_forgotten() -> None:
+    line = FairQueue()
+    push(line, 1, 0)
+    for channel in range(2, 2000):
+        line.remove(push(line, channel, 0))
+        line.forget(channel)
+    band = line._bands["normal"]
+    assert len(band.heap) < 200
+    assert len(band.accounts) == 1
+    assert drain(line) == [(1, 0)]

@@ -67,10 +67,14 @@ def frame(channel: int, *events: tuple[int, int, int], generation: int = 1) -> b
     return encode(Events(channel, generation, index, b"".join(packed)))
 
 
-def deliver(scheduler: Scheduler, raw: bytes) -> list[Effect]:
+def decoded(raw: bytes) -> Events:
     message = decode(raw, frozenset({Events.kind}))
     assert isinstance(message, Events)
-    return scheduler.events("m", raw, message, NOW)
+    return message
+
+
+def deliver(scheduler: Scheduler, raw: bytes) -> list[Effect]:
+    return scheduler.events("m", raw, decoded(raw), NOW)
 
 
 def told(effects: list[Effect], channel: int) -> list[tuple[int, int, int, dict[str, Any]]]:
@@ -255,9 +259,7 @@ def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:
 def test_retry_after_is_when_what_waits_now_will_have_been_started(scheduler: Scheduler) -> None:
     submit(scheduler, 5, 1, 2)
     raw = frame(5, (1, 0, FINISHED))
-    message = decode(raw, frozenset({Events.kind}))
-    assert isinstance(message, Events)
-    scheduler.events("m", raw, message, NOW + 4)  # it took 4 s
+    scheduler.events("m", raw, decoded(raw), NOW + 4)  # it took 4 s
     submit(scheduler, 5, 3, 4, 5, 6)
     ((_, error),) = messages(scheduler.submit(5, Generate(7, "m", {}, b""), NOW))
     assert isinstance(error, Error)
@@ -289,3 +291,104 @@ def test_the_stream_that_holds_most_is_ended_when_all_hold_too_much() -> None:
         if ended:
             break
     assert ended == [(5, "slow_consumer")]
+
+
+def crash(scheduler: Scheduler, generation: int, capacity: int = 2) -> list[Effect]:
+    return scheduler.worker_gone("m", GONE, NOW) + scheduler.open("m", generation, capacity, NOW)
+
+
+def test_one_death_is_one_strike_for_all_with_the_same_payload(scheduler: Scheduler) -> None:
+    submit(scheduler, 5, 1, 2)
+    assert not told(crash(scheduler, 2), 5), "twins are not poisoned by a single death"
+    effects = crash(scheduler, 3)
+    codes = [event[3]["error"]["name"] for event in told(effects, 5)]
+    assert codes == ["poisoned", "poisoned"], "and by the second, the one that waited to be alone is, too"
+    assert scheduler.counts("m") == (0, 0)
+
+
+def test_copies_that_wait_do_not_kill_more_workers(scheduler: Scheduler) -> None:
+    submit(scheduler, 5, 1, 2, 3, 4, 5)
+    crash(scheduler, 2)
+    effects = told(crash(scheduler, 3), 5)
+    assert [event[3]["error"]["name"] for event in effects] == ["poisoned"] * 5
+    assert scheduler.counts("m") == (0, 0)
+
+
+def test_who_cancels_or_leaves_is_struck_all_the_same(scheduler: Scheduler) -> None:
+    for generation in (2, 3):
+        submit(scheduler, 5, generation)
+        scheduler.cancel(5, generation, NOW)
+        crash(scheduler, generation)
+    ((_, error),) = messages(scheduler.submit(5, Generate(9, "m", {}, b"body"), NOW))
+    assert isinstance(error, Error)
+    assert unpack_body(error.body)["name"] == "poisoned"
+
+
+def test_copies_of_a_suspect_wait_for_their_turn(scheduler: Scheduler) -> None:
+    submit(scheduler, 5, 1)
+    crash(scheduler, 2)
+    submit(scheduler, 5, 2, 3)  # copies of the suspect, which runs alone
+    scheduler.submit(6, Generate(1, "m", {}, b"innocent"), NOW)
+    started = messages(deliver(scheduler, frame(5, (1, 0, EventFlag.ERROR), generation=2)))
+    while ("m", JobMessage(6, 1, {"queue_ms": 0.0}, b"innocent")) not in started:
+        (key,) = [(message.channel, message.request) for _, message in started if isinstance(message, JobMessage)]
+        started = messages(deliver(scheduler, frame(key[0], (key[1], 0, EventFlag.ERROR), generation=2)))
+        assert key[1] != 3, "the innocent one came in between"
+
+
+def test_an_unconfirmed_cancel_is_answered_in_a_second(scheduler: Scheduler) -> None:
+    """A stopped worker cannot confirm it."""
+    submit(scheduler, 5, 1)
+    deliver(scheduler, frame(5, (1, 0, 0)))
+    scheduler.cancel(5, 1, NOW)
+    assert scheduler.next_due == NOW + 1
+    assert scheduler.expire(NOW + 0.9) == []
+    ((request, seq, flags, fields),) = told(scheduler.expire(NOW + 1), 5)
+    assert (request, seq, flags, fields["finish_reason"]) == (1, 1, FINISHED, "cancelled")
+    assert fields["usage"]["completion_tokens"] == 1
+    assert scheduler.counts("m") == (1, 0), "the worker still has it"
+    assert not told(deliver(scheduler, frame(5, (1, 1, FINISHED))), 5)
+    assert scheduler.counts("m") == (0, 0)
+
+
+def test_granting_nothing_is_no_sign_of_life(scheduler: Scheduler) -> None:
+    submit(scheduler, 5, 1)
+    for seq in range(WINDOW + 1):
+        deliver(scheduler, frame(5, (1, seq, 0)))
+    for second in range(1, 61):
+        scheduler.credit(5, 1, 0, NOW + second)
+    assert told(scheduler.end_stalled(NOW + 60), 5)[0][3]["error"]["name"] == "slow_consumer"
+
+
+def test_another_worker_is_emptied_when_the_first_does_not_become_free() -> None:
+    scheduler = Scheduler(window=1000)
+    scheduler.add_model("m", workers=("m:1", "m:2"), refusal=DOWN)
+    for worker in ("m:1", "m:2"):
+        scheduler.accept_new(worker)
+        scheduler.open(worker, 1, 2, NOW)
+    submit(scheduler, 5, 1)
+    scheduler.worker_gone("m:1", GONE, NOW)  # a strike; it goes on in the other, and is cancelled there
+    scheduler.open("m:1", 2, 2, NOW)
+    scheduler.cancel(5, 1, NOW)
+    events = scheduler.events("m:2", raw := frame(5, (1, 0, FINISHED)), decoded(raw), NOW)
+    assert told(events, 5)
+    for number, channel in enumerate((6, 7)):
+        scheduler.submit(channel, Generate(1, "m", {"affinity": str(channel)}, b"long"), NOW)
+        assert scheduler.counts("m") == (number + 1, 0)
+    assert scheduler.work("m:1")[0] == scheduler.work("m:2")[0] == 1
+    submit(scheduler, 5, 2)  # the suspect again: it waits until a worker is empty
+
+    def next_goes_to(request: int, now: float) -> str:
+        message = Generate(request, "m", {"affinity": f"short {request}"}, b"short")
+        (job,) = [effect for effect in scheduler.submit(8, message, now) if isinstance(effect, ToWorker)]
+        raw = frame(8, (request, 0, FINISHED), generation=2 if job.worker == "m:1" else 1)
+        scheduler.events(job.worker, raw, decoded(raw), now)
+        return job.worker
+
+    first = next_goes_to(1, NOW)
+    assert next_goes_to(2, NOW + 4) == first, "one is kept free, the other goes on"
+    assert next_goes_to(3, NOW + 6) != first, "in turns"
+    channel = 6 if scheduler.work("m:1")[0] and first == "m:1" else 7
+    raw = frame(channel, (1, 0, FINISHED), generation=2 if first == "m:1" else 1)
+    started = messages(scheduler.events(first, raw, decoded(raw), NOW + 7))
+    assert (first, JobMessage(5, 2, {"queue_ms": 7000.0}, b"body")) in started

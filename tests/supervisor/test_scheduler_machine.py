@@ -285,6 +285,22 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert seat.running, "a worker is kept free for nothing"
 
     @invariant()
+    def nothing_is_held_unwatched(self) -> None:
+        live, holding = self.scheduler._live, self.scheduler._deliveries._holding
+        for request in live.values():
+            assert not request.holds or request in holding, "held, and nobody counts how long"
+        assert all(request.key in live for request in holding), "one that is over is held"
+        for queue in self.scheduler._models.values():
+            for seat in queue.seats.values():
+                assert all(live.get(key) is request for key, request in seat.running.items())
+            for band in queue.line._bands.values():
+                waiting = sum(len(account.requests) for account in band.accounts.values())
+                assert band.waiting == waiting, "waits in a forgotten account"
+                in_heap = {id(account) for _, _, account in band.heap}
+                assert len(in_heap) == len(band.heap), "twice in the heap"
+                assert all((id(account) in in_heap) == account.in_heap for account in band.accounts.values())
+
+    @invariant()
     def bounds_hold(self) -> None:
         of_channel = Counter[int]()
         most = LONGEST_EVENT + EVENT_COST

@@ -77,3 +77,16 @@ def test_defaults_and_limits_of_a_model(serve: Serve) -> None:
             with pytest.raises(WireError) as caught:
                 client.complete("a", **{"prompt": "beyond", **fields})
             assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, field)
+
+
+def test_a_question_that_grows_when_it_is_packed_anew_costs_nobody_a_worker(serve: Serve) -> None:
+    """Floats of 4 bytes become 8: what was small enough for the front is too large for the worker."""
+    serving = serve({"a": engine()})
+    pid = serving.status("a")["pid"]
+    floats = b"\xdd" + (700_000).to_bytes(4, "big") + b"\xca\x3f\x80\x00\x00" * 700_000
+    with RawClient(serving.runtime_dir) as client:
+        client.send(Call(7, "tokenize", b"\x82\xa5model\xa1a\xa6prompt" + floats))
+        wait_until(lambda: client.receive() is not None and bool(client.replies or client.errors), 5, "an answer")
+    assert serving.status("a")["pid"] == pid
+    with serving.client() as client:
+        assert client.complete("a", "goes on", max_tokens=5).text == answer("goes on", 5)
