@@ -80,13 +80,13 @@ def ready_worker(host: Host, name: object) -> Replica:
     if not isinstance(name, str):
         raise RequestError("model is missing: name a model", field="model")
     replicas = _replicas(host, name)
-    for replica in replicas:
-        if replica.state is WorkerState.READY:
-            return replica
+    if ready := [replica for replica in replicas if replica.state is WorkerState.READY]:
+        return min(ready, key=lambda replica: host.scheduler.work(replica.name)[0])
     if any(replica.state in (WorkerState.LOADING, WorkerState.STARTING, WorkerState.BACKOFF) for replica in replicas):
         told = f"model {name!r} is being loaded: try later"
         raise WireError(ErrorCode.MODEL_NOT_RUNNING, told, retry_after_ms=1000)
-    raise replicas[0].refusal()
+    failed = [replica for replica in replicas if replica.state is WorkerState.FAILED]  # which says most
+    raise (failed or replicas)[0].refusal()
 
 
 def _status(host: Host, params: Params) -> Result:
