@@ -1,11 +1,10 @@
 """Requests from acceptance to their one terminal event. Pure: messages and times in, effects out; no sockets, no clock.
 
-Law 1 lives here. A request enters the table when it is ACCEPTED and leaves it when its terminal event has been put
-on the way *and* the worker no longer holds its job (it said so, or it is dead). Removing it earlier is how zombies
-are made: a later cancel would find nothing to cancel.
+Law 1 lives here, in three rooms: this one is what clients ask and what becomes of workers, ``worker_events`` what
+workers say, ``request_table`` what both do to the table of requests.
 
 A request whose worker dies goes back into its model's line with the ids that were delivered, and on in the next worker
-that is free. What is decided about it there is in the rooms beside this one: ``model_queue`` (which is next, where),
+that is free. What is decided about it there is in the rooms beside these: ``model_queue`` (which is next, where),
 ``deliveries`` (numbering, credit), ``strikes`` (whether it is to blame).
 """
 
@@ -13,59 +12,32 @@ from collections.abc import Iterable
 from itertools import islice
 
 from protocol.codec import encode, pack_body, pack_error
-from protocol.errors import ErrorCode, FrameError, RequestError, WireError
+from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import (
-    TERMINAL,
     Accepted,
-    CancelJob,
     Error,
-    EventEntry,
-    EventFlag,
-    Events,
     Generate,
-    JobMessage,
-    Report,
 )
-from supervisor.deliveries import Deliveries, HoldLimits
-from supervisor.due import DueTimes
 from supervisor.held import HeldEvents
-from supervisor.in_flight import Effect, InFlight, Phase, ToClient, ToWorker
+from supervisor.in_flight import Effect, InFlight, Phase, ToClient
 from supervisor.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
 from supervisor.route import read_route
 from supervisor.seats import Seat
-from supervisor.strikes import StrikePolicy, Strikes
+from supervisor.worker_events import WorkerEvents, report
 
 UNLIMITED = 1 << 32
 """Credit for everything that a stream may still hold."""
-
-
 CONFIRM_S = 1.0
 """How long a worker is given to confirm a cancel, before the client is told without it."""
 MOST_REPORTS = 256
 """Queue positions that are reported at once, of each model: counting them is quadratic."""
 
 
-class Scheduler:
+class Scheduler(WorkerEvents):
     """The table of requests of all models and connections. One writer: the supervisor's loop.
 
     Times are monotonic seconds. A worker is known by its name, which is one model's.
     """
-
-    def __init__(
-        self,
-        *,
-        window: int | None = None,
-        holds: HoldLimits | None = None,
-        strikes: StrikePolicy | None = None,
-    ) -> None:
-        self._deliveries = Deliveries(bounds=holds) if window is None else Deliveries(window, holds)
-        self._strikes = Strikes(strikes or StrikePolicy())
-        self._models: dict[str, ModelQueue] = {}
-        self._of_worker: dict[str, ModelQueue] = {}
-        self._live: dict[tuple[int, int], InFlight] = {}
-        self._due = DueTimes(lambda request: self._live.get(request.key) is request)
-        self.dropped_frames = 0
-        """EVENTS frames of a former generation, or events of requests that are over: dropped, counted."""
 
     # --- models and their workers ---------------------------------------------------------------------------------
 
@@ -141,14 +113,6 @@ class Scheduler:
         queue.push(request)
         return []
 
-    def _poisoned(self, strikes: int) -> WireError:
-        window = self._strikes.policy.window_s
-        return WireError(
-            ErrorCode.POISONED,
-            f"{strikes} workers died while they were computing this request, or one just like it: it is not tried "
-            f"again for {window:g} s",
-        )
-
     def end_waiting(self, worker: str, error: WireError) -> list[Effect]:
         """This worker will not serve: if none of the model's will, end everything that waits."""
         queue = self._of_worker[worker]
@@ -177,38 +141,6 @@ class Scheduler:
                 effects += self._abandon(request)
                 effects += self._end_running(request, WireError(ErrorCode.DRAINING, told))
         return effects
-
-    # --- counts -------------------------------------------------------------------------------------------------
-
-    def counts(self, model: str) -> tuple[int, int]:
-        """(running, waiting) requests of a model. Running includes those whose worker has yet to confirm a cancel."""
-        queue = self._models[model]
-        return queue.running, queue.waiting
-
-    def work(self, worker: str) -> tuple[int, int]:
-        """(requests that a worker has, tokens that it and its predecessors have generated)."""
-        seat = self._of_worker[worker].seats[worker]
-        return len(seat.running), seat.tokens
-
-    def totals(self, model: str) -> dict[str, int]:
-        """Counts since the supervisor's start: tokens generated, requests finished, ended with an error, resumed."""
-        queue = self._models[model]
-        totals = queue.totals
-        return {
-            "tokens": sum(seat.tokens for seat in queue.seats.values()),
-            "finished": totals.finished,
-            "errors": totals.errors,
-            "resumed": totals.resumed,
-        }
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of events that wait for clients to read."""
-        return self._deliveries.held_bytes
-
-    def channels(self) -> set[int]:
-        """Connections with unfinished requests."""
-        return {channel for channel, _ in self._live}
 
     # --- clients ------------------------------------------------------------------------------------------------
 
@@ -353,239 +285,8 @@ class Scheduler:
             for request in islice(wanted, MOST_REPORTS):
                 if (at := queue.position(request)) != request.reported:
                     request.reported = at
-                    effects.append(_report(request, {"phase": "queued", "queue_position": at}))
+                    effects.append(report(request, {"phase": "queued", "queue_position": at}))
         return effects
-
-    # --- workers ------------------------------------------------------------------------------------------------
-
-    def prefill(self, worker: str, key: tuple[int, int], done: int, total: int) -> list[Effect]:
-        """A worker has computed part of a prompt."""
-        request = self._of_worker[worker].seats[worker].running.get(key)
-        if request is None or request.phase is not Phase.RUNNING or request.has_tokens or not request.route.progress:
-            return []
-        return [_report(request, {"phase": "prefill", "done": done, "total": total})]
-
-    def events(self, worker: str, frame: bytes, message: Events, now: float) -> list[Effect]:
-        """What one engine step brought for one connection. ``frame`` is the message as it came: where every stream in
-        it has credit, it is passed on whole, which is what makes the router cheap. Raises FrameError, nothing changed,
-        if an event has another number than the one that is due."""
-        queue = self._of_worker[worker]
-        seat = queue.seats[worker]
-        if message.generation != seat.generation:
-            self.dropped_frames += 1
-            return []
-        ended = False
-        if not self._passes_whole(seat, message):
-            effects, ended = self._slice(seat, message, now)
-        else:
-            effects = [ToClient(message.channel, frame)]
-            running, channel, body = seat.running, message.channel, message.body
-            at = 0
-            # The road of nearly every token: what note_tokens and count_sent do, without the calls.
-            for number, seq, flags, tokens, length in message.index:
-                request = running[channel, number]
-                if tokens:
-                    request.has_tokens = True
-                    seat.tokens += tokens
-                    request.unpaid += tokens
-                    request.delivered_tokens += tokens
-                    if request.resumable:
-                        request.ids += body[at : at + 4 * tokens]
-                at += length
-                request.sent = seq + 1
-                request.credit -= 1
-                if flags & TERMINAL:
-                    ended = True
-                    self._finish(seat, request, flags, now)
-        return effects + self._dispatch(queue, now) if ended else effects
-
-    @staticmethod
-    def _note_tokens(request: InFlight, tokens: int, ids: bytes) -> None:
-        """What the answer consists of, for the worker that may have to go on with it."""
-        request.has_tokens = True
-        request.unpaid += tokens
-        if request.resumable:
-            request.ids += ids
-
-    @staticmethod
-    def _passes_whole(seat: Seat, message: Events) -> bool:
-        """Whether every event may go to the client now. Raises FrameError if one came out of turn."""
-        count, channel, running = len(message.index), message.channel, seat.running
-        whole = True
-        due: dict[int, int] = {}  # by request, the number of its next event; -1 behind its end
-        for number, seq, flags, _, _ in message.index:
-            request = running.get((channel, number))
-            if request is None or request.phase is not Phase.RUNNING:
-                whole = False
-                continue
-            awaited = due.get(number)
-            if awaited is None:
-                awaited = request.sent
-                if request.holds:
-                    awaited += len(request.held)
-            if awaited < 0:  # a worker that goes on behind the end: the client must not see that
-                whole = False
-                continue
-            if seq != awaited:
-                # A token is missing or came twice, and nothing that this worker says can be believed any more.
-                raise FrameError(ErrorCode.BAD_FRAME, f"event {seq} of a request where {awaited} was due")
-            due[number] = -1 if flags & TERMINAL else awaited + 1
-            # A stream may have several events in the frame; asking for credit for all of them is a little too strict,
-            # which only costs the slicing.
-            if request.holds or request.credit < count:
-                whole = False
-        return whole
-
-    def _slice(self, seat: Seat, message: Events, now: float) -> tuple[list[Effect], bool]:
-        """Pass on what may go and hold the rest, event by event. Whether the worker let go of a job."""
-        effects: list[Effect] = []
-        index: list[EventEntry] = []
-        chunks: list[bytes] = []
-        at, ended = 0, False
-        for entry in message.index:
-            event = message.body[at : at + entry.length]
-            at += entry.length
-            request = seat.running.get((message.channel, entry.request))
-            if request is None:
-                self.dropped_frames += 1
-                continue
-            ended = ended or bool(entry.flags & TERMINAL)
-            if request.phase is Phase.ENDED:
-                if entry.flags & TERMINAL:  # the worker has let go
-                    self._leave_seat(seat, request)
-                    self._leave(request)
-                continue
-            if entry.tokens:
-                seat.tokens += entry.tokens
-                self._note_tokens(request, entry.tokens, event[: 4 * entry.tokens])
-            if request.holds or (request.credit <= 0 and not entry.flags & TERMINAL):
-                effects += self._hold(seat, request, entry, event, now)
-                continue
-            self._deliveries.count_sent(request, entry)
-            index.append(entry)
-            chunks.append(event)
-            if entry.flags & TERMINAL:
-                self._finish(seat, request, entry.flags, now)
-        if index:
-            frame = encode(Events(message.channel, message.generation, index, b"".join(chunks)))
-            effects.insert(0, ToClient(message.channel, frame))
-        return effects, ended
-
-    def _hold(self, seat: Seat, request: InFlight, entry: EventEntry, event: bytes, now: float) -> list[Effect]:
-        self._deliveries.hold(request, entry, event, now)
-        if entry.flags & TERMINAL:
-            request.phase = Phase.HELD
-            self._leave_seat(seat, request)
-            self._note_served(request, entry.flags, now)
-        if excess := self._deliveries.excess(request):
-            ended, error = excess
-            return self._give_up(ended, error) + self._dispatch(self._models[ended.model], now)
-        return []
-
-    def _release(self, request: InFlight, now: float, *, all_of_it: bool = False) -> list[Effect]:
-        """Send held events in order, as far as credit goes."""
-        frames, last = self._deliveries.release(request, now, all_of_it=all_of_it)
-        if last & TERMINAL:
-            self._count_end(request, last)
-            self._leave(request)
-        return list(frames)
-
-    # --- shared -------------------------------------------------------------------------------------------------
-
-    def _dispatch(self, queue: ModelQueue, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        while queue.waiting and (chosen := queue.next(now)) is not None:
-            seat, request = chosen
-            strikes = self._strikes.count(request.model, request.body, now)  # others like it may have run meanwhile
-            if self._strikes.poisons(strikes):
-                seat.isolates = seat.isolates and not request.alone
-                effects += self._end(request, self._poisoned(strikes))
-                continue
-            request.strikes = max(request.strikes, strikes)
-            if self._strikes.isolates(strikes) and not request.alone:
-                request.alone = True
-                queue.push(request)
-                continue
-            request.phase, request.worker = Phase.RUNNING, seat.worker
-            seat.running[request.key] = request
-            if request.started is None:
-                request.started = now
-            job = JobMessage(request.channel, request.request, _carry(request), request.body)
-            effects.append(ToWorker(seat.worker, encode(job)))
-        return effects
-
-    def _finish(self, seat: Seat, request: InFlight, flags: int, now: float) -> None:
-        """The worker said how it ended, and the client was told."""
-        self._note_served(request, flags, now)
-        self._count_end(request, flags)
-        self._leave_seat(seat, request)
-        self._leave(request)
-
-    def _note_served(self, request: InFlight, flags: int, now: float) -> None:
-        if flags & EventFlag.ERROR or request.cancelled or request.started is None:
-            return
-        self._models[request.model].totals.served(now - request.started)
-        self._strikes.clear(request.model, request.body)
-
-    def _count_end(self, request: InFlight, flags: int) -> None:
-        totals = self._models[request.model].totals
-        if flags & EventFlag.ERROR:
-            totals.errors += 1
-        else:
-            totals.finished += 1
-
-    def _abandon(self, request: InFlight) -> list[Effect]:
-        """Have the worker let go. The request stays in the table until it did."""
-        return [ToWorker(request.worker, encode(CancelJob(request.channel, request.request)))]
-
-    def _give_up(self, request: InFlight, error: WireError) -> list[Effect]:
-        """End a request wherever it is."""
-        if request.phase is Phase.RUNNING:
-            return self._abandon(request) + self._end_running(request, error)
-        if request.phase is Phase.WAITING:
-            self._models[request.model].remove(request)
-        return self._end(request, error)
-
-    def _end_running(self, request: InFlight, error: WireError) -> list[Effect]:
-        """The terminal event of a request whose worker still has its job."""
-        self._models[request.model].totals.errors += 1
-        request.phase = Phase.ENDED
-        return [self._deliveries.end_with_error(request, error)]
-
-    def _end(self, request: InFlight, error: WireError) -> list[Effect]:
-        """The terminal event of a request that is in no line, and that no worker has."""
-        self._models[request.model].totals.errors += 1
-        end = self._deliveries.end_with_error(request, error)
-        self._leave(request)
-        return [end]
-
-    def _leave_seat(self, seat: Seat, request: InFlight) -> None:
-        del seat.running[request.key]
-        request.settle()
-        if request.alone:
-            seat.isolates = False
-
-    def _leave(self, request: InFlight) -> None:
-        """Out of the table."""
-        request.phase = Phase.ENDED  # it may still be in a list that is being worked through
-        request.body, request.ids = b"", bytearray()  # the heap of due times may remember it for long
-        if request.holds:
-            self._deliveries.drop(request)
-        self._live.pop(request.key, None)
-
-
-def _carry(request: InFlight) -> dict[str, object]:
-    """What the worker has to know beside the body."""
-    carry: dict[str, object] = {}
-    if request.started is not None:
-        carry["queue_ms"] = 1000 * (request.started - request.accepted)
-    if request.next_seq:
-        carry["seq"], carry["token_ids"] = request.next_seq, bytes(request.ids)
-    if request.resumes:
-        carry["resumes"] = request.resumes
-    if request.route.progress:
-        carry["progress"] = True
-    return carry
 
 
 def _too_late(what: str, request: InFlight) -> WireError:
@@ -596,7 +297,3 @@ def _too_late(what: str, request: InFlight) -> WireError:
     awaited = "its first token" if what == "ttft_ms" else "the end of its answer"
     told = f"{awaited} did not come within {limit} ms, which is the request's {what}"
     return WireError(ErrorCode.DEADLINE_EXCEEDED, told, field=f"route.{what}")
-
-
-def _report(request: InFlight, fields: dict[str, object]) -> ToClient:
-    return ToClient(request.channel, encode(Report(request.request, pack_body(fields))))
