@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("protocol", "model_worker", "supervisor")
 DECISIONS = (
     "lifecycle", "restart", "stop_ladder", "exits", "last_words", "vram_return",
-    "scheduler", "worker_events", "request_table", "in_flight", "model_queue", "fair_queue", "seats", "deliveries", "held",
-    "strikes", "due", "route", "asks",
+    "scheduler", "worker_events", "request_table", "in_flight", "model_queue", "fair_queue", "seats",
+    "deliveries", "held", "strikes", "due", "route", "asks",
 )  # fmt: skip
 """Modules of supervisor that decide: no sockets, no clock, no processes."""
 
