@@ -71,11 +71,14 @@ def main() -> None:
             # as many streams in both halves: the worker's work is the same
             company = [RawClient(server.runtime_dir) for _ in range(CLIENTS)]
             alone.append(_with(server, company, tokens, stalled=False))
+            for client in company:
+                client.close()
+            server.wait_idle("m")
             before = supervisor.memory_info().rss
             stalled = [RawClient(server.runtime_dir) for _ in range(CLIENTS)]
             beside.append(_with(server, stalled, tokens, stalled=True))
             grown.append(supervisor.memory_info().rss - before)
-            for client in (*company, *stalled):
+            for client in stalled:
                 client.close()
             server.wait_idle("m")
         ended = server.status("m")["totals"]["errors"]
