@@ -228,6 +228,8 @@ class Fleet:
                     reason = replica.last_exit.reason if replica.last_exit else "gone"
                     told = f"model {replica.model!r}: the worker process ended ({reason})"
                     error = WireError(ErrorCode.WORKER_DIED, told)
+                if replica.state is WorkerState.STOPPED and replica.wanted:
+                    self._scheduler.accept_new(name)  # a restart: what it had goes on in its successor
                 self._outlet.perform(self._scheduler.worker_gone(name, error, now, struck=not asked))
                 if replica.state is WorkerState.STOPPED:
                     self._outlet.perform(self._scheduler.release_held(name, now))
@@ -278,7 +280,8 @@ class Fleet:
         self._outlet.watch_process(replica.process.pidfd, lambda: self.on_exit(replica))
 
     def _drain_expired(self, replica: Replica) -> None:
-        self._outlet.perform(self._scheduler.end_running(replica.name))
+        if not replica.wanted:  # else it is started again, and they go on there
+            self._outlet.perform(self._scheduler.end_running(replica.name))
         self._apply(replica, Event.DRAINED, "the drain's time is over")
 
     def _climb(self, replica: Replica, now: float) -> None:

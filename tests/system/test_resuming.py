@@ -181,3 +181,19 @@ def test_positions_are_reported_to_who_asked(serve: Serve) -> None:
         assert positions == sorted(positions, reverse=True)
         assert len(set(positions)) == len(positions) >= 2, "two looks a second, and it waits for more than one"
         assert {report["phase"] for report in client.reports[7]} == {"queued"}
+
+
+@pytest.mark.parametrize("how", ["the drain's time is over", "it dies while it drains"])
+def test_what_a_restart_interrupts_goes_on_behind_it(serve: Serve, how: str) -> None:
+    drain = "100ms" if how == "the drain's time is over" else "30s"
+    serving = serve({"a": engine(step_s=0.005)}, stop={"drain": drain})
+    with RawClient(serving.runtime_dir) as client:
+        client.generate(1, "a", "restarted", max_tokens=250)
+        has_tokens(client, 1, 5)
+        serving.order("restart", model="a")
+        if drain == "30s":
+            kill(serving, "a")
+        client.read_until_ended(1)
+        assert (client.heard[1].text, client.heard[1].ends) == (answer("restarted", 250), ["length"])
+        assert client.heard[1].usage["resumes"] == 1
+    assert serving.wait_state("a", "ready")["generation"] == 2
