@@ -16,7 +16,7 @@ from supervisor.cli.tables import bar
 
 Message = dict[str, str]
 
-HINT_AFTER_S = 1.0
+HINT_AFTER_S = 2.0
 """An answer that was cancelled and has not ended by then: say that there is another way out."""
 
 SHOW_PROGRESS_AFTER_S = 0.3

@@ -1,5 +1,7 @@
 """Ctrl-C against a model that hangs; what a conversation leaves behind."""
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,11 +22,10 @@ def serving() -> Iterator[Serving]:
 
 
 def test_an_answer_that_hangs(serving: Serving) -> None:
+    """The supervisor says after a second what the worker does not."""
     run = ("run", "hanging", "bad prompt", "--raw", "--runtime-dir", serving.runtime_dir)
     with Terminal(*run, environment=serving.environment) as terminal:
         terminal.wait_for(answer("bad prompt", 5))
-        terminal.type("\x03")
-        terminal.wait_for(HINT)
         terminal.type("\x03")
         assert terminal.wait_for_exit() == 130
 
@@ -36,12 +37,24 @@ def test_an_answer_that_hangs_in_a_conversation(serving: Serving) -> None:
         terminal.type("bad prompt\n")
         terminal.wait_for(answer("bad prompt", 5))
         terminal.type("\x03")
-        terminal.wait_for(HINT)
-        terminal.type("\x03")
         terminal.wait_for("(cancelled)\n")
         terminal.wait_for(">>> ")
         terminal.type("\x04")
         assert terminal.wait_for_exit() == 0
+
+
+def test_a_supervisor_that_hangs(serving: Serving) -> None:
+    run = ("run", "a", "endless", "--raw", "--max-tokens", "4000", "--runtime-dir", serving.runtime_dir)
+    with Terminal(*run, environment=serving.environment) as terminal:
+        terminal.wait_for(answer("endless", 5))
+        os.kill(serving.pid, signal.SIGSTOP)
+        try:
+            terminal.type("\x03")
+            terminal.wait_for(HINT)
+            terminal.type("\x03")
+            assert terminal.wait_for_exit() == 130
+        finally:
+            os.kill(serving.pid, signal.SIGCONT)
 
 
 def test_a_conversation_leaves_nothing_behind(serving: Serving, tmp_path: Path) -> None:
