@@ -255,7 +255,6 @@ class Connection:
     # ---- steps
 
     def _dial(self, now: float, touched: list[Touched]) -> None:
-        self._failure = None
         self._dials += 1
         try:
             self.line = Line(self._context, self.endpoint, self.session.hello)
@@ -298,8 +297,10 @@ class Connection:
         session, liveness = self.session, self._liveness
         self._look_at = now + liveness.step
         if session.broken is None and session.welcome is None and now >= self._give_up_at:
+            # The last try may have begun just now: unless somebody took the call, the one before it tells more.
+            taken = self.line is not None and self.line.connected
             silent = f"the supervisor at {self.endpoint} did not answer within {self._patience:.3g} s"
-            touched += session.lose(self._failure or silent)
+            touched += session.lose(silent if taken or self._failure is None else self._failure)
         elif session.broken is None and session.welcome is not None:
             verdict = liveness.look(now, waiting=session.unfinished)
             if verdict is Verdict.ASK:

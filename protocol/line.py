@@ -15,7 +15,8 @@ LINGER_MS: Final = 200
 
 _MONITOR_EVENT: Final = struct.Struct("=Hi")
 _WATCHED: Final = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -29,13 +30,15 @@ class Line:
 
     Raises ValueError for what is no endpoint, ZMQError where no socket can be made.
 
-    refused  whether the supervisor is there and will not have us: trying again is of no use
-    left     whether ``leave`` was called
+    connected  whether somebody listens there
+    refused    whether the supervisor is there and will not have us: trying again is of no use
+    left       whether ``leave`` was called
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, hello: bytes) -> None:
         self._endpoint = endpoint
         self._handshaken = False
+        self.connected = False
         self.refused = False
         self.left = False
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
@@ -87,7 +90,9 @@ class Line:
                 number, _ = _MONITOR_EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 return end
-            if number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if number == zmq.EVENT_CONNECTED:
+                self.connected = True
+            elif number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._handshaken = True
             else:
                 end = end or self._explain(number, goaway)

@@ -18,6 +18,7 @@ from protocol.connection import FIRST_PAUSE_S
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import Call, Error, Generate, GoAway, Hello, Message, Reply
 from protocol.session import ClientSession
+from protocol.shared_connection import SharedConnection
 from tests.protocol.scripted_peer import (
     HoldingScript,
     ScriptedPeer,
@@ -118,6 +119,18 @@ def test_nobody_there_is_said_in_time(runtime_dir: Path) -> None:
             with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*`modelctl serve`"):
                 attempt()
             assert 0.9 < time.monotonic() - start < 10
+
+
+def test_a_try_that_begins_as_the_time_ends_does_not_hide_why_the_others_failed(runtime_dir: Path) -> None:
+    shared = SharedConnection(f"ipc://{runtime_dir}/front", patience=60, redial=True)
+    try:
+        wait_until(lambda: bool(shared.pump() or shared._failure), "the first try to fail")
+        shared._dial(shared._give_up_at, [])  # the last one, that nothing is known of yet
+        shared._look_after(shared._give_up_at, [])
+        with pytest.raises(ConnectionLost, match="no supervisor is running here"):
+            shared.wait_welcome()
+    finally:
+        shared.close()
 
 
 def test_pauses_between_tries_grow(runtime_dir: Path) -> None:
