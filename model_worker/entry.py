@@ -16,9 +16,9 @@ import time
 import traceback
 
 from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
+from model_worker.parent_death import die_with
 from protocol.worker_spec import WorkerSpec
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 
 
@@ -26,7 +26,9 @@ def main(spec: WorkerSpec) -> None:
     """Run one worker until it is told to stop or its engine fails. Never returns."""
     code = EXIT_ENGINE_FAULT
     try:
-        die_with_parent(spec.supervisor_pid)
+        if not die_with(spec.supervisor_pid):
+            os._exit(EXIT_ASKED)
+        ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         os.setsid()
         name_and_contain()
         redirect_output(spec.log_path)
@@ -38,19 +40,6 @@ def main(spec: WorkerSpec) -> None:
         # Not sys.exit: an interpreter's own way out joins threads and runs destructors of a CUDA context that may be
         # broken, and can hang there with the GPU's memory held.
         os._exit(code)
-
-
-def die_with_parent(supervisor_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the thread that spawned us ends.
-
-    The parent may have died before the request was made, which the kernel does not tell: hence the second look.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != supervisor_pid:
-        os._exit(EXIT_ASKED)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def name_and_contain() -> None:

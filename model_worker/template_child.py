@@ -11,7 +11,6 @@ MAILBOX  descriptor of a file in memory: a request stands there, and then its an
 stdin    a SEQPACKET socket: 8 bytes are the length of what stands in the mailbox; the first 8 bytes sent say "ready"
 """
 
-import ctypes
 import json
 import os
 import resource
@@ -27,11 +26,12 @@ import jinja2.ext
 import jinja2.sandbox
 import msgpack
 
+from model_worker.parent_death import die_with
+
 MEMORY = 512 << 20
 """Bytes of address space of this process."""
 NICE = 5
 """Where processors are few, a template that loops takes a quarter of what the worker takes of one."""
-_PR_SET_PDEATHSIG = 1
 _TOLD = 300
 """Characters of a template's message that a client is told."""
 _QUOTE = 8
@@ -163,8 +163,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def main(parent: int, mailbox: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if not die_with(parent):
         return
     # A look at the worker's stacks is sent to its whole group; the alarm is what ends a render that takes too long.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

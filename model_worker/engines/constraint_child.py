@@ -10,8 +10,6 @@ vocabulary, {pieces, textless}, answered by an empty message, and then constrain
 is wrong with it, nil or [message, code].
 """
 
-import ctypes
-import os
 import random
 import resource
 import signal
@@ -23,6 +21,7 @@ import msgpack
 import numpy as np
 
 from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, refusal
+from model_worker.parent_death import die_with
 from protocol.errors import RequestError
 
 SECONDS = 1.0
@@ -33,13 +32,11 @@ STACK = 2 << 20
 """Bytes of stack that a grammar is compiled with: an eighth of what the worker has for it."""
 _TOKENS = 16
 """Length of the answer that is tried."""
-_PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, descriptor: int) -> None:
     """Answer until the worker closes the connection."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if not die_with(parent):
         return
     # a look at the worker's stacks is sent to its whole group; Ctrl-C is the supervisor's business
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -17,7 +17,6 @@ The lock is a flock, held by every process that compiles: the kernel frees it wh
 lock file is removed under it, unless a living process has it open.
 """
 
-import ctypes
 import fcntl
 import importlib.metadata
 import importlib.util
@@ -33,6 +32,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from model_worker.parent_death import die_with
 
 NAME = "exllamav2_ext"
 Report = Callable[[str, int, int], None]
@@ -309,16 +310,6 @@ def _unwind_at_signals() -> None:
         signal.signal(number, end)
 
 
-def _die_with(parent: int) -> None:
-    """SIGTERM when the parent's thread that has started this process ends. It may have ended before: hence the second
-    look."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(1, signal.SIGTERM, 0, 0, 0) != 0:  # PR_SET_PDEATHSIG
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        sys.exit(1)
-
-
 def main() -> int:
     said: list[tuple[str, int, int]] = []
 
@@ -328,8 +319,8 @@ def main() -> int:
             _tell(f"{phase} {done} {total}" if phase == "build" else phase, sys.stdout)
 
     _unwind_at_signals()
-    if len(sys.argv) > 1:
-        _die_with(int(sys.argv[1]))
+    if len(sys.argv) > 1 and not die_with(int(sys.argv[1]), signal.SIGTERM):
+        return 1
     try:
         ensure(say)
     except ExtensionError as e:

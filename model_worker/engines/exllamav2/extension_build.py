@@ -4,7 +4,6 @@ The package's module exllamav2.ext is imported, which calls PyTorch's builder wi
 only the builder is made to say what it does.
 """
 
-import ctypes
 import functools
 import importlib
 import os
@@ -14,13 +13,13 @@ import sys
 from typing import Any
 
 from model_worker.engines.exllamav2.extension import end_session
+from model_worker.parent_death import die_with
 
 
 def _die_with(parent: int) -> None:
     """When the parent ends, end this process's session: the compilers have no other way to know."""
     signal.signal(signal.SIGTERM, _end)
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
+    if not die_with(parent, signal.SIGTERM):
         sys.exit(1)
 
 
