@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Self
+from typing import Generic, Protocol, Self, TypeVar
 
 from protocol.answers import Completion, Delta
 from protocol.choices import ChoicesBase
 from protocol.loop_connection import LoopConnection
 from protocol.stream import StreamBase
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class AsyncStream(StreamBase):
@@ -21,9 +24,9 @@ class AsyncStream(StreamBase):
 
     _connection: LoopConnection
 
-    def __aiter__(self) -> "_StreamLoop":
+    def __aiter__(self) -> AsyncIterator[Delta]:
         # an object of its own, which dies with the loop: the loop was left even where the stream is still referred to
-        return _StreamLoop(self)
+        return _Loop(self)
 
     async def __anext__(self) -> Delta:
         self._connection.check()
@@ -67,29 +70,34 @@ class AsyncStream(StreamBase):
             await self._connection.wait([stream._state for stream in streams], timeout)
 
 
-class _StreamLoop:
-    """What an ``async for`` loop holds. Its end is the end of the loop."""
+class _Loop(Generic[T]):
+    """What an ``async for`` loop over an AsyncStream or AsyncChoices holds. Its end is the end of the loop."""
 
-    __slots__ = ("_stream",)
+    __slots__ = ("_read",)
 
-    def __init__(self, stream: AsyncStream) -> None:
-        self._stream = stream
+    def __init__(self, read: "_Read[T]") -> None:
+        self._read = read
 
-    def __aiter__(self) -> "_StreamLoop":
+    def __aiter__(self) -> "_Loop[T]":
         return self
 
-    def __anext__(self) -> Awaitable[Delta]:
-        return self._stream.__anext__()
+    def __anext__(self) -> Awaitable[T]:
+        return self._read.__anext__()
 
     def __del__(self) -> None:
-        self._stream._abandon()
+        self._read._abandon()
+
+
+class _Read(Protocol[T_co]):
+    def __anext__(self) -> Awaitable[T_co]: ...
+    def _abandon(self) -> None: ...
 
 
 class AsyncChoices(ChoicesBase[AsyncStream]):
     """As ``Choices``, for ``async for``. Cancelling the task that waits cancels all, too."""
 
     def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
-        return _ChoicesLoop(self)
+        return _Loop(self)
 
     async def __anext__(self) -> tuple[int, Delta]:
         while True:
@@ -121,21 +129,3 @@ class AsyncChoices(ChoicesBase[AsyncStream]):
         async for _ in self:
             pass
         return [stream._completion() for stream in self.streams]
-
-
-class _ChoicesLoop:
-    """What an ``async for`` loop holds. Its end is the end of the loop."""
-
-    __slots__ = ("_choices",)
-
-    def __init__(self, choices: AsyncChoices) -> None:
-        self._choices = choices
-
-    def __aiter__(self) -> "_ChoicesLoop":
-        return self
-
-    async def __anext__(self) -> tuple[int, Delta]:
-        return await self._choices.__anext__()
-
-    def __del__(self) -> None:
-        self._choices._abandon()

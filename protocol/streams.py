@@ -1,12 +1,15 @@
 """What ``Client`` hands out: one answer as it comes, or several."""
 
 from collections.abc import Iterator, Sequence
-from typing import Self
+from typing import Generic, Protocol, Self, TypeVar
 
 from protocol.answers import Completion, Delta
 from protocol.choices import ChoicesBase
 from protocol.shared_connection import SharedConnection
 from protocol.stream import StreamBase
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Stream(StreamBase):
@@ -22,7 +25,7 @@ class Stream(StreamBase):
 
     def __iter__(self) -> Iterator[Delta]:
         # an object of its own, which dies with the loop: the loop was left even where the stream is still referred to
-        return _StreamLoop(self)
+        return _Loop(self)
 
     def __next__(self) -> Delta:
         self._connection.check()
@@ -60,22 +63,27 @@ class Stream(StreamBase):
         return self._connection.wait(states, done, timeout)
 
 
-class _StreamLoop:
-    """What a ``for`` loop holds. Its end is the end of the loop."""
+class _Loop(Generic[T]):
+    """What a ``for`` loop over a Stream or Choices holds. Its end is the end of the loop."""
 
-    __slots__ = ("_stream",)
+    __slots__ = ("_read",)
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self, read: "_Read[T]") -> None:
+        self._read = read
 
-    def __iter__(self) -> "_StreamLoop":
+    def __iter__(self) -> "_Loop[T]":
         return self
 
-    def __next__(self) -> Delta:
-        return next(self._stream)
+    def __next__(self) -> T:
+        return next(self._read)
 
     def __del__(self) -> None:
-        self._stream._abandon()
+        self._read._abandon()
+
+
+class _Read(Protocol[T_co]):
+    def __next__(self) -> T_co: ...
+    def _abandon(self) -> None: ...
 
 
 class Choices(ChoicesBase[Stream]):
@@ -86,7 +94,7 @@ class Choices(ChoicesBase[Stream]):
     """
 
     def __iter__(self) -> Iterator[tuple[int, Delta]]:
-        return _ChoicesLoop(self)
+        return _Loop(self)
 
     def __next__(self) -> tuple[int, Delta]:
         while True:
@@ -109,21 +117,3 @@ class Choices(ChoicesBase[Stream]):
         for _ in self:
             pass
         return [stream._completion() for stream in self.streams]
-
-
-class _ChoicesLoop:
-    """What a ``for`` loop holds. Its end is the end of the loop."""
-
-    __slots__ = ("_choices",)
-
-    def __init__(self, choices: Choices) -> None:
-        self._choices = choices
-
-    def __iter__(self) -> "_ChoicesLoop":
-        return self
-
-    def __next__(self) -> tuple[int, Delta]:
-        return next(self._choices)
-
-    def __del__(self) -> None:
-        self._choices._abandon()
