@@ -49,7 +49,9 @@ def parse_question(verb: str, body: bytes) -> Tokenize | Detokenize:
     if model is None:
         raise RequestError(f"a worker answers {' and '.join(QUESTIONS)} only", field="verb", code=ErrorCode.UNSUPPORTED)
     try:
-        return model.model_validate(unpack_body(body))
+        fields = unpack_body(body)
+        fields.pop("model", None)
+        return model.model_validate(fields)
     except FrameError as e:
         raise RequestError(e.message, field="body") from None
     except ValidationError as e:

@@ -5,7 +5,6 @@ from itertools import count
 
 from protocol.errors import ErrorCode, WireError
 
-VERBS = frozenset({"tokenize", "detokenize"})
 MOST = 256
 """Questions that a worker may have to answer at once, ..."""
 MOST_OF_CHANNEL = 32

@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from protocol import __version__, limits
-from protocol.codec import check_size, decode, encode, pack_body, pack_error, unpack_body
+from protocol.codec import decode, encode, pack_body, pack_error, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import (
     WORKER_TO_SUPERVISOR,
@@ -32,7 +32,6 @@ from protocol.messages import (
     Generate,
     GoAway,
     Hello,
-    Kind,
     Message,
     Ping,
     Pong,
@@ -40,9 +39,9 @@ from protocol.messages import (
     Reply,
     Welcome,
 )
+from protocol.questions import QUESTIONS
 from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
 from supervisor import calls
-from supervisor.asks import VERBS as ASK_VERBS
 from supervisor.asks import Asker, Asks
 from supervisor.client_port import ClientPort, Connection, Context, bind_private, router
 from supervisor.config import Config
@@ -262,7 +261,7 @@ class Supervisor:
             case Cancel(request):
                 self.perform(self.scheduler.cancel(channel, request, now))
                 self._watch_expiry()
-            case Call(call, verb, body) if verb in ASK_VERBS:
+            case Call(call, verb, body) if verb in QUESTIONS:
                 asker = Asker(port is self._admin, channel, call)
                 try:
                     self._ask(asker, verb, body)
@@ -284,12 +283,10 @@ class Supervisor:
 
     def _ask(self, asker: Asker, verb: str, body: bytes) -> None:
         """Hand a question to a worker of its model. Raises WireError if there is none."""
-        params = unpack_body(body)
-        replica = calls.ready_worker(self, params.pop("model", None))
-        question = pack_body(params)
-        check_size(encode(Ask(limits.MAX_U64, verb, question)), Kind.ASK)  # packed anew, floats may take twice as much
+        replica = calls.ready_worker(self, unpack_body(body).get("model"))
         number = self._asks.begin(replica.name, asker)
-        self.send_worker(replica.name, encode(Ask(number, verb, question)))
+        # as it came: packed anew, floats may take twice as much, and be more than the worker takes
+        self.send_worker(replica.name, encode(Ask(number, verb, body)))
 
     def _reply(self, asker: Asker, body: bytes) -> None:
         port = self._admin if asker.admin else self._front
