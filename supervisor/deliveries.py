@@ -7,7 +7,6 @@ that, or when it has granted nothing for long, its stream alone is ended. Nobody
 from collections import Counter
 from dataclasses import dataclass
 
-from protocol import limits
 from protocol.codec import encode, pack_event
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import EventEntry, EventFlag, Events, FinishReason
@@ -32,7 +31,7 @@ class Deliveries:
     window  events that a stream may be ahead of its client's grants
     """
 
-    def __init__(self, window: int = limits.STREAM_WINDOW, bounds: HoldLimits | None = None) -> None:
+    def __init__(self, window: int, bounds: HoldLimits | None = None) -> None:
         self.window = window
         self.bounds = bounds or HoldLimits()
         self._of_channel: Counter[int] = Counter()

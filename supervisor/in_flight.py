@@ -45,7 +45,7 @@ class InFlight:
     accepted, started  monotonic seconds: of acceptance, and of the first time that a worker was given it
     cost               tokens of the prompt, estimated from its bytes
     holds              whether ``held`` has any (asked for every event)
-    ids                what the answer consists of so far (u32 little endian), held events included, if ``resumable``
+    ids                what the answer consists of so far (u32 little endian), held included, if it may be resumed
     unpaid             tokens that its account has not been charged for yet
     resumes            how often it went on in another worker
     strikes            deaths of workers that were computing it, or a request just like it
@@ -68,7 +68,6 @@ class InFlight:
     delivered_tokens: int = 0
     has_tokens: bool = False
     holds: bool = False
-    resumable: bool = True
     unpaid: int = 0
     cancelled: bool = False
     ids: bytearray = field(default_factory=bytearray)

@@ -138,15 +138,17 @@ class ModelQueue:
             self._reserve(now)
         else:
             self.reserved = None
-        if self.line:
-            for seat in self.seats.values():
-                for running in seat.running.values():
-                    running.settle()
         free = [s for s in self.seats.values() if s.has_room and s is not self.reserved]
         if not free or not (self.again or self.line):
             return None
-        request = self.again.popleft() if self.again else self.line.pop()
+        request = self.again.popleft() if self.again else self._pop()
         return self._seat(free, request), request
+
+    def _pop(self) -> InFlight:
+        for seat in self.seats.values():
+            for running in seat.running.values():
+                running.settle()
+        return self.line.pop()
 
     def _reserve(self, now: float) -> None:
         """Have one worker emptied, and only one: the others go on. In turns, since its last request may be endless."""

@@ -5,6 +5,7 @@ worker no longer holds its job (it said so, or it is dead). Removing it earlier 
 would find nothing to cancel.
 """
 
+from protocol import limits
 from protocol.codec import encode
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import TERMINAL, CancelJob, EventFlag, JobMessage
@@ -22,11 +23,11 @@ class RequestTable:
     def __init__(
         self,
         *,
-        window: int | None = None,
+        window: int = limits.STREAM_WINDOW,
         holds: HoldLimits | None = None,
         strikes: StrikePolicy | None = None,
     ) -> None:
-        self._deliveries = Deliveries(bounds=holds) if window is None else Deliveries(window, holds)
+        self._deliveries = Deliveries(window, holds)
         self._strikes = Strikes(strikes or StrikePolicy())
         self._models: dict[str, ModelQueue] = {}
         self._of_worker: dict[str, ModelQueue] = {}
@@ -133,6 +134,13 @@ class RequestTable:
         """The terminal event of a request that is in no line, and that no worker has."""
         self._models[request.model].totals.errors += 1
         end = self._deliveries.end_with_error(request, error)
+        self._leave(request)
+        return [end]
+
+    def _end_cancelled(self, request: InFlight) -> list[Effect]:
+        """The same, of one that its client has cancelled."""
+        self._models[request.model].totals.finished += 1
+        end = self._deliveries.end_cancelled(request)
         self._leave(request)
         return [end]
 

@@ -13,11 +13,7 @@ from itertools import islice
 
 from protocol.codec import encode, pack_body, pack_error
 from protocol.errors import ErrorCode, RequestError, WireError
-from protocol.messages import (
-    Accepted,
-    Error,
-    Generate,
-)
+from protocol.messages import Accepted, Error, Generate
 from supervisor.held import HeldEvents
 from supervisor.in_flight import Effect, InFlight, Phase, ToClient
 from supervisor.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
@@ -96,10 +92,7 @@ class Scheduler(WorkerEvents):
         self, queue: ModelQueue, request: InFlight, error: WireError, now: float, *, struck: bool
     ) -> list[Effect]:
         if request.cancelled:  # its client need not know how narrow that was
-            queue.totals.finished += 1
-            end = self._deliveries.end_cancelled(request)
-            self._leave(request)
-            return [end]
+            return self._end_cancelled(request)
         if struck:
             request.strikes = self._strikes.count(request.model, request.body, now)
             if self._strikes.poisons(request.strikes):
@@ -192,7 +185,6 @@ class Scheduler(WorkerEvents):
             accepted=now,
             credit=self._deliveries.window,
             held=HeldEvents(),
-            resumable=route.resume,
             strikes=strikes,
         )
         return queue, request
@@ -204,11 +196,9 @@ class Scheduler(WorkerEvents):
             return []
         if request.phase is Phase.WAITING:
             queue = self._models[request.model]
-            queue.totals.finished += 1
             queue.remove(request)
-            end = self._deliveries.end_cancelled(request)
-            self._leave(request)
-            return [end, *self._dispatch(queue, now)]  # one that had to be alone kept a worker free
+            # and then the others: one that had to be alone kept a worker free
+            return self._end_cancelled(request) + self._dispatch(queue, now)
         # Whoever cancels may not go on granting credit: what is held, and the terminal event behind it, must not wait.
         request.cancelled = True
         self._due.add(now + CONFIRM_S, "cancelled", request)

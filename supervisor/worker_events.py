@@ -42,7 +42,7 @@ class WorkerEvents(RequestTable):
                     seat.tokens += tokens
                     request.unpaid += tokens
                     request.delivered_tokens += tokens
-                    if request.resumable:
+                    if request.route.resume:
                         request.ids += body[at : at + 4 * tokens]
                 at += length
                 request.sent = seq + 1
@@ -57,7 +57,7 @@ class WorkerEvents(RequestTable):
         """What the answer consists of, for the worker that may have to go on with it."""
         request.has_tokens = True
         request.unpaid += tokens
-        if request.resumable:
+        if request.route.resume:
             request.ids += ids
 
     @staticmethod
