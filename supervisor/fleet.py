@@ -10,7 +10,6 @@ import random
 import secrets
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -22,15 +21,14 @@ from supervisor import logs, stop_ladder
 from supervisor.config import Config
 from supervisor.exits import ExitReport, classify, not_spawned
 from supervisor.gpus import open_gpus
-from supervisor.guard import Guard
 from supervisor.in_flight import Effect as RequestEffect
+from supervisor.launcher import Launched, Launcher
 from supervisor.lifecycle import Effect, Event, WorkerState
 from supervisor.replica import Replica
 from supervisor.scheduler import Scheduler
 from supervisor.stop_ladder import Rung
 from supervisor.timers import Timers
 from supervisor.vram import Vram
-from supervisor.worker_process import WorkerProcess
 from supervisor.worker_reports import checked_hello, checked_progress, checked_ready, checked_stats
 
 RATE_WINDOW_S = 1.0
@@ -42,8 +40,6 @@ class Outlet(Protocol):
     def perform(self, effects: list[RequestEffect]) -> None: ...
     def send_worker(self, worker: str, frame: bytes) -> None: ...
     def worker_gone(self, worker: str) -> None: ...
-    def watch_process(self, pidfd: int, callback: Callable[[], None]) -> None: ...
-    def unwatch_process(self, pidfd: int) -> None: ...
 
 
 class Fleet:
@@ -54,7 +50,7 @@ class Fleet:
         config: Config,
         scheduler: Scheduler,
         timers: Timers,
-        guard: Guard,
+        launcher: Launcher,
         outlet: Outlet,
         runtime_dir: Path,
         back_endpoint: str,
@@ -63,7 +59,7 @@ class Fleet:
         self._config = config
         self._scheduler = scheduler
         self._timers = timers
-        self._guard = guard
+        self._launcher = launcher
         self._outlet = outlet
         self._back_endpoint = back_endpoint
         self._log = log
@@ -136,13 +132,11 @@ class Fleet:
             case _:
                 raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")
 
-    def on_exit(self, replica: Replica) -> None:
-        """The pidfd is readable: the process is gone."""
-        process = replica.process
-        assert process is not None
-        self._outlet.unwatch_process(process.pidfd)
+    def on_exit(self, process: Launched) -> None:
+        """A worker is gone, and all that it sent before is taken in."""
+        replica = next(replica for replica in self.replicas.values() if replica.process is process)
         asked = replica.state is WorkerState.STOPPING  # a draining worker has not been told to leave yet
-        code = process.reap()
+        code = self._launcher.reap(process)
         replica.process = None
         self._by_routing_id.pop(replica.routing_id, None)
         self.vram.ended(replica.name, process.pid)
@@ -270,14 +264,13 @@ class Fleet:
 
     def _launch(self, replica: Replica, spec: WorkerSpec) -> None:
         try:
-            replica.process = WorkerProcess(spec, self._guard)
+            replica.process = self._launcher.start(spec)
         except OSError as e:
             # Not from here: we are in the middle of the transition to STARTING. The next turn counts it as a death.
             report = not_spawned(e)
             self._timers.at(time.monotonic(), lambda: self._ended(replica, report, None))
             return
         self._by_routing_id[replica.routing_id] = replica
-        self._outlet.watch_process(replica.process.pidfd, lambda: self.on_exit(replica))
 
     def _drain_expired(self, replica: Replica) -> None:
         if not replica.wanted:  # else it is started again, and they go on there

@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,9 +47,9 @@ from supervisor.config import Config
 from supervisor.deliveries import HoldLimits
 from supervisor.descriptors import DescriptorBudget
 from supervisor.fleet import RATE_WINDOW_S, Fleet
-from supervisor.guard import Guard
 from supervisor.in_flight import Effect, ToClient
 from supervisor.lifecycle import IllegalTransition
+from supervisor.local_launcher import LocalLauncher
 from supervisor.reactor import Reactor
 from supervisor.runtime_dir import RuntimeDir
 from supervisor.scheduler import Scheduler
@@ -64,7 +63,6 @@ MONITOR_LIMIT = 8
 """Connections that may come before descriptors are counted again."""
 LAST_WORDS_TURNS = 16
 """Turns of that kind before a dead worker's requests are ended."""
-GUARD_RETRY_S = 1.0
 WATCH_INTERVAL_S = 0.5
 """Between looks at streams whose clients have stopped reading, and reports of queue positions."""
 
@@ -92,13 +90,13 @@ class Supervisor:
         self._front = ClientPort.bind(self._context, front_endpoint(runtime.path), self._descriptors.backlog)
         self._admin = ClientPort.bind(self._context, admin_endpoint(runtime.path), self._descriptors.backlog)
         self._back = self._bind_back(back_endpoint(runtime.path))
-        self._guard = Guard()
+        self._launcher = LocalLauncher(self._reactor.timers, log)
         self._signals = self._catch_signals()
         self.fleet = Fleet(
             config,
             self.scheduler,
             self._reactor.timers,
-            self._guard,
+            self._launcher,
             self,
             runtime.path,
             back_endpoint(runtime.path),
@@ -110,7 +108,7 @@ class Supervisor:
             self._reactor.watch(port.socket, partial(self._on_port, port))
             self._reactor.watch(port.monitor, partial(self._on_port, port))
         self._reactor.watch(self._signals, self._on_signals)
-        self._reactor.watch(self._guard.pidfd, self._on_guard_exit)
+        self._reactor.watch(self._launcher.descriptor, self._on_ends)
 
     def _bind_back(self, endpoint: str) -> zmq.Socket[bytes]:
         back = router(self._context)
@@ -152,7 +150,7 @@ class Supervisor:
         self._back.close(linger=0)
         self._zap.socket.close(linger=0)
         self._context.term()
-        self._guard.close()
+        self._launcher.close()
         self._runtime.release()
 
     # --- Outlet and Host: what fleet and calls need of the loop -------------------------------------------------
@@ -179,20 +177,6 @@ class Supervisor:
         error = WireError(ErrorCode.WORKER_DIED, f"{worker}: the worker process ended before it could answer")
         for asker in self._asks.worker_gone(worker):
             self._reply(asker, pack_body({"error": error.to_wire()}))
-
-    def watch_process(self, pidfd: int, callback: Callable[[], None]) -> None:
-        def gone() -> None:
-            # What the worker sent before it died may lie in our socket: an answer that is complete there must not turn
-            # into worker_died because the descriptor was looked at first.
-            for _ in range(LAST_WORDS_TURNS):
-                if not self._on_back():
-                    break
-            callback()
-
-        self._reactor.watch(pidfd, gone)
-
-    def unwatch_process(self, pidfd: int) -> None:
-        self._reactor.unwatch(pidfd)
 
     def now(self) -> float:
         return time.monotonic()
@@ -339,6 +323,16 @@ class Supervisor:
                 self.fleet.kill(replica, f"it sent what cannot be: {e}")
         return True
 
+    def _on_ends(self) -> None:
+        if ended := self._launcher.ended():
+            # What a worker sent before it died may lie in our socket: an answer that is complete there must not turn
+            # into worker_died because the descriptor was looked at first.
+            for _ in range(LAST_WORDS_TURNS):
+                if not self._on_back():
+                    break
+        for process in ended:
+            self.fleet.on_exit(process)
+
     def _end_gone(self) -> None:
         while gone := self._front.take_gone():
             for channel in gone:
@@ -383,20 +377,6 @@ class Supervisor:
             self._front.send(channel, frame)
         self._end_gone()
         self._mind_descriptors()
-
-    def _on_guard_exit(self) -> None:
-        self._log.warning("the guard process ended; starting another")
-        self.unwatch_process(self._guard.pidfd)
-        self._restart_guard()
-
-    def _restart_guard(self) -> None:
-        try:
-            self._guard.restart()
-        except OSError as e:  # no processes or descriptors left; the kernel's own SIGKILL still protects meanwhile
-            self._log.error("no guard process: %s; trying again", e)
-            self._reactor.timers.at(time.monotonic() + GUARD_RETRY_S, self._restart_guard)
-            return
-        self._reactor.watch(self._guard.pidfd, self._on_guard_exit)
 
     # --- signals ------------------------------------------------------------------------------------------------
 

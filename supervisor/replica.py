@@ -7,12 +7,12 @@ from typing import Any
 from protocol.errors import ErrorCode, WireError
 from supervisor.config import ModelSpec
 from supervisor.exits import ExitReport
+from supervisor.launcher import Launched
 from supervisor.lifecycle import ModelLife, WorkerState
 from supervisor.restart import RestartHistory, RestartPolicy
 from supervisor.scheduler import Scheduler
 from supervisor.stop_ladder import LadderTimes
 from supervisor.timers import Timer
-from supervisor.worker_process import WorkerProcess
 
 
 class Replica:
@@ -30,7 +30,7 @@ class Replica:
         self.wanted = False
         """An operator wants it up; a START that came while it went down is repeated when it is stopped."""
         self.generation = 0
-        self.process: WorkerProcess | None = None
+        self.process: Launched | None = None
         self.routing_id = b""
         self.killed_for: str | None = None
         """Why the supervisor itself killed the present process."""

@@ -11,7 +11,7 @@ import threading
 
 from model_worker import entry
 from protocol.worker_spec import WorkerSpec
-from supervisor.guard import Guard, kill_group
+from supervisor.guard import kill_group
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -23,11 +23,10 @@ class WorkerProcess:
     system has no process or descriptor left.
     """
 
-    def __init__(self, spec: WorkerSpec, guard: Guard) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
         # PR_SET_PDEATHSIG fires when the *thread* that spawned ends.
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("workers must be spawned from the main thread")
-        self._guard = guard
         self._process = _SPAWN.Process(target=entry.main, args=(spec,), name=f"worker-{spec.engine.model}")
         self._process.start()
         assert self._process.pid is not None
@@ -38,7 +37,6 @@ class WorkerProcess:
             self._process.kill()
             self._process.join()
             raise
-        guard.watch(self.pid)
 
     @property
     def is_gone(self) -> bool:
@@ -51,15 +49,23 @@ class WorkerProcess:
         """Signal the worker and everything in its group. Harmless once it is gone."""
         kill_group(self.pid, number)
 
-    def reap(self) -> int:
-        """Call when ``pidfd`` is readable: end what the worker left behind, collect the exit status, free the pidfd.
+    def abandon(self) -> None:
+        """End a process that has only just been started, and wait for that."""
+        self._process.kill()
+        self._process.join()
+        os.close(self.pidfd)
 
-        Returns the exit code, or minus the number of the signal that ended the process. The group is killed before the
-        leader is reaped: as long as it is a zombie its number cannot be given to anybody else. Only ``join`` reaps; a
+    def end_group(self) -> None:
+        """End what a worker that is gone left behind, before ``join``: as long as it is a zombie its number cannot be
+        given to anybody else."""
+        kill_group(self.pid, signal.SIGKILL)
+
+    def join(self) -> int:
+        """Collect the exit status and free the pidfd, once that is readable.
+
+        Returns the exit code, or minus the number of the signal that ended the process. Only ``join`` reaps; a
         ``waitpid`` of our own would leave multiprocessing believing in a living child for ever.
         """
-        kill_group(self.pid, signal.SIGKILL)
-        self._guard.forget(self.pid)  # while the number is still ours, or the guard could kill its next owner
         self._process.join(0)
         code = self._process.exitcode
         os.close(self.pidfd)
