@@ -93,9 +93,14 @@ class Fleet:
         self._apply(replica, Event.STOP_NOW if now else Event.STOP, cause)
 
     def restart(self, name: str, cause: str) -> None:
-        """Stop, then start. A worker that is down is just started."""
-        self.stop(name, cause)
-        self.start(name, cause)
+        """Stop, then start: requests wait meanwhile. A worker that is down is just started."""
+        replica = self.replicas[name]
+        replica.wanted = True
+        if replica.state in (WorkerState.STOPPED, WorkerState.FAILED, WorkerState.BACKOFF):
+            self._apply(replica, Event.START, cause)
+        else:
+            replica.ladder_times = self._config.supervisor.ladder
+            self._apply(replica, Event.STOP, cause)
 
     @property
     def all_stopped(self) -> bool:
@@ -209,6 +214,8 @@ class Fleet:
                 self._outlet.perform(self._scheduler.open(name, replica.generation, replica.info["max_jobs"], now))
             case Effect.ACCEPT_NEW:
                 self._scheduler.accept_new(name)
+            case Effect.REFUSE_NEW if replica.wanted and replica.state is not WorkerState.FAILED:
+                self._outlet.perform(self._scheduler.pause(name, now))
             case Effect.REFUSE_NEW:
                 self._outlet.perform(self._scheduler.refuse_new(name, replica.refusal(), now))
             case Effect.END_WAITING:
@@ -222,8 +229,6 @@ class Fleet:
                     reason = replica.last_exit.reason if replica.last_exit else "gone"
                     told = f"model {replica.model!r}: the worker process ended ({reason})"
                     error = WireError(ErrorCode.WORKER_DIED, told)
-                if replica.state is WorkerState.STOPPED and replica.wanted:
-                    self._scheduler.accept_new(name)  # a restart: what it had goes on in its successor
                 self._outlet.perform(self._scheduler.worker_gone(name, error, now, struck=not asked))
                 if replica.state is WorkerState.STOPPED:
                     self._outlet.perform(self._scheduler.release_held(name, now))

@@ -55,7 +55,7 @@ class Effect(StrEnum):
     OPEN = "open"
     """Give the worker its waiting requests."""
     REFUSE_NEW = "refuse new"
-    """Answer new requests with the state's error."""
+    """Answer new requests with the state's error; on the way down to being started again, let them wait instead."""
     ACCEPT_NEW = "accept new"
     """Queue new requests."""
     WATCH_DRAIN = "watch drain"
@@ -91,10 +91,11 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[Effect, ..
     (_S.BACKOFF, _E.STOP): (_S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW, _X.END_WAITING)),
     (_S.FAILED, _E.STOP): (_S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW)),
     (_S.READY, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.DRAINING, _E.STOP_NOW): (_S.STOPPING, (_X.CLIMB,)),
+    (_S.DRAINING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
     (_S.STARTING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
     (_S.LOADING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.STOPPING, _E.STOP_NOW): (_S.STOPPING, (_X.CLIMB,)),  # impatience: the ladder begins anew, with shorter rungs
+    # impatience: the ladder begins anew, with shorter rungs
+    (_S.STOPPING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
     (_S.BACKOFF, _E.STOP_NOW): (_S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW, _X.END_WAITING)),
     (_S.FAILED, _E.STOP_NOW): (_S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW)),
     (_S.DRAINING, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
@@ -114,11 +115,12 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[Effect, ..
     (_S.READY, _E.START): (_S.READY, ()),
     (_S.STOPPED, _E.STOP): (_S.STOPPED, ()),
     (_S.STOPPED, _E.STOP_NOW): (_S.STOPPED, ()),
-    (_S.DRAINING, _E.STOP): (_S.DRAINING, ()),
-    (_S.STOPPING, _E.STOP): (_S.STOPPING, ()),
-    # START while going down: the caller remembers the wish and repeats it when the state is STOPPED.
-    (_S.DRAINING, _E.START): (_S.DRAINING, ()),
-    (_S.STOPPING, _E.START): (_S.STOPPING, ()),
+    # START while going down: the caller remembers the wish and repeats it when the state is STOPPED. Requests wait for
+    # that. STOP takes the wish back.
+    (_S.DRAINING, _E.START): (_S.DRAINING, (_X.ACCEPT_NEW,)),
+    (_S.STOPPING, _E.START): (_S.STOPPING, (_X.ACCEPT_NEW,)),
+    (_S.DRAINING, _E.STOP): (_S.DRAINING, (_X.REFUSE_NEW, _X.END_WAITING)),
+    (_S.STOPPING, _E.STOP): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING)),
     # HELLO or READY was on the way when the stop was decided.
     (_S.STOPPING, _E.HELLO): (_S.STOPPING, ()),
     (_S.STOPPING, _E.LOADED): (_S.STOPPING, ()),

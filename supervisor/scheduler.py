@@ -49,6 +49,13 @@ class Scheduler(WorkerEvents):
         """Requests may wait for this worker from now on (it is, or soon will be, running)."""
         self._of_worker[worker].seats[worker].refusal = None
 
+    def pause(self, worker: str, now: float) -> list[Effect]:
+        """The worker gets no other requests and finishes those it has; its successor is to come, and new ones wait."""
+        queue = self._of_worker[worker]
+        seat = queue.seats[worker]
+        seat.refusal, seat.capacity = None, 0
+        return self._dispatch(queue, now)  # what it was kept free for goes elsewhere
+
     def refuse_new(self, worker: str, error: WireError, now: float) -> list[Effect]:
         """Requests do not wait for this worker any more, and it gets no others; those it has it finishes. If none of
         the model's takes any, this is what new ones are told."""

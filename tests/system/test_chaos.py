@@ -23,7 +23,6 @@ STREAMS = 16
 FAULTS = ("kill", "raise", "restart", "stop now", "drain", "cancel", "leave", "kill the guard", "nothing")
 WORKERS = ("a:1", "a:2", "b")
 ALLOWED_ENDS = {
-    "restart": {"draining"},
     "stop now": {"draining", "model_not_running"},
     "drain": {"draining", "model_not_running"},
     "cancel": {"cancelled"},
