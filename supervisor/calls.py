@@ -10,8 +10,10 @@ from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from supervisor.fleet import Fleet
 from supervisor.lifecycle import WorkerState
+from supervisor.reloads import Reloads
 from supervisor.replica import Replica
 from supervisor.scheduler import Scheduler
+from supervisor.turnover import How
 
 Params = dict[str, Any]
 Result = dict[str, Any]
@@ -21,10 +23,12 @@ class Host(Protocol):
     """What the verbs need of the loop."""
 
     fleet: Fleet
+    reloads: Reloads
     scheduler: Scheduler
 
     def describe(self) -> dict[str, Any]: ...
     def now(self) -> float: ...
+    def reload(self, cause: str, how: How, only: str | None = None) -> int: ...
     @property
     def shutting_down(self) -> bool: ...
     def begin_shutdown(self, cause: str, *, now: bool = False) -> None: ...
@@ -122,18 +126,34 @@ def _stop(host: Host, params: Params) -> Result:
 
 def _ordered(replicas: list[Replica]) -> Result:
     """What an order has come to: of the worker, and of each where there are several."""
-    workers = {r.name: {"state": str(r.state), "generation": r.generation} for r in replicas}
-    return {**workers[replicas[0].name], "workers": workers}
+    workers = {r.shown: {"state": str(r.state), "generation": r.generation} for r in replicas}
+    return {**workers[replicas[0].shown], "workers": workers}
 
 
 def _restart(host: Host, params: Params) -> Result:
-    replicas = _replicas(host, _take(params, model=str).get("model"))
+    replicas = [r for r in _replicas(host, _take(params, model=str).get("model")) if r.current]
     _refuse_when_leaving(host)
-    wanted = {replica.name: replica.generation + 1 for replica in replicas}
-    for replica in replicas:
-        host.fleet.restart(replica.name, "restart ordered")
-    workers = {r.name: {"state": str(r.state), "generation": wanted[r.name]} for r in replicas}
-    return {**workers[replicas[0].name], "workers": workers}
+    wanted = {replica.shown: replica.generation + 1 for replica in replicas}
+    turnover = None
+    if len(replicas) == 1:
+        host.fleet.restart(replicas[0].name, "restart ordered")
+    else:
+        turnover = host.reloads.restart_in_turns(replicas, "restart ordered")
+    workers = {r.shown: {"state": str(r.state), "generation": wanted[r.shown]} for r in replicas}
+    return {**workers[replicas[0].shown], "workers": workers, "turnover": turnover}
+
+
+def _reload(host: Host, params: Params) -> Result:
+    given = _take(params, model=str, how=str)
+    _refuse_when_leaving(host)
+    try:
+        how = How(given.get("how", How.AUTO))
+    except ValueError:
+        told = f"how is {given['how'][:64]!r}: must be one of {', '.join(How)}"
+        raise RequestError(told, field="how") from None
+    model = given.get("model")
+    cause = "reload ordered" if model is None else f"reload of {model[:64]} ordered"
+    return {"turnover": host.reload(cause, how, model)}
 
 
 def _shutdown(host: Host, params: Params) -> Result:
@@ -147,6 +167,7 @@ _VERBS: dict[str, tuple[Callable[[Host, Params], Result], bool]] = {
     "start": (_start, True),
     "stop": (_stop, True),
     "restart": (_restart, True),
+    "reload": (_reload, True),
     "shutdown": (_shutdown, True),
 }
 
@@ -173,7 +194,7 @@ def _replicas(host: Host, name: str | None) -> list[Replica]:
         raise RequestError("model is missing: name a model", field="model")
     if replicas := host.fleet.of_model(name):
         return replicas
-    if name in host.fleet.replicas:
-        return [host.fleet.replicas[name]]
+    if replica := host.fleet.shown(name):
+        return [replica]
     known = ", ".join(sorted({replica.model for replica in host.fleet.replicas.values()}))
     raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured: there is {known}", field="model")

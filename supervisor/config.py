@@ -73,6 +73,12 @@ class ModelSpec:
         return ",".join(map(str, gpu)) if isinstance(gpu, tuple) else str(gpu)
 
     @property
+    def process_key(self) -> tuple[object, ...]:
+        """What a worker is told at its start: where this differs, it takes another process."""
+        config = self.config
+        return self.engine_spec, config.gpu, config.sampling, config.limits
+
+    @property
     def engine_spec(self) -> EngineSpec:
         config = self.config
         keys = frozenset[str]().union(*ENGINE_KEYS.values())

@@ -20,11 +20,11 @@ from protocol.worker_spec import WorkerSpec
 from supervisor import logs, stop_ladder
 from supervisor.config import Config
 from supervisor.exits import ExitReport, classify, not_spawned
-from supervisor.gpus import open_gpus
 from supervisor.in_flight import Effect as RequestEffect
 from supervisor.launcher import Launched, Launcher
 from supervisor.lifecycle import Effect, Event, WorkerState
 from supervisor.replica import Replica
+from supervisor.roster import Roster
 from supervisor.scheduler import Scheduler
 from supervisor.stop_ladder import Rung
 from supervisor.timers import Timers
@@ -40,9 +40,10 @@ class Outlet(Protocol):
     def perform(self, effects: list[RequestEffect]) -> None: ...
     def send_worker(self, worker: str, frame: bytes) -> None: ...
     def worker_gone(self, worker: str) -> None: ...
+    def state_changed(self) -> None: ...
 
 
-class Fleet:
+class Fleet(Roster):
     """All models. Every method runs on the supervisor's one thread."""
 
     def __init__(
@@ -56,24 +57,13 @@ class Fleet:
         back_endpoint: str,
         log: logging.Logger,
     ) -> None:
-        self._config = config
-        self._scheduler = scheduler
+        super().__init__(config, scheduler, Vram(timers, log), runtime_dir)
         self._timers = timers
         self._launcher = launcher
         self._outlet = outlet
         self._back_endpoint = back_endpoint
         self._log = log
         self._by_routing_id: dict[bytes, Replica] = {}
-        pins = {w: s.visible_devices.split(",") for s in config.models.values() if s.visible_devices for w in s.workers}
-        self.vram = Vram(open_gpus(log) if pins else None, pins, timers, log)
-        self.replicas: dict[str, Replica] = {}
-        """By worker name, in the order of models.yaml."""
-        for model, spec in config.models.items():
-            for name in spec.workers:
-                log_path = logs.log_path(runtime_dir, name)
-                self.replicas[name] = Replica(name, spec, config.supervisor.restart_policy, log_path)
-            refusal = self.replicas[spec.workers[0]].refusal()
-            scheduler.add_model(model, workers=spec.workers, limits=spec.queue_limits, refusal=refusal)
 
     # --- orders -------------------------------------------------------------------------------------------------
 
@@ -108,10 +98,6 @@ class Fleet:
         return all(replica.process is None for replica in self.replicas.values())
 
     # --- what workers say ---------------------------------------------------------------------------------------
-
-    def of_model(self, model: str) -> list[Replica]:
-        """A model's workers; empty if none is configured under that name."""
-        return [replica for replica in self.replicas.values() if replica.model == model]
 
     def replica_of(self, routing_id: bytes) -> Replica | None:
         """The worker whose present process has this identity; None for a former generation's or a stranger's."""
@@ -153,7 +139,7 @@ class Fleet:
         """End a worker that is out of its mind or out of reach. Its requests end when it is gone."""
         if replica.process is not None and replica.killed_for is None and not replica.process.is_gone:
             replica.killed_for = why
-            self._log.error("%s: killing pid %d: %s", replica.name, replica.process.pid, why)
+            self._log.error("%s: killing pid %d: %s", replica.shown, replica.process.pid, why)
             replica.process.signal(signal.SIGKILL)
 
     def _ended(self, replica: Replica, report: ExitReport, pid: int | None) -> None:
@@ -173,7 +159,7 @@ class Fleet:
             verdict = f"next try in {pause:.1f} s" if again is not None else "not tried again"
             if replica.state in (WorkerState.DRAINING, WorkerState.STOPPING):
                 verdict = "it was being stopped"
-            self._log.warning("%s: pid %s: %s; %s", replica.name, pid or "none", report.message, verdict)
+            self._log.warning("%s: pid %s: %s; %s", replica.shown, pid or "none", report.message, verdict)
         self._apply(replica, event, report.message, pause=pause)
         if replica.wanted and replica.state is WorkerState.STOPPED:
             self._apply(replica, Event.START, "started again")
@@ -200,9 +186,10 @@ class Fleet:
         effects = replica.life.apply(event, now, cause)
         if replica.state is not before:
             pid = f" pid {replica.process.pid}" if replica.process else ""
-            self._log.info("%s: %s -> %s (%s)%s", replica.name, before, replica.state, cause, pid)
+            self._log.info("%s: %s -> %s (%s)%s", replica.shown, before, replica.state, cause, pid)
         for effect in effects:
             self._do(replica, effect, now, pause)
+        self._outlet.state_changed()
 
     def _do(self, replica: Replica, effect: Effect, now: float, pause: float) -> None:
         name = replica.name
@@ -250,7 +237,9 @@ class Fleet:
                     replica.backoff_timer.cancel()
 
     def _spawn(self, replica: Replica) -> None:
-        replica.generation += 1
+        self._take_spec(replica)
+        self._generations[replica.label] += 1
+        replica.generation = self._generations[replica.label]
         replica.routing_id = b"W" + secrets.token_bytes(16)
         replica.info, replica.progress, replica.killed_for = {}, {}, None
         spec = WorkerSpec(
@@ -300,7 +289,7 @@ class Fleet:
     def _rung(self, replica: Replica, rung: Rung) -> None:
         if replica.process is None:
             return
-        self._log.info("%s: %s to pid %d", replica.name, rung, replica.process.pid)
+        self._log.info("%s: %s to pid %d", replica.shown, rung, replica.process.pid)
         if rung is Rung.SHUTDOWN:
             self._outlet.send_worker(replica.name, encode(Shutdown()))
         else:

@@ -4,6 +4,7 @@ It only carries: what a frame means for requests is decided in ``scheduler``, wh
 ``lifecycle``, and both are done here and in ``fleet``.
 """
 
+import errno
 import gc
 import logging
 import os
@@ -11,6 +12,7 @@ import secrets
 import signal
 import socket
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -43,7 +45,7 @@ from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
 from supervisor import calls
 from supervisor.asks import Asker, Asks
 from supervisor.client_port import ClientPort, Connection, Context, bind_private, router
-from supervisor.config import Config
+from supervisor.config import Config, load_config
 from supervisor.deliveries import HoldLimits
 from supervisor.descriptors import DescriptorBudget
 from supervisor.fleet import RATE_WINDOW_S, Fleet
@@ -51,9 +53,12 @@ from supervisor.in_flight import Effect, ToClient
 from supervisor.lifecycle import IllegalTransition
 from supervisor.local_launcher import LocalLauncher
 from supervisor.reactor import Reactor
+from supervisor.reloads import Reloads
 from supervisor.runtime_dir import RuntimeDir
 from supervisor.scheduler import Scheduler
 from supervisor.timers import Timer
+from supervisor.turnover import How
+from supervisor.yaml_source import ConfigError
 from supervisor.zap import ZapHandler
 
 PROBE_INTERVAL_S = 1.0
@@ -72,7 +77,6 @@ class Supervisor:
 
     def __init__(self, config: Config, runtime: RuntimeDir, log: logging.Logger) -> None:
         self._log = log
-        self._config = config
         self._runtime = runtime
         self._started = time.monotonic()
         self._descriptors = DescriptorBudget(log)
@@ -91,6 +95,7 @@ class Supervisor:
         self._admin = ClientPort.bind(self._context, admin_endpoint(runtime.path), self._descriptors.backlog)
         self._back = self._bind_back(back_endpoint(runtime.path))
         self._launcher = LocalLauncher(self._reactor.timers, log)
+        self._has_terminal = _has_terminal()
         self._signals = self._catch_signals()
         self.fleet = Fleet(
             config,
@@ -102,6 +107,7 @@ class Supervisor:
             back_endpoint(runtime.path),
             log,
         )
+        self.reloads = Reloads(self.fleet, self.scheduler, self._reactor.timers, log)
         self._reactor.watch(self._zap.socket, self._zap.handle)
         self._reactor.watch(self._back, self._on_back)
         for port in (self._front, self._admin):
@@ -122,7 +128,11 @@ class Supervisor:
     def run(self) -> int:
         """Serve until told to stop. Returns the process's exit code; the caller leaves with ``os._exit``."""
         self._log.info(
-            "modelctl %s, pid %d, serving %s in %s", __version__, os.getpid(), self._config.file, self._runtime.path
+            "modelctl %s, pid %d, serving %s in %s",
+            __version__,
+            os.getpid(),
+            self.fleet.config.file,
+            self._runtime.path,
         )
         for name, replica in self.fleet.replicas.items():
             if replica.spec.config.autostart:
@@ -178,6 +188,22 @@ class Supervisor:
         for asker in self._asks.worker_gone(worker):
             self._reply(asker, pack_body({"error": error.to_wire()}))
 
+    def state_changed(self) -> None:
+        self.reloads.advance_soon()
+
+    def reload(self, cause: str, how: How, only: str | None = None) -> int:
+        """See ``Reloads.reload``. Raises WireError for a models.yaml that cannot be used, and changes nothing then."""
+        try:
+            config = load_config(self.fleet.config.file)
+        except ConfigError as e:
+            told = "; ".join(map(str, e.problems))
+            self._log.error("%s: nothing is changed: %s", cause, told)
+            raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {told}") from None
+        if only is not None and only not in config.models and not self.fleet.of_model(only):
+            known = ", ".join(config.models)
+            raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {only[:64]!r} is configured: there is {known}")
+        return self.reloads.reload(config, cause, how, only)
+
     def now(self) -> float:
         return time.monotonic()
 
@@ -188,9 +214,10 @@ class Supervisor:
             "pid": os.getpid(),
             "version": __version__,
             "uptime_s": round(time.monotonic() - self._started, 1),
-            "config": str(self._config.file),
+            "config": str(self.fleet.config.file),
             "runtime_dir": str(self._runtime.path),
             "shutting_down": self.shutting_down,
+            "turnovers": self.reloads.turnover.describe(),
             "held_bytes": self.scheduler.held_bytes,
             "connections": len(self._front.channels()) + len(self._admin.channels()),
             "counters": {
@@ -210,6 +237,7 @@ class Supervisor:
         self._impatient = self._impatient or now
         if not self.shutting_down:
             self.shutting_down = True
+            self.reloads.turnover.abandon()
             frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
             for channel in self._front.channels():
                 self._front.send(channel, frame)
@@ -396,5 +424,20 @@ class Supervisor:
     def _on_signals(self) -> None:
         for number in self._signals.recv(64):
             name = signal.Signals(number).name
-            if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number in (signal.SIGINT, signal.SIGTERM) or (number == signal.SIGHUP and self._terminal_is_gone()):
                 self.begin_shutdown(name, now=self.shutting_down)
+            elif number == signal.SIGHUP and not self.shutting_down:
+                with suppress(WireError):  # said in the log
+                    self.reload(name, How.AUTO)
+
+    def _terminal_is_gone(self) -> bool:
+        """The terminal's end sends the same signal as an operator who wants models.yaml read again."""
+        return self._has_terminal and not _has_terminal()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError as e:
+        return e.errno in (errno.EMFILE, errno.ENFILE)  # not known, then: it counts as being there
+    return True

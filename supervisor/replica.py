@@ -18,12 +18,19 @@ from supervisor.timers import Timer
 class Replica:
     """One worker of a model: its state, and its present process if there is one.
 
-    name  "letters", or "letters:2" for the second of several workers
+    name    its own alone, for good: "letters", or "letters:2" (the second of several workers); "letters~2" where there
+            was one of that name when it was made
+    label   what people call it, "letters" or "letters:2", once it is ``current``; two workers share one while the
+            one takes the other's place
     """
 
-    def __init__(self, name: str, spec: ModelSpec, policy: RestartPolicy, log_path: Path) -> None:
+    def __init__(self, name: str, label: str, spec: ModelSpec, policy: RestartPolicy, log_path: Path) -> None:
         self.name = name
+        self.label = label
+        self.current = True
         self.spec = spec
+        self.coming: ModelSpec | None = None
+        """What its next process is to be, where that differs."""
         self.life = ModelLife(name)
         self.history = RestartHistory(policy)
         self.log_path = log_path
@@ -53,6 +60,11 @@ class Replica:
         return self.spec.name
 
     @property
+    def shown(self) -> str:
+        """What it is called in ``status``; no two at once are called the same."""
+        return self.label if self.current else f"{self.label}~{self.generation}"
+
+    @property
     def state(self) -> WorkerState:
         return self.life.state
 
@@ -77,7 +89,7 @@ class Replica:
         config = self.spec.config
         idle = self.state is WorkerState.READY and not running
         return {
-            "name": self.name,
+            "name": self.shown,
             "model": self.model,
             "state": str(self.state),
             "state_s": round(now - self.life.since, 1),

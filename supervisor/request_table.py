@@ -53,7 +53,7 @@ class RequestTable:
         queue = self._models[model]
         totals = queue.totals
         return {
-            "tokens": sum(seat.tokens for seat in queue.seats.values()),
+            "tokens": totals.tokens_before + sum(seat.tokens for seat in queue.seats.values()),
             "finished": totals.finished,
             "errors": totals.errors,
             "resumed": totals.resumed,

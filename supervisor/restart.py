@@ -29,7 +29,7 @@ class RestartHistory:
     """The recent failures of one model."""
 
     def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._failures: deque[float] = deque()
 
     def failed(self, now: float, chance: float) -> float | None:
@@ -37,7 +37,7 @@ class RestartHistory:
 
         chance  a draw from [0, 1)
         """
-        policy = self._policy
+        policy = self.policy
         while self._failures and now - self._failures[0] > policy.window_s:
             self._failures.popleft()
         self._failures.append(now)

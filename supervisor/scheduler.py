@@ -14,11 +14,13 @@ from itertools import islice
 from protocol.codec import encode, pack_body, pack_error
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Accepted, Error, Generate
+from supervisor.deliveries import HoldLimits
 from supervisor.held import HeldEvents
 from supervisor.in_flight import Effect, InFlight, Phase, ToClient
 from supervisor.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
 from supervisor.route import read_route
 from supervisor.seats import Seat
+from supervisor.strikes import StrikePolicy
 from supervisor.worker_events import WorkerEvents, report
 
 UNLIMITED = 1 << 32
@@ -41,9 +43,35 @@ class Scheduler(WorkerEvents):
         self, name: str, *, refusal: WireError, workers: Iterable[str] | None = None, limits: QueueLimits | None = None
     ) -> None:
         """A model, and the names of its workers (by default one, called as the model is), none of them up."""
-        seats = {worker: Seat(worker, refusal) for worker in workers or (name,)}
-        queue = self._models[name] = ModelQueue(name, limits or QueueLimits(), seats)
-        self._of_worker |= dict.fromkeys(seats, queue)
+        before = self._models.get(name)
+        if before is not None:  # it was removed once; requests of then may still be held
+            before.limits, before.removed = limits or QueueLimits(), False
+        else:
+            self._models[name] = ModelQueue(name, limits or QueueLimits(), {})
+        for worker in (name,) if workers is None else workers:
+            self.add_worker(name, worker, refusal)
+
+    def add_worker(self, model: str, worker: str, refusal: WireError) -> None:
+        """Another worker of a model, not up."""
+        queue = self._of_worker[worker] = self._models[model]
+        queue.seats[worker] = Seat(worker, refusal)
+
+    def remove_worker(self, worker: str) -> None:
+        """A worker that is stopped will not come back."""
+        queue = self._of_worker.pop(worker)
+        queue.totals.tokens_before += queue.seats.pop(worker).tokens
+
+    def remove_model(self, name: str) -> None:
+        """A model whose workers are all removed is not configured any more."""
+        self._models[name].removed = True
+
+    def set_limits(self, model: str, limits: QueueLimits) -> None:
+        """From the next request on."""
+        self._models[model].limits = limits
+
+    def set_policies(self, holds: HoldLimits, strikes: StrikePolicy) -> None:
+        """From now on."""
+        self._deliveries.bounds, self._strikes.policy = holds, strikes
 
     def accept_new(self, worker: str) -> None:
         """Requests may wait for this worker from now on (it is, or soon will be, running)."""
@@ -169,8 +197,8 @@ class Scheduler(WorkerEvents):
                 ErrorCode.DUPLICATE_REQUEST, f"request {message.request} is in use on this connection", field="request"
             )
         queue = self._models.get(message.model)
-        if queue is None:
-            known = ", ".join(sorted(self._models))
+        if queue is None or queue.removed:
+            known = ", ".join(sorted(name for name, queue in self._models.items() if not queue.removed))
             raise WireError(
                 ErrorCode.MODEL_NOT_FOUND, f"no model {message.model!r} is configured: there is {known}", field="model"
             )

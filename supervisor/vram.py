@@ -2,11 +2,11 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from supervisor.gpus import Gpu, Gpus, GpusUnknown
+from supervisor.gpus import Gpu, Gpus, GpusUnknown, open_gpus
 from supervisor.timers import Timers
 from supervisor.vram_return import Return, VramReturns, listing
 
@@ -31,24 +31,30 @@ class _Watched:
 
 
 class Vram:
-    """All models' VRAM. Runs on the supervisor's one thread, by the loop's timers; never sleeps.
+    """All workers' VRAM. Runs on the supervisor's one thread, by the loop's timers; never sleeps. Without NVML nobody
+    waits, and nothing is shown."""
 
-    gpus  who is asked; None: nobody waits, and nothing is shown
-    pins  model → its pins in models.yaml, for the models that have any
-    """
-
-    def __init__(
-        self, gpus: Gpus | None, pins: Mapping[str, Collection[str]], timers: Timers, log: logging.Logger
-    ) -> None:
-        self._gpus = gpus
+    def __init__(self, timers: Timers, log: logging.Logger) -> None:
+        self._gpus: Gpus | None = None
+        self._opened = False
         self._timers = timers
         self._log = log
         self._said: set[str] = set()
         self._returns = VramReturns()
         self._last: tuple[float, list[Gpu]] | None = None
         self._polling = False
-        self._models = {model: _Watched(wanted) for model, wanted in pins.items()}
+        self._models: dict[str, _Watched] = {}
+
+    def watch(self, model: str, pins: Collection[str]) -> None:
+        """A worker that is pinned to GPUs, by its pins in models.yaml. NVML is opened for the first."""
+        if not self._opened:
+            self._opened, self._gpus = True, open_gpus(self._log)
+        self._models[model] = _Watched(pins)
         self._read()
+
+    def unwatch(self, model: str) -> None:
+        """A worker that is stopped will not come back. What it held is still waited for."""
+        self._models.pop(model, None)
 
     @property
     def awaited(self) -> bool:
@@ -151,7 +157,7 @@ class Vram:
                 spawn()
 
     def _settled(self, outcome: Return) -> None:
-        watched = self._models[outcome.model]
+        watched = self._models.get(outcome.model) or _Watched(())  # one that was removed meanwhile
         watched.returned = "back" if outcome.back else "not back"
         watched.returned_ms = round(outcome.after_s * 1000, 1) if outcome.back else None
         where = ", ".join(map(str, sorted(outcome.gpus)))

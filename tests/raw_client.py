@@ -31,6 +31,7 @@ class Heard:
     """All events of one request so far. ``ends`` are terminal events: finish reasons or names of errors."""
 
     seqs: list[int] = field(default_factory=list)
+    generations: set[int] = field(default_factory=set)
     text: str = ""
     tokens: int = 0
     ends: list[str] = field(default_factory=list)
@@ -109,6 +110,7 @@ class RawClient:
             heard = self.heard.setdefault(entry.request, Heard())
             heard.after_end += bool(heard.ends)
             heard.seqs.append(entry.seq)
+            heard.generations.add(message.generation)
             heard.text += fields.get("text", "")
             heard.tokens += len(ids)
             if entry.flags & TERMINAL:

@@ -108,12 +108,12 @@ class Serving:
         self.directory = Path(tempfile.mkdtemp(prefix="mctl-", dir="/tmp"))
         self.runtime_dir = self.directory / runtime_name
         self.config = self.directory / "models.yaml"
-        sections = {
+        self._sections = {
             "stop": {"drain": "10s", "shutdown": "2s", "sigterm": "2s", **(stop or {})},
             "restart": restart or {},
             "poison": poison or {},
         }
-        self.config.write_text(yaml.safe_dump({"models": models, "supervisor": sections}))
+        self.write_models(models)
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.environment = {**os.environ, MARK: self._mark, "PYTHONPATH": path}
         program = ["-m", "supervisor"] if script is None else [str(script)]
@@ -126,6 +126,10 @@ class Serving:
             stderr=self._stderr,
             cwd=self.directory,
         )
+
+    def write_models(self, models: dict[str, dict[str, Any]]) -> None:
+        """Another models.yaml, which nobody has read yet."""
+        self.config.write_text(yaml.safe_dump({"models": models, "supervisor": self._sections}))
 
     # --- talking to it ------------------------------------------------------------------------------------------
 

@@ -11,7 +11,15 @@ from protocol.client import Client
 from supervisor.cli import exit_codes
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json, connect, runtime_dir_option
-from supervisor.cli.waiting import AT_REST, ModelStatus, coming_generation, settled_down, settled_up, wait_for
+from supervisor.cli.waiting import (
+    AT_REST,
+    ModelStatus,
+    coming_generation,
+    settled_down,
+    settled_up,
+    wait_for,
+    wait_for_turnovers,
+)
 
 _models = click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
@@ -55,10 +63,14 @@ def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runti
 @as_json
 @runtime_dir_option
 def restart(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
-    """Stop models and start them again."""
+    """Stop models and start them again; of several workers one after the other. Requests wait meanwhile."""
     with connect(runtime_dir, admin=True) as client:
-        names = _configured(client, models)
-        wanted = {name: client.call("restart", model=name)["generation"] for name in names}
+        _configured(client, models)
+        replies = [client.call("restart", model=name) for name in dict.fromkeys(models)]
+        in_turns = [reply["turnover"] for reply in replies if reply["turnover"] is not None]
+        if in_turns and not no_wait:
+            wait_for_turnovers(client, in_turns, for_people=not as_json)
+        wanted = {name: worker["generation"] for reply in replies for name, worker in reply["workers"].items()}
         _see_up(client, wanted, no_wait, as_json)
 
 

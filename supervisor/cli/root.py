@@ -14,6 +14,7 @@ _COMMANDS = {
     "start": "supervisor.cli.orders:start",
     "stop": "supervisor.cli.orders:stop",
     "restart": "supervisor.cli.orders:restart",
+    "reload": "supervisor.cli.reload:reload",
     "shutdown": "supervisor.cli.orders:shutdown",
     "ps": "supervisor.cli.views:ps",
     "status": "supervisor.cli.views:status",

@@ -1,7 +1,7 @@
 """Waiting for models to reach a state, with progress."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from protocol.client import Client
@@ -12,6 +12,8 @@ AT_REST = ("stopped", "failed")
 GOING_DOWN = ("draining", "stopping")
 
 ModelStatus = dict[str, Any]
+Turnover = dict[str, Any]
+"""{number, cause, running, models: [{model, change, state, how?, message?}]}"""
 
 
 def wait_for(
@@ -24,11 +26,33 @@ def wait_for(
     live = LiveLines(for_people=for_people)
     while True:
         by_name = {m["name"]: m for m in client.status()["models"]}
-        models = [by_name[name] for name in names]
-        live.show({m["name"]: _line(m) for m in models}, {m["name"]: f"{m['name']}: {m['state']}" for m in models})
+        models = [by_name[name] for name in names if name in by_name]  # a reload may have taken one out meanwhile
+        _show(live, models)
         if all(map(done, models)):
             return models
         time.sleep(POLL_S)
+
+
+def wait_for_turnovers(client: Client, numbers: Collection[int], *, for_people: bool = True) -> list[Turnover]:
+    """Show the workers of orders that concern several (reload, restart in turns) until the orders are carried out.
+    Returns what has become of them.
+
+    Raises ConnectionLost if the supervisor ends meanwhile.
+    """
+    live = LiveLines(for_people=for_people)
+    while True:
+        status = client.status()
+        turnovers = [turnover for turnover in status["supervisor"]["turnovers"] if turnover["number"] in numbers]
+        concerned = {told["model"] for turnover in turnovers for told in turnover["models"] if "how" in told or
+                     told["state"] == "running"}  # fmt: skip
+        _show(live, [model for model in status["models"] if model["model"] in concerned])
+        if not any(turnover["running"] for turnover in turnovers):
+            return turnovers
+        time.sleep(POLL_S)
+
+
+def _show(live: LiveLines, models: list[ModelStatus]) -> None:
+    live.show({m["name"]: _line(m) for m in models}, {m["name"]: f"{m['name']}: {m['state']}" for m in models})
 
 
 def coming_generation(reply: dict[str, Any]) -> int:

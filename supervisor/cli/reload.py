@@ -1,0 +1,75 @@
+"""reload: models.yaml as it is now, or one model anew, without losing a request."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from protocol.client import Client
+from supervisor.cli import exit_codes
+from supervisor.cli.compiling import compile_for
+from supervisor.cli.errors import Failure
+from supervisor.cli.options import as_json, connect, runtime_dir_option
+from supervisor.cli.waiting import wait_for_turnovers
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--beside", "how", flag_value="beside", help="Start each new worker beside the old one.")
+@click.option("--exchange", "how", flag_value="exchange", help="Stop each old worker before the new one is started.")
+@click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
+@as_json
+@runtime_dir_option
+def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, runtime_dir: Path) -> int:
+    """Apply the models.yaml that is being served, as it is now; no request is lost.
+
+    Models that have not changed keep their processes. With MODEL, only that model is looked at, and its workers are
+    exchanged in any case. A new worker is started beside the old one where both fit; else requests wait meanwhile.
+    A file with anything wrong in it changes nothing.
+    """
+    with connect(runtime_dir, admin=True) as client:
+        if (code := _prepare(client, quiet=as_json)) != exit_codes.OK:
+            return code
+        params: dict[str, Any] = {k: v for k, v in (("model", model), ("how", how)) if v is not None}
+        number: int = client.call("reload", **params)["turnover"]
+        if no_wait:
+            return exit_codes.OK
+        (done,) = wait_for_turnovers(client, [number], for_people=not as_json)
+    if as_json:
+        click.echo(json.dumps(done["models"], indent=2))
+    else:
+        for told in done["models"]:
+            if told["change"] != "unchanged" or told["model"] == model:
+                click.echo(f"{told['model']}: {_outcome(told)}")
+        if all(told["change"] == "unchanged" for told in done["models"]):
+            click.echo("nothing has changed")
+    failed = [f"{told['model']}: {told['message']}" for told in done["models"] if told["state"] == "failed"]
+    if failed:
+        raise Failure(exit_codes.FAILED, "not_reloaded", *failed)
+    return exit_codes.OK
+
+
+def _prepare(client: Client, *, quiet: bool) -> int:
+    """Problems of the file line by line, and ExLlamaV2 compiled if it is the first time. The supervisor looks again."""
+    from supervisor.config import load_config
+    from supervisor.yaml_source import ConfigError
+
+    try:
+        config = load_config(Path(client.status()["supervisor"]["config"]))
+    except ConfigError as e:
+        for problem in e.problems:
+            click.echo(str(problem), err=True)
+        click.echo("modelctl: nothing is changed", err=True)
+        return exit_codes.CONFIG
+    compile_for([spec.config.engine for spec in config.models.values()], quiet=quiet)
+    return exit_codes.OK
+
+
+def _outcome(told: dict[str, Any]) -> str:
+    if told["state"] == "failed":
+        return "failed"
+    by_how = {"beside": "exchanged, the new worker beside the old", "exchange": "exchanged", "retire": "removed"}
+    by_change = {"added": "added", "removed": "removed", "settings": "settings applied, workers kept"}
+    text: str = by_change.get(told["change"]) or by_how.get(told.get("how", ""), "applied at the next start")
+    return text

@@ -1,0 +1,210 @@
+"""Workers are exchanged and models.yaml is applied while requests go on: none is lost."""
+
+import signal
+from typing import Any
+
+import pytest
+
+from protocol.errors import ErrorCode, WireError
+from tests.conftest import Serve
+from tests.deterministic_engine import answer
+from tests.raw_client import Heard, RawClient
+from tests.serving import Serving, engine, wait_until
+
+
+def turnover(serving: Serving, number: int) -> dict[str, Any]:
+    turnovers: list[dict[str, Any]] = serving.overview()["supervisor"]["turnovers"]
+    return next(told for told in turnovers if told["number"] == number)
+
+
+def turned_over(serving: Serving, number: int, within: float = 30.0) -> dict[str, dict[str, Any]]:
+    """What has become of each model, once the order is carried out."""
+
+    def done() -> dict[str, dict[str, Any]] | None:
+        told = turnover(serving, number)
+        return None if told["running"] else {model["model"]: model for model in told["models"]}
+
+    return wait_until(done, within, "the reload to be over")
+
+
+def reload(serving: Serving, **params: Any) -> dict[str, dict[str, Any]]:
+    return turned_over(serving, serving.order("reload", **params)["turnover"])
+
+
+class Load:
+    """Requests that are begun one after the other while something else goes on."""
+
+    def __init__(self, client: RawClient, model: str, tokens: int) -> None:
+        self._client, self._model, self._tokens = client, model, tokens
+        self.asked = 0
+
+    def ask(self) -> None:
+        self.asked += 1
+        self._client.generate(self.asked, self._model, f"ask {self.asked}", max_tokens=self._tokens)
+
+    def ask_until(self, serving: Serving, number: int) -> None:
+        def over() -> bool:
+            self.ask()
+            while self._client.socket.poll(10):
+                self._client.receive()
+            return not turnover(serving, number)["running"]
+
+        wait_until(over, 30, "the reload to be over")
+
+    def check(self) -> set[int]:
+        """Every one has ended well, each in one generation. Returns the generations."""
+        self._client.read_until_ended(*range(1, self.asked + 1), within=30)
+        generations: set[int] = set()
+        for request in range(1, self.asked + 1):
+            heard = self._client.heard[request]
+            assert (heard.text, heard.ends) == (answer(f"ask {request}", self._tokens), ["length"])
+            assert heard.seqs == list(range(self._tokens))
+            assert len(heard.generations) == 1, "it was served by one worker from beginning to end"
+            generations |= heard.generations
+        return generations
+
+
+@pytest.mark.parametrize("how", ["beside", "exchange"])
+def test_no_request_is_lost(serve: Serve, how: str) -> None:
+    serving = serve({"a": engine("SlowLoad", load_s=0.2), "b": engine()})
+    others = serving.status("b")["pid"]
+    with RawClient(serving.runtime_dir) as client:
+        load = Load(client, "a", 30)
+        for _ in range(8):
+            load.ask()
+        while not client.heard.get(1, Heard()).tokens:
+            client.receive()
+        for generation in (2, 3):
+            load.ask_until(serving, serving.order("reload", model="a", how=how)["turnover"])
+            assert serving.status("a")["generation"] == generation
+        load.ask()
+        assert load.check() == {1, 2, 3}
+        assert not client.errors
+    assert serving.status("b")["pid"] == others
+    assert [model["name"] for model in serving.overview()["models"]] == ["a", "b"]
+    assert serving.status("a")["totals"]["tokens"] == 30 * load.asked, "what earlier workers did counts on"
+
+
+def test_the_difference_of_a_file_is_applied(serve: Serve) -> None:
+    models = {name: engine(context=64) for name in ("same", "other", "waits", "gone")} | {
+        "rests": engine(autostart=False)
+    }
+    serving = serve(models)
+    before = {model["name"]: model["pid"] for model in serving.overview()["models"]}
+    with RawClient(serving.runtime_dir) as client:
+        client.generate(1, "gone", "leaves", max_tokens=50)
+        client.generate(2, "other", "leaves", max_tokens=50)
+        del models["gone"]
+        serving.write_models(
+            models | {"other": engine(context=128), "rests": engine(context=32, autostart=False),
+                      "waits": engine(context=64, max_queue=1), "new": engine()}
+        )  # fmt: skip
+        serving.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: serving.overview()["supervisor"]["turnovers"], 10, "the signal to be taken")
+        told = turned_over(serving, 1)
+        assert {name: model["change"] for name, model in told.items()} == {
+            "same": "unchanged", "other": "workers", "waits": "settings", "rests": "workers", "new": "added",
+            "gone": "removed",
+        }  # fmt: skip
+        assert {model["state"] for model in told.values()} == {"done"}
+        client.read_until_ended(1, 2)
+        assert [client.heard[request].ends for request in (1, 2)] == [["length"]] * 2
+        client.generate(3, "gone", "x")
+        client.generate(4, "new", "here", max_tokens=4)
+        client.read_until_ended(4)
+        assert client.errors[0][1]["name"] == "model_not_found"
+        assert client.heard[4].text == answer("here", 4)
+    after = {model["name"]: model for model in serving.overview()["models"]}
+    assert set(after) == {"same", "other", "waits", "rests", "new"}
+    assert {name: model["pid"] for name, model in after.items() if model["pid"] == before.get(name)} == {
+        "same": before["same"], "waits": before["waits"], "rests": None,
+    }  # fmt: skip
+    assert after["other"]["context"] == 128
+    serving.order("start", model="rests")
+    assert serving.wait_state("rests", "ready")["context"] == 32
+    assert reload(serving)["other"]["change"] == "unchanged"
+
+
+def test_an_invalid_file_changes_nothing_and_says_why(serve: Serve) -> None:
+    serving = serve({"a": engine()})
+    pid = serving.status("a")["pid"]
+    serving.config.write_text("models:\n  a: {model_dir: ., engine: transformers, contxt: 3}\n")
+    with pytest.raises(WireError, match=r"nothing is changed: .*models.yaml:2: models.a.contxt: unknown key"):
+        serving.order("reload")
+    done = serving.modelctl("reload")
+    assert done.returncode == 78
+    assert "models.yaml:2: models.a.contxt: unknown key" in done.stderr
+    with pytest.raises(WireError) as caught:
+        serving.order("reload", how="sideways")
+    assert caught.value.field == "how"
+    serving.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: "SIGHUP: nothing is changed" in serving.log(), 10, "the log")
+    serving.write_models({"a": engine()})
+    with pytest.raises(WireError) as caught:
+        serving.order("reload", model="z")
+    assert caught.value.code is ErrorCode.MODEL_NOT_FOUND
+    assert (serving.status("a")["pid"], serving.overview()["supervisor"]["turnovers"]) == (pid, [])
+
+
+def test_where_the_new_worker_does_not_come_up_the_old_one_goes_on(serve: Serve) -> None:
+    serving = serve({"a": engine(step_s=0.005)})
+    pid = serving.status("a")["pid"]
+    with RawClient(serving.runtime_dir) as client:
+        client.generate(1, "a", "goes on", max_tokens=100)
+        serving.write_models({"a": engine(step_s=0.005) | {"options": {"wrong": 1}}})
+        told = reload(serving, how="beside")["a"]
+        assert told["state"] == "failed"
+        assert told["message"].startswith("the new worker did not come up: ")
+        assert told["message"].endswith("; the old one goes on")
+        assert "unknown options" in told["message"]
+        client.read_until_ended(1)
+        assert client.heard[1].ends == ["length"]
+    models = serving.overview()["models"]
+    assert [(model["name"], model["state"], model["pid"]) for model in models] == [("a", "ready", pid)]
+    done = serving.modelctl("reload", "--beside")
+    assert done.returncode == 1
+    assert "modelctl: a: the new worker did not come up" in done.stderr
+    serving.write_models({"a": engine(step_s=0.001)})
+    done = serving.modelctl("reload")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "a: exchanged, the new worker beside the old")
+
+
+def test_replicas_come_and_go_and_a_restart_leaves_one(serve: Serve) -> None:
+    serving = serve({"a": engine("SlowLoad", load_s=0.2)})
+    with RawClient(serving.runtime_dir) as client:
+        load = Load(client, "a", 20)
+        for replicas, names in ((3, ["a:1", "a:2", "a:3"]), (2, ["a:1", "a:2"])):
+            serving.write_models({"a": engine("SlowLoad", load_s=0.2, replicas=replicas)})
+            load.ask_until(serving, serving.order("reload")["turnover"])
+            assert [(m["name"], m["state"]) for m in serving.overview()["models"]] == [(n, "ready") for n in names]
+        number = serving.order("restart", model="a")["turnover"]
+
+        def both() -> bool:
+            load.ask()
+            models = serving.overview()["models"]
+            assert "ready" in {model["state"] for model in models}, "one is always there"
+            return not turnover(serving, number)["running"]
+
+        wait_until(both, 30, "both to be restarted")
+        assert [m["generation"] for m in serving.overview()["models"]] == [2, 2]
+        load.check()
+        assert not client.errors
+
+
+def test_a_stop_while_workers_are_exchanged_stops_both(serve: Serve) -> None:
+    serving = serve({"a": engine("SlowLoad")} | {"b": engine()}, wait=False)
+    serving.wait_state("b", "ready")
+    serving.write_models({"a": engine("SlowLoad"), "b": engine("SlowLoad")})
+    number = serving.order("reload", model="b", how="beside")["turnover"]
+    wait_until(lambda: any(m["name"] == "b~2" for m in serving.overview()["models"]), 10, "the new one")
+    with RawClient(serving.runtime_dir) as client:
+        client.generate(1, "b", "still served", max_tokens=5)
+        client.read_until_ended(1)
+        assert client.heard[1].ends == ["length"]
+    serving.order("stop", model="b")
+    assert turned_over(serving, number)["b"]["state"] == "failed"
+    serving.wait_state("b", "stopped")
+    assert [model["name"] for model in serving.overview()["models"]] == ["a", "b"]
+    assert serving.order("start", model="b")["state"] == "starting"
+    serving.wait_state("b", "loading")
+    assert serving.status("b")["generation"] == 3, "one of them was the new worker that was stopped"
