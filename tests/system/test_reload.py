@@ -1,6 +1,7 @@
 """Workers are exchanged and models.yaml is applied while requests go on: none is lost."""
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,3 +209,15 @@ def test_a_stop_while_workers_are_exchanged_stops_both(serve: Serve) -> None:
     assert serving.order("start", model="b")["state"] == "starting"
     serving.wait_state("b", "loading")
     assert serving.status("b")["generation"] == 3, "one of them was the new worker that was stopped"
+
+
+def test_the_end_of_its_terminal_is_no_order_to_reload(serve: Serve) -> None:
+    """Both come as SIGHUP."""
+    serving = serve({"a": engine()}, script=Path(__file__).with_name("supervisor_in_terminal.py"))
+    (supervisor,) = (process for process in serving.processes() if process.ppid() == serving.pid)
+    supervisor.send_signal(signal.SIGHUP)
+    wait_until(lambda: serving.overview()["supervisor"]["turnovers"], 30, "a reload")
+    assert serving.status("a")["state"] == "ready"
+    serving.process.send_signal(signal.SIGUSR1)
+    assert serving.process.wait(30) == 0
+    assert "shutting down: SIGHUP" in serving.log()
