@@ -109,7 +109,7 @@ def _described(host: Host, replica: Replica) -> Result:
 
 
 def _start(host: Host, params: Params) -> Result:
-    replicas = _replicas(host, _take(params, model=str).get("model"))
+    replicas = _current(host, _take(params, model=str).get("model"))
     _refuse_when_leaving(host)
     for replica in replicas:
         host.fleet.start(replica.name, "start ordered")
@@ -131,7 +131,7 @@ def _ordered(replicas: list[Replica]) -> Result:
 
 
 def _restart(host: Host, params: Params) -> Result:
-    replicas = [r for r in _replicas(host, _take(params, model=str).get("model")) if r.current]
+    replicas = _current(host, _take(params, model=str).get("model"))
     _refuse_when_leaving(host)
     wanted = {replica.shown: replica.generation + 1 for replica in replicas}
     turnover = None
@@ -198,3 +198,12 @@ def _replicas(host: Host, name: str | None) -> list[Replica]:
         return [replica]
     known = ", ".join(sorted({replica.model for replica in host.fleet.replicas.values()}))
     raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured: there is {known}", field="model")
+
+
+def _current(host: Host, name: str | None) -> list[Replica]:
+    """The same, without those that leave their place to another, or have yet to take it. Raises WireError."""
+    replicas = [replica for replica in _replicas(host, name) if replica.current]
+    if not replicas:
+        told = f"{name!r} is there for as long as a reload takes: order that of its model, or `modelctl stop` it"
+        raise WireError(ErrorCode.UNSUPPORTED, told, field="model")
+    return replicas

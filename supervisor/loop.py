@@ -144,8 +144,8 @@ class Supervisor:
         gc.freeze()
         while not self._is_done:
             self._reactor.turn()
-        for name in self.fleet.replicas:  # of a worker that had failed before, nothing has been released
-            self.perform(self.scheduler.release_held(name, time.monotonic()))
+        # of a worker that had failed before, or was removed, nothing has been released
+        self.perform(self.scheduler.release_held(None, time.monotonic()))
         self._log.info("every model is stopped; leaving")
         self._close()
         return 0

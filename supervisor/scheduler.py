@@ -152,10 +152,11 @@ class Scheduler(WorkerEvents):
             effects += self._end(request, error)
         return effects
 
-    def release_held(self, worker: str, now: float) -> list[Effect]:
-        """The worker is stopped: send what requests that it finished still hold. Their end does not wait for credit."""
+    def release_held(self, worker: str | None, now: float) -> list[Effect]:
+        """The worker is stopped (None: all are): send what requests that it finished still hold. Their end does not
+        wait for credit."""
         effects: list[Effect] = []
-        for request in [r for r in self._live.values() if r.phase is Phase.HELD and r.worker == worker]:
+        for request in [r for r in self._live.values() if r.phase is Phase.HELD and worker in (None, r.worker)]:
             effects += self._release(request, now, all_of_it=True)
         return effects
 

@@ -202,6 +202,9 @@ def test_a_stop_while_workers_are_exchanged_stops_both(serve: Serve) -> None:
         client.generate(1, "b", "still served", max_tokens=5)
         client.read_until_ended(1)
         assert client.heard[1].ends == ["length"]
+    for verb in ("start", "restart"):
+        with pytest.raises(WireError, match="for as long as a reload takes"):
+            serving.order(verb, model="b~2")
     serving.order("stop", model="b")
     assert turned_over(serving, number)["b"]["state"] == "failed"
     serving.wait_state("b", "stopped")
