@@ -7,10 +7,12 @@
 #   PYTHON=python3.12    which Python makes the environment (3.11 to 3.13)
 #   TORCH_INDEX=URL      package index for torch alone. PyPI's torch for Linux is a CUDA build of several GB; without a
 #                        GPU, https://download.pytorch.org/whl/cpu is enough; for another CUDA version see pytorch.org
+#   TEST_JOBS=2          how many tests run beside one another; 0: one after another, in one process
 #   PYTEST_ARGS="-k x"   handed to pytest
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+TEST_JOBS ?= 2
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,7 +28,7 @@ serve: $(VENV)/.run
 	@echo "Now: $(BIN)/modelctl ps | status | run letters 'sort: d b a c ->' | stop stories | shutdown"
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,6 +1,9 @@
+import fcntl
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -12,13 +15,23 @@ SESSION_MARK = "MODELCTL_TEST_SESSION"
 Serve = Callable[..., Serving]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """One test at a time where a GPU is needed, whatever runs beside: they measure its memory, which all share."""
+    if item.get_closest_marker("gpu") is None:
+        return (yield)
+    with open(Path(tempfile.gettempdir()) / f"modelctl-gpu-tests-{os.getuid()}", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return (yield)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_process_survives() -> Iterator[None]:
     """Whatever tests start inherits the mark; when the last test is over, no process may carry it."""
     mark = os.environ[SESSION_MARK] = uuid4().hex
     yield
     try:
-        wait_until(lambda: not marked_processes(SESSION_MARK, mark), 5, "the end of every process started by tests")
+        wait_until(lambda: not marked_processes(SESSION_MARK, mark), what="the end of every process started by tests")
     except AssertionError:
         pytest.fail(f"processes survived the tests:\n{describe(marked_processes(SESSION_MARK, mark))}")
 

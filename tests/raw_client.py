@@ -24,6 +24,7 @@ from protocol.messages import (
     Reply,
     Report,
 )
+from tests.serving import WITHIN
 
 
 @dataclass
@@ -69,7 +70,7 @@ class RawClient:
         assert isinstance(route, dict)
         self.send(Generate(request, model, route, pack_body({"prompt": prompt, **fields})))
 
-    def receive(self, within: float = 5.0) -> Message:
+    def receive(self, within: float = WITHIN) -> Message:
         """The next message. Pings are answered and passed over."""
         deadline = time.monotonic() + within
         while True:
@@ -82,14 +83,14 @@ class RawClient:
             self._note(message)
             return message
 
-    def barrier(self, within: float = 5.0) -> None:
+    def barrier(self, within: float = WITHIN) -> None:
         """Take in everything that was sent before the answer to this."""
         nonce = int.from_bytes(os.urandom(4), "big")
         self.send(Ping(nonce))
         while self.receive(within) != Pong(nonce):
             pass
 
-    def read_until_ended(self, *requests: int, within: float = 10.0) -> None:
+    def read_until_ended(self, *requests: int, within: float = WITHIN) -> None:
         """Read until each of these has ended, and then see whether anything follows."""
         deadline = time.monotonic() + within
         while not all(self.heard.get(r, Heard()).ends for r in requests):

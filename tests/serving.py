@@ -23,6 +23,8 @@ from protocol.errors import ConnectionLost
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = "tests.deterministic_engine"
 MARK = "MODELCTL_TEST_SERVING"
+WITHIN = 60.0
+"""Seconds until a wait fails. What is waited for takes milliseconds; a machine may have others to serve first."""
 T = TypeVar("T")
 
 
@@ -32,7 +34,7 @@ def engine(kind: str = "DeterministicEngine", *, step_s: float = 0.002, **keys: 
     return {"model_dir": ".", "engine": f"{ENGINES}:{kind}", "options": {"step_s": step_s, **options}, **keys}
 
 
-def wait_until(condition: Callable[[], T], within: float = 10.0, what: str = "") -> T:
+def wait_until(condition: Callable[[], T], within: float = WITHIN, what: str = "") -> T:
     """The first true value of ``condition``. After ``within`` seconds fails, saying ``what`` was waited for."""
     deadline = time.monotonic() + within
     while True:
@@ -142,7 +144,7 @@ class Serving:
 
     def order(self, verb: str, **params: Any) -> dict[str, Any]:
         with self.client(admin=True) as client:
-            return client.call(verb, reply_timeout=10, **params)
+            return client.call(verb, reply_timeout=WITHIN, **params)
 
     def overview(self) -> dict[str, Any]:
         """The whole answer to ``status``. For the test's main thread."""
@@ -162,14 +164,14 @@ class Serving:
         counters: dict[str, int] = self.overview()["supervisor"]["counters"]
         return counters
 
-    def wait_state(self, model: str, state: str, within: float = 15.0) -> dict[str, Any]:
+    def wait_state(self, model: str, state: str, within: float = WITHIN) -> dict[str, Any]:
         def reached() -> dict[str, Any] | None:
             status = self.status(model)
             return status if status["state"] == state else None
 
         return wait_until(reached, within, f"{model} {state}")
 
-    def wait_idle(self, model: str, within: float = 5.0) -> None:
+    def wait_idle(self, model: str, within: float = WITHIN) -> None:
         """Nothing is left of any request: not in the queue, not with the worker, not in the engine."""
 
         def idle() -> bool:
@@ -187,7 +189,7 @@ class Serving:
         return (self.directory / "stderr").read_text(errors="replace")
 
     def modelctl(
-        self, *arguments: str, input: str | None = None, timeout: float = 30
+        self, *arguments: str, input: str | None = None, timeout: float = WITHIN
     ) -> subprocess.CompletedProcess[str]:
         """Run a command against this supervisor."""
         return subprocess.run(
@@ -220,13 +222,13 @@ class Serving:
         """End the supervisor from outside, and collect it."""
         self._killed = True
         self.process.send_signal(number)
-        self.process.wait(10)
+        self.process.wait(WITHIN)
 
     # --- its life -----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         try:
-            wait_until(self._answers, 20, "an answer to status")
+            wait_until(self._answers, what="an answer to status")
             if self._wait:
                 for name, entry in self._models.items():
                     count = entry.get("replicas", 1)
@@ -246,7 +248,7 @@ class Serving:
         try:
             if self.process.poll() is None:
                 self.order("shutdown", now=True)
-                self.process.wait(10)
+                self.process.wait(WITHIN)
         except (ConnectionLost, TimeoutError, subprocess.TimeoutExpired):
             self.process.kill()
             if kind is None:
@@ -263,7 +265,7 @@ class Serving:
             self._queries.close()
         self.process.wait()
         self._stderr.close()
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + WITHIN / 2
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.01)
         told = describe(left)

@@ -42,7 +42,7 @@ def modelctl(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
     )
 
 
@@ -78,7 +78,7 @@ class Terminal:
 
     def wait_for_match(self, pattern: str) -> "re.Match[str]":
         """The first match on the screen; what stands before its end is then forgotten."""
-        match = wait_until(lambda: re.search(pattern, self.look()), 10, f"{pattern!r} on {self._screen!r}")
+        match = wait_until(lambda: re.search(pattern, self.look()), what=f"{pattern!r} on {self._screen!r}")
         self._screen = self._screen[match.end() :]
         return match
 
@@ -88,7 +88,7 @@ class Terminal:
             code = self.process.poll()
             return None if code is None else (code,)
 
-        return wait_until(exit_code, 10, "the program's exit")[0]
+        return wait_until(exit_code, what="the program's exit")[0]
 
     def look(self) -> str:
         """All that stands on the screen and is not forgotten."""

@@ -75,7 +75,7 @@ def foreground(box: Box, directory: Path) -> tuple[str, ...]:
 
 def all_is_over(box: Box) -> None:
     """No process of the build is left, and the lock is free; the gate is closed, so no compiler ends by itself."""
-    wait_until(lambda: not marked_processes("COMPILER_GATE", str(box.gate)), 5, "the end of builder and compilers")
+    wait_until(lambda: not marked_processes("COMPILER_GATE", str(box.gate)), what="the end of builder and compilers")
     with (box.build / "modelctl.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -86,7 +86,7 @@ def test_the_build_ends_with_serve(box: Box, tmp_path: Path, number: int) -> Non
     try:
         box.wait_for_compilers()
         serving.send_signal(number)
-        assert serving.wait(5) == -number
+        assert serving.wait(60) == -number
         all_is_over(box)
     finally:
         box.gate.unlink()

@@ -50,7 +50,7 @@ def test_the_directory_it_was_started_in_can_go(away: Path) -> None:
         env=environment(PYTHONPATH=os.path.relpath(ROOT, project)),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
     assert started.returncode == 0, started.stderr
     shutil.rmtree(project)
@@ -83,7 +83,7 @@ def test_what_lies_in_the_directory_is_not_imported(away: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
     assert started.returncode == 0, started.stderr
 
@@ -92,7 +92,7 @@ def test_what_lies_in_the_directory_is_not_imported(away: Path) -> None:
 def test_one_that_ends_before_its_models_are_up(away: Path, number: int, code: int) -> None:
     starting, supervisor = begin_to_serve(away)
     os.kill(supervisor, number)
-    _, said = starting.communicate(timeout=15)
+    _, said = starting.communicate(timeout=60)
     assert starting.returncode == code
     assert "modelctl: the supervisor ended with code" in said.splitlines()[-1]
     assert str(away / "r" / "logs" / "supervisor.log") in said
@@ -102,7 +102,7 @@ def test_one_that_ends_before_its_models_are_up(away: Path, number: int, code: i
 def test_it_goes_on_when_the_wait_for_it_is_interrupted(away: Path) -> None:
     starting, supervisor = begin_to_serve(away)
     starting.send_signal(signal.SIGINT)
-    _, said = starting.communicate(timeout=10)
+    _, said = starting.communicate(timeout=60)
     assert starting.returncode == 130
     told = f"modelctl: interrupted; the supervisor (pid {supervisor}) goes on, `modelctl shutdown` ends it"
     assert said.splitlines() == [told]

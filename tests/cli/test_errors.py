@@ -103,7 +103,7 @@ def test_a_reader_that_has_left(serving: Serving, arguments: list[str]) -> None:
             stdout=writing,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=20,
+            timeout=60,
         )
     finally:
         os.close(writing)

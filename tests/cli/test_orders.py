@@ -63,7 +63,7 @@ def test_a_stop_is_over_when_somebody_starts_the_model_again(serving: Serving) -
         serving.wait_state("a", "draining")
         serving.order("start", model="a")
         stream.cancel()
-        _, said = stopping.communicate(timeout=10)
+        _, said = stopping.communicate(timeout=60)
     assert stopping.returncode == 0
     assert "modelctl: a was stopped, and started again meanwhile" in said
     assert serving.wait_state("a", "ready")["generation"] == before + 1
@@ -76,7 +76,7 @@ def test_a_restart_is_over_when_somebody_stops_the_model(serving: Serving) -> No
         serving.wait_state("a", "draining")
         serving.order("stop", model="a")
         stream.cancel()
-        _, said = restarting.communicate(timeout=10)
+        _, said = restarting.communicate(timeout=60)
     assert restarting.returncode == 1
     assert "modelctl: a: is stopped (log: " in said
     assert serving.modelctl("start", "a").returncode == 0
@@ -86,7 +86,7 @@ def test_a_start_is_over_when_somebody_stops_the_model(serving: Serving) -> None
     starting = order(serving, "start", "slow")
     serving.wait_state("slow", "loading")
     serving.order("stop", model="slow", now=True)
-    _, said = starting.communicate(timeout=10)
+    _, said = starting.communicate(timeout=60)
     assert starting.returncode == 1
     assert "modelctl: slow: is " in said
     serving.wait_state("slow", "stopped")
@@ -98,11 +98,12 @@ def test_a_start_of_a_model_on_its_way_down_waits_for_the_next_one(serving: Serv
         before = serving.status("a")["generation"]
         serving.order("stop", model="a")
         serving.wait_state("a", "draining")
-        connections = serving.overview()["supervisor"]["connections"]
+        # this client and the one that asks: the connection that brought the order to stop may still be ending
+        wait_until(lambda: serving.overview()["supervisor"]["connections"] == 2)
         starting = order(serving, "start", "a", "--json")
-        wait_until(lambda: serving.overview()["supervisor"]["connections"] > connections)
+        wait_until(lambda: serving.overview()["supervisor"]["connections"] > 2)
         stream.cancel()
-        told, said = starting.communicate(timeout=10)
+        told, said = starting.communicate(timeout=60)
     assert (starting.returncode, said) == (0, "")
     (model,) = json.loads(told)
     assert (model["state"], model["generation"]) == ("ready", before + 1)
@@ -175,7 +176,7 @@ def test_logs_as_json_while_they_grow(serving: Serving) -> None:
         assert json.loads(follower.stdout.readline()) == {"line": "half"}
         assert json.loads(follower.stdout.readline()) == {"line": "new"}
         follower.send_signal(2)
-        assert follower.wait(5) == 130
+        assert follower.wait(60) == 130
 
 
 def test_shutdown_as_json(serve: Serve) -> None:
@@ -183,5 +184,5 @@ def test_shutdown_as_json(serve: Serve) -> None:
     processes = serving.processes()
     done = serving.modelctl("shutdown", "--json")
     assert (done.returncode, done.stderr, json.loads(done.stdout)) == (0, "", {"pid": serving.pid})
-    serving.process.wait(5)
-    wait_until(lambda: not any(map(is_alive, processes)), 2)
+    serving.process.wait(60)
+    wait_until(lambda: not any(map(is_alive, processes)))

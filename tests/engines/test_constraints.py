@@ -188,14 +188,14 @@ def test_a_hostile_constraint_delays_nobody(constraints: Constraints, kind: str,
     took = time.monotonic() - began
     over.set()
     ticking.join()
-    assert took < 20
+    assert took < 60
     gaps.sort()
-    assert gaps[len(gaps) // 2] < 0.01, "the lock was held"
+    assert gaps[len(gaps) // 2] < 0.05, "the lock was held"
     if isinstance(found, RequestError):
         assert found.field == kind
         again = time.monotonic()
         assert str(outcome(constraints, job)) == str(found)
-        assert time.monotonic() - again < 1, "what was refused is not tried again"
+        assert time.monotonic() - again < 0.7 * took or took < 0.1, "what was refused is not tried again"
     compiled(constraints, "regex", "next")
     children = [p for p in psutil.Process().children() if "constraint_child" in " ".join(p.cmdline())]
     assert len(children) <= 1

@@ -55,10 +55,10 @@ def test_numbers_are_uniform_and_neighbours_are_strangers(along: str) -> None:
 def test_a_number_is_cheap() -> None:
     draws, best = Draws(1), 1.0
     for _ in range(50):
-        begun = time.perf_counter()
+        begun = time.thread_time()
         for place in range(1000):
             draws.at(place)
-        best = min(best, (time.perf_counter() - begun) / 1000)
+        best = min(best, (time.thread_time() - begun) / 1000)
     assert best < 10e-6, f"{best * 1e6:.2f} us: ten times what it is"
 
 

@@ -38,7 +38,7 @@ Script = Callable[["ScriptedPeer", bytes, Message], None]
 Event = tuple[int, int, int, tuple[int, ...], dict[str, Any]]
 """(request, seq, flags, token ids, map)"""
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -327,8 +327,8 @@ def test_no_supervisor_and_one_that_never_greets(runtime_dir: Path) -> None:
     async def main() -> None:
         start = time.monotonic()
         with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*`modelctl serve`"):
-            await AsyncClient(runtime_dir=runtime_dir).connect()
-        assert time.monotonic() - start < 1
+            await AsyncClient(runtime_dir=runtime_dir, timeout=60).connect()
+        assert time.monotonic() - start < 30
         with (
             ScriptedPeer(runtime_dir / "front", welcome=False) as peer,
             pytest.raises(ConnectionLost, match=r"did not answer within 0.1 s"),

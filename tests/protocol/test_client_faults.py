@@ -31,8 +31,8 @@ def test_no_supervisor(runtime_dir: Path) -> None:
     for _ in range(10):
         with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*front.*`modelctl serve`"):
             Client(runtime_dir=runtime_dir)
-    # nothing lingers for what can never be sent
-    assert time.monotonic() - start < 1
+    # nothing lingers for what can never be sent: that would take five seconds, each time
+    assert time.monotonic() - start < 10
 
 
 def test_nobody_listens_on_the_socket_left_behind(runtime_dir: Path) -> None:
@@ -40,8 +40,8 @@ def test_nobody_listens_on_the_socket_left_behind(runtime_dir: Path) -> None:
         left_behind.bind(str(runtime_dir / "front"))
     start = time.monotonic()
     with pytest.raises(ConnectionLost, match="no supervisor is running here"):
-        Client(runtime_dir=runtime_dir)
-    assert time.monotonic() - start < 1
+        Client(runtime_dir=runtime_dir, timeout=60)
+    assert time.monotonic() - start < 30
 
 
 def test_a_listener_that_never_greets(runtime_dir: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_killed_supervisor_ends_every_request_once_and_at_once(runtime_dir: Pa
             with pytest.raises(ConnectionLost, match=r"the connection to the supervisor ended .*`modelctl serve`"):
                 next(stream)
             assert list(stream) == []
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 3, "heartbeats alone would take four seconds"
         for attempt in (lambda: client.generate("letters", "x"), lambda: client.call("status")):
             start = time.monotonic()
             with pytest.raises(ConnectionLost, match="no supervisor is running here"):

@@ -183,4 +183,4 @@ def test_killing_the_supervisor_leaves_nothing(serving: Serving) -> None:
     processes = serving.processes()
     assert len(processes) >= 4
     serving.kill()
-    wait_until(lambda: not [p for p in serving.processes() if p.pid != os.getpid()], 1.0, "the end of every process")
+    wait_until(lambda: not [p for p in serving.processes() if p.pid != os.getpid()], what="the end of every process")

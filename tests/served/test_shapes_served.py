@@ -22,7 +22,7 @@ PROMPT = "sort: d b a c ->"
 def serving() -> Iterator[Serving]:
     model = {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu", "max_batch_size": 8}
     with Serving({"letters": model}, wait=False) as running:
-        running.wait_state("letters", "ready", within=90)
+        running.wait_state("letters", "ready")
         yield running
 
 
@@ -83,7 +83,7 @@ def test_a_stream_goes_on_beside_hostile_schemas(serving: Serving, client: Clien
     assert set(fields) <= {"json_schema", "regex", None}
     gaps = sorted(later - earlier for earlier, later in pairwise(times))
     print(f"gaps: median {gaps[len(gaps) // 2] * 1000:.1f} ms, longest {gaps[-1] * 1000:.1f} ms")
-    assert gaps[-1] < 0.9, "as long as a compile may take"
+    assert sum(gap >= 0.9 for gap in gaps) <= 1, "as long as a compile may take, more often than a machine hiccups"
     serving.wait_idle("letters")
 
 
@@ -93,6 +93,6 @@ def test_the_child_ends_with_its_worker(serving: Serving, client: Client) -> Non
     children = [child for child in worker.children() if "constraint_child" in " ".join(child.cmdline())]
     assert len(children) == 1
     worker.kill()
-    wait_until(lambda: not is_alive(children[0]), 5, "the end of the child")
-    serving.wait_state("letters", "ready", within=90)
+    wait_until(lambda: not is_alive(children[0]), what="the end of the child")
+    serving.wait_state("letters", "ready")
     assert client.complete("letters", PROMPT, choice=["again"]).text == "again"

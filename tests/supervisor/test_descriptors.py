@@ -23,5 +23,5 @@ print(budget.scarce(), budget.plenty())
 
 
 def test_none_left_is_scarce_and_no_error() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.splitlines() == ["False True", "True False", "False True"], done.stderr

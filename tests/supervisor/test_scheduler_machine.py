@@ -367,20 +367,23 @@ def _check_in_time(request: InFlight, now: float) -> None:
 
 
 def test_every_request_ends_once_whatever_happens() -> None:
-    print(f"TEST_SEED={SEED}")
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        seed(SEED)(SchedulerMachine),
-        settings=settings(
-            max_examples=int(os.environ.get("SCHEDULER_EXAMPLES", "300")),
-            stateful_step_count=120,
-            deadline=None,
-            database=None,
-            report_multiple_bugs=False,
-            phases=[Phase.generate, Phase.shrink],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    print(dict(steps))
-    assert steps["steps"] > 25_000
     told = ("worker's own", "worker_died", "poisoned", "deadline_exceeded", "queue_timeout", "slow_consumer", "reports")
-    assert all(steps[name] for name in (*told, "resumed"))
+    for again in range(10):  # a seed in some hundred never gets to the rarest of these
+        print(f"TEST_SEED={SEED + again}")
+        run_state_machine_as_test(  # type: ignore[no-untyped-call]
+            seed(SEED + again)(SchedulerMachine),
+            settings=settings(
+                max_examples=int(os.environ.get("SCHEDULER_EXAMPLES", "300")),
+                stateful_step_count=120,
+                deadline=None,
+                database=None,
+                report_multiple_bugs=False,
+                phases=[Phase.generate, Phase.shrink],
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+        print(dict(steps))
+        assert steps["steps"] > 25_000
+        if all(steps[name] for name in (*told, "resumed")):
+            return
+    raise AssertionError(f"never seen: {[name for name in (*told, 'resumed') if not steps[name]]}")

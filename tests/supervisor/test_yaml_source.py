@@ -115,7 +115,7 @@ def test_bombs(tmp_path: Path, bomb: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)),
     )
     assert "is not YAML: more than" in done.stdout, done.stderr[-500:]

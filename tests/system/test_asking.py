@@ -18,10 +18,10 @@ from tests.serving import engine, wait_until
 def test_tokens_of_a_text_and_back(serve: Serve) -> None:
     serving = serve({"a": engine(replicas=2)})
     with serving.client() as client:
-        told = client.call("tokenize", reply_timeout=5, model="a", prompt="añ")
+        told = client.call("tokenize", reply_timeout=60, model="a", prompt="añ")
         assert unpack(f"<{told['count']}I", told["token_ids"]) == tuple("añ".encode())
-        assert client.call("detokenize", reply_timeout=5, model="a", token_ids=told["token_ids"]) == {"text": "añ"}
-        assert client.call("tokenize", reply_timeout=5, model="a:2", prompt="b")["count"] == 1
+        assert client.call("detokenize", reply_timeout=60, model="a", token_ids=told["token_ids"]) == {"text": "añ"}
+        assert client.call("tokenize", reply_timeout=60, model="a:2", prompt="b")["count"] == 1
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_wrong_questions_are_answered_with_what_is_wrong(
     serving = serve({"a": engine(), "b": engine(autostart=False)})
     with serving.client() as client:
         with pytest.raises(WireError) as caught:
-            client.call(verb, reply_timeout=5, **params)
+            client.call(verb, reply_timeout=60, **params)
         assert caught.value.code is code
         assert field is None or caught.value.field == field
         assert client.complete("a", "goes on", max_tokens=5).text == answer("goes on", 5)
@@ -57,7 +57,7 @@ def test_who_asked_a_worker_that_died_is_told(serve: Serve) -> None:
         client.send(Call(7, "tokenize", pack_body({"model": "a", "prompt": "x"})))
         client.barrier()
         os.kill(worker.pid, signal.SIGKILL)
-        wait_until(lambda: client.receive() is not None and bool(client.replies), 5, "an answer")
+        wait_until(lambda: client.receive() is not None and bool(client.replies), what="an answer")
         (reply,) = client.replies
         assert isinstance(reply["error"], dict)
         assert reply["error"]["name"] == "worker_died"
@@ -86,7 +86,7 @@ def test_a_question_that_grows_when_it_is_packed_anew_costs_nobody_a_worker(serv
     floats = b"\xdd" + (700_000).to_bytes(4, "big") + b"\xca\x3f\x80\x00\x00" * 700_000
     with RawClient(serving.runtime_dir) as client:
         client.send(Call(7, "tokenize", b"\x82\xa5model\xa1a\xa6prompt" + floats))
-        wait_until(lambda: client.receive() is not None and bool(client.replies or client.errors), 5, "an answer")
+        wait_until(lambda: client.receive() is not None and bool(client.replies or client.errors), what="an answer")
     assert serving.status("a")["pid"] == pid
     with serving.client() as client:
         assert client.complete("a", "goes on", max_tokens=5).text == answer("goes on", 5)

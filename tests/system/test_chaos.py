@@ -88,7 +88,7 @@ def test_every_request_ends_once_with_its_own_tokens(serving: Serving) -> None:
                 client.receive()
             inflict(serving, fault, victim, client, chance)
             if fault != "leave":
-                client.read_until_ended(*orders, *([999] if fault == "raise" else []), within=20)
+                client.read_until_ended(*orders, *([999] if fault == "raise" else []))
                 assert fault != "raise" or client.heard[999].ends == ["poisoned"]
                 for request, (model, prompt, tokens) in orders.items():
                     hit = model == victim or fault == "cancel"

@@ -103,7 +103,7 @@ def test_ctrl_c_ends_a_single_answer(serving: Serving) -> None:
         rest = process.stdout.read()  # not communicate(), which would miss what the first read has buffered
         assert process.stderr is not None
         errors = process.stderr.read()
-        process.wait(10)
+        process.wait(60)
     text = (begin + rest).removesuffix("\n")
     assert text == answer("endless", len(text))
     assert process.returncode == 130

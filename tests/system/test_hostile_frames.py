@@ -152,7 +152,7 @@ def test_a_frame_beyond_the_sockets_cap_ends_its_connection_only(serving: Servin
         finally:
             client.socket.disable_monitor()
             monitor.close(linger=0)
-        wait_until(lambda: serving.counters()["connections_closed"] > before["connections_closed"], 5)
+        wait_until(lambda: serving.counters()["connections_closed"] > before["connections_closed"])
         assert serving.counters()["bad_frames"] == before["bad_frames"]
 
 

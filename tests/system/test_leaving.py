@@ -67,7 +67,7 @@ def test_killing_the_client_process(serving: Serving) -> None:
     process = streaming_process(serving, 2)
     wait_busy(serving, 2)
     end(process)
-    serving.wait_idle("a", within=2)
+    serving.wait_idle("a")
 
 
 def test_killing_a_client_whose_requests_wait(serving: Serving) -> None:
@@ -85,11 +85,11 @@ def test_a_frozen_client_is_cut_off_by_heartbeats(serving: Serving) -> None:
     closed = serving.counters()["connections_closed"]
     process.send_signal(signal.SIGSTOP)
     try:
-        serving.wait_idle("a", within=12)
+        serving.wait_idle("a")
         assert serving.counters()["connections_closed"] == closed + 1
     finally:
         process.send_signal(signal.SIGCONT)
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=60)
     ends = [reason for _, reason in json.loads(out.splitlines()[-1])["answers"]]
     assert ends == ["connection_lost"] * 2
 

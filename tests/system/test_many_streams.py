@@ -29,7 +29,7 @@ def test_64_concurrent_requests_over_8_processes_get_their_own_answers(serving: 
     processes = [serving.spawn_client(requests) for requests in orders]
     concurrent = []
     for process, requests in zip(processes, orders, strict=True):
-        out, _ = process.communicate(timeout=40)
+        out, _ = process.communicate(timeout=60)
         told = json.loads(out.splitlines()[-1])
         assert told["ignored"] == 0, "events followed a terminal event, or were for another"
         assert told["answers"] == [[answer(prompt, n), "length"] for _, prompt, n in requests]

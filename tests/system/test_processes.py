@@ -129,4 +129,4 @@ def test_nothing_leaks_over_restarts(serving: Serving) -> None:
     for _ in range(4):
         next_generation(kill)
         next_generation(lambda: serving.order("restart", model="b"))  # forgives the deaths before
-    wait_until(lambda: count() == before, 3, f"{before}")
+    wait_until(lambda: count() == before, what=f"{before}")

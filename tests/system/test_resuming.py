@@ -22,7 +22,7 @@ def has_tokens(client: RawClient, request: int, count: int) -> None:
 def kill(serving: Serving, worker: str) -> None:
     process = serving.worker(worker)
     os.kill(process.pid, signal.SIGKILL)
-    wait_until(lambda: not is_alive(process), 5, "the worker to be gone")
+    wait_until(lambda: not is_alive(process), what="the worker to be gone")
 
 
 def test_a_stream_goes_on_in_another_worker_at_once(serve: Serve) -> None:
@@ -49,7 +49,7 @@ def test_what_is_held_for_a_slow_client_is_part_of_what_goes_on(serve: Serve) ->
     with RawClient(serving.runtime_dir) as client:
         client.generate(1, "a", "slow", max_tokens=1000)
         has_tokens(client, 1, WINDOW)
-        wait_until(lambda: serving.status("a")["totals"]["tokens"] > WINDOW + 100, 10, "events to be held")
+        wait_until(lambda: serving.status("a")["totals"]["tokens"] > WINDOW + 100, what="events to be held")
         kill(serving, "a")
         client.send(Credit(1, WINDOW))
         while not client.heard[1].ends:
@@ -93,7 +93,7 @@ def test_a_request_that_kills_is_tried_alone_and_then_refused(serve: Serve) -> N
         for request in range(1, 4):
             client.generate(request, "a", f"innocent {request}", max_tokens=40)
         client.generate(4, "a", "bad", max_tokens=40)
-        client.read_until_ended(1, 2, 3, 4, within=30)
+        client.read_until_ended(1, 2, 3, 4)
         assert client.heard[4].ends == ["poisoned"]
         assert client.heard[4].delivered == client.heard[4].tokens == 5
         for request in range(1, 4):
@@ -101,7 +101,7 @@ def test_a_request_that_kills_is_tried_alone_and_then_refused(serve: Serve) -> N
             assert (heard.text, heard.ends) == (answer(f"innocent {request}", 40), ["length"])
             assert heard.usage["resumes"] == 1, "it had one death, and then ran beside no suspect"
         client.generate(5, "a", "bad", max_tokens=40)
-        wait_until(lambda: client.receive() is not None and bool(client.errors), 5, "the refusal")
+        wait_until(lambda: client.receive() is not None and bool(client.errors), what="the refusal")
         assert [(request, error["name"]) for request, error in client.errors] == [(5, "poisoned")]
         assert not client.errors[0][1]["retryable"]
         client.generate(6, "a", "innocent 1", max_tokens=40)
@@ -118,7 +118,7 @@ def test_the_limit_of_deaths_is_a_setting(serve: Serve) -> None:
             has_tokens(client, 1, 20 * (death + 1))
             kill(serving, "a")
             client.send(Credit(1, WINDOW))
-        client.read_until_ended(1, within=30)
+        client.read_until_ended(1)
         assert client.heard[1].text == answer("often", 400)
         assert client.heard[1].usage["resumes"] == 5
 
@@ -161,7 +161,7 @@ def test_times_are_kept_whatever_the_worker_does(serve: Serve, which: str) -> No
         for request in range(2, 6):  # those beyond a batch and a little wait in the supervisor
             client.generate(request, "a", "behind", max_tokens=5, route={} if which == "deadline_ms" else {which: 300})
         ended = [1] if which == "deadline_ms" else [4, 5] if which == "queue_ms" else [2, 3, 4, 5]
-        client.read_until_ended(*ended, within=5)
+        client.read_until_ended(*ended)
         code = "queue_timeout" if which == "queue_ms" else "deadline_exceeded"
         assert [client.heard[request].ends for request in ended] == [[code]] * len(ended)
         assert client.heard[ended[0]].error["field"] == f"route.{which}"
@@ -175,7 +175,7 @@ def test_positions_are_reported_to_who_asked(serve: Serve) -> None:
     with RawClient(serving.runtime_dir) as client:
         for request in range(1, 8):
             client.generate(request, "a", f"line {request}", max_tokens=40, route={"progress": request in (5, 7)})
-        client.read_until_ended(*range(1, 8), within=30)
+        client.read_until_ended(*range(1, 8))
         assert set(client.reports) == {5, 7}
         positions = [int(str(report["queue_position"])) for report in client.reports[7]]
         assert positions == sorted(positions, reverse=True)

@@ -82,7 +82,7 @@ def test_memory_stays_bounded_whatever_is_not_read(serving: Serving) -> None:
         for request in requests:
             client.generate(request, "a", f"never reads {request}", max_tokens=ENDLESS)
         # nothing is received: not even what has credit
-        wait_until(lambda: serving.status("a")["totals"]["errors"] >= 13, 40, "12 streams cut off, and one before")
+        wait_until(lambda: serving.status("a")["totals"]["errors"] >= 13, what="12 streams cut off, and one before")
         serving.wait_idle("a")
         grown = psutil.Process(serving.pid).memory_info().rss - before
         assert grown < 20 << 20, f"{grown >> 20} MiB"

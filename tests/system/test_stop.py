@@ -1,7 +1,6 @@
 """Stopping: the ladder's rungs, draining, and what the other models notice of it (nothing)."""
 
 import signal
-import time
 
 import pytest
 
@@ -45,7 +44,7 @@ def test_each_rung_ends_what_the_one_before_cannot(
         if hangs:
             hang(serving, client)
         serving.order("stop", model="a")
-        status = serving.wait_state("a", "stopped", within=5)
+        status = serving.wait_state("a", "stopped")
         assert rungs(serving, "a") == climbed
         assert (status["last_exit"]["code"], status["last_exit"]["reason"]) == (code, "asked")
         assert status["pid"] is None
@@ -58,7 +57,7 @@ def test_a_stopped_process_is_ended_too(serve: Serve) -> None:
     serving = serve({"a": engine()}, stop=QUICK)
     serving.worker("a").send_signal(signal.SIGSTOP)
     serving.order("stop", model="a")
-    serving.wait_state("a", "stopped", within=5)
+    serving.wait_state("a", "stopped")
 
 
 def test_a_loading_worker_is_not_asked_but_ended(serve: Serve) -> None:
@@ -71,26 +70,24 @@ def test_a_loading_worker_is_not_asked_but_ended(serve: Serve) -> None:
         with pytest.raises(WireError) as caught:
             waiting.complete()
         assert caught.value.code is ErrorCode.DRAINING
-    serving.wait_state("a", "stopped", within=2)
+    serving.wait_state("a", "stopped")
     assert rungs(serving, "a") == ["SIGTERM"]
 
 
 def test_now_does_not_wait_for_requests(serve: Serve) -> None:
-    serving = serve({"a": engine(context=2 * LONG)})
+    serving = serve({"a": engine(context=2 * LONG)}, stop={"drain": "5m"})
     with serving.client() as client:
         stream = client.generate("a", "x", max_tokens=LONG)
         next(stream)
-        began = time.monotonic()
         serving.order("stop", model="a", now=True)
         with pytest.raises(WireError) as caught:
             stream.complete()
         assert caught.value.code is ErrorCode.DRAINING
-        serving.wait_state("a", "stopped", within=3)
-        assert time.monotonic() - began < 3  # the drain has ten seconds
+        serving.wait_state("a", "stopped")
 
 
 def test_now_cuts_a_drain_short(serve: Serve) -> None:
-    serving = serve({"a": engine(context=2 * LONG)})
+    serving = serve({"a": engine(context=2 * LONG)}, stop={"drain": "5m"})
     with serving.client() as client:
         stream = client.generate("a", "x", max_tokens=LONG)
         next(stream)
@@ -99,7 +96,7 @@ def test_now_cuts_a_drain_short(serve: Serve) -> None:
         serving.order("stop", model="a", now=True)
         with pytest.raises(WireError):
             stream.complete()
-    serving.wait_state("a", "stopped", within=3)
+    serving.wait_state("a", "stopped")
 
 
 def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Serve) -> None:
@@ -117,7 +114,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Serve) -> None
         assert caught.value.retry_after_ms
         assert caught.value.retryable
         assert running.complete().text == answer("running", 250)
-        status = serving.wait_state("a", "stopped", within=3)
+        status = serving.wait_state("a", "stopped")
         assert (status["last_exit"]["code"], rungs(serving, "a")) == (0, ["SHUTDOWN"])
         with pytest.raises(WireError) as caught:
             client.complete("a", "new", max_tokens=1)
@@ -140,7 +137,7 @@ def test_requests_outlasting_the_drain_end_with_an_error(serve: Serve) -> None:
                 stream.complete()
             assert caught.value.code is ErrorCode.DRAINING
             assert stream.text == answer(f"x {i}", len(stream.token_ids))
-        assert serving.wait_state("a", "stopped", within=3)["last_exit"]["code"] == 0
+        assert serving.wait_state("a", "stopped")["last_exit"]["code"] == 0
 
 
 def test_a_start_during_the_way_down_is_remembered(serve: Serve) -> None:
@@ -161,14 +158,14 @@ def test_shutdown_waits_for_running_requests_and_takes_no_orders(serve: Serve) -
     with serving.client() as client, serving.client(admin=True) as admin:
         running = client.generate("a", "running", max_tokens=250)
         next(running)
-        admin.call("shutdown", reply_timeout=5)
+        admin.call("shutdown", reply_timeout=60)
         # a model started now would keep the supervisor from ever leaving
         for verb in ("start", "restart"):
             with pytest.raises(WireError) as caught:
-                admin.call(verb, model="b", reply_timeout=5)
+                admin.call(verb, model="b", reply_timeout=60)
             assert caught.value.code is ErrorCode.DRAINING
         assert running.complete().text == answer("running", 250)
-    assert serving.process.wait(5) == 0
+    assert serving.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -179,4 +176,4 @@ def test_a_second_signal_does_not_wait(serve: Serve, number: int) -> None:
         serving.process.send_signal(number)
         wait_until(lambda: serving.overview()["supervisor"]["shutting_down"])
         serving.process.send_signal(number)
-        assert serving.process.wait(5) == 0
+        assert serving.process.wait(60) == 0

@@ -40,7 +40,7 @@ def test_kill_in_mid_stream(serve: Serve) -> None:
         os.kill(pid, signal.SIGKILL)
         for request in range(1, 15):
             victim.send(Credit(request, 256))
-        victim.read_until_ended(*range(1, 15), within=30)
+        victim.read_until_ended(*range(1, 15))
         for request in range(1, 15):
             heard = victim.heard[request]
             assert heard.ends == ["length"]
@@ -134,7 +134,7 @@ def test_what_a_dead_worker_started_is_killed(serve: Serve) -> None:
     serving = serve({"a": engine("ForksChild")})
     child = forked_child(serving, "a")
     os.kill(serving.status("a")["pid"], signal.SIGKILL)
-    wait_until(lambda: not is_alive(child), 3, "the end of the worker's child")
+    wait_until(lambda: not is_alive(child), what="the end of the worker's child")
     wait_until(lambda: serving.status("a")["generation"] == 2)
     serving.wait_state("a", "ready")
 

@@ -16,7 +16,7 @@ def faulty(kind: str, **keys: Any) -> dict[str, Any]:
 
 def exit_after(serving: Serving, restarts: int) -> dict[str, Any]:
     """The last exit of model ``a`` once it has been restarted more often than that."""
-    wait_until(lambda: serving.status("a")["restarts"] > restarts, 10, "another worker")
+    wait_until(lambda: serving.status("a")["restarts"] > restarts, what="another worker")
     told: dict[str, Any] = serving.status("a")["last_exit"]
     return told
 
