@@ -4,6 +4,7 @@
 restarts, draining and routing never ask which one it is.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from protocol.worker_spec import WorkerSpec
@@ -38,6 +39,13 @@ class Launcher(Protocol):
 
     def reap(self, worker: Launched) -> int:
         """End what a worker that is gone has left behind. Its exit code, or minus the signal's number."""
+
+    def sweep(self, holds: Mapping[int, str]) -> None:
+        """End what a former supervisor's launcher has left behind, and say in the log what that was. Called once,
+        before the first ``start``; may take some seconds if something is there.
+
+        holds  pid → what it holds of the GPUs, in words: whoever is no leftover is named, and left alone
+        """
 
     def close(self) -> None:
         """Call when no worker is left."""

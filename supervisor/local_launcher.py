@@ -3,10 +3,12 @@
 import logging
 import select
 import time
+from collections.abc import Mapping
 
 from protocol.worker_spec import WorkerSpec
 from supervisor.guard import Guard
 from supervisor.launcher import Launched
+from supervisor.leftovers import Leftovers
 from supervisor.timers import Timers
 from supervisor.worker_process import WorkerProcess
 
@@ -16,8 +18,9 @@ GUARD_RETRY_S = 1.0
 class LocalLauncher:
     """See ``supervisor.launcher.Launcher``. Lives on the main thread: workers die with the thread that spawned them."""
 
-    def __init__(self, timers: Timers, log: logging.Logger) -> None:
+    def __init__(self, timers: Timers, leftovers: Leftovers, log: logging.Logger) -> None:
         self._timers = timers
+        self._leftovers = leftovers
         self._log = log
         self._workers: dict[int, WorkerProcess] = {}
         """By pidfd."""
@@ -37,6 +40,7 @@ class LocalLauncher:
             worker.abandon()
             raise
         self._guard.watch(worker.pid)
+        self._leftovers.record(worker.pid, spec.engine.model)
         self._workers[worker.pidfd] = worker
         return worker
 
@@ -59,7 +63,12 @@ class LocalLauncher:
         del self._workers[worker.pidfd]
         worker.end_group()
         self._guard.forget(worker.pid)  # while the number is still ours, or the guard could kill its next owner
-        return worker.join()
+        code = worker.join()
+        self._leftovers.forget(worker.pid)
+        return code
+
+    def sweep(self, holds: Mapping[int, str]) -> None:
+        self._leftovers.sweep(holds)
 
     def close(self) -> None:
         self._guard.close()

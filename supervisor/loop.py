@@ -50,6 +50,7 @@ from supervisor.deliveries import HoldLimits
 from supervisor.descriptors import DescriptorBudget
 from supervisor.fleet import RATE_WINDOW_S, Fleet
 from supervisor.in_flight import Effect, ToClient
+from supervisor.leftovers import Leftovers
 from supervisor.lifecycle import IllegalTransition
 from supervisor.local_launcher import LocalLauncher
 from supervisor.reactor import Reactor
@@ -94,7 +95,7 @@ class Supervisor:
         self._front = ClientPort.bind(self._context, front_endpoint(runtime.path), self._descriptors.backlog)
         self._admin = ClientPort.bind(self._context, admin_endpoint(runtime.path), self._descriptors.backlog)
         self._back = self._bind_back(back_endpoint(runtime.path))
-        self._launcher = LocalLauncher(self._reactor.timers, log)
+        self._launcher = LocalLauncher(self._reactor.timers, Leftovers(runtime.path, log), log)
         self._has_terminal = _has_terminal()
         self._signals = self._catch_signals()
         self.fleet = Fleet(
@@ -134,6 +135,7 @@ class Supervisor:
             self.fleet.config.file,
             self._runtime.path,
         )
+        self._launcher.sweep(self.fleet.vram.holders())
         for name, replica in self.fleet.replicas.items():
             if replica.spec.config.autostart:
                 self.fleet.start(name, "autostart")

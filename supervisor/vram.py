@@ -124,6 +124,17 @@ class Vram:
             "vram_returned_ms": watched.returned_ms,
         }
 
+    def holders(self) -> dict[int, str]:
+        """pid → what it holds of the GPUs that are used, as NVML lists it, in words."""
+        used = {index for watched in self._models.values() for index in watched.gpus or ()}
+        told: dict[int, list[str]] = {}
+        for gpu in self._recent():
+            for pid, size in gpu.processes.items() if gpu.index in used else ():
+                told.setdefault(pid, []).append(
+                    f"{'memory' if size is None else f'{size / (1 << 30):.1f} GiB'} of GPU {gpu.index}"
+                )
+        return {pid: " and ".join(parts) for pid, parts in told.items()}
+
     def describe_gpus(self) -> list[dict[str, Any]]:
         """Every GPU of the box: index, uuid, total_bytes, used_bytes, free_bytes. Empty if none is used."""
         return [

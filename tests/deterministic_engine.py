@@ -214,6 +214,15 @@ class ForksChild(DeterministicEngine):
         super().load(progress)
 
 
+class ForksDaemon(DeterministicEngine):
+    """Starts a child that leaves the worker's session, and would live for an hour. Its pid stands in the log."""
+
+    def load(self, progress: ProgressCallback) -> None:
+        program = [sys.executable, "-c", "import time; time.sleep(3600)"]
+        print(f"child pid {subprocess.Popen(program, start_new_session=True).pid}", flush=True)
+        super().load(progress)
+
+
 class ListsModules(DeterministicEngine):
     """Prints the names of the worker's imported modules, and its view of the devices, into the model's log."""
 

@@ -129,4 +129,5 @@ def test_nothing_leaks_over_restarts(serving: Serving) -> None:
     for _ in range(4):
         next_generation(kill)
         next_generation(lambda: serving.order("restart", model="b"))  # forgives the deaths before
-    wait_until(lambda: count() == before, what=f"{before}")
+    # not "the same as before": a neighbour on this machine may have given shared memory back meanwhile
+    wait_until(lambda: all(now <= then for now, then in zip(count(), before, strict=True)), what=f"{before}")

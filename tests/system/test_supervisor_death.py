@@ -108,6 +108,22 @@ def test_a_new_supervisor_takes_over_the_directory(serve: Serve) -> None:
     assert serving.modelctl("shutdown").returncode == 0
 
 
+def test_what_was_left_behind_is_named_and_ended_by_the_next(serve: Serve) -> None:
+    serving = serve({"a": engine("ForksDaemon"), "b": engine()})
+    child = forked_child(serving, "a")
+    command = " ".join(child.cmdline())
+    serving.kill()
+    wait_until(lambda: serving.processes() == [child], what="all but the child to be gone")
+    assert serving.modelctl("serve", "--detach", "-c", str(serving.config)).returncode == 0
+    assert not is_alive(child)
+    line = next(line for line in serving.log().splitlines() if "left" in line)
+    assert line.endswith(f"-: a former supervisor left pid {child.pid} ({command}) behind: killing it")
+    second = forked_child(serving, "a")
+    assert second != child
+    assert serving.modelctl("shutdown").returncode == 0
+    second.kill()
+
+
 def test_the_guard_is_replaced_and_its_successor_guards(serve: Serve) -> None:
     serving = serve({"a": engine("ForksChild")})
     guard = wait_until(serving.guard)

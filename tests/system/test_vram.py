@@ -292,7 +292,10 @@ def test_memory_of_others_is_not_waited_for(serve: Serve, box: Box) -> None:
     wait_until(lambda: serving.status("a")["generation"] == 2)
     status = serving.wait_state("a", "ready")
     assert (status["vram_return"], status["vram_returned_ms"]) == ("back", 0.0)
-    assert "waits for the VRAM" not in serving.log()
+    log = serving.log()
+    assert "waits for the VRAM" not in log
+    assert f"pid {STRANGER} (?) holds 60.0 GiB of GPU 0, and is none of ours: left alone" in log
+    assert "of GPU 1" not in log, "no model is to use it"
 
 
 def test_a_box_that_knows_other_pids_is_not_waited_for_and_that_is_said_once(serve: Serve, box: Box) -> None:

@@ -1,0 +1,87 @@
+"""The processes of this machine, read from /proc (proc(5)): no more than it takes to tell one from another."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+COMMAND_LENGTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A living process. ``started``: clock ticks from boot. ``mark``: what its environment says under the name asked
+    for; None also where that cannot be read. ``command``: its arguments, shortened."""
+
+    pid: int
+    parent: int
+    session: int
+    started: int
+    uid: int
+    mark: str | None
+    command: str
+
+
+def boot_id() -> str:
+    """The kernel's own id of this boot; empty where it does not tell."""
+    try:
+        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def start_of(pid: int) -> int | None:
+    """When the process was started, in clock ticks from boot; None if there is none."""
+    stat = _stat(pid)
+    return None if stat is None else stat[3]
+
+
+def look(variable: str) -> Iterator[Seen]:
+    """Every process that is neither dead nor a zombie. ``variable`` names the one of its environment that is read."""
+    for name in os.listdir(_PROC):
+        if not name.isdecimal():
+            continue
+        pid = int(name)
+        stat = _stat(pid)
+        if stat is None or stat[0] in "ZX":
+            continue
+        _, parent, session, started = stat
+        try:
+            uid = (_PROC / name).stat().st_uid
+        except OSError:
+            continue  # gone meanwhile
+        yield Seen(pid, parent, session, started, uid, _mark(pid, variable), command_of(pid))
+
+
+def command_of(pid: int) -> str:
+    """What it was started as, for people; its name where that is not told; a question mark if it is gone."""
+    try:
+        arguments = (_PROC / str(pid) / "cmdline").read_bytes()
+        shown = arguments or (_PROC / str(pid) / "comm").read_bytes()
+    except OSError:
+        return "?"
+    words = " ".join(shown.decode(errors="replace").replace("\0", " ").split())
+    return "".join(c if c.isprintable() else "?" for c in words)[:COMMAND_LENGTH]
+
+
+def _stat(pid: int) -> tuple[str, int, int, int] | None:
+    """(state, parent, session, start). The name in parentheses may hold anything, parentheses too."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    fields = text[text.rfind(b")") + 2 :].split()
+    return fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19])
+
+
+def _mark(pid: int, variable: str) -> str | None:
+    try:
+        environment = (_PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return None  # another user's
+    wanted = f"{variable}=".encode()
+    for entry in environment.split(b"\0"):
+        if entry.startswith(wanted):
+            return entry[len(wanted) :].decode(errors="replace")
+    return None
