@@ -140,7 +140,7 @@ class Serving:
         return self.process.pid
 
     def client(self, *, admin: bool = False) -> Client:
-        return Client(runtime_dir=self.runtime_dir, admin=admin)
+        return Client(runtime_dir=self.runtime_dir, admin=admin, timeout=WITHIN)
 
     def order(self, verb: str, **params: Any) -> dict[str, Any]:
         with self.client(admin=True) as client:
