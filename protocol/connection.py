@@ -8,6 +8,7 @@ the garbage collector happens to.
 import os
 import random
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,7 @@ import zmq
 import protocol
 from protocol.answers import CallState, Delta, StreamState, Touched
 from protocol.errors import ErrorCode, WireError
-from protocol.line import LINGER_MS, Line
+from protocol.line import LINGER_MS, Line, Sockets
 from protocol.liveness import DEFAULT_SILENCE_S, Liveness, Verdict
 from protocol.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint
 from protocol.session import ClientSession
@@ -74,7 +75,8 @@ class Connection:
         self._liveness = Liveness(silence, now)
         self._look_at = now
         # a context of its own: nothing is shared with other users of zmq in this process
-        self._context = zmq.Context()
+        self._sockets = Sockets()
+        weakref.finalize(self, self._sockets.close).atexit = False
 
     # ---- what the clients do with it; each takes the lock
 
@@ -160,7 +162,7 @@ class Connection:
 
         Where it cannot be done at once it is noted, and done by whoever holds the lock, once that is done.
         """
-        if state.abandoned or self.closed:
+        if state.abandoned or self._sockets.closed:
             return
         self._noted.append((self.session.abandon, state))
         self._settle()
@@ -177,9 +179,10 @@ class Connection:
             touched = self.session.lose("this client was closed")
             if self.line is not None:
                 self._unwatch()
+                self._sockets.line = None
                 self.line.hang_up(LINGER_MS)
             self._changed(touched)
-        self._context.term()
+        self._sockets.close()
 
     def check_process(self) -> None:
         """Raises RuntimeError after a fork."""
@@ -257,7 +260,7 @@ class Connection:
     def _dial(self, now: float, touched: list[Touched]) -> None:
         self._dials += 1
         try:
-            self.line = Line(self._context, self.endpoint, self.session.hello)
+            self.line = self._sockets.line = Line(self._sockets.context, self.endpoint, self.session.hello)
         except zmq.ZMQError as e:  # no descriptors are left, mostly
             self._failed(f"cannot make a socket for {self.endpoint}: {e}", now, touched)
         else:
@@ -273,7 +276,8 @@ class Connection:
         if line is not None:
             self._unwatch()
             line.hang_up(0)
-        self.line, self._failure = None, reason
+        self.line = self._sockets.line = None
+        self._failure = reason
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._dials - 1))
         self._dial_at = now + pause * random.uniform(0.5, 1)
 

@@ -115,6 +115,29 @@ class Line:
         return f"{what} ({self._endpoint}); start it with `modelctl serve`"
 
 
+class Sockets:
+    """What a connection has open. Kept apart from it, so that it can be closed when the connection is dropped unclosed.
+
+    The garbage collector may finalize the parts of a cycle in any order, and a context that is destroyed before its
+    sockets are closed waits for them for ever: hence ``weakref.finalize(connection, sockets.close)``, which holds them.
+    """
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.line: Line | None = None
+        self.closed = False
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """Takes LINGER_MS at most. May be repeated; does nothing in a fork, whose parent has them still."""
+        if self.closed or os.getpid() != self._pid:
+            return
+        self.closed = True
+        if self.line is not None:
+            self.line.hang_up(LINGER_MS)
+        self.context.term()
+
+
 def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     ipc = endpoint.startswith("ipc://")
     # A new connection is a new session, so libzmq must not reconnect. But told so outright (RECONNECT_IVL=-1), or with

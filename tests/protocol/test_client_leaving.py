@@ -224,7 +224,7 @@ def test_closing_the_client_ends_its_streams_once(runtime_dir: Path) -> None:
 def run_script(source: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-c", source, *arguments],
-        capture_output=True, text=True, timeout=30, cwd=REPOSITORY,
+        capture_output=True, text=True, timeout=60, cwd=REPOSITORY,
     )  # fmt: skip
 
 
@@ -249,6 +249,42 @@ next(kept)
     assert (ended.returncode, ended.stdout) == (0, "0 \n"), ended.stderr
     assert ended.stderr == ""
     assert len(holding.of(Generate)) == 2
+
+
+@pytest.mark.parametrize("kind", ["Client", "AsyncClient"])
+def test_what_is_dropped_in_a_cycle_does_not_stop_the_garbage_collector(holding: ScriptedPeer, kind: str) -> None:
+    """It finalizes the parts of a cycle in any order: the context before the sockets, the sockets before a stream."""
+    source = """
+import asyncio, gc, sys
+import protocol
+
+def drop():
+    with_cycle = []
+    for _ in range(10):
+        client = protocol.Client(sys.argv[1])
+        streams = [client.generate("letters", "x") for _ in range(3)]
+        next(streams[0])
+        with_cycle.append((client, streams))
+    with_cycle.append(with_cycle)
+
+async def drop_in_a_loop():
+    with_cycle = []
+    for _ in range(10):
+        client = await protocol.AsyncClient(sys.argv[1]).connect()
+        streams = [client.generate("letters", "x") for _ in range(3)]
+        await anext(streams[0])
+        with_cycle.append((client, streams))
+    with_cycle.append(with_cycle)
+
+if sys.argv[2] == "Client":
+    drop()
+else:
+    asyncio.run(drop_in_a_loop())
+print(gc.collect() > 0)
+"""
+    ended = run_script(source, holding.endpoint, kind)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "True\n", "")
+    assert len(holding.of(Generate)) == 30
 
 
 def test_a_fork_is_refused(holding: ScriptedPeer) -> None:

@@ -81,6 +81,21 @@ def test_while_a_worker_hangs_deaf_to_sigterm(serve: Serve) -> None:
         kill_and_time(serving, least=3)
 
 
+def test_while_a_worker_hangs_with_the_interpreters_lock(serve: Serve) -> None:
+    serving = serve({"a": engine() | {"engine": "tests.orphan_engines:HangsWithTheLock"}})
+    with serving.client() as client:
+        stream = client.generate("a", "bad", max_tokens=50)
+        for _ in range(5):
+            next(stream)
+        kill_and_time(serving, least=3)
+
+
+def test_with_children_and_theirs(serve: Serve) -> None:
+    serving = serve({"a": engine() | {"engine": "tests.orphan_engines:ForksFamily"}})
+    wait_until(lambda: len(serving.processes()) >= 5, what="a child and its child")
+    kill_and_time(serving, least=5)  # supervisor, guard, worker, the two
+
+
 def test_while_a_worker_is_stopped(serve: Serve) -> None:
     serving = serve({"a": engine()})
     serving.worker("a").send_signal(signal.SIGSTOP)
