@@ -32,6 +32,7 @@ def main(spec: WorkerSpec) -> None:
         os.setsid()
         name_and_contain()
         redirect_output(spec.log_path)
+        keep_to(spec.cpus)
         pin_devices(spec.visible_devices)
         code = run(spec)
     except BaseException:
@@ -89,6 +90,15 @@ class LogWriter(io.TextIOWrapper):
             super().flush()
         except OSError:
             pass
+
+
+def keep_to(cpus: tuple[int, ...]) -> None:
+    """Run on these CPUs, and so have memory from their NUMA nodes; before anything starts threads or allocates much."""
+    if cpus:
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError as e:  # they have gone since the supervisor looked (a smaller cpuset): only a preference
+            print(f"cannot keep to CPUs {cpus}: {e}", file=sys.stderr)
 
 
 def pin_devices(visible_devices: str) -> None:

@@ -38,6 +38,7 @@ class WorkerSpec:
     supervisor_pid  the worker ends itself when this is no longer its parent
     sampling        what requests leave out: ``sampling_defaults.DEFAULTS``, as ``check_sampling`` passed it
     limits          what requests may not exceed: ``sampling_defaults.LIMITS``, as ``check_limits`` passed it
+    cpus            numbers of the CPUs that it keeps to, those next to its GPUs; empty for all
     """
 
     engine: EngineSpec
@@ -49,3 +50,4 @@ class WorkerSpec:
     supervisor_pid: int
     sampling: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
+    cpus: tuple[int, ...] = ()

@@ -105,7 +105,9 @@ def _status(host: Host, params: Params) -> Result:
 
 def _described(host: Host, replica: Replica) -> Result:
     pid = replica.process.pid if replica.process else None
-    return {**replica.describe(host.scheduler, host.now()), **host.fleet.vram.describe(replica.name, pid)}
+    fleet = host.fleet
+    placed = {**fleet.admission.describe(replica.name), **fleet.vram.describe(replica.name, pid)}
+    return {**replica.describe(host.scheduler, host.now()), **placed}
 
 
 def _start(host: Host, params: Params) -> Result:

@@ -66,7 +66,8 @@ class ModelSpec:
 
     @property
     def visible_devices(self) -> str:
-        """CUDA_VISIBLE_DEVICES of the worker: the pinned devices, "" for the CPU."""
+        """The pinned devices, as CUDA_VISIBLE_DEVICES has them; "auto" for one that is yet to be chosen, "" for the
+        CPU."""
         gpu = self.config.gpu
         if gpu in (None, "cpu"):
             return ""
@@ -180,8 +181,14 @@ def _combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
         problems.append(("options", "is only for an engine named by an import string; remove it"))
     if config.engine == "exllamav2" and config.gpu in (None, "cpu"):
         problems.append(
-            ("gpu", "engine exllamav2 needs the GPU this model is pinned to: add gpu: 0, [0, 1] or GPU-<uuid>")
+            ("gpu", "engine exllamav2 needs a GPU: add gpu: auto, or pin it with gpu: 0, [0, 1] or GPU-<uuid>")
         )
+    if config.vram is not None:
+        gpus = len(config.gpu) if isinstance(config.gpu, tuple) else 1
+        if config.gpu in (None, "cpu"):
+            problems.append(("vram", "is for a model on a GPU; add gpu, or remove it"))
+        elif len(config.vram) not in (1, gpus):
+            problems.append(("vram", f"has {len(config.vram)} values for {gpus} GPUs; give one, or one for each"))
     if config.engine == "exllamav2":
         problems += _exllamav2_problems(config)
     return problems

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from supervisor.deliveries import HoldLimits
 from supervisor.model_queue import QueueLimits
 from supervisor.restart import RestartPolicy
+from supervisor.sizes import Limit, parse_limit, parse_size
 from supervisor.stop_ladder import PATIENT, LadderTimes
 from supervisor.strikes import StrikePolicy
 
@@ -55,15 +56,17 @@ def parse_duration(value: object) -> float:
 
 
 def parse_gpu(value: object) -> str | int | tuple[int | str, ...]:
-    """``cpu``, an index of nvidia-smi, a GPU's UUID, or a list of indices or UUIDs. Raises ValueError."""
-    one = f"{value!r} is no GPU: must be cpu, an index as nvidia-smi counts, GPU-<uuid>, or a list of those"
-    if value == "cpu":
-        return "cpu"
+    """``cpu``, ``auto``, an index of nvidia-smi, a GPU's UUID, or a list of indices or UUIDs. Raises ValueError."""
+    one = (
+        f"{value!r} is no GPU: must be cpu, auto, an index as nvidia-smi counts, GPU-<uuid>, or a list of the last two"
+    )
+    if value in ("cpu", "auto"):
+        return str(value)
     if isinstance(value, list):
         if not value or len(set(map(str, value))) != len(value):
             raise ValueError("must name at least one GPU, and none twice")
         parsed = [parse_gpu(item) for item in value]
-        if any(item == "cpu" or isinstance(item, tuple) for item in parsed):
+        if any(item in ("cpu", "auto") or isinstance(item, tuple) for item in parsed):
             raise ValueError(one)
         return tuple(item for item in parsed if not isinstance(item, tuple))
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1024:
@@ -73,9 +76,32 @@ def parse_gpu(value: object) -> str | int | tuple[int | str, ...]:
     raise ValueError(one)
 
 
+def parse_vram(value: object) -> tuple[int, ...]:
+    """One size, or a list of them, one for each GPU; in bytes. Raises ValueError."""
+    return tuple(map(parse_size, value)) if isinstance(value, list) and value else (parse_size(value),)
+
+
+def parse_vram_limit(value: object) -> Limit | dict[str, Limit]:
+    """One limit for every GPU, or GPU → limit. Raises ValueError naming the GPU."""
+    if not isinstance(value, dict):
+        return parse_limit(value)
+    limits = {}
+    for gpu, limit in value.items():
+        text = str(gpu)  # as all keys of a YAML file come
+        if not re.fullmatch(r"\d{1,3}|GPU-[0-9a-fA-F-]{8,64}", text):
+            raise ValueError(f"{gpu!r} is no GPU: must be an index as nvidia-smi counts, or GPU-<uuid>")
+        try:
+            limits[text] = parse_limit(limit)
+        except ValueError as e:
+            raise ValueError(f"GPU {gpu}: {limit!r} {e}") from None
+    return limits
+
+
 Duration = Annotated[float, BeforeValidator(parse_duration)]
 Gpu = Annotated[Any, BeforeValidator(parse_gpu)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
+Vram = Annotated[Any, BeforeValidator(parse_vram)]
+VramLimit = Annotated[Any, BeforeValidator(parse_vram_limit)]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -106,7 +132,10 @@ class ModelConfig(BaseModel):
     engine: str = "exllamav2"
     """exllamav2, transformers, or an import string package.module:Class."""
     gpu: Gpu = None
-    """The GPU or GPUs this model is pinned to; required for exllamav2, cpu by default for the others."""
+    """The GPU or GPUs this model is pinned to, or auto; required for exllamav2, cpu by default for the others."""
+    vram: Vram = None
+    """What each worker takes of its GPUs' memory in all, as nvidia-smi shows it: instead of the estimate, and for
+    engines that have none. One size, divided evenly among several GPUs, or a list with one for each."""
     max_seq_len: Tokens | None = None
     """Tokens of context; the model's own by default."""
     max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
@@ -204,6 +233,8 @@ class SupervisorConfig(BaseModel):
     poison: PoisonConfig = PoisonConfig()
     stall: Duration = HoldLimits.stall_s
     """How long a stream may have events waiting while its client reads none, before it is ended."""
+    vram_limit: VramLimit = None
+    """Most that all models together may hold of a GPU: one limit for every GPU, or GPU → limit; no limit by default."""
 
     @property
     def restart_policy(self) -> RestartPolicy:

@@ -9,8 +9,8 @@ from supervisor.last_words import abort_fault, engine_fault
 
 @dataclass(frozen=True)
 class ExitReport:
-    """reason   "asked", "config", "out of VRAM", "out of memory", "CUDA error", "engine fault", "killed", "signal",
-             "spawn" or "exit"
+    """reason   "asked", "config", "no room", "unreadable", "out of VRAM", "out of memory", "CUDA error",
+             "engine fault", "killed", "signal", "spawn" or "exit"
     message  one line for a person, at most MAX_MESSAGE characters
     retry    another try may help
     """
@@ -24,6 +24,11 @@ class ExitReport:
 def not_spawned(error: OSError) -> ExitReport:
     """The report of a process that could not even be started."""
     return ExitReport(-1, "spawn", f"cannot start a process: {error.strerror or error}", retry=True)
+
+
+def not_admitted(reason: str, message: str, *, retry: bool) -> ExitReport:
+    """The report of a process that was not started, because it could not have loaded its model."""
+    return ExitReport(-1, reason, _printable(message), retry=retry)
 
 
 MAX_MESSAGE = 300

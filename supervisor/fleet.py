@@ -10,6 +10,7 @@ import random
 import secrets
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import Hello, Message, Progress, Ready, Shutdown, Stats
 from protocol.worker_spec import WorkerSpec
 from supervisor import logs, stop_ladder
+from supervisor.admission import Admission
 from supervisor.config import Config
 from supervisor.exits import ExitReport, classify, not_spawned
 from supervisor.in_flight import Effect as RequestEffect
@@ -57,7 +59,8 @@ class Fleet(Roster):
         back_endpoint: str,
         log: logging.Logger,
     ) -> None:
-        super().__init__(config, scheduler, Vram(timers, log), runtime_dir)
+        outer, cpus = os.environ.get("CUDA_VISIBLE_DEVICES"), os.sched_getaffinity(0)
+        super().__init__(config, scheduler, Admission(Vram(timers, log), outer, cpus, timers, log), runtime_dir)
         self._timers = timers
         self._launcher = launcher
         self._outlet = outlet
@@ -115,7 +118,7 @@ class Fleet(Roster):
                 replica.info = checked_ready(body)
                 replica.progress = {}
                 if replica.process is not None:
-                    self.vram.ready(replica.name, replica.process.pid)
+                    self.admission.ready(replica.name, replica.process.pid)
                 loaded = f"loaded in {replica.info['load_seconds']} s, attention: {replica.info['attention']}"
                 self._apply(replica, Event.LOADED, loaded)
             case Stats(body):
@@ -130,7 +133,7 @@ class Fleet(Roster):
         code = self._launcher.reap(process)
         replica.process = None
         self._by_routing_id.pop(replica.routing_id, None)
-        self.vram.ended(replica.name, process.pid)
+        self.admission.ended(replica.name, process.pid)
         self._outlet.worker_gone(replica.name)
         tail = logs.tail(replica.log_path)
         self._ended(replica, classify(code, asked=asked, log_tail=tail, killed_for=replica.killed_for), process.pid)
@@ -245,7 +248,7 @@ class Fleet(Roster):
         spec = WorkerSpec(
             engine=replica.spec.engine_spec,
             generation=replica.generation,
-            visible_devices=replica.spec.visible_devices,
+            visible_devices="",  # until it is placed
             sampling=replica.spec.config.sampling or {},
             limits=replica.spec.config.limits or {},
             endpoint=self._back_endpoint,
@@ -254,17 +257,27 @@ class Fleet(Roster):
             supervisor_pid=os.getpid(),
         )
         logs.prepare(replica.log_path)
-        self.vram.when_free(replica.name, lambda: self._launch(replica, spec))
+        self.admission.admit(
+            replica.name,
+            replica.label,
+            replica.spec,
+            lambda devices, cpus: self._launch(replica, replace(spec, visible_devices=devices, cpus=cpus)),
+            lambda report: self._ended(replica, report, None),
+            limits=self._config.supervisor.vram_limit,
+            last=not replica.history.recent,
+        )
 
-    def _launch(self, replica: Replica, spec: WorkerSpec) -> None:
+    def _launch(self, replica: Replica, spec: WorkerSpec) -> int | None:
+        """The pid; None where there is no process left to be had."""
         try:
             replica.process = self._launcher.start(spec)
         except OSError as e:
             # Not from here: we are in the middle of the transition to STARTING. The next turn counts it as a death.
             report = not_spawned(e)
             self._timers.at(time.monotonic(), lambda: self._ended(replica, report, None))
-            return
+            return None
         self._by_routing_id[replica.routing_id] = replica
+        return replica.process.pid
 
     def _drain_expired(self, replica: Replica) -> None:
         if not replica.wanted:  # else it is started again, and they go on there
@@ -276,7 +289,7 @@ class Fleet(Roster):
             replica.drain_timer.cancel()
         for timer in replica.ladder:
             timer.cancel()
-        if self.vram.forget(
+        if self.admission.forget(
             replica.name
         ):  # not spawned yet: its end is counted in the next turn, as a process's would be
             never = ExitReport(0, "asked", "stopped before it was spawned", retry=False)

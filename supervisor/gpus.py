@@ -5,10 +5,13 @@ models.yaml: workers get CUDA_DEVICE_ORDER=PCI_BUS_ID.
 """
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
+
+EVERY = "GPU-"
+"""A pin that means each GPU: the beginning of all UUIDs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,8 @@ class Gpu:
 
     processes  pid → bytes it holds here, None where the driver does not tell them. In a container these may be numbers
                of another pid namespace, or none at all.
+    mig        whether it is divided into MIG instances, which CUDA sees instead of it
+    cpus       CPUs of this machine that are nearest to it, nodes: NUMA nodes of their memory; empty: not known
     """
 
     index: int
@@ -25,6 +30,9 @@ class Gpu:
     used: int
     free: int
     processes: Mapping[int, int | None] = field(default_factory=dict)
+    mig: bool = False
+    cpus: frozenset[int] = frozenset()
+    nodes: frozenset[int] = frozenset()
 
     def is_meant(self, pin: str) -> bool:
         """Whether a pin of models.yaml means this GPU: its index, or its UUID or the beginning of it."""
@@ -42,6 +50,10 @@ class Gpus(Protocol):
         """All GPUs as they are now, or those of these indices. Raises GpusUnknown."""
 
 
+_MASK_WORDS = 64
+"""Of 64 bits each: 4096 CPUs, or nodes."""
+
+
 class Nvml:
     """The GPUs by ``nvidia-ml-py``, which is imported here. The constructor raises GpusUnknown if that or the driver is
     missing. A reading takes a few calls into the driver for each GPU: nothing for every turn of a loop."""
@@ -56,6 +68,7 @@ class Nvml:
             pynvml.nvmlInit()
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
             self._handles: list[tuple[Any, str]] = [(h, _text(pynvml.nvmlDeviceGetUUID(h))) for h in handles]
+            self._near = [(self._cpus(handle), self._nodes(handle)) for handle in handles]
         except pynvml.NVMLError as e:
             raise GpusUnknown(str(e)) from None
 
@@ -73,9 +86,32 @@ class Nvml:
     def _gpu(self, index: int, handle: Any, uuid: str) -> Gpu:
         memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        cpus, nodes = self._near[index]
         return Gpu(
-            index, uuid, memory.total, memory.used, memory.free, {p.pid: p.usedGpuMemory for p in processes}
+            index, uuid, memory.total, memory.used, memory.free, {p.pid: p.usedGpuMemory for p in processes},
+            self._is_divided(handle), cpus, nodes,
         )  # fmt: skip
+
+    # Not every GPU and driver tells the following: then it is not known.
+
+    def _is_divided(self, handle: Any) -> bool:
+        try:
+            return bool(self._nvml.nvmlDeviceGetMigMode(handle)[0] == 1)
+        except self._nvml.NVMLError:
+            return False
+
+    def _cpus(self, handle: Any) -> frozenset[int]:
+        try:
+            return _set_bits(self._nvml.nvmlDeviceGetCpuAffinity(handle, _MASK_WORDS))
+        except self._nvml.NVMLError:
+            return frozenset()
+
+    def _nodes(self, handle: Any) -> frozenset[int]:
+        scope = self._nvml.NVML_AFFINITY_SCOPE_NODE
+        try:
+            return _set_bits(self._nvml.nvmlDeviceGetMemoryAffinity(handle, _MASK_WORDS, scope))
+        except self._nvml.NVMLError:
+            return frozenset()
 
 
 def open_gpus(log: logging.Logger) -> Gpus | None:
@@ -85,6 +121,10 @@ def open_gpus(log: logging.Logger) -> Gpus | None:
     except GpusUnknown as e:
         log.warning("VRAM is not watched: NVML: %s", e)
         return None
+
+
+def _set_bits(words: Iterable[int]) -> frozenset[int]:
+    return frozenset(64 * n + bit for n, word in enumerate(words) for bit in range(64) if word >> bit & 1)
 
 
 def _text(value: str | bytes) -> str:

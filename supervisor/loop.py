@@ -116,6 +116,7 @@ class Supervisor:
             self._reactor.watch(port.monitor, partial(self._on_port, port))
         self._reactor.watch(self._signals, self._on_signals)
         self._reactor.watch(self._launcher.descriptor, self._on_ends)
+        self._reactor.watch(self.fleet.admission.descriptor, self.fleet.admission.answered)
 
     def _bind_back(self, endpoint: str) -> zmq.Socket[bytes]:
         back = router(self._context)

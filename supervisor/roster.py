@@ -6,19 +6,21 @@ from pathlib import Path
 
 from protocol.errors import ErrorCode, WireError
 from supervisor import logs
+from supervisor.admission import Admission
 from supervisor.config import Config, ModelSpec
 from supervisor.replica import Replica
 from supervisor.scheduler import Scheduler
-from supervisor.vram import Vram
+from supervisor.wishes import watched_pins
 
 
 class Roster:
     """The records, and what is kept beside them elsewhere: seats of the scheduler, pins that VRAM is watched on."""
 
-    def __init__(self, config: Config, scheduler: Scheduler, vram: Vram, runtime_dir: Path) -> None:
+    def __init__(self, config: Config, scheduler: Scheduler, admission: Admission, runtime_dir: Path) -> None:
         self._config = config
         self._scheduler = scheduler
-        self.vram = vram
+        self.admission = admission
+        self.vram = admission.vram
         self._runtime_dir = runtime_dir
         self.replicas: dict[str, Replica] = {}
         """By ``Replica.name``, in the order of models.yaml."""
@@ -65,6 +67,7 @@ class Roster:
         """Forget a worker that is at rest; with a model's last, the model, unless it is configured."""
         del self.replicas[replica.name]
         self.vram.unwatch(replica.name)
+        self.admission.removed(replica.name)
         self._scheduler.remove_worker(replica.name)
         if replica.model not in self._config.models and not self.of_model(replica.model):
             self._scheduler.remove_model(replica.model)
@@ -87,7 +90,7 @@ class Roster:
 
     def fits_beside(self, old: Replica, spec: ModelSpec) -> bool:
         """Whether a successor can be loaded while ``old`` is there."""
-        return not spec.visible_devices and not old.spec.visible_devices
+        return self.admission.fits_beside(old.name, old.spec, spec, self._config.supervisor.vram_limit)
 
     def shown(self, label: str) -> Replica | None:
         """The worker that people call so."""
@@ -118,5 +121,5 @@ class Roster:
             self._watch_vram(replica)
 
     def _watch_vram(self, replica: Replica) -> None:
-        if devices := replica.spec.visible_devices:
-            self.vram.watch(replica.name, devices.split(","))
+        if pins := watched_pins(replica.spec):
+            self.vram.watch(replica.name, pins)

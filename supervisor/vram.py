@@ -109,6 +109,10 @@ class Vram:
         watched.spawn = None
         return True
 
+    def reading(self) -> list[Gpu] | None:
+        """All GPUs as they are now; None if they cannot be read."""
+        return self._read()
+
     def describe(self, model: str, pid: int | None) -> dict[str, Any]:
         """vram_bytes: what the present process holds by NVML, vram_by_gpu: GPU → these bytes; vram_return: "awaited",
         "back", "not back" or "not watched", of the last process; vram_returned_ms. None: not known."""

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("protocol", "model_worker", "supervisor")
 DECISIONS = (
     "lifecycle", "restart", "stop_ladder", "exits", "last_words", "vram_return",
+    "placement", "gpu_shares", "sizes", "affinity",
     "scheduler", "worker_events", "request_table", "in_flight", "model_queue", "fair_queue", "seats",
     "deliveries", "held", "strikes", "due", "route", "asks",
 )  # fmt: skip

@@ -5,6 +5,8 @@ FAILED = 1
 """A model or request ended with an error; the message says which."""
 USAGE = 2
 """Wrong options or arguments (click's own)."""
+NO_ROOM = 3
+"""The models do not find room on the GPUs (plan)."""
 UNAVAILABLE = 69
 """No supervisor is running here, or the connection to it was lost."""
 SOFTWARE = 70

@@ -115,6 +115,7 @@ _MAPS: dict[str, Callable[[Values], list[str]]] = {
     "progress": _progress,
     "totals": _totals,
     "vram_by_gpu": _by_gpu,
+    "vram_estimate": lambda values: [f"{part} {size(held)}" for part, held in values.items()],
 }
 _NAMED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "state_s": ("since", lambda v: f"{duration(v)} ago"),

@@ -20,6 +20,7 @@ _COMMANDS = {
     "status": "supervisor.cli.views:status",
     "run": "supervisor.cli.run:run",
     "logs": "supervisor.cli.logs:logs",
+    "plan": "supervisor.cli.plan:plan",
     "check": "supervisor.cli.check:check",
 }
 _ALIASES = {"load": "start", "unload": "stop", "ls": "ps"}
@@ -45,7 +46,7 @@ def cli() -> None:
     """Serve several ExLlamaV2 models on one box: one process per model, pinned to its GPU.
 
     \b
-    Exit codes: 0 done, 1 a model or request failed, 2 wrong usage, 69 no supervisor is running,
+    Exit codes: 0 done, 1 a model or request failed, 2 wrong usage, 3 no room (plan), 69 no supervisor is running,
     70 a fault of modelctl, 75 another supervisor is running, 78 models.yaml or the environment is not
     usable, 130 interrupted.
     """

@@ -10,7 +10,7 @@ from supervisor.cli import figures
 from supervisor.cli.options import as_json, connect, runtime_dir_option
 from supervisor.cli.tables import table
 
-PS_HEADER = ("NAME", "STATE", "GPU", "VRAM", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "PID")
+PS_HEADER = ("NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "PID")
 
 
 @click.command()
@@ -47,14 +47,22 @@ def status(model: str | None, as_json: bool, runtime_dir: Path) -> None:
 
 def _ps_row(m: dict[str, Any]) -> tuple[object, ...]:
     return (
-        m["name"], m["state"], m["gpu"], _vram(m), m["context"], m["active"], m["queued"],
+        m["name"], m["state"], _where(m), _vram(m), m["context"], m["active"], m["queued"],
         m["tokens_per_s"], _age(m["idle_s"]), m["pid"],
     )  # fmt: skip
 
 
+def _where(m: dict[str, Any]) -> str:
+    """The pin, and for ``auto`` where that has come to."""
+    placed = m.get("placed")
+    return f"auto:{','.join(map(str, placed))}" if m["gpu"] == "auto" and placed else str(m["gpu"])
+
+
 def _vram(m: dict[str, Any]) -> str | None:
-    held = m.get("vram_bytes")
-    return None if held is None else figures.size(held)
+    """What it holds, and in brackets what was estimated."""
+    held, estimated = m.get("vram_bytes"), m.get("vram_estimate_bytes")
+    text = "-" if held is None else figures.size(held)
+    return f"{text} ({figures.size(estimated)})" if estimated else None if held is None else text
 
 
 def _gpu(gpu: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """What supervisor.gpus uses of nvidia-ml-py, told by a JSON file instead of a driver: see tests/system/test_vram.py.
 
-``MODELCTL_TEST_BOX`` names the file: {"gpus": [{"uuid", "total", "processes": {pid: bytes}}], "error": text or null}.
+``MODELCTL_TEST_BOX`` names the file: {"gpus": [{"uuid", "total", "processes": {pid: bytes}}], "error": text or null},
+a GPU with "mig": true, "cpus": [numbers] and "nodes": [numbers] where a test wants them.
 It is read anew at every call, so that a test can change the box by replacing the file.
 """
 
@@ -63,3 +64,28 @@ def nvmlDeviceGetMemoryInfo(handle: int) -> Memory:
 
 def nvmlDeviceGetComputeRunningProcesses(handle: int) -> list[Process]:
     return [Process(int(pid), size) for pid, size in _box()["gpus"][handle]["processes"].items()]
+
+
+NVML_AFFINITY_SCOPE_NODE = 0
+
+
+def nvmlDeviceGetMigMode(handle: int) -> list[int]:
+    mode = int(_box()["gpus"][handle].get("mig", False))
+    return [mode, mode]
+
+
+def nvmlDeviceGetCpuAffinity(handle: int, words: int) -> list[int]:
+    return _mask(handle, "cpus", words)
+
+
+def nvmlDeviceGetMemoryAffinity(handle: int, words: int, scope: int) -> list[int]:
+    return _mask(handle, "nodes", words)
+
+
+def _mask(handle: int, key: str, words: int) -> list[int]:
+    """As the real ones: words of 64 bits."""
+    with open(os.environ["MODELCTL_TEST_BOX"]) as f:
+        numbers = json.load(f)["gpus"][handle].get(key)
+    if numbers is None:
+        raise NVMLError("Not Supported")
+    return [sum(1 << n % 64 for n in numbers if n // 64 == word) for word in range(words)]

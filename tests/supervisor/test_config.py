@@ -160,7 +160,7 @@ def test_wrong_combinations(tmp_path: Path) -> None:
     text = "models:\n  a: {model_dir: .}\n  b: {model_dir: ., engine: transformers, cache_mode: Q8, options: {x: 1}}\n"
     told = problems(tmp_path, text)
     assert [line.split(": ")[1] for line in told] == ["models.a.gpu", "models.b.cache_mode", "models.b.options"]
-    assert "exllamav2 needs the GPU" in told[0]
+    assert "exllamav2 needs a GPU" in told[0]
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:

@@ -1,0 +1,218 @@
+"""plan: do the models fit on the GPUs, and where would each go?"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from supervisor.cli import exit_codes
+from supervisor.cli.config_file import find_config
+from supervisor.cli.errors import Failure
+from supervisor.cli.options import as_json, connect, runtime_dir_option
+from supervisor.cli.tables import table
+
+if TYPE_CHECKING:
+    from supervisor.config import Config
+    from supervisor.fit import Candidate, Outcome
+    from supervisor.gpus import Gpu
+
+PARTS = ("weights", "cache", "draft", "workspace", "context", "declared")
+
+
+def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
+    from supervisor.sizes import parse_size
+
+    if value is None:
+        return None
+    try:
+        return [parse_size(part.strip()) for part in value.split(",")]
+    except ValueError as e:
+        raise click.BadParameter(f"{value!r}: each {e}, one for each GPU") from None
+
+
+@click.command()
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--gpus",
+    metavar="SIZES",
+    callback=_gpus,
+    help="Plan for a box with these GPUs, empty, such as 24G,24G,48G, instead of this one.",
+)
+@as_json
+@runtime_dir_option
+def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: Path) -> int:
+    """Show which models of a models.yaml fit on the GPUs, and what each would take. Starts nothing.
+
+    Exit code 3 if those that start with the supervisor do not all find room, 1 if one of them cannot be loaded at all.
+    """
+    from supervisor.config import load_config
+    from supervisor.fit import fit
+    from supervisor.yaml_source import ConfigError
+
+    try:
+        config = load_config(find_config(file))
+    except ConfigError as e:
+        raise Failure(exit_codes.CONFIG, "config", *map(str, e.problems)) from None
+    candidates = _candidates(config)
+    if gpus is not None:
+        box, outer = _made_up(gpus), None
+    else:
+        box, outer = _this_box(candidates, runtime_dir), os.environ.get("CUDA_VISIBLE_DEVICES")
+    outcomes = fit(candidates, box, config.supervisor.vram_limit, outer)
+    if as_json:
+        click.echo(json.dumps(_as_data(outcomes, box), indent=2))
+    else:
+        click.echo("\n".join(_lines(outcomes, box)))
+    failed = [o for o in outcomes if o.candidate.autostart and o.why_not is not None]
+    if any(o.no_room or o.candidate.estimated.error is None for o in failed):
+        return exit_codes.NO_ROOM
+    return exit_codes.FAILED if failed else exit_codes.OK
+
+
+def _candidates(config: "Config") -> "list[Candidate]":
+    """Every worker with what it needs; the directories are read by a process of its own."""
+    from supervisor.estimates import Estimated, ask_now
+    from supervisor.fit import Candidate
+    from supervisor.wishes import ESTIMATED, declared, wish_of
+
+    wishes = {name: wish_of(spec) for name, spec in config.models.items()}
+    known: dict[str, Estimated] = {}
+    asked = []
+    for name, spec in config.models.items():
+        wish = wishes[name]
+        if wish is None:
+            known[name] = Estimated()
+        elif (needs := declared(spec, wish)) is not None:
+            known[name] = Estimated(needs=needs)
+        elif spec.config.engine not in ESTIMATED:
+            known[name] = Estimated(unknown=f"there is no estimate for engine {spec.config.engine}")
+        else:
+            asked.append((name, (spec.engine_spec, wish.counts)))
+    answers = ask_now([question for _, question in asked])
+    known |= {name: answer for (name, _), answer in zip(asked, answers, strict=True)}
+    return [
+        Candidate(worker, spec, wishes[name], known[name])
+        for name, spec in config.models.items()
+        for worker in spec.workers
+    ]
+
+
+def _made_up(sizes: Sequence[int]) -> "list[Gpu]":
+    from supervisor.gpus import Gpu
+
+    return [Gpu(index, f"(GPU {index} of --gpus)", size, 0, size) for index, size in enumerate(sizes)]
+
+
+def _this_box(candidates: "Sequence[Candidate]", runtime_dir: Path) -> "list[Gpu]":
+    """This box's GPUs, without what the models of a running supervisor hold. Raises Failure."""
+    from supervisor.gpus import GpusUnknown, Nvml
+
+    if all(candidate.wish is None for candidate in candidates):
+        return []
+    try:
+        box = Nvml().read()
+    except GpusUnknown as e:
+        told = f"this box's GPUs are not known: NVML: {e}; say which are meant with --gpus 24G,24G"
+        raise Failure(exit_codes.CONFIG, "no_gpus", told) from None
+    held = _held_by_us(runtime_dir)
+    return [
+        replace(gpu, used=gpu.used - held.get(gpu.index, 0), free=gpu.free + held.get(gpu.index, 0)) for gpu in box
+    ]  # fmt: skip
+
+
+def _held_by_us(runtime_dir: Path) -> dict[int, int]:
+    from protocol.errors import ConnectionLost
+
+    held: dict[int, int] = {}
+    try:
+        with connect(runtime_dir) as client:
+            models = client.status()["models"]
+    except ConnectionLost:
+        return held
+    for model in models:
+        for index, size in (model.get("vram_by_gpu") or {}).items():
+            held[int(index)] = held.get(int(index), 0) + (size or 0)
+    return held
+
+
+def _lines(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> list[str]:
+    lines = []
+    for gpu in box:
+        rows = [(o.candidate.worker, o.on(gpu)) for o in outcomes if o.candidate.autostart and o.on(gpu)]
+        used = sum(sum(parts.values()) for _, parts in rows)
+        others = f", {_gib(gpu.total - gpu.free)} in use by others" if gpu.total > gpu.free else ""
+        mig = ", in MIG mode: not used" if gpu.mig else ""
+        lines.append(f"GPU {gpu.index}: {_gib(gpu.total)} GiB{others}{mig}; {_gib(gpu.free - used)} left")
+        if rows:
+            shown = [part for part in PARTS if any(part in parts for _, parts in rows)]
+            header = ("MODEL", *(part.upper() for part in shown), "SUM")
+            cells: list[tuple[object, ...]] = [
+                (name, *(_gib(parts.get(part)) for part in shown), _gib(sum(parts.values()))) for name, parts in rows
+            ]
+            cells.append(("in all", *(None for _ in shown), _gib(used)))
+            lines += [f"  {line}" for line in table(header, cells).splitlines()]
+        lines.append("")
+    started = [o for o in outcomes if o.candidate.autostart]
+    lines += [f"{o.candidate.worker}: {_in_words(o)}" for o in outcomes if _in_words(o)]
+    misfits = sum(o.why_not is not None for o in started)
+    count = len(started)
+    lines.append(f"{misfits} of {count} workers would not start" if misfits else f"all {count} workers would start")
+    return lines
+
+
+def _in_words(outcome: "Outcome") -> str | None:
+    """What the tables do not show; None for nothing."""
+    candidate = outcome.candidate
+    later = "" if candidate.autostart else "does not start with the supervisor; "
+    if outcome.why_not is not None:
+        return f"{later}would not start: {outcome.why_not}"
+    if outcome.placed is None:
+        return f"{later}on the CPU"
+    where = "GPU " + ", ".join(str(gpu.index) for gpu in outcome.placed.gpus)
+    if outcome.needs is None:
+        return (
+            f"{later}on {where}, its needs not known: {candidate.estimated.unknown}; `vram` in models.yaml can say it"
+        )
+    return (
+        f"{later}{outcome.needs.text(len(outcome.placed.gpus))}, would fit beside the others on {where}"
+        if later
+        else None
+    )
+
+
+def _as_data(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> dict[str, Any]:
+    started = [o for o in outcomes if o.candidate.autostart]
+    gpus = []
+    for gpu in box:
+        models = {o.candidate.worker: o.on(gpu) for o in started if o.on(gpu)}
+        left = gpu.free - sum(sum(parts.values()) for parts in models.values())
+        gpus.append(
+            {
+                "index": gpu.index,
+                "total_bytes": gpu.total,
+                "free_bytes": gpu.free,
+                "left_bytes": left,
+                "workers": models,
+            }
+        )
+    workers = [
+        {
+            "name": o.candidate.worker,
+            "autostart": o.candidate.autostart,
+            "gpus": [gpu.index for gpu in o.placed.gpus] if o.placed else [],
+            "bytes": sum(o.placed.bytes.values()) if o.placed and o.placed.bytes else None,
+            "starts": o.why_not is None,
+            "why_not": o.why_not,
+            "unknown": o.candidate.estimated.unknown,
+        }
+        for o in outcomes
+    ]
+    return {"fits": all(o.why_not is None for o in started), "gpus": gpus, "workers": workers}
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else round(size / 2**30, 1)

@@ -1,0 +1,112 @@
+"""What a worker needs, and how that is divided among several GPUs. Pure; sizes in bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONTEXT_BYTES = 612 << 20
+"""What a process holds of each GPU by having a CUDA context at all. Measured: H200, driver 580, torch 2.11; other GPUs
+take less (some 250 to 500 MiB)."""
+RESERVE_BYTES = 256 << 20
+"""What the engine's automatic split leaves free on each GPU, if models.yaml says nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How layers go to several GPUs. ``by_hand``: bytes of weights on each; ``reserve``: bytes that the automatic split
+    leaves free on each; ``tensors``: every layer on all of them."""
+
+    by_hand: tuple[int, ...] | None = None
+    reserve: tuple[int, ...] | None = None
+    tensors: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a worker takes on its GPUs together, as estimated without the CUDA context; or as models.yaml declares it.
+
+    per_gpu   part of the workspace that every GPU needs for itself; ``workspace`` holds it once for each
+    declared  ``vram`` of models.yaml: all of it, the CUDA context too; one size, or one for each GPU
+    """
+
+    weights: int = 0
+    cache: int = 0
+    draft: int = 0
+    workspace: int = 0
+    per_gpu: int = 0
+    declared: tuple[int, ...] | None = None
+
+    def total(self, gpus: int) -> int:
+        """The CUDA contexts included."""
+        if self.declared is not None:
+            return sum(self.declared)
+        return self.weights + self.cache + self.draft + self.workspace + gpus * CONTEXT_BYTES
+
+    def parts(self, gpus: int) -> dict[str, int]:
+        """Bytes by name, as ``plan`` and ``status`` show them; without what is zero."""
+        if self.declared is not None:
+            return {"declared": sum(self.declared)}
+        named = {"weights": self.weights, "cache": self.cache, "draft": self.draft, "workspace": self.workspace}
+        return {name: size for name, size in (named | {"context": gpus * CONTEXT_BYTES}).items() if size}
+
+    def text(self, gpus: int) -> str:
+        """``needs 21.4 GiB (weights 16.1, cache 4.0, workspace 0.7, context 0.6)``."""
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.parts(gpus).items())
+        told = "vram in models.yaml" if self.declared is not None else parts
+        return f"needs {self.total(gpus) / 2**30:.1f} GiB ({told})"
+
+
+def divide(needs: Needs, rooms: Sequence[int], split: Split) -> list[int]:
+    """What the worker will take on each of its GPUs. One is above its room if it does not fit.
+
+    rooms  what may be taken on each, in the order in which models.yaml names the GPUs
+    """
+    count = len(rooms)
+    if needs.declared is not None:
+        return list(needs.declared) if len(needs.declared) == count else [-(-needs.declared[0] // count)] * count
+    if count == 1:
+        return [needs.total(1)]
+    fixed = _fixed(needs, count)
+    rest = needs.weights + needs.cache + needs.workspace - count * needs.per_gpu
+    if split.by_hand is not None:
+        weights = _filled(needs.weights, split.by_hand)
+        # the cache of a layer lies where the layer does
+        return [own + rest * part // max(1, needs.weights) for own, part in zip(fixed, weights, strict=True)]
+    spare = [max(0, room - own) for room, own in zip(rooms, fixed, strict=True)]
+    if split.tensors:
+        # in proportion to what is free, as the package does
+        spare = spare if any(spare) else [1] * count
+        return [own + rest * part // sum(spare) for own, part in zip(fixed, spare, strict=True)]
+    reserve = split.reserve or (RESERVE_BYTES,) * count
+    spare = [max(0, part - max(0, left - needs.per_gpu)) for part, left in zip(spare, reserve, strict=True)]
+    return [own + part for own, part in zip(fixed, _filled(rest, spare), strict=True)]
+
+
+def parts_on(needs: Needs, share: int, number: int, count: int) -> dict[str, int]:
+    """What one of ``divide``'s shares consists of, by name; ``number``: which GPU of the worker it is, from 0."""
+    if needs.declared is not None or count == 1:
+        return needs.parts(1) if count == 1 else {"declared": share}
+    own = _fixed(needs, count)[number]
+    rest = needs.weights + needs.cache + needs.workspace - count * needs.per_gpu
+    part = (share - own) / rest if rest else 0.0
+    named = {
+        "weights": int(needs.weights * part),
+        "cache": int(needs.cache * part),
+        "draft": needs.draft if number == 0 else 0,
+        "workspace": needs.per_gpu + int((needs.workspace - count * needs.per_gpu) * part),
+        "context": CONTEXT_BYTES,
+    }
+    return {name: size for name, size in named.items() if size}
+
+
+def _fixed(needs: Needs, count: int) -> list[int]:
+    """What cannot be divided: a context and a workspace on each GPU, the draft model on the first."""
+    return [CONTEXT_BYTES + needs.per_gpu + (needs.draft if index == 0 else 0) for index in range(count)]
+
+
+def _filled(size: int, rooms: Sequence[int]) -> list[int]:
+    """One after the other is filled; what is too much falls to the last."""
+    parts = []
+    for room in rooms[:-1]:
+        parts.append(min(size, room))
+        size -= parts[-1]
+    return [*parts, size]
