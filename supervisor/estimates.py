@@ -4,10 +4,10 @@ One process for each question; it is killed when it takes too long, and dies wit
 file in memory that is read when it has ended: there is no pipe that could fill or be left half read.
 """
 
+import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -36,6 +36,14 @@ class Estimated:
     unknown: str | None = None
     error: str | None = None
     retry: bool = False
+
+
+_LATE = Estimated(error=f"its files could not be read within {ESTIMATE_S:.0f} s: is its file system there?", retry=True)
+
+
+def _lost(code: int) -> Estimated:
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return Estimated(error=f"the process that reads its files ended ({how}) without an answer", retry=True)
 
 
 @dataclass
@@ -94,8 +102,7 @@ class Estimator:
             self._epoll.unregister(pidfd)
             os.close(pidfd)
             code = running.process.wait()
-            (estimated,) = answers(running.answer, code, 1)
-            self._tell(running, estimated)
+            self._tell(running, (answers(running.answer) or [_lost(code)])[0])
 
     def close(self) -> None:
         """End what is still out, without an answer."""
@@ -107,8 +114,7 @@ class Estimator:
 
     def _too_late(self, running: _Running) -> None:
         running.process.kill()  # where it cannot be killed either (a dead network file system), it is not waited for
-        told = f"its files could not be read within {ESTIMATE_S:.0f} s: is the file system there?"
-        self._tell(running, Estimated(error=told, retry=True))
+        self._tell(running, _LATE)
 
     def _tell(self, running: _Running, estimated: Estimated) -> None:
         if running.timer is not None:
@@ -122,15 +128,20 @@ class Estimator:
 
 def ask_now(questions: Sequence[tuple[EngineSpec, Sequence[int]]]) -> list[Estimated]:
     """As ``Estimator.ask``, for a command that waits. Raises OSError."""
-    if not questions:
-        return []
-    process, answer = start(questions)
-    try:
-        code = process.wait(ESTIMATE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        code = -signal.SIGKILL
-    return answers(answer, code, len(questions))
+    found: list[Estimated] = []
+    while len(found) < len(questions):  # once more for the rest, where one of them ends the process
+        process, answer = start(questions[len(found) :])
+        try:
+            lost = _lost(process.wait(ESTIMATE_S))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            lost = _LATE
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+        found += answers(answer)[: len(questions) - len(found)]
+        if len(found) < len(questions):
+            found.append(lost)
+    return found
 
 
 def start(questions: Sequence[tuple[EngineSpec, Sequence[int]]]) -> "tuple[subprocess.Popen[bytes], int]":
@@ -163,15 +174,11 @@ def start(questions: Sequence[tuple[EngineSpec, Sequence[int]]]) -> "tuple[subpr
     return process, stdout
 
 
-def answers(descriptor: int, code: int, count: int) -> list[Estimated]:
-    """The answers that a process has left, and for each that it has not, what became of it. Frees the descriptor."""
+def answers(descriptor: int) -> list[Estimated]:
+    """The answers that a process has left. Frees the descriptor."""
     with open(descriptor, "rb") as f:
         f.seek(0)
-        lines = f.read(MAX_ANSWER).split(b"\n")[:-1]  # what ends without one is cut off
-    found = [_read(line) for line in lines[:count]]
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    lost = Estimated(error=f"the process that reads its files ended ({how}) without an answer", retry=True)
-    return found + [lost] * (count - len(found))
+        return [_read(line) for line in f.read(MAX_ANSWER).split(b"\n")[:-1]]  # what ends without one is cut off
 
 
 def _read(line: bytes) -> Estimated:

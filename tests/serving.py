@@ -83,8 +83,9 @@ class Serving:
     """``modelctl serve`` with these models. A context manager: at its end nothing of it may be left.
 
     models      name → entry of models.yaml, see ``engine``
-    stop, restart, poison  sections of models.yaml
+    stop, restart, poison, vram_limit  sections of models.yaml
     wait        return only when every model that starts by itself is ready
+    options     further ones of ``serve``
     script      run this Python file instead of ``-m supervisor`` (it must call the same main)
     """
 
@@ -95,8 +96,10 @@ class Serving:
         stop: dict[str, Any] | None = None,
         restart: dict[str, Any] | None = None,
         poison: dict[str, Any] | None = None,
+        vram_limit: Any = None,
         wait: bool = True,
         script: Path | None = None,
+        options: Sequence[str] = (),
         runtime_name: str = "run",
     ) -> None:
         self._mark = uuid4().hex
@@ -114,6 +117,7 @@ class Serving:
             "stop": {"drain": "10s", "shutdown": "2s", "sigterm": "2s", **(stop or {})},
             "restart": restart or {},
             "poison": poison or {},
+            **({} if vram_limit is None else {"vram_limit": vram_limit}),
         }
         self.write_models(models)
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -121,7 +125,16 @@ class Serving:
         program = ["-m", "supervisor"] if script is None else [str(script)]
         self._stderr = open(self.directory / "stderr", "wb")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, *program, "serve", "-c", str(self.config), "--runtime-dir", str(self.runtime_dir)],
+            [
+                sys.executable,
+                *program,
+                "serve",
+                "-c",
+                str(self.config),
+                "--runtime-dir",
+                str(self.runtime_dir),
+                *options,
+            ],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=self._stderr,

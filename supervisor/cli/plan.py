@@ -153,7 +153,8 @@ def _lines(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> list[str]:
             cells: list[tuple[object, ...]] = [
                 (name, *(_gib(parts.get(part)) for part in shown), _gib(sum(parts.values()))) for name, parts in rows
             ]
-            cells.append(("in all", *(None for _ in shown), _gib(used)))
+            sums = (_gib(sum(parts.get(part, 0) for _, parts in rows)) for part in shown)
+            cells.append(("in all", *sums, _gib(used)))
             lines += [f"  {line}" for line in table(header, cells).splitlines()]
         lines.append("")
     started = [o for o in outcomes if o.candidate.autostart]

@@ -3,65 +3,18 @@
 The stand-in for the package ``pynvml`` reads a description of a box; the test says what the driver would.
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
-from tests.serving import ROOT, Serving, engine, wait_until
-
-GIB = 1 << 30
-STRANGER = 4_000_000_000
-"""No pid of Linux."""
-
-
-class Box:
-    """GPUs as NVML tells them. Every change replaces the file, so that no reading sees half of it."""
-
-    def __init__(self, path: Path, gpus: int = 2) -> None:
-        self._path = path
-        self._told: dict[str, Any] = {
-            "gpus": [{"uuid": f"GPU-{i}a2b3c4d-0000", "total": 80 * GIB, "processes": {}} for i in range(gpus)],
-            "error": None,
-            "init_error": None,
-        }
-        self._write()
-
-    def holds(self, gpu: int, pid: int, size: int | None = 12 * GIB) -> None:
-        self._told["gpus"][gpu]["processes"][str(pid)] = size
-        self._write()
-
-    def gives_back(self, pid: int) -> None:
-        for gpu in self._told["gpus"]:
-            gpu["processes"].pop(str(pid), None)
-        self._write()
-
-    def fails(self, error: str | None, *, at_init: bool = False) -> None:
-        self._told["init_error" if at_init else "error"] = error
-        self._write()
-
-    def _write(self) -> None:
-        fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(self._told))
-        fresh.replace(self._path)
-
-
-@pytest.fixture
-def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
-    """Two GPUs, empty. Supervisors started after this know no others."""
-    path = tmp_path / "box.json"
-    monkeypatch.setenv("MODELCTL_TEST_BOX", str(path))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "stand_in_nvml"))
-    return Box(path)
+from tests.nvml_box import GIB, STRANGER, Box
+from tests.serving import Serving, engine, wait_until
 
 
 def on(gpu: int | str | list[int], kind: str = "DeterministicEngine", **keys: Any) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""GPUs of whole boxes as data: ``tests/recorded_boxes/NAME.json``, for decisions to be tested on.
+
+``python -m tests.boxes`` writes down the box that it runs on, without names of processes.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from supervisor.gpus import Gpu, Nvml
+
+WHERE = Path(__file__).parent / "recorded_boxes"
+
+
+def read_box(name: str, **held: dict[int, int]) -> list[Gpu]:
+    """The GPUs of a recorded box. held: ``gpu1={4711: bytes}`` for processes that are there beside the recorded."""
+    box = []
+    for told in json.loads((WHERE / f"{name}.json").read_text())["gpus"]:
+        more = held.get(f"gpu{told['index']}", {})
+        gpu = Gpu(
+            told["index"], told["uuid"], told["total"], told["used"], told["free"],
+            {int(pid): size for pid, size in told["processes"].items()},
+            told["mig"], frozenset(told["cpus"]), frozenset(told["nodes"]),
+        )  # fmt: skip
+        size = sum(more.values())
+        box.append(replace(gpu, used=gpu.used + size, free=gpu.free - size, processes={**gpu.processes, **more}))
+    return box
+
+
+def main() -> None:
+    gpus = [asdict(gpu) | {"cpus": sorted(gpu.cpus), "nodes": sorted(gpu.nodes)} for gpu in Nvml().read()]
+    json.dump({"about": f"recorded on {os.uname().machine}", "gpus": gpus}, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()

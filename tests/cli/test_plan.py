@@ -1,0 +1,87 @@
+"""modelctl plan: what fits, for boxes that are not this one."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.programs import modelctl
+from tests.serving import ROOT
+
+DEMO = ROOT / "model_worker" / "demo_models" / "letters"
+NO_ROOM, FAILED, CONFIG = 3, 1, 78
+
+
+def write(directory: Path, models: dict[str, dict[str, object]], **supervisor: object) -> Path:
+    file = directory / "models.yaml"
+    entries = {name: {"model_dir": str(DEMO), "engine": "x:Y", **entry} for name, entry in models.items()}
+    file.write_text(yaml.safe_dump({"models": entries, "supervisor": supervisor}, sort_keys=False))
+    return file
+
+
+def test_a_plan_shows_every_gpu_and_part(tmp_path: Path) -> None:
+    models: dict[str, dict[str, object]] = {
+        "anywhere": {"gpu": "auto", "vram": "20GiB", "replicas": 2},
+        "letters": {"engine": "exllamav2", "gpu": 0, "draft_model": "demo:stories", "cache_size": 1 << 20},
+        "wide": {"engine": "exllamav2", "gpu": [1, 2]},
+        "unsaid": {"gpu": 1},
+        "processor": {},
+        "later": {"gpu": 0, "vram": "23GiB", "autostart": False},
+    }
+    done = modelctl("plan", write(tmp_path, models), "--gpus", "24G,24G,48G", "--runtime-dir", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = [line.split() for line in done.stdout.splitlines()]
+    assert ["MODEL", "WEIGHTS", "CACHE", "DRAFT", "WORKSPACE", "CONTEXT", "SUM"] in words
+    assert ["anywhere:1", "20.0", "20.0"] in [line for line in words if line[:1] == ["anywhere:1"]] or any(
+        line[:1] == ["anywhere:1"] and line[-1] == "20.0" for line in words
+    )
+    assert [line[:2] for line in words if line[:1] == ["GPU"]] == [["GPU", "0:"], ["GPU", "1:"], ["GPU", "2:"]]
+    assert sum(line[:1] == ["wide"] for line in words) == 2
+    assert "unsaid: on GPU 1, its needs not known: there is no estimate for engine x:Y" in done.stdout
+    assert "processor: on the CPU" in done.stdout
+    assert "later: does not start with the supervisor; would not start: needs 23.0 GiB" in done.stdout
+    assert "all 6 workers would start" in done.stdout
+
+
+def test_a_plan_that_does_not_fit_has_its_own_exit_code(tmp_path: Path) -> None:
+    models: dict[str, dict[str, object]] = {
+        "a": {"gpu": "auto", "vram": "20GiB"}, "b": {"gpu": 0, "vram": "20GiB"}, "c": {"gpu": 1, "vram": "5GiB"},
+    }  # fmt: skip
+    file = write(tmp_path, models, vram_limit={"1": "4GiB"})
+    done = modelctl("plan", file, "--gpus", "24G,24G", "--json", "--runtime-dir", tmp_path)
+    assert done.returncode == NO_ROOM
+    told = json.loads(done.stdout)
+    assert not told["fits"]
+    assert [(w["name"], w["starts"], w["gpus"]) for w in told["workers"]] == [
+        ("b", True, [0]), ("c", False, []), ("a", False, []),
+    ]  # fmt: skip
+    assert told["gpus"][0]["left_bytes"] == 4 << 30
+    assert "GPU 1 has 4.0 left of its vram_limit, 4.0" in told["workers"][1]["why_not"]
+
+
+def test_a_directory_that_cannot_be_loaded_is_no_lack_of_room(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").unlink()
+    file = write(tmp_path, {"a": {"engine": "exllamav2", "gpu": 0, "model_dir": "broken"}})
+    done = modelctl("plan", file, "--gpus", "24G")
+    assert done.returncode == FAILED
+    assert "a: would not start: " in done.stdout
+    assert "has no tokenizer.json" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("sizes", "code", "says"), [("24X", 2, "'24X': each must be a size such as 20GiB"), ("", 2, "must be a size")]
+)
+def test_sizes_that_are_none(tmp_path: Path, sizes: str, code: int, says: str) -> None:
+    done = modelctl("plan", write(tmp_path, {"a": {"gpu": 0}}), "--gpus", sizes)
+    assert (done.returncode, says in done.stderr) == (code, True), done.stderr
+
+
+def test_a_file_that_is_wrong_is_refused_with_its_lines(tmp_path: Path) -> None:
+    file = write(tmp_path, {"a": {"vram": "5GiB"}, "b": {"gpu": [0, 1], "vram": ["1GiB", "2GiB", "3GiB"]}})
+    done = modelctl("plan", file, "--gpus", "24G")
+    assert done.returncode == CONFIG
+    assert "models.a.vram: is for a model on a GPU" in done.stderr
+    assert "models.b.vram: has 3 values for 2 GPUs" in done.stderr

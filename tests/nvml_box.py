@@ -1,0 +1,47 @@
+"""A box of GPUs as supervisors are told of it by the stand-in for NVML (``tests/stand_in_nvml``): a file."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+STRANGER = 4_000_000_000
+"""No pid of Linux."""
+
+
+class Box:
+    """GPUs as NVML tells them. Every change replaces the file, so that no reading sees half of it."""
+
+    def __init__(self, path: Path, sizes: Sequence[int] = (80, 80)) -> None:
+        """sizes: GiB of each"""
+        self._path = path
+        self._told: dict[str, Any] = {"gpus": [], "error": None, "init_error": None}
+        self.becomes(sizes)
+
+    def becomes(self, sizes: Sequence[int], **facts: Sequence[Any]) -> None:
+        """Another box, empty. facts: mig, cpus or nodes of each of its GPUs."""
+        self._told["gpus"] = [
+            {"uuid": f"GPU-{i}a2b3c4d-0000", "total": size * GIB, "processes": {}}
+            | {name: values[i] for name, values in facts.items()}
+            for i, size in enumerate(sizes)
+        ]
+        self._write()
+
+    def holds(self, gpu: int, pid: int, size: int | None = 12 * GIB) -> None:
+        self._told["gpus"][gpu]["processes"][str(pid)] = size
+        self._write()
+
+    def gives_back(self, pid: int) -> None:
+        for gpu in self._told["gpus"]:
+            gpu["processes"].pop(str(pid), None)
+        self._write()
+
+    def fails(self, error: str | None, *, at_init: bool = False) -> None:
+        self._told["init_error" if at_init else "error"] = error
+        self._write()
+
+    def _write(self) -> None:
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps(self._told))
+        fresh.replace(self._path)

@@ -1,0 +1,112 @@
+"""What models will take, asked of a real process that reads their directories."""
+
+import json
+import os
+import shutil
+import signal
+import struct
+from pathlib import Path
+
+import pytest
+
+from model_worker.engines.exllamav2.vram import estimate
+from protocol.worker_spec import EngineSpec
+from supervisor import estimates
+from supervisor.estimates import Estimated, Estimator, ask_now
+from supervisor.gpu_shares import Needs
+from supervisor.timers import Timers
+from tests.serving import ROOT, wait_until
+
+DEMO = ROOT / "model_worker" / "demo_models" / "letters"
+
+
+def spec(directory: Path | str, engine: str = "exllamav2") -> EngineSpec:
+    return EngineSpec("m", engine, str(directory), device="cuda", options={"cache_mode": "Q8"})
+
+
+def with_header(directory: Path, header: bytes) -> Path:
+    """The demo model with other weights."""
+    shutil.copytree(DEMO, directory)
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return directory
+
+
+def test_answers_are_the_engines_own_and_errors_are_lines(tmp_path: Path) -> None:
+    nested = with_header(tmp_path / "nested", b'{"a":' * 200_000)
+    asked = [spec(DEMO), spec(tmp_path / "none"), spec(nested), spec(DEMO, "transformers")]
+    good, none, deep, other = ask_now([(one, (1, 2)) for one in asked])
+    assert good.needs is not None
+    for count in (1, 2):
+        theirs = estimate(asked[0], count)
+        assert good.needs[count] == Needs(
+            theirs.weights, theirs.cache, theirs.draft, theirs.workspace, theirs.per_gpu
+        )  # fmt: skip
+        assert good.needs[count].total(count) == theirs.total + count * (612 << 20)
+    assert none == Estimated(error=f"model_dir {tmp_path / 'none'} is no directory")
+    assert deep.error is not None
+    assert "\n" not in deep.error
+    assert other == Estimated(unknown="there is no estimate for engine transformers")
+
+
+class Asking:
+    """An Estimator in a loop of its own."""
+
+    def __init__(self) -> None:
+        self.timers = Timers()
+        self.estimator = Estimator(self.timers)
+        self.told: list[Estimated] = []
+
+    def turn(self) -> list[Estimated]:
+        import time
+
+        self.estimator.ended()
+        for timer in self.timers.due(time.monotonic()):
+            if not timer.cancelled:
+                timer.callback()
+        return self.told
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Path:
+    """A model's directory that takes for ever to read."""
+    shutil.copytree(DEMO, tmp_path / "hanging")
+    (tmp_path / "hanging" / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "hanging" / "model.safetensors")
+    return tmp_path / "hanging"
+
+
+def test_what_takes_too_long_is_ended_and_may_be_tried_again(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates, "ESTIMATE_S", 0.2)
+    before = set(os.listdir("/proc/self/fd"))
+    asking = Asking()
+    asking.estimator.ask("m", spec(hanging), (1,), asking.told.append)
+    (told,) = wait_until(asking.turn, 30)
+    assert (told.retry, told.needs) == (True, None)
+    assert told.error is not None
+    assert "could not be read within" in told.error
+    wait_until(lambda: not asking.turn() or not asking.estimator._by_pidfd, 30)
+    assert ask_now([(spec(hanging), (1,)), (spec(hanging), (1,))]) == [told, told]
+    asking.estimator.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert len(asking.told) == 1
+
+
+def test_a_question_that_is_forgotten_is_not_answered(hanging: Path) -> None:
+    asking = Asking()
+    asking.estimator.ask("m", spec(hanging), (1,), asking.told.append)
+    assert asking.estimator.forget("m")
+    assert not asking.estimator.forget("m")
+    wait_until(lambda: asking.turn() or not asking.estimator._by_pidfd, 30)
+    # and one that is killed by somebody else says so
+    asking.estimator.ask("m", spec(hanging), (1,), asking.told.append)
+    os.kill(next(iter(asking.estimator._by_pidfd.values())).process.pid, signal.SIGKILL)
+    (told,) = wait_until(asking.turn, 30)
+    assert (told.error, told.retry) == ("the process that reads its files ended (signal 9) without an answer", True)
+    asking.estimator.close()
+
+
+def test_an_answer_that_is_cut_off_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    file.write_text(json.dumps({"needs": {"1": {"weights": 5}}}) + '\n{"needs": {"1"')
+    (first,) = estimates.answers(os.open(file, os.O_RDONLY))
+    assert first.needs == {1: Needs(weights=5)}
