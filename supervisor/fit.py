@@ -1,7 +1,7 @@
 """Which models of a models.yaml fit on GPUs together, as the supervisor would place them. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from supervisor.config import ModelSpec
 from supervisor.estimates import Estimated
@@ -61,9 +61,16 @@ def fit(
     for candidate in order:
         outcome = _try(candidate, gpus, holdings, limits, outer)
         if outcome.placed is not None and candidate.autostart:
-            holdings.append(Holding(candidate.worker, None, outcome.placed.bytes, loading=True))
+            number = -1 - len(holdings)  # as if it were there: a process with a number that none has
+            gpus = [_with(gpu, number, outcome.placed.bytes.get(gpu.index, 0)) for gpu in gpus]
+            holdings.append(Holding(candidate.worker, number, outcome.placed.bytes, loading=False))
         outcomes.append(outcome)
     return outcomes
+
+
+def _with(gpu: Gpu, pid: int, size: int) -> Gpu:
+    held = {**gpu.processes, pid: size} if size else gpu.processes
+    return replace(gpu, used=gpu.used + size, free=gpu.free - size, processes=held)
 
 
 def _try(

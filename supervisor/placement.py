@@ -144,7 +144,13 @@ def place(
         if meant[0] in chosen:
             return Refused(f"gpu names GPU {meant[0].gpu.index} twice, as {pin} the second time: remove one of them")
         chosen += meant
-    return _on(chosen, needs[len(chosen)] if needs else None, wish.split, ",".join(wish.pins))
+    verdict = _on(chosen, needs[len(chosen)] if needs else None, wish.split, ",".join(wish.pins))
+    if isinstance(verdict, Refused) and needs and len(chosen) == 1:
+        other = [str(room.gpu.index) for room in allowed if room.bytes >= needs[1].total(1) and not room.gpu.mig]
+        if other:
+            which = f"GPUs {', '.join(other)} have" if len(other) > 1 else f"GPU {other[0]} has"
+            return Refused(f"{verdict.message}; {which} room", verdict.missing)
+    return verdict
 
 
 def visible(rooms: Sequence[Room], outer: str | None) -> list[Room] | Refused:
@@ -240,7 +246,7 @@ def _on(chosen: Sequence[Room], needs: Needs | None, split: Split, devices: str)
         )  # fmt: skip
         text += f"; it would take {parts}"
     elif enough := [name for name, held in _ours(chosen[0]).items() if held >= missing[gpus[0].index]]:
-        text += f"; `modelctl stop {enough[0]}` would make room"
+        text += f"; without {enough[0]} it would fit"
     return Refused(text, {index: short for index, short in missing.items() if short > 0})
 
 

@@ -115,7 +115,6 @@ _MAPS: dict[str, Callable[[Values], list[str]]] = {
     "progress": _progress,
     "totals": _totals,
     "vram_by_gpu": _by_gpu,
-    "vram_estimate": lambda values: [f"{part} {size(held)}" for part, held in values.items()],
 }
 _NAMED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "state_s": ("since", lambda v: f"{duration(v)} ago"),
@@ -125,6 +124,10 @@ _NAMED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "max_batch_size": ("max_batch_size", lambda v: counted(v, "request")),
     "active": ("active", lambda v: counted(v, "request")),
     "queued": ("queued", lambda v: counted(v, "request")),
+    "placed": ("placed on", lambda v: "GPU " + ", ".join(map(str, v))),
+    "vram_estimate_bytes": ("vram estimated", size),
+    "vram_loaded_bytes": ("vram when loaded", size),
+    "vram_estimate": ("vram estimated of", lambda v: ", ".join(f"{part} {size(held)}" for part, held in v.items())),
     "vram_returned_ms": ("vram returned after", lambda v: f"{v} ms"),
 }
 _SUFFIXES: tuple[tuple[str, Callable[[Any], str]], ...] = (

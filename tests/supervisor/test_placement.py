@@ -94,11 +94,14 @@ def test_a_pin_is_refused_with_the_arithmetic_and_who_holds_the_rest() -> None:
     assert isinstance(verdict, Refused)
     assert verdict.message == (
         "needs 21.3 GiB (weights 16.1, cache 4.0, workspace 0.6, context 0.6), "
-        "GPU 1 has 5.5 of 24.0 free: qwen 12.0, phi about to load 3.0, other processes 3.5"
+        "GPU 1 has 5.5 of 24.0 free: qwen 12.0, phi about to load 3.0, other processes 3.5; "
+        "GPUs 0, 2, 3 have room"
     )
     assert verdict.missing == {1: needs.total(1) - rooms(box, ours)[1].bytes}
     small = Needs(weights=gib(8))
-    assert refused(pinned("1"), {1: small}, rooms(box, ours)).endswith("; `modelctl stop qwen` would make room")
+    assert refused(pinned("1"), {1: small}, rooms(box, ours)).endswith(
+        "; without qwen it would fit; GPUs 0, 2, 3 have room"
+    )
 
 
 def test_a_limit_leaves_less_than_is_free() -> None:
@@ -108,7 +111,7 @@ def test_a_limit_leaves_less_than_is_free() -> None:
     assert [room.limit for room in limited] == [None, None, gib(20), BOX[3].total // 2]
     assert refused(pinned("2"), whole(9), limited) == (
         "needs 9.0 GiB (vram in models.yaml), GPU 2 has 8.0 left of its vram_limit, 20.0: qwen 12.0; "
-        "`modelctl stop qwen` would make room"
+        "without qwen it would fit; GPUs 0, 1, 3 have room"
     )
     assert placed(pinned("2"), whole(8), limited) == [2]
     assert placed(AUTO, whole(8), rooms(box, ours, Limit(bytes=gib(10)))) != [2]

@@ -55,7 +55,9 @@ def test_auto_takes_the_most_free_and_the_worker_sees_only_that(serve: Serve, bo
     row = serving.modelctl("ps").stdout.splitlines()[1]
     assert "auto:1" in row
     assert "31.0 GiB (30.0 GiB)" in row
-    assert "vram_estimate" in serving.modelctl("status", "a").stdout
+    shown = " ".join(serving.modelctl("status", "a").stdout.split())
+    assert "placed on GPU 1" in shown
+    assert "vram estimated 30.0 GiB vram estimated of declared 30.0 GiB" in shown
 
 
 def test_two_that_load_at_once_do_not_share_what_one_takes(serve: Serve, box: Box) -> None:
@@ -86,7 +88,7 @@ def test_a_refusal_says_who_holds_the_rest_and_ends_when_they_go(serve: Serve, b
     done = serving.modelctl("start", "big")
     line = (
         "needs 16.0 GiB (vram in models.yaml), GPU 0 has 9.0 of 24.0 free: qwen 12.0, other processes 3.0; "
-        "`modelctl stop qwen` would make room"
+        "without qwen it would fit"
     )
     assert done.returncode == 1
     assert f"big: {line}" in done.stderr
@@ -95,6 +97,10 @@ def test_a_refusal_says_who_holds_the_rest_and_ends_when_they_go(serve: Serve, b
         "failed", None, 0, "no room",
     )  # fmt: skip
     assert serving.log("big") == ""
+    plan = serving.modelctl("plan", str(serving.config))  # of this box, less what the running models hold
+    assert plan.returncode == 0, plan.stderr
+    assert "GPU 0: 24.0 GiB, 3.0 in use by others; 9.0 left" in plan.stdout
+    assert f"would not start: {line}" in plan.stdout
     with serving.client() as client, pytest.raises(Exception, match="needs 16"):
         client.complete("big", "hello", max_tokens=1)
     serving.order("stop", model="qwen")
@@ -114,15 +120,19 @@ def test_after_a_crash_room_is_waited_for(serve: Serve, box: Box) -> None:
     serving.wait_state("a", "ready", 30)
 
 
-def test_several_share_a_gpu_within_the_limit(serve: Serve, box: Box) -> None:
-    models = {"a": on(0, "20GiB"), "b": on(0, "20GiB"), "c": on(0, "20GiB", **LATER), "d": on(1, "41GiB", **LATER)}
-    serving = serve(models, vram_limit={0: "50%", "GPU-1a2b3c4d": "41GiB"}, wait=False)
-    for name in "ab":
-        serving.wait_state(name, "ready")
-    serving.order("start", model="c")
-    assert "GPU 0 has 0.00 left of its vram_limit, 40.0: a 20.0, b 20.0" in refused(serving, "c")
-    serving.order("start", model="d")
-    serving.wait_state("d", "ready")
+def test_several_share_a_gpu_within_the_limits(serve: Serve, box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.becomes([80, 80, 80])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    models = {"a": on(0, "20GiB"), "b": on(0, "20GiB"), "c": on(0, "20GiB", **LATER), "d": on("auto", "41GiB")}
+    models["e"] = on(2, "1GiB", **LATER)
+    serving = serve(models, vram_limit={0: "50%", "GPU-1a2b3c4d": "41GiB"})
+    assert placed(serving, "d") == [1]  # not 2, which CUDA_VISIBLE_DEVICES does not leave
+    for name, told in (
+        ("c", "GPU 0 has 0.00 left of its vram_limit, 40.0: a 20.0, b 20.0"),
+        ("e", "CUDA_VISIBLE_DEVICES=1,0 of the supervisor does not leave GPU 2: it leaves 1, 0"),
+    ):
+        serving.order("start", model=name)
+        assert told in refused(serving, name)
 
 
 def readers(serving: Serving) -> list[psutil.Process]:
@@ -143,7 +153,7 @@ def test_directories_are_read_by_others_before_anything_is_spawned(serve: Serve,
     )
     assert refused(serving, "full") == (
         "needs 0.8 GiB (weights 0.0, cache 0.0, workspace 0.2, context 0.6), "
-        "GPU 0 has 0.5 of 80.0 free: other processes 79.5"
+        "GPU 0 has 0.5 of 80.0 free: other processes 79.5; GPU 1 has room"
     )
     assert refused(serving, "cut").startswith("cannot load: ")
     assert serving.status("cut")["last_exit"]["reason"] == "config"
@@ -160,16 +170,6 @@ def test_directories_are_read_by_others_before_anything_is_spawned(serve: Serve,
     (reader,) = wait_until(lambda: readers(serving), 10)
     serving.kill()  # it ends with the supervisor, although it reads on
     wait_until(lambda: not is_alive(reader), 10)
-
-
-def test_the_supervisors_own_devices_are_the_outer_limit(
-    serve: Serve, box: Box, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    serving = serve({"a": on("auto"), "b": on(1), "c": on(0, **LATER)})
-    assert (placed(serving, "a"), placed(serving, "b")) == ([1], [1])
-    serving.order("start", model="c")
-    assert "CUDA_VISIBLE_DEVICES=1 of the supervisor does not leave GPU 0: it leaves 1" in refused(serving, "c")
 
 
 def test_without_nvml_pins_are_obeyed_and_auto_is_refused(serve: Serve, box: Box) -> None:
