@@ -184,7 +184,8 @@ class Admission:
         wish = wish_of(after)
         if wish is None:
             return True
-        needs, known = declared(after, wish), self._known.get(old)
+        known = self._known.get(old)
+        needs: Mapping[int, Needs] | None = declared(after, wish)
         if needs is None and known is not None and known.spec == after.engine_spec and wish_of(before) == wish:
             needs = known.needs
         reading = self.vram.reading()

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONTEXT_BYTES = 612 << 20
-"""What a process holds of each GPU by having a CUDA context at all. Measured on an H200, driver 580, torch 2.11; it is not
-the same on every GPU."""
+"""What a process holds of each GPU by having a CUDA context at all. Measured on an H200, driver 580, torch 2.11; it is
+not the same on every GPU."""
 RESERVE_BYTES = 256 << 20
 """What the engine's automatic split leaves free on each GPU, if models.yaml says nothing else."""
 

@@ -181,3 +181,19 @@ def test_without_nvml_pins_are_obeyed_and_auto_is_refused(serve: Serve, box: Box
     assert "gpu: auto needs NVML" in refused(serving, "b")
     assert serving.status("a")["placed"] is None
     assert serving.status("a")["vram_estimate_bytes"] == 30 * GIB
+
+
+@pytest.mark.parametrize(("size", "how"), [(80, "beside"), (50, "exchange")])
+def test_a_reload_is_beside_where_there_is_room(serve: Serve, box: Box, size: int, how: str) -> None:
+    box.becomes([size])
+    serving = serve({"a": on(0)})
+    pid = serving.status("a")["pid"]
+    box.holds(0, pid, 30 * GIB)
+    number = serving.order("reload", model="a")["turnover"]
+    if how == "exchange":  # else nobody waits for the old one's memory
+        wait_until(lambda: f"a: waits for the VRAM of pid {pid}" in serving.log(), 30)
+        box.gives_back(pid)
+    (told,) = wait_until(lambda: [t for t in serving.overview()["supervisor"]["turnovers"] if not t["running"]], 30)
+    assert (told["number"], told["models"][0]["state"], told["models"][0]["how"]) == (number, "done", how)
+    assert serving.status("a")["generation"] == 2
+    box.gives_back(pid)
