@@ -30,11 +30,16 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"needs": {count: asdict(estimate(spec, count)) for count in request["counts"]}}
     except LoadError as e:
-        return {"error": " ".join(str(e).split())[:2000]}
+        return {"error": _one_line(str(e))}
     except MemoryError:
         return {"error": f"{spec.model_dir}: reading it takes more than {MEMORY_LIMIT >> 30} GiB of memory"}
     except RecursionError:
         return {"error": f"{spec.model_dir}: a JSON file there is nested too deeply"}
+
+
+def _one_line(text: str) -> str:
+    """Names of files may hold anything; this ends on terminals."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:2000]
 
 
 def main() -> None:
