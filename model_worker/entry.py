@@ -17,13 +17,17 @@ import traceback
 
 from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 from model_worker.parent_death import die_with
+from protocol.beat import Beat
 from protocol.worker_spec import WorkerSpec
 
 _PR_SET_NO_NEW_PRIVS = 38
 
 
-def main(spec: WorkerSpec) -> None:
-    """Run one worker until it is told to stop or its engine fails. Never returns."""
+def main(spec: WorkerSpec, page: int | None = None) -> None:
+    """Run one worker until it is told to stop or its engine fails. Never returns.
+
+    page  descriptor of the page that it is watched by, see ``protocol.beat``
+    """
     code = EXIT_ENGINE_FAULT
     try:
         if not die_with(spec.supervisor_pid):
@@ -33,8 +37,10 @@ def main(spec: WorkerSpec) -> None:
         name_and_contain()
         redirect_output(spec.log_path)
         keep_to(spec.cpus)
+        beat = Beat(spec.leases, page)
+        beat.loading()  # not before a signal makes it write its stacks
         pin_devices(spec.visible_devices)
-        code = run(spec)
+        code = run(spec, beat)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -112,7 +118,7 @@ def pin_devices(visible_devices: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def run(spec: WorkerSpec) -> int:
+def run(spec: WorkerSpec, beat: Beat) -> int:
     """Connect, load, serve. Returns the process's exit code."""
     from model_worker.engine import LoadError
     from model_worker.engines import build_engine
@@ -122,23 +128,30 @@ def run(spec: WorkerSpec) -> int:
 
     link = SupervisorLink(spec)
     link.hello()
+
+    def progress(phase: str, done: int, total: int) -> None:
+        beat.loading()
+        link.progress(phase, done, total)
+
     started = time.monotonic()
     try:
         engine = build_engine(spec.engine)
-        engine.load(link.progress)
+        engine.load(progress)
         if name := not_offered(spec.sampling, engine.capabilities.offered):
             raise LoadError(f"sampling.{name} is not offered by this model's engine: remove it")
     except LoadError as e:
         print(LOAD_ERROR_PREFIX + " ".join(str(e).split()), file=sys.stderr)
         link.close()
         return EXIT_CONFIG
-    loop = WorkerLoop(engine, link, spec.sampling, spec.limits)
+    beat.loading()
+    loop = WorkerLoop(engine, link, spec.sampling, spec.limits, beat)
     # What is loaded stays. Left to the garbage collector, a look through it (hundreds of thousands of objects of torch
     # and transformers) stops every stream for some 160 ms, whenever enough new objects have gathered.
     gc.collect()
     gc.freeze()
     link.ready(engine.capabilities, load_seconds=time.monotonic() - started, max_jobs=loop.max_jobs)
     loop.run()
+    beat.step()
     engine.close()
     link.close()
     return EXIT_ASKED

@@ -17,6 +17,7 @@ from model_worker.intake import Intake, prompt_field
 from model_worker.link import SupervisorLink
 from model_worker.questions import answer, failed
 from model_worker.rendering import Renderer
+from protocol.beat import Beat
 from protocol.codec import EventWriter
 from protocol.errors import WireError
 from protocol.messages import (
@@ -63,9 +64,11 @@ class WorkerLoop:
         link: SupervisorLink,
         sampling: Mapping[str, Any] = MappingProxyType({}),
         limits: Mapping[str, Any] = MappingProxyType({}),
+        beat: Beat | None = None,
     ) -> None:
         self._engine = engine
         self._link = link
+        self._beat = beat or Beat()
         self._intake = Intake(engine, sampling, limits)
         template = engine.chat_template
         self._renderer = None if template is None else Renderer(template, self._intake.longest_text)
@@ -95,16 +98,20 @@ class WorkerLoop:
         busy = bool(self._jobs or self._chats)
         rendering = self._renderer is not None and self._renderer.busy
         for message in self._receive(rendering):
+            self._beat.step()
             self._apply(message)
         while self._asked:
             question = self._asked.popleft()
+            self._beat.step()
             self._ask(question.ask, question.verb, question.body)
             if self._jobs:  # one a step: a long text takes milliseconds, and streams wait meanwhile
                 break
         if self._renderer is not None and self._renderer.busy:
             for key, outcome in self._renderer.collect():
+                self._beat.step()
                 self._rendered(key, outcome)
         if self._jobs:
+            self._beat.step()
             for event in self._engine.step():
                 self._emit(event)
         if busy and not (self._jobs or self._chats):
@@ -115,6 +122,7 @@ class WorkerLoop:
     def _receive(self, rendering: bool) -> list[Message]:
         if self._jobs or self._asked:
             return self._link.receive(0)
+        self._beat.idle()
         if not rendering or self._renderer is None:
             return self._link.receive(UNSENT_WAIT_MS if self._link.unsent else IDLE_WAIT_MS)
         return self._link.receive(RENDERING_WAIT_MS, self._renderer.descriptors)

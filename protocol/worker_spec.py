@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from protocol.beat import DEFAULT_LEASES, Leases
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -39,6 +41,7 @@ class WorkerSpec:
     sampling        what requests leave out: ``sampling_defaults.DEFAULTS``, as ``check_sampling`` passed it
     limits          what requests may not exceed: ``sampling_defaults.LIMITS``, as ``check_limits`` passed it
     cpus            numbers of the CPUs that it keeps to, those next to its GPUs; empty for all
+    leases          how long it may go without a beat, by what it is doing
     """
 
     engine: EngineSpec
@@ -51,3 +54,4 @@ class WorkerSpec:
     sampling: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
     cpus: tuple[int, ...] = ()
+    leases: Leases = DEFAULT_LEASES

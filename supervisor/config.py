@@ -19,9 +19,11 @@ from supervisor.config_schema import (
     FileConfig,
     LoraConfig,
     ModelConfig,
+    PoisonConfig,
     RestartConfig,
     StopConfig,
     SupervisorConfig,
+    WatchConfig,
 )
 from supervisor.model_queue import QueueLimits
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
@@ -247,6 +249,8 @@ _KNOWN: dict[str, type[BaseModel]] = {
     "supervisor": SupervisorConfig,
     "restart": RestartConfig,
     "stop": StopConfig,
+    "poison": PoisonConfig,
+    "watch": WatchConfig,
 }
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from protocol.beat import DEFAULT_LEASES, MAX_LEASE_S, Leases
 from supervisor.deliveries import HoldLimits
 from supervisor.model_queue import QueueLimits
 from supervisor.restart import RestartPolicy
@@ -38,6 +39,7 @@ ENGINE_KEYS: dict[str, frozenset[str]] = {
 """Keys of models.yaml that only some engines know. An engine named by an import string takes ``options`` instead."""
 
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)$")
+MIN_LEASE_S = 1.0
 MAX_DURATION_S = 7 * 24 * 3600.0
 """Nothing here means to wait for longer, and no clock overflows."""
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -97,7 +99,16 @@ def parse_vram_limit(value: object) -> Limit | dict[str, Limit]:
     return limits
 
 
+def parse_lease(value: object) -> float:
+    """Seconds that a worker may go without a beat. Raises ValueError."""
+    seconds = parse_duration(value)
+    if not MIN_LEASE_S <= seconds <= MAX_LEASE_S:  # an idle worker waits for 200 ms at a time
+        raise ValueError("must be from 1s to 24h")
+    return seconds
+
+
 Duration = Annotated[float, BeforeValidator(parse_duration)]
+Lease = Annotated[float, BeforeValidator(parse_lease)]
 Gpu = Annotated[Any, BeforeValidator(parse_gpu)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
 Vram = Annotated[Any, BeforeValidator(parse_vram)]
@@ -181,6 +192,10 @@ class ModelConfig(BaseModel):
     """What a request leaves out: sampling parameters by name, and ``preset: steady`` against loops of small models."""
     limits: dict[str, Any] | None = None
     """What a request may not exceed: max_tokens, prompt_tokens, temperature, ..."""
+    step_timeout: Lease | None = None
+    """What one step may take before the worker is taken to hang; as ``supervisor.watch.step`` by default."""
+    load_timeout: Lease | None = None
+    """The same of one part of a load (a module, a step of the warm-up); as ``supervisor.watch.load`` by default."""
     autostart: bool = True
     """Start with the supervisor."""
     options: dict[str, Any] | None = None
@@ -223,6 +238,26 @@ class PoisonConfig(BaseModel):
     window: Duration = _POISON.window_s
 
 
+_WATCH = DEFAULT_LEASES
+
+
+class WatchConfig(BaseModel):
+    """How long a worker may go without a sign of progress before it is taken to hang, and killed."""
+
+    model_config = _STRICT
+
+    start: Lease = _WATCH.start_s
+    """From its spawning to its first line: Python starts, and the files of this package are read."""
+    load: Lease = _WATCH.load_s
+    """One part of a load: the import of the engine, one module of the weights from a slow disk, kernels that are
+    compiled, a step of the warm-up. A whole load may take as long as it likes."""
+    idle: Lease = _WATCH.idle_s
+    """With nothing to compute: it looks up five times a second."""
+    step: Lease = _WATCH.step_s
+    """One step of the engine: a chunk of a prompt (``chunk_size``) and a token of each answer; or the encoding of one
+    prompt. A whole prefill may take as long as it likes."""
+
+
 class SupervisorConfig(BaseModel):
     """The ``supervisor`` section."""
 
@@ -231,6 +266,7 @@ class SupervisorConfig(BaseModel):
     restart: RestartConfig = RestartConfig()
     stop: StopConfig = StopConfig()
     poison: PoisonConfig = PoisonConfig()
+    watch: WatchConfig = WatchConfig()
     stall: Duration = HoldLimits.stall_s
     """How long a stream may have events waiting while its client reads none, before it is ended."""
     vram_limit: VramLimit = None
@@ -244,6 +280,13 @@ class SupervisorConfig(BaseModel):
     @property
     def strike_policy(self) -> StrikePolicy:
         return StrikePolicy(limit=self.poison.limit, window_s=self.poison.window)
+
+    def leases(self, model: ModelConfig) -> Leases:
+        """Those of a model's workers."""
+        w = self.watch
+        return Leases(
+            start_s=w.start, load_s=model.load_timeout or w.load, idle_s=w.idle, step_s=model.step_timeout or w.step
+        )
 
     @property
     def ladder(self) -> LadderTimes:

@@ -1,24 +1,27 @@
 """What the end of a worker process meant: asked for, worth another try, or not. Pure."""
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
-from supervisor.last_words import abort_fault, engine_fault
+from supervisor.last_words import abort_fault, engine_fault, last_lines
 
 
 @dataclass(frozen=True)
 class ExitReport:
     """reason   "asked", "config", "no room", "unreadable", "out of VRAM", "out of memory", "CUDA error",
-             "engine fault", "killed", "signal", "spawn" or "exit"
+             "engine fault", "hung", "killed", "signal", "spawn" or "exit"
     message  one line for a person, at most MAX_MESSAGE characters
     retry    another try may help
+    lines    the last of what it wrote to its log, at most MAX_LINES of MAX_MESSAGE characters; where it was asked for
+             its stacks, those of its main thread from the innermost call on. None of an exit that was asked for
     """
 
     code: int
     reason: str
     message: str
     retry: bool
+    lines: tuple[str, ...] = ()
 
 
 def not_spawned(error: OSError) -> ExitReport:
@@ -33,18 +36,25 @@ def not_admitted(reason: str, message: str, *, retry: bool) -> ExitReport:
 
 MAX_MESSAGE = 300
 """Characters of a message. It ends up in tables and in what clients are told."""
+MAX_LINES = 12
 
 
-def classify(code: int, *, asked: bool, log_tail: list[str], killed_for: str | None = None) -> ExitReport:
+def classify(code: int, *, asked: bool, log_tail: list[str], killed: tuple[str, str] | None = None) -> ExitReport:
     """The report of an exit.
 
     code      exit code, or minus the signal's number
     asked     the supervisor was stopping the worker
     log_tail  the last lines of the worker's log
-    killed_for  why the supervisor itself sent SIGKILL, if it did
+    killed    (reason, why) if the supervisor itself sent SIGKILL
     """
     if asked:
-        return ExitReport(code, "asked", "stopped", retry=False)
+        told = f"stopped; it was killed: {killed[1]}" if killed else "stopped"
+        return ExitReport(code, "asked", _printable(told), retry=False)
+    report = _unasked(code, log_tail, killed)
+    return replace(report, lines=tuple(map(_printable, last_lines(log_tail, MAX_LINES))))
+
+
+def _unasked(code: int, log_tail: list[str], killed: tuple[str, str] | None) -> ExitReport:
     if code == EXIT_CONFIG:
         told = [line for line in log_tail if line.startswith(LOAD_ERROR_PREFIX)]
         message = _printable(told[-1]) if told else "cannot load the model as configured"
@@ -55,8 +65,10 @@ def classify(code: int, *, asked: bool, log_tail: list[str], killed_for: str | N
         fault = abort_fault(log_tail)
     if fault is not None:
         return ExitReport(code, fault.reason, _printable(fault.message), retry=True)
-    if code == -signal.SIGKILL and killed_for:
-        return ExitReport(code, "killed", f"killed by the supervisor: {killed_for}", retry=True)
+    if code == -signal.SIGKILL and killed:
+        reason, why = killed
+        message = why if reason == "hung" else f"killed by the supervisor: {why}"
+        return ExitReport(code, reason, _printable(message), retry=True)
     if code == -signal.SIGKILL:
         return ExitReport(code, "killed", "killed by SIGKILL, not by us (out of memory?)", retry=True)
     if code < 0:

@@ -22,6 +22,7 @@ from supervisor import logs, stop_ladder
 from supervisor.admission import Admission
 from supervisor.config import Config
 from supervisor.exits import ExitReport, classify, not_spawned
+from supervisor.hang_watch import HangWatch
 from supervisor.in_flight import Effect as RequestEffect
 from supervisor.launcher import Launched, Launcher
 from supervisor.lifecycle import Effect, Event, WorkerState
@@ -67,6 +68,7 @@ class Fleet(Roster):
         self._back_endpoint = back_endpoint
         self._log = log
         self._by_routing_id: dict[bytes, Replica] = {}
+        self._hang_watch = HangWatch(self.kill, log)
 
     # --- orders -------------------------------------------------------------------------------------------------
 
@@ -135,13 +137,18 @@ class Fleet(Roster):
         self._by_routing_id.pop(replica.routing_id, None)
         self.admission.ended(replica.name, process.pid)
         self._outlet.worker_gone(replica.name)
-        tail = logs.tail(replica.log_path)
-        self._ended(replica, classify(code, asked=asked, log_tail=tail, killed_for=replica.killed_for), process.pid)
+        tail = logs.tail(replica.log_path, since=replica.log_begin)
+        killed = (replica.kill_reason, replica.killed_for) if replica.killed_for else None
+        self._ended(replica, classify(code, asked=asked, log_tail=tail, killed=killed), process.pid)
 
-    def kill(self, replica: Replica, why: str) -> None:
-        """End a worker that is out of its mind or out of reach. Its requests end when it is gone."""
+    def look(self) -> None:
+        """See which workers get on, and end those that hang. To be called every ``watch.LOOK_S``."""
+        self._hang_watch.look(self.replicas.values(), time.monotonic())
+
+    def kill(self, replica: Replica, why: str, reason: str = "killed") -> None:
+        """End a worker that hangs, is out of its mind or out of reach. Its requests end when it is gone."""
         if replica.process is not None and replica.killed_for is None and not replica.process.is_gone:
-            replica.killed_for = why
+            replica.killed_for, replica.kill_reason = why, reason
             self._log.error("%s: killing pid %d: %s", replica.shown, replica.process.pid, why)
             replica.process.signal(signal.SIGKILL)
 
@@ -244,7 +251,7 @@ class Fleet(Roster):
         self._generations[replica.label] += 1
         replica.generation = self._generations[replica.label]
         replica.routing_id = b"W" + secrets.token_bytes(16)
-        replica.info, replica.progress, replica.killed_for = {}, {}, None
+        replica.info, replica.progress, replica.killed_for, replica.watched = {}, {}, None, None
         spec = WorkerSpec(
             engine=replica.spec.engine_spec,
             generation=replica.generation,
@@ -255,8 +262,9 @@ class Fleet(Roster):
             routing_id=replica.routing_id,
             log_path=str(replica.log_path),
             supervisor_pid=os.getpid(),
+            leases=self._config.supervisor.leases(replica.spec.config),
         )
-        logs.prepare(replica.log_path)
+        replica.log_begin = logs.prepare(replica.log_path)
         self.admission.admit(
             replica.name,
             replica.label,

@@ -15,6 +15,8 @@ _CAUSED = "The above exception was the direct cause of the following exception:"
 _ABORTED = "Fatal Python error: Aborted"  # faulthandler, which every worker has enabled
 _TERMINATE = "terminate called after throwing an instance of"
 
+_STACK = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")
+
 _OUT_OF_VRAM = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|^(\w+\.)*OutOfMemoryError\b"
 )
@@ -46,6 +48,16 @@ def engine_fault(tail: Sequence[str]) -> Fault:
         if fault := _known(line):
             return fault
     return Fault("engine fault", lines[-1] if lines else "the engine raised")
+
+
+def last_lines(tail: Sequence[str], count: int) -> list[str]:
+    """At most ``count`` lines that say most of how it ended: the last ones, or, if stacks were the last thing written,
+    the beginning of the last stack, which is the main thread's. Empty lines are left out."""
+    lines = [line for line in tail if line.strip()]
+    stacks = [number for number, line in enumerate(lines) if _STACK.match(line)]
+    if stacks and all(line.startswith('  File "') for line in lines[stacks[-1] + 1 :]):
+        return lines[stacks[-1] :][:count]
+    return lines[-count:]
 
 
 def abort_fault(tail: Sequence[str]) -> Fault | None:

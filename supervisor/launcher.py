@@ -7,6 +7,7 @@ restarts, draining and routing never ask which one it is.
 from collections.abc import Mapping
 from typing import Protocol
 
+from protocol.beat import Reading
 from protocol.worker_spec import WorkerSpec
 
 
@@ -22,6 +23,15 @@ class Launched(Protocol):
 
     def signal(self, number: int) -> None:
         """Signal the worker and everything that it has started."""
+
+    def beat(self) -> Reading | None:
+        """What its page of ``protocol.beat`` holds; None if it was started in a way that does not show that."""
+
+    def dump_stacks(self) -> None:
+        """Ask it, not what it has started, for the stacks of all threads, in its log. Only for one that has beaten."""
+
+    def condition(self) -> str:
+        """What the system says of it, for people: "it is stopped (SIGSTOP)"."""
 
 
 class Launcher(Protocol):

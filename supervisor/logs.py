@@ -30,24 +30,28 @@ def log_path(runtime_dir: Path, name: str) -> Path:
     return log_dir(runtime_dir) / f"{name}.log"
 
 
-def prepare(path: Path) -> None:
-    """Make a log's directory, and set a log that has grown too large aside as ``NAME.log.1``.
+def prepare(path: Path) -> int:
+    """Make a log's directory, and set a log that has grown too large aside as ``NAME.log.1``. Bytes that it holds then.
 
     A full or read-only disk must not keep a model from starting: whatever fails here is left for the log to miss.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.stat().st_size > MAX_LOG_BYTES:
-            path.rename(path.with_name(path.name + ".1"))
+        if (size := path.stat().st_size) <= MAX_LOG_BYTES:
+            return size
+        path.rename(path.with_name(path.name + ".1"))
     except OSError:
         pass
+    return 0
 
 
-def tail(path: Path, size: int = 8192) -> list[str]:
-    """The last lines of a log, as far as the last ``size`` bytes hold them."""
+def tail(path: Path, size: int = 8192, since: int = 0) -> list[str]:
+    """The last lines of a log, as far as the last ``size`` bytes hold them; only what follows the first ``since``
+    bytes, unless the log has become shorter than that."""
     try:
         with open(path, "rb") as f:
-            f.seek(max(0, os.fstat(f.fileno()).st_size - size))
+            end = os.fstat(f.fileno()).st_size
+            f.seek(max(0, end - size, since if since <= end else 0))
             return f.read(size).decode(errors="replace").splitlines()
     except OSError:
         return []

@@ -59,6 +59,7 @@ from supervisor.runtime_dir import RuntimeDir
 from supervisor.scheduler import Scheduler
 from supervisor.timers import Timer
 from supervisor.turnover import How
+from supervisor.watch import LOOK_S
 from supervisor.yaml_source import ConfigError
 from supervisor.zap import ZapHandler
 
@@ -142,6 +143,7 @@ class Supervisor:
                 self.fleet.start(name, "autostart")
         self._reactor.every(PROBE_INTERVAL_S, self._probe)
         self._reactor.every(WATCH_INTERVAL_S, self._watch_streams)
+        self._reactor.every(LOOK_S, self.fleet.look)
         self._reactor.every(RATE_WINDOW_S, lambda: self.fleet.sample_rates(RATE_WINDOW_S))
         gc.collect()
         gc.freeze()

@@ -13,6 +13,7 @@ from supervisor.restart import RestartHistory, RestartPolicy
 from supervisor.scheduler import Scheduler
 from supervisor.stop_ladder import LadderTimes
 from supervisor.timers import Timer
+from supervisor.watch import Watched
 
 
 class Replica:
@@ -34,6 +35,8 @@ class Replica:
         self.life = ModelLife(name)
         self.history = RestartHistory(policy)
         self.log_path = log_path
+        self.log_begin = 0
+        """Bytes that the log held before the present process."""
         self.wanted = False
         """An operator wants it up; a START that came while it went down is repeated when it is stopped."""
         self.generation = 0
@@ -41,6 +44,10 @@ class Replica:
         self.routing_id = b""
         self.killed_for: str | None = None
         """Why the supervisor itself killed the present process."""
+        self.kill_reason = "killed"
+        """The reason of its exit then."""
+        self.watched: Watched | None = None
+        """How the present process gets on; None if there is none, or it does not show that."""
         self.last_exit: ExitReport | None = None
         self.restarts = 0
         self.progress: dict[str, Any] = {}
@@ -105,6 +112,7 @@ class Replica:
             "tokens_per_s": round(self.tokens_per_s, 1),
             "idle_s": round(now - self.last_active, 1) if idle else None,
             "pid": self.process.pid if self.process else None,
+            **(self.watched.describe() if self.process and self.watched else {"phase": None, "beat_s": None}),
             "generation": self.generation,
             "restarts": self.restarts,
             "load_seconds": self.info.get("load_seconds"),

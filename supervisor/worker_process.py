@@ -4,16 +4,39 @@ This is the one place where supervisor and model_worker meet.
 """
 
 import multiprocessing
+import multiprocessing.reduction
+import operator
 import os
 import select
 import signal
 import threading
+from pathlib import Path
+from typing import Any
 
 from model_worker import entry
+from protocol.beat import Reading, WatchedPage
 from protocol.worker_spec import WorkerSpec
 from supervisor.guard import kill_group
 
 _SPAWN = multiprocessing.get_context("spawn")
+_CONDITIONS = {
+    "R": "it is computing",
+    "S": "it sleeps",
+    "D": "it waits in the kernel (a disk or a driver)",
+    "T": "it is stopped (SIGSTOP)",
+    "t": "it is stopped (a debugger)",
+}
+"""By the state of its main thread, see proc(5)."""
+
+
+class _Inherited:
+    """A descriptor that a process to be spawned gets a copy of: there, an argument like this is that copy's number."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.methodcaller("detach"), (multiprocessing.reduction.DupFd(self._descriptor),)
 
 
 class WorkerProcess:
@@ -27,8 +50,15 @@ class WorkerProcess:
         # PR_SET_PDEATHSIG fires when the *thread* that spawned ends.
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("workers must be spawned from the main thread")
-        self._process = _SPAWN.Process(target=entry.main, args=(spec,), name=f"worker-{spec.engine.model}")
-        self._process.start()
+        self._page = WatchedPage(spec.leases.start_s)
+        try:
+            arguments = (spec, _Inherited(self._page.descriptor))
+            self._process = _SPAWN.Process(target=entry.main, args=arguments, name=f"worker-{spec.engine.model}")
+            self._process.start()
+        except BaseException:
+            self._page.close()
+            raise
+        self._page.handed_over()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
         try:
@@ -36,6 +66,7 @@ class WorkerProcess:
         except OSError:  # out of descriptors: a process that nobody watches must not stay
             self._process.kill()
             self._process.join()
+            self._page.close()
             raise
 
     @property
@@ -49,10 +80,27 @@ class WorkerProcess:
         """Signal the worker and everything in its group. Harmless once it is gone."""
         kill_group(self.pid, number)
 
+    def beat(self) -> Reading:
+        return self._page.read()
+
+    def dump_stacks(self) -> None:
+        try:
+            os.kill(self.pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            pass
+
+    def condition(self) -> str:
+        try:
+            after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2]
+        except OSError:
+            return "it is gone"
+        return _CONDITIONS.get(after_name[:1], "it is gone")
+
     def abandon(self) -> None:
         """End a process that has only just been started, and wait for that."""
         self._process.kill()
         self._process.join()
+        self._page.close()
         os.close(self.pidfd)
 
     def end_group(self) -> None:
@@ -68,6 +116,7 @@ class WorkerProcess:
         """
         self._process.join(0)
         code = self._process.exitcode
+        self._page.close()
         os.close(self.pidfd)
         self._process.close()
         return code if code is not None else -signal.SIGKILL

@@ -83,7 +83,7 @@ class Serving:
     """``modelctl serve`` with these models. A context manager: at its end nothing of it may be left.
 
     models      name → entry of models.yaml, see ``engine``
-    stop, restart, poison, vram_limit  sections of models.yaml
+    stop, restart, poison, watch, vram_limit  sections of models.yaml
     wait        return only when every model that starts by itself is ready
     options     further ones of ``serve``
     script      run this Python file instead of ``-m supervisor`` (it must call the same main)
@@ -97,6 +97,7 @@ class Serving:
         restart: dict[str, Any] | None = None,
         poison: dict[str, Any] | None = None,
         vram_limit: Any = None,
+        watch: dict[str, Any] | None = None,
         wait: bool = True,
         script: Path | None = None,
         options: Sequence[str] = (),
@@ -118,6 +119,7 @@ class Serving:
             "restart": restart or {},
             "poison": poison or {},
             **({} if vram_limit is None else {"vram_limit": vram_limit}),
+            "watch": watch or {},
         }
         self.write_models(models)
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

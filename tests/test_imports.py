@@ -12,7 +12,7 @@ DECISIONS = (
     "lifecycle", "restart", "stop_ladder", "exits", "last_words", "vram_return",
     "placement", "gpu_shares", "sizes", "affinity",
     "scheduler", "worker_events", "request_table", "in_flight", "model_queue", "fair_queue", "seats",
-    "deliveries", "held", "strikes", "due", "route", "asks",
+    "deliveries", "held", "strikes", "due", "route", "asks", "watch",
 )  # fmt: skip
 """Modules of supervisor that decide: no sockets, no clock, no processes."""
 

@@ -87,7 +87,11 @@ def _pairs(values: Values) -> list[str]:
 
 def _exit(values: Values) -> list[str]:
     again = "" if values.get("retry") or values.get("reason") == "asked" else "; not tried again by itself"
-    return [f"{values.get('reason')} (exit code {values.get('code')}){again}", str(values.get("message"))]
+    return [
+        f"{values.get('reason')} (exit code {values.get('code')}){again}",
+        str(values.get("message")),
+        *(f"  {line}" for line in values.get("lines", ())),
+    ]
 
 
 def _progress(values: Values) -> list[str]:

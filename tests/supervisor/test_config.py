@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from model_worker.engines.exllamav2.options import read_options
+from protocol.beat import Leases
 from supervisor.config import Config, load_config
 from supervisor.config_schema import ModelConfig, parse_duration, parse_gpu
 from supervisor.yaml_source import ConfigError
@@ -83,6 +84,15 @@ def test_defaults(tmp_path: Path) -> None:
             "supervisor: {restart: {limits: 5}}\nmodels: {}",
             "supervisor.restart.limits: unknown key; did you mean 'limit'?",
         ),
+        (
+            "supervisor: {watch: {steps: 5s}}\nmodels: {}",
+            "supervisor.watch.steps: unknown key; did you mean 'step'?",
+        ),
+        (
+            "supervisor: {poison: {limits: 5}}\nmodels: {}",
+            "supervisor.poison.limits: unknown key; did you mean 'limit'?",
+        ),
+        ("supervisor: {watch: {idle: 0s}}\nmodels: {}", "supervisor.watch.idle: is '0s': must be from 1s to 24h"),
         ("supervisor: {stopp: {}}\nmodels: {}", "supervisor.stopp: unknown key; did you mean 'stop'?"),
         ("", "models.yaml: models: is missing; add it"),
         ("models: {}", "models: names no model; add at least one"),
@@ -147,6 +157,8 @@ def test_refusals_name_file_line_path_and_remedy(tmp_path: Path, text: str, says
         ("cache_mode", "Q5", "'FP16'"),
         ("cache_size", 4096, "is not a key of engine"),
         ("threads", 2, "is not a key of engine"),
+        ("step_timeout", "500ms", "must be from 1s to 24h"),
+        ("load_timeout", "2d", "must be a duration"),
     ],
 )
 def test_values(tmp_path: Path, key: str, value: object, says: str) -> None:
@@ -306,3 +318,14 @@ def test_every_key_is_documented() -> None:
     text = (ROOT / "models.yaml").read_text()
     missing = [key for key in ModelConfig.model_fields if f"{key}:" not in text and key not in ("options", "threads")]
     assert not missing
+
+
+def test_leases_are_the_supervisors_or_the_models_own(tmp_path: Path) -> None:
+    text = (
+        f"models:\n  a: {{model_dir: ., engine: '{CUSTOM}', step_timeout: 2m, load_timeout: 10m}}\n"
+        f"  b: {{model_dir: ., engine: '{CUSTOM}'}}\nsupervisor: {{watch: {{step: 20s, idle: 3s, start: 40s}}}}\n"
+    )
+    config = load(tmp_path, text)
+    leases = {name: config.supervisor.leases(spec.config) for name, spec in config.models.items()}
+    assert leases["a"] == Leases(start_s=40, load_s=600, idle_s=3, step_s=120)
+    assert leases["b"] == Leases(start_s=40, load_s=300, idle_s=3, step_s=20)

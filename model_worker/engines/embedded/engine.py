@@ -134,10 +134,10 @@ class TransformersEngine:
         progress("warmup", 0, 1)
         with torch.inference_mode():
             self._model.check(directory.architecture, self._drawable)
-        self._warm_up()
+        self._warm_up(progress)
         progress("warmup", 1, 1)
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, progress: ProgressCallback) -> None:
         """Run as many jobs as there are rows, of a chunk each where it fits: every allocation is made here."""
         context = self.capabilities.context
         new = min(4, context - 1)
@@ -145,6 +145,7 @@ class TransformersEngine:
         for number in range(self._spec.max_batch_size):
             self.submit(Job(-1 - number, prompt, new, SamplingParams(temperature=0)))
         while self._by_id:
+            progress("warmup", 0, 1)
             self.step()
         self._steps, self._counters = 0, _Counters()
 

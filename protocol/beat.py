@@ -1,0 +1,136 @@
+"""How a worker shows that it gets on, to whoever watches it: one word in a page of memory that both have mapped.
+
+It needs nothing of the worker when it is read, so that it tells of one that is stopped, that holds the GIL for ever or
+that waits for a kernel which never ends. It is written by the thread that loads and steps, between its steps: what
+moves it is progress, not a thread of its own that would go on beating beside a hung engine.
+
+    bits 63..32  counter, one more with each beat (modulo 2**32)
+    bits 31..28  phase, a number of ``Phase``
+    bits 27..0   lease in milliseconds: the next beat comes within this time
+
+All of it is one aligned word, which the processor writes and reads whole: there are no torn reads to defend against.
+"""
+
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+from enum import IntEnum
+
+PAGE_BYTES = mmap.PAGESIZE
+MAX_LEASE_S = 24 * 3600.0
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Phase(IntEnum):
+    """What the worker is about to do when it writes its lease."""
+
+    STARTING = 0
+    """Nothing of the worker's own: it has just been started (the supervisor writes this one)."""
+    LOADING = 1
+    """Importing its engine, reading a part of the weights, or a step of the warm-up."""
+    IDLE = 2
+    """Waiting for a message, for a fraction of a second."""
+    STEP = 3
+    """One step of the engine, or one message: a prompt is encoded there."""
+
+
+@dataclass(frozen=True)
+class Leases:
+    """Seconds until the next beat, by phase; from a millisecond to MAX_LEASE_S."""
+
+    start_s: float = 60.0
+    load_s: float = 300.0
+    idle_s: float = 10.0
+    step_s: float = 60.0
+
+
+DEFAULT_LEASES = Leases()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A page as it was found. ``word`` differs from that of the last reading if and only if there was a beat between
+    (or 2**32 of them). ``phase`` None: the page holds what no worker writes."""
+
+    word: int
+    phase: Phase | None
+    lease_s: float
+
+
+def read_word(word: int) -> Reading:
+    number = word >> 28 & 0xF
+    return Reading(word, Phase(number) if number < len(Phase) else None, (word & 0xFFFFFFF) / 1000)
+
+
+def _low_bits(phase: Phase, lease_s: float) -> int:
+    if not 0.001 <= lease_s <= MAX_LEASE_S:
+        raise ValueError(f"a lease of {lease_s} s: must be between 1 ms and {MAX_LEASE_S:.0f} s")
+    return phase << 28 | round(lease_s * 1000)
+
+
+class WatchedPage:
+    """The watcher's end: makes the page, hands ``descriptor`` to the worker, reads. Raises OSError.
+
+    A memfd: no disk that can be full, no name that outlives a crash. Its size is sealed: a worker out of its mind that
+    cut it short would end its watcher by SIGBUS.
+    """
+
+    def __init__(self, start_s: float) -> None:
+        self.descriptor = os.memfd_create("beat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, PAGE_BYTES)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self.descriptor, PAGE_BYTES)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self._words = memoryview(self._map).cast("Q")
+        self._words[0] = _low_bits(Phase.STARTING, start_s)
+
+    def read(self) -> Reading:
+        return read_word(self._words[0])
+
+    def handed_over(self) -> None:
+        """The worker has its own copy of the descriptor."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def close(self) -> None:
+        self.handed_over()
+        self._words.release()
+        self._map.close()
+
+
+class Beat:
+    """The worker's end. One call before each thing that cannot be interrupted; each takes a fraction of a microsecond.
+
+    descriptor  of the page, which is closed here; None where nobody watches (then beats go nowhere)
+    """
+
+    def __init__(self, leases: Leases = DEFAULT_LEASES, descriptor: int | None = None) -> None:
+        if descriptor is None:
+            self._words = memoryview(bytearray(8)).cast("Q")
+        else:
+            self._words = memoryview(mmap.mmap(descriptor, PAGE_BYTES)).cast("Q")
+            os.close(descriptor)  # what the worker starts must not inherit it; the mapping stays
+        self._count = 0
+        self._loading = _low_bits(Phase.LOADING, leases.load_s)
+        self._idle = _low_bits(Phase.IDLE, leases.idle_s)
+        self._step = _low_bits(Phase.STEP, leases.step_s)
+
+    def loading(self) -> None:
+        """A part of the load follows."""
+        self._count = count = self._count + 1 & 0xFFFFFFFF
+        self._words[0] = count << 32 | self._loading
+
+    def idle(self) -> None:
+        """A wait for messages follows."""
+        self._count = count = self._count + 1 & 0xFFFFFFFF
+        self._words[0] = count << 32 | self._idle
+
+    def step(self) -> None:
+        """A step of the engine, or the work on one message, follows."""
+        self._count = count = self._count + 1 & 0xFFFFFFFF
+        self._words[0] = count << 32 | self._step

@@ -1,0 +1,92 @@
+"""Whether a worker gets on or hangs, decided from its beats (``protocol.beat``). Pure: time comes in as an argument.
+
+Time is counted in looks. Each look counts what has passed since the one before, but at most twice the interval at which
+looks are meant to come: while the supervisor itself was stopped, or the machine suspended, workers may have been so
+too, and none is to die of that.
+
+A worker is slow as long as it keeps the leases that it writes, and hung when one is over: its stacks are asked for, and
+a moment later it is killed, unless it has gone on meanwhile.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protocol.beat import Phase, Reading
+
+LOOK_S = 0.1
+"""Between looks at all workers."""
+DUMP_S = 0.3
+"""How long a hung worker is given to write its stacks before it is killed."""
+_DOING = {
+    Phase.STARTING: "before it came up",
+    Phase.LOADING: "while loading",
+    Phase.IDLE: "while idle",
+    Phase.STEP: "in a step",
+}
+
+
+class Looks:
+    """The clock of the looks."""
+
+    def __init__(self, interval_s: float = LOOK_S) -> None:
+        self._most = 2 * interval_s
+        self._last: float | None = None
+
+    def passed(self, now: float) -> float:
+        """Seconds to count since the last look; 0 for the first, and if the clock went back."""
+        last, self._last = self._last, now
+        return 0.0 if last is None else max(0.0, min(now - last, self._most))
+
+
+class Verdict(StrEnum):
+    FINE = "fine"
+    HUNG = "hung"
+    """Its lease has just run out: have it write its stacks."""
+    DOOMED = "doomed"
+    """Hung, and being given time for that."""
+    SPARED = "spared"
+    """It was hung at the last look, and has gone on."""
+    LOST = "lost"
+    """Hung, and the time for its stacks is over: kill it. Said at every look from then on."""
+
+
+@dataclass
+class Watched:
+    """One process. ``reading`` is the last one; ``silent_s`` the seconds counted since it changed."""
+
+    reading: Reading
+    silent_s: float = 0.0
+    hung: bool = False
+    overdue_s: float = 0.0
+    """Counted since it was found hung."""
+
+    def look(self, reading: Reading, passed_s: float) -> Verdict:
+        """Take in what was read ``passed_s`` after the look before."""
+        if reading.word != self.reading.word:
+            spared = self.hung
+            self.reading, self.silent_s, self.hung, self.overdue_s = reading, 0.0, False, 0.0
+            return Verdict.SPARED if spared else Verdict.FINE
+        self.silent_s += passed_s
+        if self.hung:
+            self.overdue_s += passed_s
+            return Verdict.LOST if self.overdue_s >= DUMP_S else Verdict.DOOMED
+        if self.silent_s <= reading.lease_s:
+            return Verdict.FINE
+        self.hung = True
+        return Verdict.HUNG
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether it has come far enough to write its stacks when asked; before, being asked ends it."""
+        return self.reading.phase is not Phase.STARTING
+
+    def story(self) -> str:
+        """What is wrong with a hung one, for people."""
+        phase = self.reading.phase
+        doing = "in no known phase" if phase is None else _DOING[phase]
+        return f"hung: no progress for {self.silent_s:.1f} s {doing} (lease {self.reading.lease_s:g} s)"
+
+    def describe(self) -> dict[str, str | float]:
+        """phase: "starting", "loading", "idle" or "step"; beat_s: seconds since it was last seen to get on."""
+        phase = self.reading.phase
+        return {"phase": "unknown" if phase is None else phase.name.lower(), "beat_s": round(self.silent_s, 1)}

@@ -1,0 +1,71 @@
+"""Engines that hang, or are slow, in the ways that real ones are. Named by import string.
+
+A hang happens once: a file in the model's directory remembers it, so that the worker's successor goes on.
+"""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+from model_worker.engine import Job, ProgressCallback
+from protocol.worker_spec import EngineSpec
+from tests.deterministic_engine import DeterministicEngine
+
+
+def hang(how: str) -> None:
+    """Hang by "gil" (a deadlock in C that holds it), "loop" (endless, in Python), "sleep", or "stop" (SIGSTOP)."""
+    if how == "gil":
+        libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
+        libc.pthread_mutex_lock(mutex)  # not sleep(3), which a signal ends
+        libc.pthread_mutex_lock(mutex)
+    elif how == "loop":
+        spin = True
+        while spin:
+            pass
+    elif how == "sleep":
+        time.sleep(3600)
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def once(spec: EngineSpec) -> bool:
+    """Whether this is the first time that the model comes here."""
+    try:
+        Path(spec.model_dir, f"hung-{spec.model}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+class HangsOnce(DeterministicEngine):
+    """At token 5 of a prompt ``hang HOW``."""
+
+    def before_token(self, job: Job, k: int) -> None:
+        prompt = bytes(job.prompt_ids).decode()
+        if k == 5 and prompt.startswith("hang ") and once(self.spec):
+            hang(prompt[5:])
+
+
+class HangsInLoad(DeterministicEngine):
+    """After half of the load."""
+
+    def load(self, progress: ProgressCallback) -> None:
+        progress("loading", 0, 2)
+        progress("loading", 1, 2)
+        if once(self.spec):
+            hang("loop")
+        progress("loading", 2, 2)
+
+
+class LoadsInParts(DeterministicEngine):
+    """Says nothing for part_s seconds, parts times."""
+
+    KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"parts", "part_s"}
+
+    def load(self, progress: ProgressCallback) -> None:
+        parts = int(self.spec.options["parts"])
+        for part in range(parts):
+            progress("loading", part, parts)
+            time.sleep(float(self.spec.options["part_s"]))

@@ -1,0 +1,182 @@
+"""What is hung and what is slow, decided from readings and times; and the page that is read."""
+
+import mmap
+import os
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.beat import MAX_LEASE_S, Beat, Leases, Phase, Reading, WatchedPage, read_word
+from supervisor.watch import DUMP_S, LOOK_S, Looks, Verdict, Watched
+
+LEASES = Leases(start_s=4.0, load_s=3.0, idle_s=1.0, step_s=2.0)
+
+
+def reading(count: int, lease_s: float = 2.0, phase: Phase = Phase.STEP) -> Reading:
+    return read_word(count << 32 | phase << 28 | round(lease_s * 1000))
+
+
+def looks_at(watched: Watched, found: Reading, seconds: float) -> list[Verdict]:
+    """The verdicts of this many seconds of looks that find the same."""
+    return [watched.look(found, LOOK_S) for _ in range(round(seconds / LOOK_S))]
+
+
+def test_a_hang_is_found_after_the_lease_and_killed_after_the_time_for_its_stacks() -> None:
+    watched = Watched(reading(1))
+    assert set(looks_at(watched, reading(1), 1.9)) == {Verdict.FINE}
+    after = looks_at(watched, reading(1), 1.1)
+    after = after[after.index(Verdict.HUNG) :]
+    assert after.index(Verdict.LOST) in (round(DUMP_S / LOOK_S), round(DUMP_S / LOOK_S) + 1)
+    assert set(after[1 : after.index(Verdict.LOST)]) == {Verdict.DOOMED}
+    assert set(after[after.index(Verdict.LOST) :]) == {Verdict.LOST}
+    assert watched.story() == "hung: no progress for 3.0 s in a step (lease 2 s)"
+    assert watched.describe() == {"phase": "step", "beat_s": 3.0}
+
+
+def test_one_that_goes_on_while_its_stacks_are_written_is_spared() -> None:
+    watched = Watched(reading(1))
+    assert looks_at(watched, reading(1), 2.2)[-1] in (Verdict.HUNG, Verdict.DOOMED)
+    assert watched.look(reading(2), LOOK_S) is Verdict.SPARED
+    assert set(looks_at(watched, reading(2), 1.9)) == {Verdict.FINE}
+    assert Verdict.HUNG in looks_at(watched, reading(2), 0.2)
+
+
+def test_each_beat_counts_also_when_phase_and_lease_stay() -> None:
+    watched = Watched(reading(0))
+    for count in range(1, 200):
+        assert watched.look(reading(count % 3), 1.9) is Verdict.FINE
+
+
+def test_a_lease_is_that_of_the_last_reading() -> None:
+    watched = Watched(reading(1, 1.0, Phase.IDLE))
+    assert watched.look(reading(2, 300.0, Phase.LOADING), LOOK_S) is Verdict.FINE
+    assert set(looks_at(watched, reading(2, 300.0, Phase.LOADING), 299.0)) == {Verdict.FINE}
+    assert not Watched(reading(0, 1.0, Phase.STARTING)).can_tell
+    assert Watched(reading(0, 1.0, Phase.LOADING)).can_tell
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=200))
+def test_a_look_counts_at_most_twice_the_interval(gaps: list[float]) -> None:
+    looks, now, most = Looks(), 1000.0, 2 * LOOK_S
+    assert looks.passed(now) == 0.0
+    for gap in gaps:
+        before, now = now, now + gap
+        assert looks.passed(now) == pytest.approx(min(now - before, most))
+
+
+def test_a_clock_that_goes_back_counts_nothing() -> None:
+    looks = Looks()
+    assert [looks.passed(now) for now in (10.0, 9.0, 9.05)] == [0.0, 0.0, pytest.approx(0.05)]
+
+
+@pytest.mark.parametrize("pause", [0.5, 5.0, 86400.0])
+def test_a_supervisor_that_was_paused_kills_nobody(pause: float) -> None:
+    """The workers ran on, or were paused too: either way they beat soon after."""
+    watched, looks, now = Watched(reading(1, 1.0)), Looks(), 100.0
+    looks.passed(now)
+    for _ in range(6):  # paused in the middle of a lease
+        now += LOOK_S
+        assert watched.look(reading(1, 1.0), looks.passed(now)) is Verdict.FINE
+    now += pause
+    assert watched.look(reading(1, 1.0), looks.passed(now)) is Verdict.FINE
+    now += LOOK_S
+    assert watched.look(reading(2, 1.0), looks.passed(now)) is Verdict.FINE
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.floats(0.5, 20))
+def test_never_before_the_lease_is_over_and_always_within_two_seconds_of_it(data: st.DataObject, lease: float) -> None:
+    """Whatever the looks' lateness, within the half that a busy supervisor may have."""
+    lease = round(lease, 3)
+    gaps = data.draw(st.lists(st.floats(LOOK_S, 2 * LOOK_S), min_size=300, max_size=300))
+    watched, looks, now = Watched(reading(1, lease)), Looks(), 0.0
+    looks.passed(now)
+    for gap in gaps:
+        now += gap
+        verdict = watched.look(reading(1, lease), looks.passed(now))
+        if verdict is Verdict.LOST:
+            assert lease + DUMP_S - 1e-6 <= now <= lease + 2.0
+            return
+        assert now <= lease + 2.0
+    pytest.fail("never found")
+
+
+# the page
+
+
+def test_a_page_shows_what_the_worker_wrote() -> None:
+    page = WatchedPage(LEASES.start_s)
+    assert (page.read().phase, page.read().lease_s) == (Phase.STARTING, 4.0)
+    beat = Beat(LEASES, os.dup(page.descriptor))
+    found = [page.read()]
+    for write, phase, lease in (
+        (beat.loading, Phase.LOADING, 3.0),
+        (beat.idle, Phase.IDLE, 1.0),
+        (beat.step, Phase.STEP, 2.0),
+    ):
+        for _ in range(3):
+            write()
+            found.append(page.read())
+            assert (found[-1].phase, found[-1].lease_s) == (phase, lease)
+    assert all(a.word != b.word for a, b in pairwise(found))
+    page.close()
+
+
+def test_the_count_wraps_around() -> None:
+    page = WatchedPage(1.0)
+    beat = Beat(LEASES, os.dup(page.descriptor))
+    beat._count = 2**32 - 2
+    words = []
+    for _ in range(4):
+        beat.step()
+        words.append(page.read().word)
+    assert [word >> 32 for word in words] == [2**32 - 1, 0, 1, 2]
+    assert all(read_word(word).lease_s == 2.0 for word in words)
+    page.close()
+
+
+def test_a_worker_cannot_take_the_page_away() -> None:
+    page = WatchedPage(1.0)
+    for size in (0, 2 * mmap.PAGESIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(page.descriptor, size)
+    page.handed_over()
+    page.handed_over()
+    assert page.read().phase is Phase.STARTING
+    page.close()
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_whatever_stands_in_a_page_can_be_told(word: int) -> None:
+    found = read_word(word)
+    assert found.word == word
+    assert 0 <= found.lease_s < 2**28 / 1000
+    told = Watched(found)
+    assert told.describe()["phase"] in ("starting", "loading", "idle", "step", "unknown")
+    assert told.story().startswith("hung: ")
+
+
+def test_leases_that_a_word_cannot_hold_are_refused() -> None:
+    assert MAX_LEASE_S * 1000 < 2**28
+    for wrong in (0.0, -1.0, MAX_LEASE_S + 1, float("nan")):
+        with pytest.raises(ValueError, match="lease"):
+            Beat(Leases(step_s=wrong))
+
+
+def test_a_page_leaves_no_descriptor_behind_and_needs_none_of_the_workers_children() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    page = WatchedPage(1.0)
+    theirs = os.dup(page.descriptor)
+    os.set_inheritable(theirs, True)
+    beat = Beat(LEASES, theirs)
+    listing = "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if int(n) > 2])"
+    seen = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, close_fds=False).stdout
+    assert "beat" not in seen
+    beat._words.release()
+    del beat
+    page.close()
+    assert set(os.listdir("/proc/self/fd")) == before
