@@ -1,6 +1,6 @@
 """Engines that hang, or are slow, in the ways that real ones are. Named by import string.
 
-A hang happens once: a file in the model's directory remembers it, so that the worker's successor goes on.
+Each hang happens once: a file in the model's directory remembers it, so that the worker's successor goes on.
 """
 
 import ctypes
@@ -30,22 +30,22 @@ def hang(how: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def once(spec: EngineSpec) -> bool:
-    """Whether this is the first time that the model comes here."""
+def once(spec: EngineSpec, what: str) -> bool:
+    """Whether this is the first time that the model is asked for it."""
     try:
-        Path(spec.model_dir, f"hung-{spec.model}").touch(exist_ok=False)
+        Path(spec.model_dir, f"hung-{spec.model}-{what}").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
 
 
 class HangsOnce(DeterministicEngine):
-    """At token 5 of a prompt ``hang HOW``."""
+    """At token 5 of a prompt ``hang HOW ...``, once for each prompt."""
 
     def before_token(self, job: Job, k: int) -> None:
         prompt = bytes(job.prompt_ids).decode()
-        if k == 5 and prompt.startswith("hang ") and once(self.spec):
-            hang(prompt[5:])
+        if k == 5 and prompt.startswith("hang ") and once(self.spec, prompt):
+            hang(prompt.split()[1])
 
 
 class HangsInLoad(DeterministicEngine):
@@ -54,7 +54,7 @@ class HangsInLoad(DeterministicEngine):
     def load(self, progress: ProgressCallback) -> None:
         progress("loading", 0, 2)
         progress("loading", 1, 2)
-        if once(self.spec):
+        if once(self.spec, "load"):
             hang("loop")
         progress("loading", 2, 2)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
-from supervisor.exits import MAX_MESSAGE, classify, not_spawned
+from supervisor.exits import MAX_LINES, MAX_MESSAGE, classify, not_spawned
 from supervisor.stop_ladder import IMPATIENT, PATIENT, LadderTimes, Rung, plan
 from supervisor.timers import Timers
 
@@ -244,3 +244,39 @@ def test_due_takes_out_exactly_what_is_due(entries: list[tuple[float, bool]], no
     wanted = {id(t) for t in made if t.at <= now and not t.cancelled}
     assert {id(t) for t in timers.due(now) if not t.cancelled} == wanted
     assert {id(t) for t in timers.due(now)} == set()
+
+
+def test_a_hung_worker_is_told_apart_from_one_killed_for_nonsense() -> None:
+    why = "hung: no progress for 2.4 s in a step (lease 2 s); it is stopped (SIGSTOP)"
+    report = classify(-signal.SIGKILL, asked=False, log_tail=[], killed=("hung", why))
+    assert (report.reason, report.message, report.retry) == ("hung", why, True)
+    report = classify(-signal.SIGKILL, asked=False, log_tail=[], killed=("killed", "it cannot be reached"))
+    assert (report.reason, report.message) == ("killed", "killed by the supervisor: it cannot be reached")
+    # it had been told to stop, and was found hung on the way
+    report = classify(-signal.SIGKILL, asked=True, log_tail=["x"], killed=("hung", why))
+    assert (report.reason, report.message, report.lines) == ("asked", f"stopped; it was killed: {why}", ())
+
+
+def test_the_last_lines_are_few_short_and_printable() -> None:
+    report = classify(1, asked=False, log_tail=[f"line {i}" for i in range(50)] + ["", "a\x1b[31mb", "x" * 9999])
+    assert len(report.lines) == MAX_LINES
+    assert report.lines[0] == "line 40"
+    assert report.lines[-2] == "a [31mb"
+    assert len(report.lines[-1]) == MAX_MESSAGE
+
+
+STACKS = [
+    "Thread 0x00007f01 [helper] (most recent call first):",
+    '  File "threading.py", line 1 in wait',
+    "",
+    "Current thread 0x00007f02 (most recent call first):",
+    *(f'  File "x.py", line {i} in f{i}' for i in range(30)),
+]
+
+
+def test_of_stacks_the_innermost_calls_of_the_main_thread_are_kept() -> None:
+    report = classify(-signal.SIGKILL, asked=False, log_tail=["loading", *STACKS], killed=("hung", "hung"))
+    assert report.lines == tuple(STACKS[3 : 3 + MAX_LINES])
+    # something was written after them: that is nearer to the end
+    report = classify(1, asked=False, log_tail=[*STACKS, "and then it went on"])
+    assert report.lines[-1] == "and then it went on"

@@ -1,0 +1,118 @@
+"""How fast the death of a worker is seen, and how fast it is ready again.
+
+    python -m benchmarks.deaths [--count 200]
+
+SIGKILL to a decoding worker, again and again, each time when it is ready and streams have begun. The times are those of
+the supervisor's log (in milliseconds) after the signal was sent: the line that tells the exit, and the line that says
+ready, less the time of the load, which that line tells. A restart's pause is set to zero. The engine is a deterministic
+one that needs no torch; a few times once more with the embedded engine.
+"""
+
+import os
+import re
+import select
+import signal
+import statistics
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Server, arguments_for, percentile
+from benchmarks.report import Result, write
+
+SETTINGS: dict[str, Any] = {
+    "restart": {"limit": 1000, "window": "1m", "initial": 0, "max": 0},
+    "poison": {"limit": 1000, "window": "10m"},
+}
+FAKE = {
+    "model_dir": ".",
+    "engine": "tests.deterministic_engine:DeterministicEngine",
+    "options": {"step_s": 0.005, "context": 1_000_000},
+}
+EMBEDDED = {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu"}
+_LINE = re.compile(r"^(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ +(?P<text>.*)$", re.MULTILINE)
+_SEEN = re.compile(r"pid (?P<pid>\d+): killed by SIGKILL")
+_READY = re.compile(r"loading -> ready \(loaded in (?P<load_s>[\d.]+) s.*\) pid (?P<pid>\d+)")
+
+
+@dataclass
+class Times:
+    """Seconds, for each death."""
+
+    gone: list[float] = field(default_factory=list)
+    """Until the kernel had ended it, as this process saw it."""
+    seen: list[float] = field(default_factory=list)
+    ready: list[float] = field(default_factory=list)
+    """After the kill, less the load."""
+    resumed: int = 0
+
+
+def measure(entry: dict[str, Any], count: int, fields: dict[str, Any]) -> Times:
+    """Kill a worker ``count`` times."""
+    killed: list[tuple[int, float, int]] = []
+    times = Times()
+    with (
+        Server({"a": {**entry, "max_batch_size": 4}, "b": FAKE}, settings=SETTINGS) as server,
+        server.client() as client,
+    ):
+        for _ in range(count):
+            status = server.wait_state("a", "ready")
+            streams = [client.generate("a", max_tokens=100, ignore_eos=True, **fields) for _ in range(2)]
+            for stream in streams:
+                next(stream)
+            pidfd, at = os.pidfd_open(status["pid"]), time.time()
+            os.kill(status["pid"], signal.SIGKILL)
+            select.select([pidfd], [], [], 60)
+            times.gone.append(time.time() - at)
+            os.close(pidfd)
+            for stream in streams:
+                times.resumed += stream.complete().usage.get("resumes") == 1
+            killed.append((status["pid"], at, server.wait_state("a", "ready")["pid"]))
+        lines = read_log(server.runtime_dir / "logs" / "supervisor.log")
+    seen, ready = {}, {}
+    for at, text in lines:
+        if found := _SEEN.search(text):
+            seen[int(found["pid"])] = at
+        elif found := _READY.search(text):
+            ready[int(found["pid"])] = at - float(found["load_s"])
+    for pid, at, successor in killed:
+        times.seen.append(max(0.0, seen[pid] - at))
+        times.ready.append(ready[successor] - at)
+    return times
+
+
+def read_log(path: Path) -> list[tuple[float, str]]:
+    """(time, text) of each line, of the log set aside too."""
+    text = "".join(p.read_text() for p in (path.with_name(path.name + ".1"), path) if p.exists())
+    return [(datetime.strptime(m["at"], "%Y-%m-%d %H:%M:%S,%f").timestamp(), m["text"]) for m in _LINE.finditer(text)]
+
+
+def results_of(times: Times, count: int, what: str = "") -> list[Result]:
+    """What the kernel needs to end a process with all of torch mapped is not in our hands: targets are for ours."""
+    median, p99 = ("<= 10", "<= 50") if not what else (None, None)
+    return [
+        Result(f"{what}deaths", count, "times"),
+        Result(f"{what}ended by the kernel after, median", 1000 * statistics.median(times.gone), "ms"),
+        Result(f"{what}seen after, median", 1000 * statistics.median(times.seen), "ms", median),
+        Result(f"{what}seen after, p99", 1000 * percentile(times.seen, 99), "ms", p99),
+        Result(f"{what}ready again after, less the load, median", statistics.median(times.ready), "s"),
+        Result(f"{what}ready again after, less the load, p99", percentile(times.ready, 99), "s", "<= 1"),
+        Result(f"{what}requests that went on, of those that ran", times.resumed / (2 * count), "ratio", ">= 1"),
+    ]
+
+
+def main() -> None:
+    parser = arguments_for(__doc__)
+    parser.add_argument("--count", type=int, default=200)
+    arguments = parser.parse_args()
+    count, few = (5, 2) if arguments.quick else (arguments.count, 10)
+    results = results_of(measure(FAKE, count, {"prompt": "count"}), count)
+    prompt = {"prompt": "count to 150: 10 11 12 ->", "temperature": 0}
+    results += results_of(measure(EMBEDDED, few, prompt), few, "embedded engine: ")
+    write("deaths", results, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
