@@ -79,7 +79,7 @@ class ModelSpec:
     def process_key(self) -> tuple[object, ...]:
         """What a worker is told at its start: where this differs, it takes another process."""
         config = self.config
-        return self.engine_spec, config.gpu, config.sampling, config.limits
+        return self.engine_spec, config.gpu, config.sampling, config.limits, config.step_timeout
 
     @property
     def engine_spec(self) -> EngineSpec:

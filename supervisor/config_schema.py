@@ -242,7 +242,8 @@ _WATCH = DEFAULT_LEASES
 
 
 class WatchConfig(BaseModel):
-    """How long a worker may go without a sign of progress before it is taken to hang, and killed."""
+    """How long a worker may go without a sign of progress before it is taken to hang, and killed. A reload changes it
+    for workers that are started from then on."""
 
     model_config = _STRICT
 
