@@ -59,7 +59,7 @@ def measure(entry: dict[str, Any], count: int, fields: dict[str, Any]) -> Times:
     ):
         for _ in range(count):
             status = server.wait_state("a", "ready")
-            streams = [client.generate("a", max_tokens=100, ignore_eos=True, **fields) for _ in range(2)]
+            streams = [client.generate("a", max_tokens=40, ignore_eos=True, **fields) for _ in range(2)]
             for stream in streams:
                 next(stream)
             pidfd, at = os.pidfd_open(status["pid"]), time.time()

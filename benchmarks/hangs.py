@@ -83,7 +83,8 @@ class Hanger:
         self.server.wait_state(self.model, "ready")
         with Client(runtime_dir=self.server.runtime_dir, admin=True) as admin:
             admin.call("restart", model=self.model)
-        status = self.server.wait_state(self.model, "loading")
+        while not (status := self.server.wait_state(self.model, "loading"))["progress"]:
+            time.sleep(0.02)  # from the first on, it beats every 10 ms
         self._stop(status["pid"], 0.0)
         self._check()
 
@@ -204,35 +205,36 @@ def be_slow(server: Server, seconds: float, slow_loads: list[str], prompts: dict
     loads, answers, pauses = [0], [0], [0]
     pid = server.overview()["supervisor"]["pid"]
 
-    def again_and_again(work: Callable[[Client], None], done: list[int], admin: bool = False) -> None:
+    def again_and_again(work: Callable[[Client], bool], done: list[int], admin: bool = False) -> None:
         """Connections over ipc end when the supervisor is silent for 4 s, which is no matter here."""
         while time.monotonic() < until:
             try:
                 with Client(runtime_dir=server.runtime_dir, admin=admin, timeout=30) as client:
                     while time.monotonic() < until:
-                        work(client)
-                        done[0] += 1
+                        done[0] += work(client)
             except ConnectionLost:
                 time.sleep(0.1)
 
     def load(model: str) -> None:
-        def restart(admin: Client) -> None:
-            status = admin.status(model)["models"][0]
-            if status["state"] == "ready":
-                generation = admin.call("restart", model=model)["generation"]
-                while status["generation"] < generation or status["state"] != "ready":
-                    time.sleep(0.05)
-                    status = admin.status(model)["models"][0]
+        def restart(admin: Client) -> bool:
+            loading = admin.status(model)["models"][0]["state"] != "ready"
+            if not loading:
+                admin.call("restart", model=model)
+            while admin.status(model)["models"][0]["state"] == "ready":
+                time.sleep(0.05)
+            while admin.status(model)["models"][0]["state"] != "ready":
+                time.sleep(0.05)
+            return not loading
 
         again_and_again(restart, loads, admin=True)
 
     def ask(model: str) -> None:
         prompt, tokens = prompts[model]
-        again_and_again(lambda c: c.complete(model, prompt, max_tokens=tokens, temperature=0) and None, answers)
+        again_and_again(lambda c: bool(c.complete(model, prompt, max_tokens=tokens, temperature=0)), answers)
 
     def pause() -> None:
         while time.monotonic() < until:
-            time.sleep(2 * LEASE_S)
+            time.sleep(4 * LEASE_S)
             os.kill(pid, signal.SIGSTOP)
             time.sleep(2.5 * LEASE_S)
             os.kill(pid, signal.SIGCONT)
@@ -287,10 +289,10 @@ def embedded(scratch: Path, seconds: float) -> list[Result]:
             tally.other_reasons += reason != "hung"
     models = {
         "slow": custom(directory, target, step_s=SLOW_S, parts=4, chunk_size=16),
-        "prefills": custom(directory, target, step_s=SLOW_S, chunk_size=64),
+        "prefills": custom(directory, target, step_s=SLOW_S, chunk_size=128),
     }
     with Server(models, settings=settings) as server:
-        slow = be_slow(server, seconds, ["slow"], {"prefills": ((prompt * 100)[:600], 2)})
+        slow = be_slow(server, seconds, ["slow"], {"prefills": ((prompt * 100)[:300], 2)})
     results = [*of_tally("SIGSTOP", stops, 1), *of_tally("GIL held for ever", deadlocks, 1), *slow]
     return [Result(f"embedded engine: {r.name}", r.value, r.unit, r.target) for r in results]
 
@@ -306,7 +308,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="modelctl-bench-") as scratch:
         results = hang_all(Path(scratch), count)
         results += slow_all(Path(scratch), seconds)
-        results += embedded(Path(scratch), min(seconds, 20.0))
+        results += embedded(Path(scratch), min(seconds, 30.0))
     write("hangs", results, arguments.out)
 
 

@@ -122,6 +122,7 @@ _MAPS: dict[str, Callable[[Values], list[str]]] = {
 }
 _NAMED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "state_s": ("since", lambda v: f"{duration(v)} ago"),
+    "beat_s": ("last progress", lambda v: f"{duration(v)} ago"),
     "tokens_per_s": ("speed", lambda v: f"{v} tokens/s"),
     "load_seconds": ("loaded in", lambda v: f"{v:.3g} s" if v < 10 else duration(v)),
     "context": ("context", lambda v: counted(v, "token")),

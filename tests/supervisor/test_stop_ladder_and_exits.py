@@ -1,12 +1,14 @@
 """The plan of a stop, and what an exit meant."""
 
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
+from supervisor import logs
 from supervisor.exits import MAX_LINES, MAX_MESSAGE, classify, not_spawned
 from supervisor.stop_ladder import IMPATIENT, PATIENT, LadderTimes, Rung, plan
 from supervisor.timers import Timers
@@ -280,3 +282,17 @@ def test_of_stacks_the_innermost_calls_of_the_main_thread_are_kept() -> None:
     # something was written after them: that is nearer to the end
     report = classify(1, asked=False, log_tail=[*STACKS, "and then it went on"])
     assert report.lines[-1] == "and then it went on"
+
+
+def test_the_log_of_a_former_worker_is_not_read_as_this_ones(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "a.log"
+    assert logs.prepare(path) == 0
+    path.write_text("ValueError: of the worker before\n")
+    begin = logs.prepare(path)
+    assert logs.tail(path, since=begin) == []
+    with path.open("a") as log:
+        log.write("one\ntwo\n")
+    assert logs.tail(path, since=begin) == ["one", "two"]
+    assert logs.tail(path, size=4, since=begin) == ["two"]
+    path.write_text("cut\n")  # by whoever tidies logs up
+    assert logs.tail(path, since=begin) == ["cut"]
