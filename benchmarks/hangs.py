@@ -219,9 +219,7 @@ def be_slow(server: Server, seconds: float, slow_loads: list[str], prompts: dict
         def restart(admin: Client) -> bool:
             loading = admin.status(model)["models"][0]["state"] != "ready"
             if not loading:
-                admin.call("restart", model=model)
-            while admin.status(model)["models"][0]["state"] == "ready":
-                time.sleep(0.05)
+                admin.call("restart", model=model)  # it is draining before this is answered
             while admin.status(model)["models"][0]["state"] != "ready":
                 time.sleep(0.05)
             return not loading
