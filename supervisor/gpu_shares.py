@@ -8,16 +8,21 @@ CONTEXT_BYTES = 612 << 20
 not the same on every GPU."""
 RESERVE_BYTES = 256 << 20
 """What the engine's automatic split leaves free on each GPU, if models.yaml says nothing else."""
+HELD_BACK_BYTES = 256 << 20
+"""What ExLlamaV2's automatic split holds back beside that on each GPU until all layers are there (model.py,
+``minimum_reserve_vram`` of ``load_autosplit_gen``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """How layers go to several GPUs. ``by_hand``: bytes of weights on each; ``reserve``: bytes that the automatic split
-    leaves free on each; ``tensors``: every layer on all of them."""
+    leaves free on each; ``tensors``: every layer on all of them; ``engine_chooses``: the engine looks itself at what is
+    free, when it loads."""
 
     by_hand: tuple[int, ...] | None = None
     reserve: tuple[int, ...] | None = None
     tensors: bool = False
+    engine_chooses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +82,12 @@ def divide(needs: Needs, rooms: Sequence[int], split: Split) -> list[int]:
         spare = spare if any(spare) else [1] * count
         return [own + rest * part // sum(spare) for own, part in zip(fixed, spare, strict=True)]
     reserve = split.reserve or (RESERVE_BYTES,) * count
-    spare = [max(0, part - max(0, left - needs.per_gpu)) for part, left in zip(spare, reserve, strict=True)]
-    return [own + part for own, part in zip(fixed, _filled(rest, spare), strict=True)]
+    held_back = [left + HELD_BACK_BYTES for left in reserve]
+    spare = [max(0, part - left) for part, left in zip(spare, held_back, strict=True)]
+    parts = _filled(rest, spare)
+    if parts[-1] > spare[-1]:
+        parts[-1] += held_back[-1]  # it would fit only without what is held back while it loads
+    return [own + part for own, part in zip(fixed, parts, strict=True)]
 
 
 def parts_on(needs: Needs, share: int, number: int, count: int) -> dict[str, int]:

@@ -233,6 +233,13 @@ def _auto(needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str
 def _on(chosen: Sequence[Room], needs: Needs | None, split: Split, devices: str) -> Placed | Refused:
     """On exactly these GPUs."""
     gpus = tuple(room.gpu for room in chosen)
+    limited = [room for room in chosen if room.under_limit is not None and room.under_limit < room.free]
+    if limited and split.engine_chooses:
+        number = limited[0].gpu.index
+        return Refused(
+            f"{_has(limited[0])}; the engine's own split would fill GPU {number} beyond that: add gpu_split, or raise "
+            "vram_limit"
+        )
     if needs is None:
         return Placed(gpus, {}, devices)
     shares = divide(needs, [room.bytes for room in chosen], split)

@@ -17,8 +17,9 @@ def wish_of(spec: ModelSpec) -> Wish | None:
     if config.gpu == "auto":
         return Wish(None)
     by_hand = tuple(int(gb * 2**30) for gb in config.gpu_split) if config.gpu_split else None
+    chooses = config.engine == "exllamav2" and isinstance(config.gpu, tuple) and len(config.gpu) > 1 and not by_hand
     reserve = tuple(mb << 20 for mb in config.autosplit_reserve) if config.autosplit_reserve else None
-    return Wish(tuple(spec.visible_devices.split(",")), Split(by_hand, reserve, bool(config.tensor_parallel)))
+    return Wish(tuple(spec.visible_devices.split(",")), Split(by_hand, reserve, bool(config.tensor_parallel), chooses))
 
 
 def declared(spec: ModelSpec, wish: Wish) -> dict[int, Needs] | None:
