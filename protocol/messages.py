@@ -36,8 +36,10 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
     affinity     up to 256 characters: requests with the same key go to the same worker, where their prefix is cached;
                  unset, the beginning of the prompt stands for it
     progress     bool, default false: send REPORT until the first token
-* REPORT tells how far a request is that asked for it: ``{phase: "queued", queue_position}`` (0 is next) or
-  ``{phase: "prefill", done, total}`` in tokens. It stands outside the sequence of events, and one may be left out.
+* REPORT tells how far a request is that asked for it: ``{phase: "queued", queue_position}`` (0 is next), ``{phase:
+  "loading", part, done, total}`` while its model is loaded (parts as the engine names them, such as "loading" and
+  "warmup", in units of its own), or ``{phase: "prefill", done, total}`` in tokens. It stands outside the
+  sequence of events, and one may be left out.
 * ``carry`` of JOB is what a former worker left of the answer: ``seq`` (number of the next event), ``token_ids`` (those
   that were delivered: bin, u32 little endian), ``resumes`` (how often it went on), ``queue_ms``, ``progress`` (bool).
   Unset are 0, none, 0, 0 and false.

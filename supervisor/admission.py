@@ -10,13 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from model_worker.exit_codes import LOAD_ERROR_PREFIX
 from protocol.worker_spec import EngineSpec
 from supervisor.affinity import near_cpus, ranges
 from supervisor.config import ModelSpec
 from supervisor.estimates import Estimated, Estimator
+from supervisor.eviction import NoRoom
 from supervisor.exits import ExitReport, not_admitted, not_spawned
 from supervisor.gpu_shares import Needs
 from supervisor.placement import Holding, Placed, Refused, Wish, gib, place, place_unseen, rooms
@@ -25,9 +26,18 @@ from supervisor.timers import Timers
 from supervisor.vram import Vram
 from supervisor.wishes import ESTIMATED, declared, wish_of
 
+IDLE_WAIT_S = 60.0
+"""How long a start waits for busy models to become idle, where there would be room without them."""
+IDLE_LOOK_S = 0.25
 Limits = Mapping[str, Limit] | Limit | None
 Spawn = Callable[[str, tuple[int, ...]], int | None]
 """(CUDA_VISIBLE_DEVICES, CPUs to keep to) → pid; None if there is no process after all."""
+
+
+class MakeRoom(Protocol):
+    """Sends workers to sleep for one that is to be loaded, see ``Demand.make_room``."""
+
+    def __call__(self, worker: str, missing: Mapping[int, int], *, one_suffices: bool) -> tuple[str, ...] | NoRoom: ...
 
 
 @dataclass
@@ -45,10 +55,24 @@ class _Asked:
     refuse: Callable[[ExitReport], None] = field(repr=False)
     estimated: Estimated | None = None
     waits_for_memory: bool = False
+    evicting: set[str] = field(default_factory=set)
+    """Workers that leave for it."""
+    claims: bool = False
+    """Others leave for it: what they held is its, and not theirs again at the next request for them."""
+    since: float | None = None
+    """When it was found first that there is no room."""
 
     @property
     def order(self) -> tuple[bool, int]:
         return self.wish.pins is None, self.number
+
+    def goes_before(self, other: "_Asked") -> bool:
+        """Whether ``other`` has to wait until this one is decided."""
+        if self is other or not self.may_want(other):
+            return False
+        if self.claims or other.claims:
+            return self.claims and (not other.claims or self.order < other.order)
+        return self.order < other.order and self.estimated is None
 
     def may_want(self, other: "_Asked") -> bool:
         """Whether the two may want the same GPU."""
@@ -96,6 +120,8 @@ class Admission:
         self._holdings: dict[str, Holding] = {}
         self._known: dict[str, _Known] = {}
         self._said_unseen = False
+        self.make_room: MakeRoom = _make_none
+        """Asked for one that finds no room."""
 
     @property
     def descriptor(self) -> int:
@@ -173,6 +199,11 @@ class Admission:
         """The worker's process is gone."""
         self._holdings.pop(worker, None)
         self.vram.ended(worker, pid)
+        for asked in self._asked.values():
+            if worker in asked.evicting:
+                asked.evicting.discard(worker)
+                if not asked.evicting:
+                    self._at_next_turn(lambda asked=asked: self._look_again(asked))  # type: ignore[misc]
 
     def removed(self, worker: str) -> None:
         """Nobody will ask for this worker any more."""
@@ -220,8 +251,7 @@ class Admission:
     def _go_on(self) -> None:
         """Decide for everybody who need not wait for the answer to another's question."""
         for asked in sorted(self._asked.values(), key=lambda a: a.order):
-            before = [a for a in self._asked.values() if a.order < asked.order and a.estimated is None]
-            ready = asked.estimated is not None and not any(map(asked.may_want, before))
+            ready = asked.estimated is not None and not any(a.goes_before(asked) for a in self._asked.values())
             if ready and not asked.waits_for_memory and self._asked.get(asked.worker) is asked:
                 asked.waits_for_memory = True
                 self.vram.when_free(asked.worker, lambda asked=asked: self._decide(asked))  # type: ignore[misc]
@@ -239,12 +269,15 @@ class Admission:
             )  # fmt: skip
         count = asked.wish.counts[0]
         known = self._known[worker] = _Known(needs, count, asked.spec.engine_spec)
+        if isinstance(verdict, Refused) and verdict.missing and self._room_comes(asked, verdict):
+            return
         if isinstance(verdict, Refused):
             reason = "no room" if verdict.missing else "config"
             report = not_admitted(reason, verdict.message, retry=bool(verdict.missing) and not asked.last)
             self._at_next_turn(lambda: self._refuse(asked, report))
             return
         del self._asked[worker]
+        self._at_next_turn(self._go_on)
         known.placed, known.cpus = verdict, near_cpus(verdict.gpus, self._cpus)
         self._say_placed(asked, verdict, known)
         # before it is spawned: that may fail, and another may be decided while it is under way
@@ -255,10 +288,42 @@ class Admission:
         else:
             self._holdings[worker] = replace(holding, pid=pid)
 
+    def _room_comes(self, asked: _Asked, verdict: Refused) -> bool:
+        """Whether others leave for it, or may do so soon; then this is decided again."""
+        leaving = self.make_room(asked.worker, verdict.missing, one_suffices=asked.wish.pins is None)
+        now = time.monotonic()
+        if not isinstance(leaving, NoRoom):
+            asked.evicting, asked.claims = set(leaving), True
+            return True
+        if leaving is NoRoom.NEVER:
+            return False
+        if asked.since is None:
+            asked.since = now
+            self._log.info("%s: %s; waits for busy models to become idle", asked.worker, verdict.message)
+        if now - asked.since >= IDLE_WAIT_S:
+            return False
+        self._timers.at(now + IDLE_LOOK_S, lambda: self._look_again(asked))
+        return True
+
+    def _look_again(self, asked: _Asked) -> None:
+        if self._asked.get(asked.worker) is asked:
+            asked.waits_for_memory = False
+            self._go_on()
+
+    def held(self, worker: str) -> Mapping[int, int]:
+        """GPU → bytes that come back when a worker that is ready goes: measured, or else as they were reckoned."""
+        holding = self._holdings.get(worker)
+        if holding is None:
+            return {}
+        reading = self.vram.reading() or ()
+        told = {g.index: g.processes.get(holding.pid) for g in reading if holding.pid is not None}
+        return {gpu: told.get(gpu) or size for gpu, size in holding.placed.items()}
+
     def _refuse(self, asked: _Asked, report: ExitReport) -> None:
         if self._asked.get(asked.worker) is asked:  # else it was stopped meanwhile
             del self._asked[asked.worker]
             asked.refuse(report)
+            self._go_on()
 
     def _at_next_turn(self, call: Callable[[], None]) -> None:
         self._timers.at(time.monotonic(), call)
@@ -277,3 +342,7 @@ class Admission:
         if not self._said_unseen:
             self._said_unseen = True
             self._log.warning("models go where they are pinned, without a look at the GPUs: NVML tells nothing")
+
+
+def _make_none(worker: str, missing: Mapping[int, int], *, one_suffices: bool) -> NoRoom:
+    return NoRoom.NEVER

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
+from supervisor.demand import Demand
 from supervisor.fleet import Fleet
 from supervisor.lifecycle import WorkerState
 from supervisor.reloads import Reloads
@@ -22,6 +23,7 @@ Result = dict[str, Any]
 class Host(Protocol):
     """What the verbs need of the loop."""
 
+    demand: Demand
     fleet: Fleet
     reloads: Reloads
     scheduler: Scheduler
@@ -72,6 +74,7 @@ _READINESS = (
     WorkerState.LOADING,
     WorkerState.STARTING,
     WorkerState.BACKOFF,
+    WorkerState.SLEEPING,
     WorkerState.DRAINING,
     WorkerState.STOPPING,
     WorkerState.STOPPED,
@@ -86,6 +89,8 @@ def ready_worker(host: Host, name: object) -> Replica:
     replicas = _replicas(host, name)
     if ready := [replica for replica in replicas if replica.state is WorkerState.READY]:
         return min(ready, key=lambda replica: host.scheduler.work(replica.name)[0])
+    if any(replica.state is WorkerState.SLEEPING for replica in replicas):
+        host.demand.wake(replicas[0].model)
     if any(replica.state in (WorkerState.LOADING, WorkerState.STARTING, WorkerState.BACKOFF) for replica in replicas):
         told = f"model {name!r} is being loaded: try later"
         raise WireError(ErrorCode.MODEL_NOT_RUNNING, told, retry_after_ms=1000)

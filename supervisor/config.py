@@ -76,6 +76,11 @@ class ModelSpec:
         return ",".join(map(str, gpu)) if isinstance(gpu, tuple) else str(gpu)
 
     @property
+    def autostart(self) -> bool:
+        """Whether it starts with the supervisor."""
+        return not self.config.lazy if self.config.autostart is None else self.config.autostart
+
+    @property
     def process_key(self) -> tuple[object, ...]:
         """What a worker is told at its start: where this differs, it takes another process."""
         config = self.config
@@ -181,6 +186,7 @@ def _combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
     problems += [(key, message) for key in foreign if getattr(config, key) is not None]
     if config.options is not None and not custom:
         problems.append(("options", "is only for an engine named by an import string; remove it"))
+    problems += _demand_problems(config)
     if config.engine == "exllamav2" and config.gpu in (None, "cpu"):
         problems.append(
             ("gpu", "engine exllamav2 needs a GPU: add gpu: auto, or pin it with gpu: 0, [0, 1] or GPU-<uuid>")
@@ -207,6 +213,18 @@ def _sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
     except DefaultsProblem as e:
         return [((name,) if e.key is None else (name, e.key), e.problem)]
     return []
+
+
+def _demand_problems(config: ModelConfig) -> list[tuple[str, str]]:
+    """(key, message) for what is only for lazy models, or contradicts itself."""
+    given = {"ttl": config.ttl is not None, "pinned": config.pinned, "priority": config.priority != 0}
+    why = "is for a model that a request can start: add lazy: true, or remove it"
+    problems = [(key, why) for key, is_given in given.items() if is_given and not config.lazy]
+    if config.pinned and config.ttl is not None:
+        problems.append(("ttl", "unloads what pinned keeps loaded; keep one of them"))
+    if config.pinned and config.priority:
+        problems.append(("priority", "says who is unloaded first, and pinned that it never is; keep one of them"))
+    return problems
 
 
 def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:

@@ -99,6 +99,19 @@ def parse_vram_limit(value: object) -> Limit | dict[str, Limit]:
     return limits
 
 
+def parse_ttl(value: object) -> float | None:
+    """Seconds without a request, None for ``never``. Raises ValueError."""
+    if value is None or value == "never":
+        return None
+    try:
+        seconds = parse_duration(value)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ValueError("must be never, or a duration above zero such as 30s, 10m or 1h, a week at most")
+    return seconds
+
+
 def parse_lease(value: object) -> float:
     """Seconds that a worker may go without a beat. Raises ValueError."""
     seconds = parse_duration(value)
@@ -108,6 +121,7 @@ def parse_lease(value: object) -> float:
 
 
 Duration = Annotated[float, BeforeValidator(parse_duration)]
+Ttl = Annotated[float | None, BeforeValidator(parse_ttl)]
 Lease = Annotated[float, BeforeValidator(parse_lease)]
 Gpu = Annotated[Any, BeforeValidator(parse_gpu)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -196,8 +210,16 @@ class ModelConfig(BaseModel):
     """What one step may take before the worker is taken to hang; as ``supervisor.watch.step`` by default."""
     load_timeout: Lease | None = None
     """The same of one part of a load (a module, a step of the warm-up); as ``supervisor.watch.load`` by default."""
-    autostart: bool = True
-    """Start with the supervisor."""
+    autostart: bool | None = None
+    """Start with the supervisor; by default, unless it is lazy."""
+    lazy: bool = False
+    """Start with the first request that asks for it, and be unloaded when another model needs the memory."""
+    ttl: Ttl = None
+    """lazy: unload after so long without a request; never by default."""
+    pinned: bool = False
+    """lazy: stay loaded once it is, whoever needs the memory."""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    """lazy: models of a lower priority are unloaded before it."""
     options: dict[str, Any] | None = None
     """For an engine named by an import string: its own settings."""
 

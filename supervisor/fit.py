@@ -22,7 +22,7 @@ class Candidate:
 
     @property
     def autostart(self) -> bool:
-        return self.spec.config.autostart
+        return self.spec.autostart
 
 
 @dataclass(frozen=True, slots=True)

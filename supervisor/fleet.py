@@ -20,13 +20,13 @@ from protocol.messages import Hello, Message, Progress, Ready, Shutdown, Stats
 from protocol.worker_spec import WorkerSpec
 from supervisor import logs, stop_ladder
 from supervisor.admission import Admission
-from supervisor.config import Config
+from supervisor.config import Config, ModelSpec
 from supervisor.exits import ExitReport, classify, not_spawned
 from supervisor.hang_watch import HangWatch
 from supervisor.in_flight import Effect as RequestEffect
 from supervisor.launcher import Launched, Launcher
-from supervisor.lifecycle import Effect, Event, WorkerState
-from supervisor.replica import Replica
+from supervisor.lifecycle import AT_REST, Effect, Event, WorkerState
+from supervisor.replica import ROOM_RETRY_S, Replica
 from supervisor.roster import Roster
 from supervisor.scheduler import Scheduler
 from supervisor.stop_ladder import Rung
@@ -75,13 +75,26 @@ class Fleet(Roster):
     def start(self, name: str, cause: str) -> None:
         """Want a worker up, whatever it is doing. One on its way down is started again when it is stopped."""
         replica = self.replicas[name]
-        replica.wanted = True
+        replica.wanted, replica.asleep, replica.unloaded = True, False, None
         self._apply(replica, Event.START, cause)
+
+    def rest(self, name: str, cause: str) -> None:
+        """Have a worker that is stopped, or has failed, started by the first request for its model."""
+        replica = self.replicas[name]
+        replica.wanted, replica.asleep = False, True
+        self._apply(replica, Event.SLEEP, cause)
+
+    def unload(self, name: str, cause: str) -> None:
+        """Send a worker to sleep that is ready and idle. A request that comes meanwhile waits, and wakes it again."""
+        replica = self.replicas[name]
+        replica.wanted, replica.asleep, replica.unloaded = False, True, cause
+        replica.ladder_times = self._config.supervisor.ladder
+        self._apply(replica, Event.UNLOAD, cause)
 
     def stop(self, name: str, cause: str, *, now: bool = False) -> None:
         """Want a worker down: after its requests (bounded by the drain's time), or at once."""
         replica = self.replicas[name]
-        replica.wanted = False
+        replica.wanted = replica.asleep = False
         if now and replica.state is WorkerState.STOPPING and replica.ladder_times is stop_ladder.IMPATIENT:
             return  # climbing as fast as it can: to begin anew would put SIGKILL off
         replica.ladder_times = stop_ladder.IMPATIENT if now else self._config.supervisor.ladder
@@ -90,12 +103,31 @@ class Fleet(Roster):
     def restart(self, name: str, cause: str) -> None:
         """Stop, then start: requests wait meanwhile. A worker that is down is just started."""
         replica = self.replicas[name]
-        replica.wanted = True
-        if replica.state in (WorkerState.STOPPED, WorkerState.FAILED, WorkerState.BACKOFF):
+        replica.wanted, replica.asleep, replica.unloaded = True, False, None
+        if replica.state in (*AT_REST, WorkerState.BACKOFF):
             self._apply(replica, Event.START, cause)
         else:
             replica.ladder_times = self._config.supervisor.ladder
             self._apply(replica, Event.STOP, cause)
+
+    def respec(self, replica: Replica, spec: ModelSpec) -> None:
+        was_lazy = replica.spec.config.lazy
+        super().respec(replica, spec)
+        self._settle(replica, was_lazy)
+
+    def adopt_settings(self, replica: Replica, spec: ModelSpec) -> None:
+        """What the supervisor goes by; its process may stay as it is."""
+        was_lazy = replica.spec.config.lazy
+        replica.spec, replica.coming = spec, None
+        self._settle(replica, was_lazy)
+
+    def _settle(self, replica: Replica, was_lazy: bool) -> None:
+        """At rest, one that has become lazy sleeps, and one that is so no more does not."""
+        lazy = replica.spec.config.lazy
+        if replica.state is WorkerState.SLEEPING and not lazy:
+            self.stop(replica.name, "it is not lazy any more")
+        elif replica.state is WorkerState.STOPPED and lazy and not was_lazy and not replica.wanted:
+            self.rest(replica.name, "lazy")
 
     @property
     def all_stopped(self) -> bool:
@@ -115,7 +147,11 @@ class Fleet(Roster):
                 checked_hello(body)
                 self._apply(replica, Event.HELLO, "connected")
             case Progress(body):
-                replica.progress = checked_progress(body)
+                replica.progress = progress = checked_progress(body)
+                told = self._scheduler.report_loading(
+                    replica.model, progress["phase"], progress["done"], progress["total"]
+                )
+                self._outlet.perform(told)
             case Ready(body):
                 replica.info = checked_ready(body)
                 replica.progress = {}
@@ -173,6 +209,12 @@ class Fleet(Roster):
         self._apply(replica, event, report.message, pause=pause)
         if replica.wanted and replica.state is WorkerState.STOPPED:
             self._apply(replica, Event.START, "started again")
+        elif replica.asleep and replica.state is WorkerState.STOPPED:
+            self._apply(replica, Event.SLEEP, replica.unloaded or "lazy")
+        elif replica.state is WorkerState.FAILED and replica.lacks_room:
+            replica.backoff_timer = self._timers.at(
+                time.monotonic() + ROOM_RETRY_S, lambda: self.rest(replica.name, "there may be room by now")
+            )
 
     def after_events(self, replica: Replica) -> None:
         """Requests of a worker have ended: a drain may be over."""
@@ -183,10 +225,10 @@ class Fleet(Roster):
         """Tokens per second of each worker since the last sample, and when it was last busy."""
         for name, replica in self.replicas.items():
             running, tokens = self._scheduler.work(name)
+            if running or tokens != replica.tokens_seen:
+                replica.last_active = time.monotonic()
             replica.tokens_per_s = (tokens - replica.tokens_seen) / elapsed_s
             replica.tokens_seen = tokens
-            if running:
-                replica.last_active = time.monotonic()
 
     # --- effects ------------------------------------------------------------------------------------------------
 
@@ -211,7 +253,11 @@ class Fleet(Roster):
                 self._outlet.perform(self._scheduler.open(name, replica.generation, replica.info["max_jobs"], now))
             case Effect.ACCEPT_NEW:
                 self._scheduler.accept_new(name)
-            case Effect.REFUSE_NEW if replica.wanted and replica.state is not WorkerState.FAILED:
+            case Effect.HOLD_NEW:
+                self._outlet.perform(self._scheduler.pause(name, now))
+            case Effect.REST:
+                self._outlet.perform(self._scheduler.rest(name, now))
+            case Effect.REFUSE_NEW if replica.comes_again:
                 self._outlet.perform(self._scheduler.pause(name, now))
             case Effect.REFUSE_NEW:
                 self._outlet.perform(self._scheduler.refuse_new(name, replica.refusal(), now))

@@ -24,7 +24,14 @@ class ToWorker:
     frame: bytes
 
 
-Effect = ToClient | ToWorker
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Effect: requests wait for a model of which every worker sleeps."""
+
+    model: str
+
+
+Effect = ToClient | ToWorker | Wake
 
 
 class Phase(Enum):

@@ -24,8 +24,14 @@ class WorkerState(StrEnum):
     """Climbing the stop ladder: SHUTDOWN, SIGTERM, SIGKILL."""
     BACKOFF = "backoff"
     """Ended without being asked to; will be started again after a pause. Requests wait."""
+    SLEEPING = "sleeping"
+    """No process; the first request starts it."""
     FAILED = "failed"
     """Cannot be loaded as configured, or failed too often; an operator has to start it."""
+
+
+AT_REST = (WorkerState.STOPPED, WorkerState.SLEEPING, WorkerState.FAILED)
+"""No process, and none to come by itself."""
 
 
 class Event(StrEnum):
@@ -45,6 +51,10 @@ class Event(StrEnum):
     """The process is gone and may be started again."""
     DIED_FOR_GOOD = "died for good"
     """The process is gone, and its exit or the restart limit forbids another try."""
+    SLEEP = "sleep"
+    """It is at rest, and a request may start it."""
+    UNLOAD = "unload"
+    """It is idle, and its time is over or its memory needed."""
     BACKOFF_OVER = "backoff over"
     """The pause before the next try has passed."""
 
@@ -58,6 +68,10 @@ class Effect(StrEnum):
     """Answer new requests with the state's error; on the way down to being started again, let them wait instead."""
     ACCEPT_NEW = "accept new"
     """Queue new requests."""
+    HOLD_NEW = "hold new"
+    """Queue new requests, which wait for the next process."""
+    REST = "rest"
+    """Queue new requests, the first of which wakes the model."""
     WATCH_DRAIN = "watch drain"
     """Report DRAINED when no request is left or the drain's time is over."""
     CLIMB = "climb"
@@ -102,6 +116,13 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[Effect, ..
     (_S.DRAINING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
     (_S.STOPPING, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
     (_S.STOPPING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
+    # Life on demand. A request that comes while the process is on its way out wakes the model when that is gone.
+    (_S.STOPPED, _E.SLEEP): (_S.SLEEPING, (_X.REST,)),
+    (_S.FAILED, _E.SLEEP): (_S.SLEEPING, (_X.FORGIVE, _X.REST)),  # for want of room, which may be there by now
+    (_S.SLEEPING, _E.START): (_S.STARTING, _START),
+    (_S.SLEEPING, _E.STOP): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_WAITING)),
+    (_S.SLEEPING, _E.STOP_NOW): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_WAITING)),
+    (_S.READY, _E.UNLOAD): (_S.STOPPING, (_X.HOLD_NEW, _X.CLIMB)),
     # Deaths nobody asked for. Waiting requests wait on unless there will be no other try.
     (_S.STARTING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
     (_S.LOADING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),

@@ -47,9 +47,10 @@ from supervisor.asks import Asker, Asks
 from supervisor.client_port import ClientPort, Connection, Context, bind_private, router
 from supervisor.config import Config, load_config
 from supervisor.deliveries import HoldLimits
+from supervisor.demand import Demand
 from supervisor.descriptors import DescriptorBudget
 from supervisor.fleet import RATE_WINDOW_S, Fleet
-from supervisor.in_flight import Effect, ToClient
+from supervisor.in_flight import Effect, ToClient, ToWorker
 from supervisor.leftovers import Leftovers
 from supervisor.lifecycle import IllegalTransition
 from supervisor.local_launcher import LocalLauncher
@@ -109,6 +110,8 @@ class Supervisor:
             back_endpoint(runtime.path),
             log,
         )
+        self.demand = Demand(self.fleet, self.scheduler, log)
+        self.fleet.admission.make_room = self.demand.make_room
         self.reloads = Reloads(self.fleet, self.scheduler, self._reactor.timers, log)
         self._reactor.watch(self._zap.socket, self._zap.handle)
         self._reactor.watch(self._back, self._on_back)
@@ -138,13 +141,11 @@ class Supervisor:
             self._runtime.path,
         )
         self._launcher.sweep(self.fleet.vram.holders())
-        for name, replica in self.fleet.replicas.items():
-            if replica.spec.config.autostart:
-                self.fleet.start(name, "autostart")
+        self.demand.begin()
         self._reactor.every(PROBE_INTERVAL_S, self._probe)
         self._reactor.every(WATCH_INTERVAL_S, self._watch_streams)
         self._reactor.every(LOOK_S, self.fleet.look)
-        self._reactor.every(RATE_WINDOW_S, lambda: self.fleet.sample_rates(RATE_WINDOW_S))
+        self._reactor.every(RATE_WINDOW_S, self._sample)
         gc.collect()
         gc.freeze()
         while not self._is_done:
@@ -175,8 +176,10 @@ class Supervisor:
         for effect in effects:
             if isinstance(effect, ToClient):
                 self._front.send(effect.channel, effect.frame)
-            else:
+            elif isinstance(effect, ToWorker):
                 self.send_worker(effect.worker, effect.frame)
+            else:
+                self.demand.wake(effect.model)
         self._end_gone()
 
     def send_worker(self, worker: str, frame: bytes) -> None:
@@ -385,6 +388,10 @@ class Supervisor:
         self._expiry = None
         self.perform(self.scheduler.expire(time.monotonic()))
         self._watch_expiry()
+
+    def _sample(self) -> None:
+        self.fleet.sample_rates(RATE_WINDOW_S)
+        self.demand.unload_idle()
 
     def _watch_streams(self) -> None:
         self.perform(self.scheduler.report_positions())

@@ -69,6 +69,13 @@ class ModelQueue:
         return any(seat.refusal is None for seat in self.seats.values())
 
     @property
+    def sleeps(self) -> bool:
+        """Whether requests wait for somebody to be woken."""
+        return any(seat.asleep for seat in self.seats.values()) and not any(
+            seat.refusal is None and not seat.asleep for seat in self.seats.values()
+        )
+
+    @property
     def running(self) -> int:
         return sum(len(seat.running) for seat in self.seats.values())
 

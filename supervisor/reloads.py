@@ -79,7 +79,7 @@ class Reloads:
             return [Step(model, label, None) for label in there]
         if change is Change.ADDED:
             self._fleet.add_model(spec)
-            return [Step(model, label, spec, start=spec.config.autostart) for label in spec.workers]
+            return [Step(model, label, spec, start=spec.autostart) for label in spec.workers]
         self._scheduler.set_limits(model, spec.queue_limits)
         if change is Change.WORKERS:
             missing = [label for label in spec.workers if label not in there]
@@ -91,5 +91,5 @@ class Reloads:
             gone = [Step(model, replica.label, None) for replica in workers if replica.label not in spec.workers]
             return stay + gone
         for replica in workers:
-            replica.spec = spec
+            self._fleet.adopt_settings(replica, spec)
         return []

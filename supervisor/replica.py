@@ -15,6 +15,9 @@ from supervisor.stop_ladder import LadderTimes
 from supervisor.timers import Timer
 from supervisor.watch import Watched
 
+ROOM_RETRY_S = 10.0
+"""How long requests for a lazy model are refused after it has found no room."""
+
 
 class Replica:
     """One worker of a model: its state, and its present process if there is one.
@@ -39,6 +42,10 @@ class Replica:
         """Bytes that the log held before the present process."""
         self.wanted = False
         """An operator wants it up; a START that came while it went down is repeated when it is stopped."""
+        self.asleep = False
+        """Once it is stopped it sleeps: a request may start it again."""
+        self.unloaded: str | None = None
+        """Why it was sent to sleep, while it sleeps."""
         self.generation = 0
         self.process: Launched | None = None
         self.routing_id = b""
@@ -75,11 +82,29 @@ class Replica:
     def state(self) -> WorkerState:
         return self.life.state
 
+    @property
+    def comes_again(self) -> bool:
+        """Whether requests may wait for it although it is on its way down."""
+        return (self.wanted or self.asleep) and self.state is not WorkerState.FAILED
+
+    @property
+    def lacks_room(self) -> bool:
+        """It has failed for want of memory that others may give back: the next request but one may try again."""
+        return self.spec.config.lazy and self.last_exit is not None and self.last_exit.reason == "no room"
+
+    @property
+    def may_be_evicted(self) -> bool:
+        """Whether it may be unloaded for another model: it comes back with its next request."""
+        return self.spec.config.lazy and not self.spec.config.pinned
+
     def refusal(self) -> WireError:
         """What a new request is told if no worker of the model takes any."""
         name = self.model
         if self.state is WorkerState.FAILED:
             why = self.last_exit.message if self.last_exit else "unknown"
+            if self.lacks_room:
+                again = f"model {name!r} cannot be loaded now: {why}; a request may try again in {ROOM_RETRY_S:g} s"
+                return WireError(ErrorCode.MODEL_FAILED, again, retry_after_ms=int(1000 * ROOM_RETRY_S))
             return WireError(
                 ErrorCode.MODEL_FAILED, f"model {name!r} failed: {why}; mend that, then `modelctl start {name}`"
             )
@@ -111,6 +136,9 @@ class Replica:
             "queued": waiting,
             "tokens_per_s": round(self.tokens_per_s, 1),
             "idle_s": round(now - self.last_active, 1) if idle else None,
+            "until_s": round(max(0.0, config.ttl - now + self.last_active), 1) if idle and config.ttl else None,
+            "lazy": config.lazy,
+            "unloaded": self.unloaded,
             "pid": self.process.pid if self.process else None,
             **(self.watched.describe() if self.process and self.watched else {"phase": None, "beat_s": None}),
             "generation": self.generation,

@@ -11,7 +11,7 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import TERMINAL, CancelJob, EventFlag, JobMessage
 from supervisor.deliveries import Deliveries, HoldLimits
 from supervisor.due import DueTimes
-from supervisor.in_flight import Effect, InFlight, Phase, ToWorker
+from supervisor.in_flight import Effect, InFlight, Phase, ToWorker, Wake
 from supervisor.model_queue import ModelQueue
 from supervisor.seats import Seat
 from supervisor.strikes import StrikePolicy, Strikes
@@ -90,6 +90,8 @@ class RequestTable:
                 request.started = now
             job = JobMessage(request.channel, request.request, _carry(request), request.body)
             effects.append(ToWorker(seat.worker, encode(job)))
+        if queue.waiting and queue.sleeps:
+            effects.append(Wake(queue.name))
         return effects
 
     def _finish(self, seat: Seat, request: InFlight, flags: int, now: float) -> None:

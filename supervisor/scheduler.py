@@ -75,13 +75,21 @@ class Scheduler(WorkerEvents):
 
     def accept_new(self, worker: str) -> None:
         """Requests may wait for this worker from now on (it is, or soon will be, running)."""
-        self._of_worker[worker].seats[worker].refusal = None
+        seat = self._of_worker[worker].seats[worker]
+        seat.refusal, seat.asleep = None, False
+
+    def rest(self, worker: str, now: float) -> list[Effect]:
+        """Requests may wait for this worker, which has to be woken for them: there is a ``Wake`` when it is needed."""
+        queue = self._of_worker[worker]
+        seat = queue.seats[worker]
+        seat.refusal, seat.capacity, seat.asleep = None, 0, True
+        return self._dispatch(queue, now)
 
     def pause(self, worker: str, now: float) -> list[Effect]:
         """The worker gets no other requests and finishes those it has; its successor is to come, and new ones wait."""
         queue = self._of_worker[worker]
         seat = queue.seats[worker]
-        seat.refusal, seat.capacity = None, 0
+        seat.refusal, seat.capacity, seat.asleep = None, 0, False
         return self._dispatch(queue, now)  # what it was kept free for goes elsewhere
 
     def refuse_new(self, worker: str, error: WireError, now: float) -> list[Effect]:
@@ -89,7 +97,7 @@ class Scheduler(WorkerEvents):
         the model's takes any, this is what new ones are told."""
         queue = self._of_worker[worker]
         seat = queue.seats[worker]
-        seat.refusal, seat.capacity = error, 0
+        seat.refusal, seat.capacity, seat.asleep = error, 0, False
         return self._dispatch(queue, now)  # what it was kept free for goes elsewhere
 
     def open(self, worker: str, generation: int, capacity: int, now: float) -> list[Effect]:
@@ -301,6 +309,12 @@ class Scheduler(WorkerEvents):
             effects += self._give_up(request, error)
             effects += self._dispatch(self._models[request.model], now)
         return effects
+
+    def report_loading(self, model: str, part: str, done: int, total: int) -> list[Effect]:
+        """REPORT to those that wait for a model while it is loaded."""
+        wanted = (r for r in self._models[model].all_waiting() if r.route.progress and not r.has_tokens)
+        fields = {"phase": "loading", "part": part, "done": done, "total": total}
+        return [report(request, fields) for request in islice(wanted, MOST_REPORTS)]
 
     def report_positions(self) -> list[Effect]:
         """REPORT to those that asked for it and have moved on in the line."""

@@ -34,6 +34,8 @@ class Seat:
     running: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     tokens: int = 0
     """Generated since the supervisor's start."""
+    asleep: bool = False
+    """No process, until it is woken."""
     isolates: bool = False
     """It runs a request that must be alone."""
 

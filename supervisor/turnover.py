@@ -18,12 +18,11 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 from supervisor.config import ModelSpec
-from supervisor.lifecycle import WorkerState
+from supervisor.lifecycle import AT_REST, WorkerState
 from supervisor.replica import Replica
 
 KEPT = 16
 """Turnovers whose outcome can still be asked for."""
-_AT_REST = (WorkerState.STOPPED, WorkerState.FAILED)
 _UP = (WorkerState.READY, WorkerState.DRAINING)
 
 
@@ -76,7 +75,9 @@ class Yard(Protocol):
     def remove(self, replica: Replica) -> None: ...
     def respec(self, replica: Replica, spec: ModelSpec) -> None: ...
     def hand_over(self, old: Replica, new: Replica) -> None: ...
+    def adopt_settings(self, replica: Replica, spec: ModelSpec) -> None: ...
     def start(self, name: str, cause: str) -> None: ...
+    def rest(self, name: str, cause: str) -> None: ...
     def stop(self, name: str, cause: str, *, now: bool = False) -> None: ...
     def restart(self, name: str, cause: str) -> None: ...
     def fits_beside(self, old: Replica, spec: ModelSpec) -> bool: ...
@@ -214,10 +215,12 @@ class Turnover:
             step.new = yard.add(step.label, step.spec)
             if step.start:
                 yard.start(step.new.name, cause)
+            elif step.spec.config.lazy:
+                yard.rest(step.new.name, cause)
         elif not step.forced and (old.coming or old.spec).process_key == step.spec.process_key:
             step.kind, step.start = "keep", False
-            yard.respec(old, step.spec)
-        elif old.state in _AT_REST and not old.wanted:
+            yard.adopt_settings(old, step.spec)
+        elif old.state in AT_REST and not old.wanted:
             step.kind, step.start = "add", False
             yard.respec(old, step.spec)  # for when it is started
         elif old.state in _UP and self._beside(old, step, ticket.how):
@@ -258,7 +261,7 @@ class Turnover:
             step.handed_over = True
             self._yard.hand_over(old, new)
             self._yard.stop(old.name, cause)
-        elif new.state in (*_AT_REST, WorkerState.BACKOFF):
+        elif new.state in (*AT_REST, WorkerState.BACKOFF):
             # One try: the old worker is there. Who has ordered it stopped has stopped both.
             why = "it was stopped" if not new.wanted else new.last_exit.message if new.last_exit else "unknown"
             step.failure = f"the new worker did not come up: {why}"
@@ -269,7 +272,7 @@ class Turnover:
             self._yard.stop(new.name, "it did not come up", now=True)
 
     def _is_up(self, step: Step, worker: Replica) -> bool:
-        if worker.state in _AT_REST and (worker.state is WorkerState.FAILED or not worker.wanted):
+        if worker.state in AT_REST and (worker.state is WorkerState.FAILED or not worker.wanted):
             step.failure = worker.last_exit.message if worker.last_exit else "it was stopped"
             return True
         return worker.state is WorkerState.READY and worker.generation > step.generation
@@ -277,7 +280,7 @@ class Turnover:
     def _is_gone(self, worker: Replica | None) -> bool:
         if worker is None:
             return True
-        if worker.process is not None or worker.state not in _AT_REST:
+        if worker.process is not None or worker.state not in AT_REST:
             return False
         self._yard.remove(worker)
         return True

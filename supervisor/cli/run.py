@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import click
 
 from protocol.async_client import AsyncStream, TokenLogprob
 from protocol.client import Client
+from protocol.errors import WireError
 from supervisor.cli import exit_codes
 from supervisor.cli.conversation import Conversation
 from supervisor.cli.options import as_json, connect, runtime_dir_option
@@ -150,14 +152,17 @@ def run(
 
 def _is_chat(client: Client, model: str, *, quiet: bool) -> bool:
     """Whether the model has a chat template. Known once it is loaded; until then the wait is worth a line."""
-    told = False
+    told = ""
     while True:
         status = client.status(model)["models"][0]
         if status["state"] in ("ready", "draining", "stopped", "failed", "stopping"):
             return bool(status["chat"])
-        if not (told or quiet):
-            click.echo(f"{model} is {status['state']} ...", err=True)
-            told = True
+        if status["state"] != told and not quiet:
+            told = status["state"]
+            click.echo(f"{model} is {told} ...", err=True)
+        if status["state"] == "sleeping":
+            with suppress(WireError):  # that it is being loaded, which is what this was for
+                client.call("tokenize", model=model, prompt="")
         time.sleep(0.1)
 
 

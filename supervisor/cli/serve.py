@@ -40,7 +40,7 @@ def serve(config: Path | None, detach: bool, quiet: bool, no_compile: bool, runt
         from supervisor.cli.detach import detach as start_detached
 
         return start_detached(
-            loaded.file, runtime_dir, [w for m in loaded.models.values() if m.config.autostart for w in m.workers]
+            loaded.file, runtime_dir, [w for m in loaded.models.values() if m.autostart for w in m.workers]
         )
 
     from protocol.runtime_paths import admin_endpoint

@@ -10,7 +10,7 @@ from supervisor.cli import figures
 from supervisor.cli.options import as_json, connect, runtime_dir_option
 from supervisor.cli.tables import table
 
-PS_HEADER = ("NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "PID")
+PS_HEADER = ("NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "UNTIL", "PID")
 
 
 @click.command()
@@ -48,7 +48,7 @@ def status(model: str | None, as_json: bool, runtime_dir: Path) -> None:
 def _ps_row(m: dict[str, Any]) -> tuple[object, ...]:
     return (
         m["name"], m["state"], _where(m), _vram(m), m["context"], m["active"], m["queued"],
-        m["tokens_per_s"], _age(m["idle_s"]), m["pid"],
+        m["tokens_per_s"], _age(m["idle_s"]), _age(m.get("until_s")), m["pid"],
     )  # fmt: skip
 
 

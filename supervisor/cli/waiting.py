@@ -8,7 +8,7 @@ from protocol.client import Client
 from supervisor.cli.tables import LiveLines, bar
 
 POLL_S = 0.05
-AT_REST = ("stopped", "failed")
+AT_REST = ("stopped", "sleeping", "failed")
 GOING_DOWN = ("draining", "stopping")
 
 ModelStatus = dict[str, Any]

@@ -58,7 +58,7 @@ def test_defaults(tmp_path: Path) -> None:
     config = load(tmp_path, model())
     spec = config.models["a"]
     assert spec.model_dir == tmp_path.resolve()
-    assert (spec.config.max_queue, spec.config.autostart, spec.visible_devices) == (256, True, "")
+    assert (spec.config.max_queue, spec.autostart, spec.visible_devices) == (256, True, "")
     assert spec.engine_spec.options == {}
     assert config.supervisor.restart_policy.limit == 5
     assert config.supervisor.ladder.shutdown_s == 5.0
@@ -329,3 +329,22 @@ def test_leases_are_the_supervisors_or_the_models_own(tmp_path: Path) -> None:
     leases = {name: config.supervisor.leases(spec.config) for name, spec in config.models.items()}
     assert leases["a"] == Leases(start_s=40, load_s=600, idle_s=3, step_s=120)
     assert leases["b"] == Leases(start_s=40, load_s=300, idle_s=3, step_s=20)
+
+
+def test_what_is_for_lazy_models_only(tmp_path: Path) -> None:
+    config = load(tmp_path, model(lazy=True, ttl="10m", priority=3))
+    spec = config.models["a"]
+    assert (spec.autostart, spec.config.ttl, spec.config.priority) == (False, 600.0, 3)
+    assert load(tmp_path, model(lazy=True, autostart=True, ttl="never")).models["a"].autostart
+    told: list[tuple[dict[str, Any], str]] = [
+        ({"ttl": "10m"}, "models.a.ttl: is for a model that a request can start: add lazy: true"),
+        ({"pinned": True}, "models.a.pinned: is for a model that a request can start"),
+        ({"priority": 1}, "models.a.priority: is for a model that a request can start"),
+        ({"lazy": True, "pinned": True, "ttl": "1h"}, "models.a.ttl: unloads what pinned keeps loaded"),
+        ({"lazy": True, "pinned": True, "priority": 1}, "models.a.priority: says who is unloaded first"),
+        ({"lazy": True, "ttl": 0}, "must be never, or a duration above zero"),
+        ({"lazy": True, "ttl": "soon"}, "must be never, or a duration above zero"),
+    ]
+    for keys, problem in told:
+        with pytest.raises(ConfigError, match=re.escape(problem)):
+            load(tmp_path, model(**keys))

@@ -20,7 +20,7 @@ from protocol.messages import (
     Message,
 )
 from supervisor.deliveries import HoldLimits
-from supervisor.in_flight import Effect, ToClient, ToWorker
+from supervisor.in_flight import Effect, ToClient, ToWorker, Wake
 from supervisor.model_queue import QueueLimits
 from supervisor.scheduler import Scheduler
 
@@ -392,3 +392,21 @@ def test_another_worker_is_emptied_when_the_first_does_not_become_free() -> None
     raw = frame(channel, (1, 0, FINISHED), generation=2 if first == "m:1" else 1)
     started = messages(scheduler.events(first, raw, decoded(raw), NOW + 7))
     assert (first, JobMessage(5, 2, {"queue_ms": 7000.0}, b"body")) in started
+
+
+def test_a_sleeping_model_is_woken_for_what_waits() -> None:
+    scheduler = Scheduler()
+    scheduler.add_model("m", refusal=DOWN, workers=("m:1", "m:2"))
+    assert scheduler.rest("m:1", 0.0) == []
+    wake = scheduler.submit(1, Generate(1, "m", {}, b""), 0.0)
+    assert wake[-1] == Wake("m")
+    scheduler.accept_new("m:1")  # it is being started
+    assert Wake("m") not in scheduler.submit(1, Generate(2, "m", {}, b""), 0.0)
+    assert scheduler.report_loading("m", "loading", 1, 2) == [], "nobody has asked for reports"
+    scheduler.rest("m:2", 0.0)
+    assert [type(effect) for effect in scheduler.open("m:1", 1, 8, 1.0)] == [ToWorker, ToWorker]
+    # sent to sleep while a request was on its way
+    scheduler.pause("m:1", 2.0)
+    late = scheduler.submit(1, Generate(3, "m", {}, b""), 2.0)
+    assert Wake("m") not in late, "first the old process has to be gone"
+    assert scheduler.rest("m:1", 3.0) == [Wake("m")]

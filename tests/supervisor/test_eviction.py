@@ -1,0 +1,68 @@
+"""Who makes room: the cheapest idle set, never a busy one."""
+
+import random
+
+from supervisor.eviction import EXACT_UP_TO, Candidate, NoRoom, choose
+
+GIB = 1 << 30
+
+
+def idle(worker: str, gib: int, *, gpu: int = 0, **facts: float) -> Candidate:
+    return Candidate(worker, {gpu: gib * GIB}, **facts)  # type: ignore[arg-type]
+
+
+def test_one_that_is_enough_is_better_than_two() -> None:
+    small, other, large = idle("small", 10, load_s=5), idle("other", 10, load_s=5), idle("large", 20, load_s=8)
+    assert choose({0: 20 * GIB}, [small, other, large]) == ("large",)
+    assert choose({0: 25 * GIB}, [small, other, large]) == ("small", "large")
+
+
+def test_the_cheapest_goes_and_the_longest_idle_of_equals() -> None:
+    assert choose({0: GIB}, [idle("a", 9, load_s=60), idle("b", 9, load_s=3)]) == ("b",)
+    assert choose({0: GIB}, [idle("a", 9, idle_s=5), idle("b", 9, idle_s=500)]) == ("b",)
+    two_cheap = [idle("a", 5, load_s=2), idle("b", 5, load_s=2), idle("c", 10, load_s=30)]
+    assert choose({0: 10 * GIB}, two_cheap) == ("a", "b")
+
+
+def test_a_higher_priority_goes_last_whatever_it_costs() -> None:
+    dear, cheap = idle("dear", 9, load_s=600), idle("cheap", 9, load_s=1, priority=1)
+    assert choose({0: GIB}, [dear, cheap]) == ("dear",)
+
+
+def test_busy_ones_are_waited_for_if_that_helps() -> None:
+    busy = idle("busy", 20, busy=True)
+    assert choose({0: 10 * GIB}, [busy]) is NoRoom.WAIT
+    assert choose({0: 30 * GIB}, [busy]) is NoRoom.NEVER
+    assert choose({0: 30 * GIB}, [busy, idle("idle", 10)]) is NoRoom.WAIT
+    assert choose({0: 10 * GIB}, [busy, idle("idle", 10)]) == ("idle",)
+    assert choose({0: 10 * GIB}, []) is NoRoom.NEVER
+
+
+def test_only_the_gpus_that_are_too_full_count() -> None:
+    there, elsewhere = idle("there", 10, gpu=1), idle("elsewhere", 50, gpu=0)
+    assert choose({1: 10 * GIB}, [elsewhere, there]) == ("there",)
+    assert choose({0: GIB, 1: GIB}, [elsewhere, there]) == ("elsewhere", "there")
+    assert choose({0: GIB, 1: 60 * GIB}, [elsewhere, there]) is NoRoom.NEVER
+    assert choose({0: GIB, 1: 60 * GIB}, [elsewhere, there], one_suffices=True) == ("elsewhere",)
+
+
+def test_of_many_none_goes_that_need_not() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for _ in range(200):
+        count = chance.randint(1, EXACT_UP_TO + 8)
+        candidates = [
+            idle(str(i), chance.randint(1, 20), load_s=chance.randint(1, 60), priority=chance.randint(0, 2))
+            for i in range(count)
+        ]
+        wanted = chance.randint(1, 200) * GIB
+        chosen = choose({0: wanted}, candidates)
+        sizes = {candidate.worker: candidate.held[0] for candidate in candidates}
+        if isinstance(chosen, NoRoom):
+            assert chosen is NoRoom.NEVER
+            assert sum(sizes.values()) < wanted
+        else:
+            freed = sum(sizes[worker] for worker in chosen)
+            assert freed >= wanted
+            assert all(freed - sizes[worker] < wanted for worker in chosen)
