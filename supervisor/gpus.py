@@ -84,8 +84,10 @@ class Nvml:
             raise GpusUnknown(str(e)) from None
 
     def _gpu(self, index: int, handle: Any, uuid: str) -> Gpu:
-        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        # In this order: what a process takes between the two calls is then missing from what is free, and counts once
+        # more as what it is about to take. The other way round it would count as free, and be promised to another.
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         cpus, nodes = self._near[index]
         return Gpu(
             index, uuid, memory.total, memory.used, memory.free, {p.pid: p.usedGpuMemory for p in processes},
