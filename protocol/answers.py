@@ -43,15 +43,18 @@ class Delta:
 class Progress:
     """How far a request is that has no token yet.
 
-    phase           "queued" or "prefill"
+    phase           "loading" (the model), "queued" or "prefill"
     queue_position  requests that are before it, 0 is next; None unless queued
-    done, total     tokens of the prompt that are computed, and all of them; None unless prefilling
+    done, total     tokens of the prompt that are computed, and all of them; or how far this part of the load is, in
+                    units of its own; None while queued
+    part            of the load: "loading", "warmup", or another that the engine names; None unless loading
     """
 
     phase: str
     queue_position: int | None = None
     done: int | None = None
     total: int | None = None
+    part: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +140,19 @@ def _checked(token_id: Any, logprob: Any, data: Any) -> tuple[int, float, bytes]
     return token_id, logprob, data
 
 
+_REPORTS: dict[str, dict[str, type]] = {
+    "loading": {"part": str, "done": int, "total": int},
+    "queued": {"queue_position": int},
+    "prefill": {"done": int, "total": int},
+}
+
+
 def read_report(fields: dict[str, Any]) -> Progress | None:
     """What REPORT says, as ``protocol.messages`` has it; None for a phase that is unknown here, or nonsense."""
-    numbers = {"queued": ("queue_position",), "prefill": ("done", "total")}.get(str(fields.get("phase")))
-    if numbers is None or any(type(fields.get(name)) is not int for name in numbers):
+    told = _REPORTS.get(str(fields.get("phase")))
+    if told is None or any(type(fields.get(name)) is not kind for name, kind in told.items()):
         return None
-    return Progress(str(fields["phase"]), **{name: fields[name] for name in numbers})
+    return Progress(str(fields["phase"]), **{name: fields[name] for name in told})
 
 
 def token_ids_in(result: dict[str, Any]) -> tuple[int, ...]:

@@ -125,6 +125,8 @@ class _Waiting:
         if progress.phase == "queued":
             before = progress.queue_position
             text = f"waiting, {before} before this one" if before else "waiting, next in turn"
+        elif progress.phase == "loading":
+            text = f"{progress.part} {bar(progress.done or 0, progress.total or 0)}"
         else:
             text = f"reading the prompt {bar(progress.done or 0, progress.total or 0)}"
         sys.stderr.write(f"\r\x1b[2K{text}")

@@ -16,6 +16,7 @@ from protocol.errors import WireError
 from supervisor.cli import exit_codes
 from supervisor.cli.conversation import Conversation
 from supervisor.cli.options import as_json, connect, runtime_dir_option
+from supervisor.cli.tables import LiveLines, bar
 
 _OWN_FIELDS = {"prompt", "messages", "token_ids", "model", "timeout", "on_progress"}
 """What the command itself gives to the client's ``generate``."""
@@ -152,17 +153,19 @@ def run(
 
 def _is_chat(client: Client, model: str, *, quiet: bool) -> bool:
     """Whether the model has a chat template. Known once it is loaded; until then the wait is worth a line."""
-    told = ""
+    live = LiveLines()
     while True:
         status = client.status(model)["models"][0]
         if status["state"] in ("ready", "draining", "stopped", "failed", "stopping"):
             return bool(status["chat"])
-        if status["state"] != told and not quiet:
-            told = status["state"]
-            click.echo(f"{model} is {told} ...", err=True)
         if status["state"] == "sleeping":
-            with suppress(WireError):  # that it is being loaded, which is what this was for
-                client.call("tokenize", model=model, prompt="")
+            with suppress(WireError):  # what it says is that the model is being loaded; that is what we ask it for
+                client.tokenize(model, "")
+        progress = status["progress"]
+        moving = f"{progress['phase']} {bar(progress['done'], progress['total'])}" if progress else ""
+        if not quiet:
+            steady = f"{model} is {status['state']} ..."
+            live.show({model: f"{steady} {moving}"}, {model: steady})
         time.sleep(0.1)
 
 

@@ -48,7 +48,7 @@ def status(model: str | None, as_json: bool, runtime_dir: Path) -> None:
 def _ps_row(m: dict[str, Any]) -> tuple[object, ...]:
     return (
         m["name"], m["state"], _where(m), _vram(m), m["context"], m["active"], m["queued"],
-        m["tokens_per_s"], _age(m["idle_s"]), _age(m.get("until_s")), m["pid"],
+        m["tokens_per_s"], _age(m["idle_s"]), _until(m), m["pid"],
     )  # fmt: skip
 
 
@@ -63,6 +63,15 @@ def _vram(m: dict[str, Any]) -> str | None:
     held, estimated = m.get("vram_bytes"), m.get("vram_estimate_bytes")
     text = "-" if held is None else figures.size(held)
     return f"{text} ({figures.size(estimated)})" if estimated else None if held is None else text
+
+
+def _until(m: dict[str, Any]) -> str | None:
+    """What ends the state that a model is in, where that is known: a request, `modelctl start`, or its ttl."""
+    if m["state"] == "sleeping":
+        return "request"
+    if m["state"] in ("stopped", "failed"):
+        return "start"
+    return None if m.get("until_s") is None else _age(m["until_s"])
 
 
 def _gpu(gpu: dict[str, Any]) -> str:

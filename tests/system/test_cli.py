@@ -26,7 +26,8 @@ def test_ps(serving: Serving) -> None:
     done = serving.modelctl("ps")
     assert done.returncode == 0
     header, a, b, broken = done.stdout.splitlines()
-    assert header.split() == ["NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "PID"]
+    columns = "NAME STATE GPU VRAM(EST) CTX ACTIVE QUEUED TOK/S IDLE UNTIL PID"
+    assert header.split() == columns.split()
     assert a.split()[:7] == ["a", "ready", "cpu", "-", "4096", "0", "0"]
     assert b.split()[:4] == ["b", "stopped", "cpu", "-"]
     assert broken.split()[0] == "broken"
