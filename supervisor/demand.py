@@ -31,7 +31,7 @@ class Demand:
                 self._fleet.rest(name, "lazy")
 
     def wake(self, model: str) -> None:
-        """A request waits for a model of which every worker sleeps."""
+        """A request waits, and workers of its model sleep."""
         for replica in self._fleet.of_model(model):
             if replica.state is WorkerState.SLEEPING:
                 self._fleet.start(replica.name, "a request")

@@ -26,7 +26,7 @@ class ToWorker:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Effect: requests wait for a model of which every worker sleeps."""
+    """Effect: requests wait, and workers of their model sleep."""
 
     model: str
 

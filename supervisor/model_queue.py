@@ -70,9 +70,9 @@ class ModelQueue:
 
     @property
     def sleeps(self) -> bool:
-        """Whether requests wait for somebody to be woken."""
+        """Whether those who wait need somebody to be woken: no other is on the way, and those that are up are full."""
         return any(seat.asleep for seat in self.seats.values()) and not any(
-            seat.refusal is None and not seat.asleep for seat in self.seats.values()
+            seat.refusal is None and not seat.asleep and not seat.capacity for seat in self.seats.values()
         )
 
     @property

@@ -312,6 +312,8 @@ class Scheduler(WorkerEvents):
 
     def report_loading(self, model: str, part: str, done: int, total: int) -> list[Effect]:
         """REPORT to those that wait for a model while it is loaded."""
+        if any(seat.capacity for seat in self._models[model].seats.values()):
+            return []  # they wait for room: another worker is up
         wanted = (r for r in self._models[model].all_waiting() if r.route.progress and not r.has_tokens)
         fields = {"phase": "loading", "part": part, "done": done, "total": total}
         return [report(request, fields) for request in islice(wanted, MOST_REPORTS)]
