@@ -8,7 +8,7 @@ started together; ``modelctl plan`` does the same.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from supervisor.estimates import Estimated, Estimator
 from supervisor.eviction import NoRoom
 from supervisor.exits import ExitReport, not_admitted, not_spawned
 from supervisor.gpu_shares import Needs
+from supervisor.gpus import Gpu
 from supervisor.placement import Holding, Placed, Refused, Wish, gib, place, place_unseen, rooms
 from supervisor.sizes import Limit
 from supervisor.timers import Timers
@@ -310,12 +311,11 @@ class Admission:
             asked.waits_for_memory = False
             self._go_on()
 
-    def held(self, worker: str) -> Mapping[int, int]:
-        """GPU → bytes that come back when a worker that is ready goes: measured, or else as they were reckoned."""
+    def held(self, worker: str, reading: Sequence[Gpu]) -> Mapping[int, int]:
+        """GPU → bytes that come back when a worker goes: measured, or else as they were reckoned."""
         holding = self._holdings.get(worker)
         if holding is None:
             return {}
-        reading = self.vram.reading() or ()
         told = {g.index: g.processes.get(holding.pid) for g in reading if holding.pid is not None}
         return {gpu: told.get(gpu) or size for gpu, size in holding.placed.items()}
 

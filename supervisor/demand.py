@@ -53,11 +53,11 @@ class Demand:
         missing  GPU → bytes
         """
         coming = self._fleet.replicas[worker]
-        now = time.monotonic()
+        now, reading = time.monotonic(), self._fleet.vram.reading() or []
         candidates = [
             Candidate(
                 replica.name,
-                self._fleet.admission.held(replica.name),
+                self._fleet.admission.held(replica.name, reading),
                 busy=not self._is_idle(replica),
                 priority=replica.spec.config.priority,
                 load_s=float(replica.info.get("load_seconds", 0)),

@@ -213,8 +213,12 @@ class Fleet(Roster):
             self._apply(replica, Event.SLEEP, replica.unloaded or "lazy")
         elif replica.state is WorkerState.FAILED and replica.lacks_room:
             replica.backoff_timer = self._timers.at(
-                time.monotonic() + ROOM_RETRY_S, lambda: self.rest(replica.name, "there may be room by now")
+                time.monotonic() + ROOM_RETRY_S, lambda: self._try_room_again(replica)
             )
+
+    def _try_room_again(self, replica: Replica) -> None:
+        if replica.state is WorkerState.FAILED and replica.lacks_room:  # a reload may have made it another
+            self.rest(replica.name, "there may be room by now")
 
     def after_events(self, replica: Replica) -> None:
         """Requests of a worker have ended: a drain may be over."""

@@ -305,6 +305,7 @@ class Supervisor:
         """Hand a question to a worker of its model. Raises WireError if there is none."""
         replica = calls.ready_worker(self, unpack_body(body).get("model"))
         number = self._asks.begin(replica.name, asker)
+        replica.last_active = time.monotonic()
         # as it came: packed anew, floats may take twice as much, and be more than the worker takes
         self.send_worker(replica.name, encode(Ask(number, verb, body)))
 
