@@ -90,13 +90,18 @@ def read_log(path: Path) -> list[tuple[float, str]]:
 
 
 def results_of(times: Times, count: int, what: str = "") -> list[Result]:
-    """What the kernel needs to end a process with all of torch mapped is not in our hands: targets are for ours."""
-    median, p99 = ("<= 10", "<= 50") if not what else (None, None)
+    """The kernel takes a while to end a process that has all of torch mapped, before anybody can see its death: that is
+    part of the figures with targets, and shown by itself beside them."""
     return [
         Result(f"{what}deaths", count, "times"),
         Result(f"{what}ended by the kernel after, median", 1000 * statistics.median(times.gone), "ms"),
-        Result(f"{what}seen after, median", 1000 * statistics.median(times.seen), "ms", median),
-        Result(f"{what}seen after, p99", 1000 * percentile(times.seen, 99), "ms", p99),
+        Result(
+            f"{what}seen after the kernel had ended it, p99",
+            1000 * percentile([max(0.0, s - g) for s, g in zip(times.seen, times.gone, strict=True)], 99),
+            "ms",
+        ),
+        Result(f"{what}seen after, median", 1000 * statistics.median(times.seen), "ms", "<= 10"),
+        Result(f"{what}seen after, p99", 1000 * percentile(times.seen, 99), "ms", "<= 50"),
         Result(f"{what}ready again after, less the load, median", statistics.median(times.ready), "s"),
         Result(f"{what}ready again after, less the load, p99", percentile(times.ready, 99), "s", "<= 1"),
         Result(f"{what}requests that went on, of those that ran", times.resumed / (2 * count), "ratio", ">= 1"),
