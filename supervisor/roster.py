@@ -56,7 +56,7 @@ class Roster:
         log_path = logs.log_path(self._runtime_dir, label)
         replica = Replica(name, label, spec, self._config.supervisor.restart_policy, log_path)
         replica.current = beside is None
-        replica.generation = self._generations[label]
+        replica.generation = self._generations[label] + (beside is not None)  # by which it is told from the other
         self.replicas[name] = replica
         self._sort()
         self._scheduler.add_worker(spec.name, name, replica.refusal())
