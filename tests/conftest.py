@@ -1,5 +1,6 @@
 import fcntl
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +13,10 @@ import pytest
 from tests.serving import Serving, describe, marked_processes, wait_until
 
 SESSION_MARK = "MODELCTL_TEST_SESSION"
+for number in (signal.SIGINT, signal.SIGHUP):
+    # nohup, or a shell's background, has them ignored, and what tests start and interrupt would inherit that
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 Serve = Callable[..., Serving]
 
 
