@@ -87,6 +87,9 @@ class ModelQueue:
     def refusal(self) -> WireError:
         """What a request is told that no worker will serve: a failed one says most."""
         told = [seat.refusal for seat in self.seats.values() if seat.refusal is not None]
+        if not told:  # configured, while a reload has yet to come to its workers
+            awaited = f"model {self.name!r} has no worker yet: a reload goes on"
+            return WireError(ErrorCode.MODEL_NOT_RUNNING, awaited, retry_after_ms=UNMEASURED_RETRY_MS)
         return next((error for error in told if error.code is ErrorCode.MODEL_FAILED), told[0])
 
     def all_waiting(self) -> Iterator[InFlight]:

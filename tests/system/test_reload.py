@@ -224,3 +224,20 @@ def test_the_end_of_its_terminal_is_no_order_to_reload(serve: Serve) -> None:
     serving.process.send_signal(signal.SIGUSR1)
     assert serving.process.wait(30) == 0
     assert "shutting down: SIGHUP" in serving.log()
+
+
+def test_a_request_for_a_model_that_a_reload_has_yet_to_come_to_is_refused(serve: Serve) -> None:
+    """Its workers were none, which no refusal was ready for: it ended the supervisor."""
+    serving = serve({"a": engine("SlowLoad", load_s=0.2)})
+    serving.write_models({"a": engine("SlowLoad", load_s=0.3), "new": engine()})
+    number = serving.order("reload", how="exchange")["turnover"]
+    with RawClient(serving.runtime_dir) as client:
+        client.generate(1, "new", "x")
+        while not client.errors:
+            client.receive()
+        assert client.errors[0][1]["name"] == "model_not_running"
+        assert client.errors[0][1]["retry_after_ms"]
+        turned_over(serving, number)
+        client.generate(2, "new", "here", max_tokens=4)
+        client.read_until_ended(2)
+        assert client.heard[2].text == answer("here", 4)
