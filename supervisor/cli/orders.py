@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -33,8 +34,8 @@ _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and retu
 def start(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Start models and show how they load."""
     with connect(runtime_dir, admin=True) as client:
-        names = _configured(client, models)
-        wanted = {name: coming_generation(client.call("start", model=name)) for name in names}
+        replies = _order(client, "start", models)
+        wanted = {name: coming_generation(worker) for name, worker in replies.items()}
         _see_up(client, wanted, no_wait, as_json)
 
 
@@ -47,9 +48,8 @@ def start(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
 def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop models: let them finish their requests, then end their processes."""
     with connect(runtime_dir, admin=True) as client:
-        names = _configured(client, models)
-        stopped = {name: client.call("stop", model=name, now=now)["generation"] for name in names}
-        ended = _watch(client, names, lambda m: settled_down(m, stopped[m["name"]]), no_wait, as_json)
+        stopped = {name: worker["generation"] for name, worker in _order(client, "stop", models, now=now).items()}
+        ended = _watch(client, list(stopped), lambda m: settled_down(m, stopped[m["name"]]), no_wait, as_json)
     for model in ended:
         if model["state"] not in AT_REST and not (no_wait or as_json):
             click.echo(f"modelctl: {model['name']} was stopped, and started again meanwhile", err=True)
@@ -65,7 +65,7 @@ def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runti
 def restart(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop models and start them again; of several workers one after the other. Requests wait meanwhile."""
     with connect(runtime_dir, admin=True) as client:
-        _configured(client, models)
+        _check_known(client, models)
         replies = [client.call("restart", model=name) for name in dict.fromkeys(models)]
         in_turns = [reply["turnover"] for reply in replies if reply["turnover"] is not None]
         if in_turns and not no_wait:
@@ -89,17 +89,20 @@ def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
         click.echo(json.dumps({"pid": pid}))
 
 
-def _configured(client: Client, given: tuple[str, ...]) -> list[str]:
-    """The workers of the models given, each once. Raises the supervisor's own error for one it does not know, before
-    any order."""
-    names = []
-    models = client.status()["models"]
+def _order(client: Client, verb: str, models: tuple[str, ...], **params: Any) -> dict[str, dict[str, Any]]:
+    """Give an order for each model, once. Returns what it came to, by worker: which ones it concerns (of two that take
+    each other's place, say) only the supervisor knows."""
+    _check_known(client, models)
+    replies = [client.call(verb, model=name, **params) for name in dict.fromkeys(models)]
+    return {name: worker for reply in replies for name, worker in reply["workers"].items()}
+
+
+def _check_known(client: Client, given: tuple[str, ...]) -> None:
+    """Raises the supervisor's own error for a model that it does not know, before any order."""
+    known = {name for model in client.status()["models"] for name in (model["name"], model["model"])}
     for name in given:
-        workers = [m["name"] for m in models if name in (m["name"], m["model"])]
-        if not workers:
+        if name not in known:
             client.status(name)
-        names += workers
-    return list(dict.fromkeys(names))
 
 
 def _watch(
@@ -115,8 +118,10 @@ def _watch(
 def _see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool) -> None:
     """Watch models of these generations come up. Raises Failure if one does not."""
     models = _watch(client, list(wanted), lambda m: settled_up(m, wanted[m["name"]]), no_wait, as_json)
-    failed = [] if no_wait else [_why_not(m) for m in models if m["state"] != "ready"]
-    if failed:
+    failed = [_why_not(m) for m in models if m["state"] != "ready"]
+    there = [m["name"] for m in models]
+    failed += [f"{name}: a reload has removed it meanwhile" for name in wanted if name not in there]
+    if failed and not no_wait:
         raise Failure(exit_codes.FAILED, "not_ready", *failed)
 
 
