@@ -166,7 +166,7 @@ class Vram:
             self._settled(outcome)
         if self._returns.gpus:
             self._poll_later(now)
-        for watched in self._models.values():
+        for watched in list(self._models.values()):  # a spawn may make others sleep, or wake
             if watched.spawn is not None and not self._returns.pids_on(watched.gpus or ()):
                 spawn, watched.spawn = watched.spawn, None
                 spawn()
