@@ -64,7 +64,7 @@ class Demand:
                 idle_s=now - replica.last_active,
             )
             for replica in self._fleet.replicas.values()
-            if replica.model != coming.model and (replica.may_be_evicted or replica.state in _LEAVING)
+            if replica.state in _LEAVING or (replica.model != coming.model and replica.may_be_evicted)
         ]
         chosen = choose(missing, candidates, one_suffices=one_suffices)
         if isinstance(chosen, NoRoom):
