@@ -10,7 +10,7 @@ from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from supervisor.demand import Demand
 from supervisor.fleet import Fleet
-from supervisor.lifecycle import WorkerState
+from supervisor.lifecycle import AT_REST, WorkerState
 from supervisor.reloads import Reloads
 from supervisor.replica import Replica
 from supervisor.scheduler import Scheduler
@@ -142,10 +142,12 @@ def _restart(host: Host, params: Params) -> Result:
     _refuse_when_leaving(host)
     wanted = {replica.shown: replica.generation + 1 for replica in replicas}
     turnover = None
-    if len(replicas) == 1:
-        host.fleet.restart(replicas[0].name, "restart ordered")
-    else:
-        turnover = host.reloads.restart_in_turns(replicas, "restart ordered")
+    up = [replica for replica in replicas if replica.wanted and replica.state not in AT_REST]
+    for replica in replicas:
+        if len(replicas) == 1 or replica not in up:  # one that is down is just started
+            host.fleet.restart(replica.name, "restart ordered")
+    if up and len(replicas) > 1:
+        turnover = host.reloads.restart_in_turns(up, "restart ordered")
     workers = {r.shown: {"state": str(r.state), "generation": wanted[r.shown]} for r in replicas}
     return {**workers[replicas[0].shown], "workers": workers, "turnover": turnover}
 

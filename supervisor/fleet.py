@@ -118,7 +118,10 @@ class Fleet(Roster):
     def adopt_settings(self, replica: Replica, spec: ModelSpec) -> None:
         """What the supervisor goes by; its process may stay as it is."""
         was_lazy = replica.spec.config.lazy
-        replica.spec, replica.coming = spec, None
+        if replica.coming is None:
+            replica.spec = spec
+        else:  # its process is of an older one still
+            super().respec(replica, spec)
         self._settle(replica, was_lazy)
 
     def _settle(self, replica: Replica, was_lazy: bool) -> None:

@@ -46,9 +46,14 @@ class Reloads:
 
     def restart_in_turns(self, replicas: Sequence[Replica], cause: str) -> int:
         """Exchange several workers of a model, one after the other. Returns the order's number."""
-        steps = [Step(r.model, r.label, r.coming or r.spec, forced=True) for r in replicas]
-        plan = Plan({r.model: Change.WORKERS for r in replicas}, steps)
-        number = self.turnover.order(cause, How.EXCHANGE, lambda: plan)
+        models, labels = {r.model for r in replicas}, [r.label for r in replicas]
+
+        def plan() -> Plan:  # of what is there by then: an earlier order may have made them others, or removed them
+            there = [replica for label in labels if (replica := self._fleet.shown(label)) is not None]
+            steps = [Step(r.model, r.label, r.coming or r.spec, forced=True) for r in there]
+            return Plan(dict.fromkeys(models, Change.WORKERS), steps)
+
+        number = self.turnover.order(cause, How.EXCHANGE, plan)
         self.advance_soon()
         return number
 
@@ -83,7 +88,8 @@ class Reloads:
         self._scheduler.set_limits(model, spec.queue_limits)
         if change is Change.WORKERS:
             missing = [label for label in spec.workers if label not in there]
-            for replica in workers:  # where there was one, "a", and are to be several, it becomes "a:1"
+            # where there was one, "a", and are to be several, it becomes "a:1"; of several, one that is wanted stays
+            for replica in sorted(workers, key=lambda replica: not replica.wanted):
                 if replica.label not in spec.workers and missing:
                     self._fleet.relabel(replica, missing.pop(0))
             wanted = any(replica.wanted for replica in workers)

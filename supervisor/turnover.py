@@ -23,6 +23,9 @@ from supervisor.replica import Replica
 
 KEPT = 16
 """Turnovers whose outcome can still be asked for."""
+TRIES = 3
+"""Processes of a worker that may die before it is ready, until it counts as failed here. It is tried on, but those who
+wait, perhaps with a models.yaml that mends it, are not kept by a load that takes long and crashes for ever."""
 _UP = (WorkerState.READY, WorkerState.DRAINING)
 
 
@@ -138,7 +141,7 @@ class Turnover:
         self._yard = yard
         self._log = log
         self._tickets: deque[Ticket] = deque()
-        self._told: deque[Ticket] = deque(maxlen=KEPT)
+        self._told: deque[Ticket] = deque()
         self._step: Step | None = None
         self._last = 0
 
@@ -156,12 +159,17 @@ class Turnover:
         ticket = Ticket(self._last, cause, how, plan)
         self._tickets.append(ticket)
         self._told.append(ticket)
+        while len(self._told) > KEPT and not self._told[0].running:
+            self._told.popleft()
         return ticket.number
 
     def abandon(self) -> None:
         """Everything is about to be stopped."""
         for ticket in self._tickets:
             ticket.running = False
+            for told in ticket.models.values():
+                if told["state"] in ("waiting", "running"):
+                    told.update(state="failed", message="the supervisor is shutting down")
         self._tickets.clear()
         self._step = None
 
@@ -213,6 +221,7 @@ class Turnover:
         elif old is None:
             step.kind = "add"
             step.new = yard.add(step.label, step.spec)
+            step.generation = step.new.generation
             if step.start:
                 yard.start(step.new.name, cause)
             elif step.spec.config.lazy:
@@ -220,7 +229,7 @@ class Turnover:
         elif not step.forced and (old.coming or old.spec).process_key == step.spec.process_key:
             step.kind, step.start = "keep", False
             yard.adopt_settings(old, step.spec)
-        elif old.state in AT_REST and not old.wanted:
+        elif not old.wanted:  # down, or on its way there because somebody has ordered that
             step.kind, step.start = "add", False
             yard.respec(old, step.spec)  # for when it is started
         elif old.state in _UP and self._beside(old, step, ticket.how):
@@ -240,6 +249,8 @@ class Turnover:
         """Whether the step is over."""
         match step.kind:
             case "retire":
+                if step.old is not None and step.old.wanted:  # somebody has started it meanwhile: it goes all the same
+                    self._yard.stop(step.old.name, cause)
                 return self._is_gone(step.old)
             case "add" | "keep":
                 worker = step.new or step.old
@@ -274,6 +285,9 @@ class Turnover:
     def _is_up(self, step: Step, worker: Replica) -> bool:
         if worker.state in AT_REST and (worker.state is WorkerState.FAILED or not worker.wanted):
             step.failure = worker.last_exit.message if worker.last_exit else "it was stopped"
+            return True
+        if worker.state is WorkerState.BACKOFF and worker.generation >= step.generation + TRIES:
+            step.failure = f"{worker.last_exit.message if worker.last_exit else 'unknown'}; it is tried on"
             return True
         return worker.state is WorkerState.READY and worker.generation > step.generation
 

@@ -241,3 +241,54 @@ def test_a_request_for_a_model_that_a_reload_has_yet_to_come_to_is_refused(serve
         client.generate(2, "new", "here", max_tokens=4)
         client.read_until_ended(2)
         assert client.heard[2].text == answer("here", 4)
+
+
+def test_a_model_that_is_being_stopped_or_removed_does_not_come_back(serve: Serve) -> None:
+    serving = serve({"a": engine(step_s=0.01), "b": engine(step_s=0.01)})
+    with RawClient(serving.runtime_dir) as client:
+        for request, model in (1, "a"), (2, "b"):
+            client.generate(request, model, "long", max_tokens=150)
+        while not (client.heard.get(1, Heard()).tokens and client.heard.get(2, Heard()).tokens):
+            client.receive()
+        serving.order("stop", model="a")
+        serving.write_models({"a": engine(step_s=0.01, context=32), "c": engine()})
+        number = serving.order("reload")["turnover"]
+        serving.wait_state("b", "draining")
+        serving.order("start", model="b")  # which models.yaml has no more
+        client.read_until_ended(1, 2)
+        assert [client.heard[request].ends for request in (1, 2)] == [["length"]] * 2
+    assert {told["state"] for told in turned_over(serving, number).values()} == {"done"}
+    serving.wait_state("a", "stopped")
+    assert [(m["name"], m["generation"]) for m in serving.overview()["models"]] == [("a", 1), ("c", 1)]
+
+
+def test_a_restart_in_turns_is_of_what_is_there_when_its_turn_comes(serve: Serve) -> None:
+    serving = serve({"a": engine("SlowLoad", load_s=0.3, replicas=2)})
+    serving.order("stop", model="a:1")
+    serving.wait_state("a:1", "stopped")
+    serving.write_models({"a": engine("SlowLoad", load_s=0.3, context=64)})
+    serving.order("reload")
+    number = serving.order("restart", model="a")["turnover"]
+    turned_over(serving, number)
+    (worker,) = serving.overview()["models"]
+    assert (worker["name"], worker["state"], worker["context"]) == ("a", "ready", 64)
+
+
+def test_a_restart_of_several_starts_those_that_are_down(serve: Serve) -> None:
+    serving = serve({"a": engine(replicas=2)})
+    serving.order("stop", model="a:1")
+    serving.wait_state("a:1", "stopped")
+    done = serving.modelctl("restart", "a")
+    assert done.returncode == 0, done.stderr
+    assert [(m["state"], m["generation"]) for m in serving.overview()["models"]] == [("ready", 2)] * 2
+
+
+def test_a_load_that_keeps_crashing_does_not_keep_the_next_reload_waiting(serve: Serve) -> None:
+    serving = serve({"a": engine()}, restart={"limit": 100, "initial": "10ms", "max": "50ms"})
+    serving.write_models({"a": engine("CrashesInLoad")})
+    told = reload(serving, how="exchange")["a"]
+    assert told["state"] == "failed"
+    assert told["message"].endswith("it is tried on")
+    serving.write_models({"a": engine()})
+    assert reload(serving, how="exchange")["a"]["state"] == "done"
+    serving.wait_state("a", "ready")
