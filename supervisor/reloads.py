@@ -33,7 +33,7 @@ class Reloads:
         if only is not None:
             models = before.models | {name: spec for name, spec in config.models.items() if name == only}
             if only not in config.models:
-                del models[only]
+                models.pop(only, None)  # an earlier order may be removing it already
             config = Config(config.file, models, before.supervisor)
         self._fleet.adopt(config)
         self._scheduler.set_policies(

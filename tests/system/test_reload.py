@@ -255,6 +255,7 @@ def test_a_model_that_is_being_stopped_or_removed_does_not_come_back(serve: Serv
         number = serving.order("reload")["turnover"]
         serving.wait_state("b", "draining")
         serving.order("start", model="b")  # which models.yaml has no more
+        serving.order("reload", model="b")
         client.read_until_ended(1, 2)
         assert [client.heard[request].ends for request in (1, 2)] == [["length"]] * 2
     assert {told["state"] for told in turned_over(serving, number).values()} == {"done"}
