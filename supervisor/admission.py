@@ -28,7 +28,8 @@ from supervisor.vram import Vram
 from supervisor.wishes import ESTIMATED, declared, wish_of
 
 IDLE_WAIT_S = 60.0
-"""How long a start waits for busy models to become idle, where there would be room without them."""
+"""How long a start waits for busy models to become idle, where there would be room without them. The time in which one
+of them is loaded does not count."""
 IDLE_LOOK_S = 0.25
 Limits = Mapping[str, Limit] | Limit | None
 Spawn = Callable[[str, tuple[int, ...]], int | None]
@@ -301,6 +302,8 @@ class Admission:
         if asked.since is None:
             asked.since = now
             self._log.info("%s: %s; waits for busy models to become idle", asked.worker, verdict.message)
+        if any(h.loading and h.placed.keys() & verdict.missing.keys() for h in self._holdings.values()):
+            asked.since = now  # who loads cannot be idle yet, and a large model may take longer than that
         if now - asked.since >= IDLE_WAIT_S:
             return False
         self._timers.at(now + IDLE_LOOK_S, lambda: self._look_again(asked))

@@ -2,6 +2,7 @@
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,3 +181,19 @@ def test_run_wakes_it(serve: Serve) -> None:
     assert (done.returncode, done.stdout) == (0, answer("user: hello", 5) + "\n")
     assert "a is sleeping ..." in done.stderr
     assert "a is loading ..." in done.stderr
+
+
+def test_a_load_may_take_longer_than_others_wait_for_the_idle(serve: Serve, box: Box, tmp_path: Path) -> None:
+    script = tmp_path / "hurried.py"
+    script.write_text(
+        "from supervisor import admission, cli\nadmission.IDLE_WAIT_S = 0.3\n"
+        "if __name__ == '__main__':\n    raise SystemExit(cli.main())\n"
+    )
+    models = {name: lazy("SlowLoad", load_s=1, gpu=0, vram="50GiB") for name in "ab"}
+    serving = serve(models, wait=False, script=script)
+    with serving.client() as client:
+        first = client.generate("a", "first", max_tokens=3)
+        serving.wait_state("a", "loading")
+        second = client.generate("b", "second", max_tokens=3)
+        assert first.complete().text == answer("first", 3)
+        assert second.complete().text == answer("second", 3)
