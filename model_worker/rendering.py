@@ -31,6 +31,8 @@ PATIENCE_S = 0.05
 MOST_CHILDREN = 4
 _LONGEST_ANSWER = 64 << 20
 _PROGRAM = str(Path(__file__).with_name("template_child.py"))
+_ROOT = str(Path(__file__).resolve().parent.parent)
+"""Where this package is imported from. In an editable install it need not be in ``sys.path``."""
 
 Outcome = tuple[int, str | WireError]
 
@@ -182,7 +184,7 @@ class _Child:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 pass_fds=(self._mailbox,),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), _ROOT])},
             )
         except OSError:
             self.free()

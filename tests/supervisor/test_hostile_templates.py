@@ -18,7 +18,7 @@ import model_worker.rendering
 from model_worker.engine import ChatTemplate
 from model_worker.rendering import GRACE_S, MOST_CHILDREN, RENDER_S, Renderer
 from protocol.errors import ErrorCode, WireError
-from tests.serving import is_alive, wait_until
+from tests.serving import ROOT, is_alive, wait_until
 
 WITHIN = 30.0
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -331,7 +331,11 @@ time.sleep(60)
 
 
 def test_the_process_dies_with_its_worker() -> None:
-    worker = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
+    # where the package is imported from need not stand in sys.path: an editable install has it found in another way
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    worker = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    )
     assert worker.stdout is not None
     with worker:
         try:
