@@ -6,12 +6,10 @@ from collections.abc import Mapping
 
 from supervisor.eviction import Candidate, NoRoom, choose
 from supervisor.fleet import Fleet
-from supervisor.lifecycle import WorkerState
+from supervisor.lifecycle import GOING_DOWN, WorkerState
 from supervisor.placement import gib
 from supervisor.replica import Replica
 from supervisor.scheduler import Scheduler
-
-_LEAVING = (WorkerState.DRAINING, WorkerState.STOPPING)
 
 
 class Demand:
@@ -64,7 +62,7 @@ class Demand:
                 idle_s=now - replica.last_active,
             )
             for replica in self._fleet.replicas.values()
-            if replica.state in _LEAVING or (replica.model != coming.model and replica.may_be_evicted)
+            if replica.state in GOING_DOWN or (replica.model != coming.model and replica.may_be_evicted)
         ]
         chosen = choose(missing, candidates, one_suffices=one_suffices)
         if isinstance(chosen, NoRoom):

@@ -25,7 +25,7 @@ from supervisor.exits import ExitReport, classify, not_spawned
 from supervisor.hang_watch import HangWatch
 from supervisor.in_flight import Effect as RequestEffect
 from supervisor.launcher import Launched, Launcher
-from supervisor.lifecycle import AT_REST, Effect, Event, WorkerState
+from supervisor.lifecycle import AT_REST, GOING_DOWN, Effect, Event, WorkerState
 from supervisor.replica import ROOM_RETRY_S, Replica
 from supervisor.roster import Roster
 from supervisor.scheduler import Scheduler
@@ -103,12 +103,12 @@ class Fleet(Roster):
     def restart(self, name: str, cause: str) -> None:
         """Stop, then start: requests wait meanwhile. A worker that is down is just started."""
         replica = self.replicas[name]
-        replica.wanted, replica.asleep, replica.unloaded = True, False, None
         if replica.state in (*AT_REST, WorkerState.BACKOFF):
-            self._apply(replica, Event.START, cause)
-        else:
-            replica.ladder_times = self._config.supervisor.ladder
-            self._apply(replica, Event.STOP, cause)
+            self.start(name, cause)
+            return
+        replica.wanted, replica.asleep, replica.unloaded = True, False, None
+        replica.ladder_times = self._config.supervisor.ladder
+        self._apply(replica, Event.STOP, cause)
 
     def respec(self, replica: Replica, spec: ModelSpec) -> None:
         was_lazy = replica.spec.config.lazy
@@ -206,7 +206,7 @@ class Fleet(Roster):
             event = Event.DIED if again is not None else Event.DIED_FOR_GOOD
             pause = again or 0.0
             verdict = f"next try in {pause:.1f} s" if again is not None else "not tried again"
-            if replica.state in (WorkerState.DRAINING, WorkerState.STOPPING):
+            if replica.state in GOING_DOWN:
                 verdict = "it was being stopped"
             self._log.warning("%s: pid %s: %s; %s", replica.shown, pid or "none", report.message, verdict)
         self._apply(replica, event, report.message, pause=pause)

@@ -32,6 +32,7 @@ class WorkerState(StrEnum):
 
 AT_REST = (WorkerState.STOPPED, WorkerState.SLEEPING, WorkerState.FAILED)
 """No process, and none to come by itself."""
+GOING_DOWN = (WorkerState.DRAINING, WorkerState.STOPPING)
 
 
 class Event(StrEnum):

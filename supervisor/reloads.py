@@ -83,7 +83,7 @@ class Reloads:
         if spec is None:
             return [Step(model, label, None) for label in there]
         if change is Change.ADDED:
-            self._fleet.add_model(spec)
+            self._scheduler.add_model(model, spec.queue_limits)
             return [Step(model, label, spec, start=spec.autostart) for label in spec.workers]
         self._scheduler.set_limits(model, spec.queue_limits)
         if change is Change.WORKERS:

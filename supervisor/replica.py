@@ -8,7 +8,7 @@ from protocol.errors import ErrorCode, WireError
 from supervisor.config import ModelSpec
 from supervisor.exits import ExitReport
 from supervisor.launcher import Launched
-from supervisor.lifecycle import ModelLife, WorkerState
+from supervisor.lifecycle import GOING_DOWN, ModelLife, WorkerState
 from supervisor.restart import RestartHistory, RestartPolicy
 from supervisor.scheduler import Scheduler
 from supervisor.stop_ladder import LadderTimes
@@ -108,7 +108,7 @@ class Replica:
             return WireError(
                 ErrorCode.MODEL_FAILED, f"model {name!r} failed: {why}; mend that, then `modelctl start {name}`"
             )
-        if self.state in (WorkerState.DRAINING, WorkerState.STOPPING):
+        if self.state in GOING_DOWN:
             return WireError(ErrorCode.DRAINING, f"model {name!r} is being stopped", retry_after_ms=1000)
         return WireError(
             ErrorCode.MODEL_NOT_RUNNING, f"model {name!r} is stopped; start it with `modelctl start {name}`"

@@ -4,7 +4,6 @@ from collections import Counter
 from itertools import count
 from pathlib import Path
 
-from protocol.errors import ErrorCode, WireError
 from supervisor import logs
 from supervisor.admission import Admission
 from supervisor.config import Config, ModelSpec
@@ -28,7 +27,7 @@ class Roster:
         """By label."""
         self._serial = count(2)
         for spec in config.models.values():
-            self.add_model(spec)
+            scheduler.add_model(spec.name, spec.queue_limits)
             for label in spec.workers:
                 self.add(label, spec)
 
@@ -43,12 +42,6 @@ class Roster:
         for replica in self.replicas.values():
             replica.history.policy = config.supervisor.restart_policy
         self._sort()
-
-    def add_model(self, spec: ModelSpec) -> None:
-        """A model without workers."""
-        told = f"model {spec.name!r} is stopped; start it with `modelctl start {spec.name}`"
-        refusal = WireError(ErrorCode.MODEL_NOT_RUNNING, told)
-        self._scheduler.add_model(spec.name, workers=(), limits=spec.queue_limits, refusal=refusal)
 
     def add(self, label: str, spec: ModelSpec, *, beside: Replica | None = None) -> Replica:
         """Another worker of a model that there is. ``beside``: the one whose place it is to take."""

@@ -8,7 +8,6 @@ that is free. What is decided about it there is in the rooms beside these: ``mod
 ``deliveries`` (numbering, credit), ``strikes`` (whether it is to blame).
 """
 
-from collections.abc import Iterable
 from itertools import islice
 
 from protocol.codec import encode, pack_body, pack_error
@@ -39,17 +38,13 @@ class Scheduler(WorkerEvents):
 
     # --- models and their workers ---------------------------------------------------------------------------------
 
-    def add_model(
-        self, name: str, *, refusal: WireError, workers: Iterable[str] | None = None, limits: QueueLimits | None = None
-    ) -> None:
-        """A model, and the names of its workers (by default one, called as the model is), none of them up."""
+    def add_model(self, name: str, limits: QueueLimits | None = None) -> None:
+        """A model without workers."""
         before = self._models.get(name)
         if before is not None:  # it was removed once; requests of then may still be held
             before.limits, before.removed = limits or QueueLimits(), False
         else:
             self._models[name] = ModelQueue(name, limits or QueueLimits(), {})
-        for worker in (name,) if workers is None else workers:
-            self.add_worker(name, worker, refusal)
 
     def add_worker(self, model: str, worker: str, refusal: WireError) -> None:
         """Another worker of a model, not up."""

@@ -13,7 +13,6 @@ from supervisor.cli import exit_codes
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json, connect, runtime_dir_option
 from supervisor.cli.waiting import (
-    AT_REST,
     ModelStatus,
     coming_generation,
     settled_down,
@@ -21,6 +20,7 @@ from supervisor.cli.waiting import (
     wait_for,
     wait_for_turnovers,
 )
+from supervisor.lifecycle import AT_REST
 
 _models = click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")

@@ -6,10 +6,9 @@ from typing import Any
 
 from protocol.client import Client
 from supervisor.cli.tables import LiveLines, bar
+from supervisor.lifecycle import AT_REST, GOING_DOWN
 
 POLL_S = 0.05
-AT_REST = ("stopped", "sleeping", "failed")
-GOING_DOWN = ("draining", "stopping")
 
 ModelStatus = dict[str, Any]
 Turnover = dict[str, Any]

@@ -38,7 +38,8 @@ def scheduler() -> Scheduler:
 
 
 def make(scheduler: Scheduler, *, tokens: int = 1000) -> Scheduler:
-    scheduler.add_model("m", limits=QueueLimits(3, tokens), refusal=DOWN)
+    scheduler.add_model("m", QueueLimits(3, tokens))
+    scheduler.add_worker("m", "m", DOWN)
     scheduler.accept_new("m")
     scheduler.open("m", 1, 2, NOW)
     return scheduler
@@ -362,7 +363,9 @@ def test_granting_nothing_is_no_sign_of_life(scheduler: Scheduler) -> None:
 
 def test_another_worker_is_emptied_when_the_first_does_not_become_free() -> None:
     scheduler = Scheduler(window=1000)
-    scheduler.add_model("m", workers=("m:1", "m:2"), refusal=DOWN)
+    scheduler.add_model("m")
+    for worker in ("m:1", "m:2"):
+        scheduler.add_worker("m", worker, DOWN)
     for worker in ("m:1", "m:2"):
         scheduler.accept_new(worker)
         scheduler.open(worker, 1, 2, NOW)
@@ -396,7 +399,9 @@ def test_another_worker_is_emptied_when_the_first_does_not_become_free() -> None
 
 def test_a_sleeping_model_is_woken_for_what_waits() -> None:
     scheduler = Scheduler()
-    scheduler.add_model("m", refusal=DOWN, workers=("m:1", "m:2"))
+    scheduler.add_model("m")
+    for worker in ("m:1", "m:2"):
+        scheduler.add_worker("m", worker, DOWN)
     assert scheduler.rest("m:1", 0.0) == []
     wake = scheduler.submit(1, Generate(1, "m", {}, b""), 0.0)
     assert wake[-1] == Wake("m")

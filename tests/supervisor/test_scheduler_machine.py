@@ -64,7 +64,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.accepting = dict.fromkeys(WORKERS, False)
         for model in MODELS:
             names = [worker for worker, of in WORKERS.items() if of == model]
-            self.scheduler.add_model(model, workers=names, limits=QueueLimits(QUEUE_LIMIT, 100), refusal=DOWN)
+            self.scheduler.add_model(model, QueueLimits(QUEUE_LIMIT, 100))
+            for name in names:
+                self.scheduler.add_worker(model, name, DOWN)
         self.connect()
         for worker in WORKERS:
             self.ready(worker, 2)
