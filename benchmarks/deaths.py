@@ -21,16 +21,13 @@ from typing import Any
 
 from benchmarks.harness import Server, arguments_for, percentile
 from benchmarks.report import Result, write
+from tests.serving import engine
 
 SETTINGS: dict[str, Any] = {
     "restart": {"limit": 1000, "window": "1m", "initial": 0, "max": 0},
     "poison": {"limit": 1000, "window": "10m"},
 }
-FAKE = {
-    "model_dir": ".",
-    "engine": "tests.deterministic_engine:DeterministicEngine",
-    "options": {"step_s": 0.005, "context": 1_000_000},
-}
+FAKE = engine(step_s=0.005, context=1_000_000)
 EMBEDDED = {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu"}
 _LINE = re.compile(r"^(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ +(?P<text>.*)$", re.MULTILINE)
 _SEEN = re.compile(r"pid (?P<pid>\d+): killed by SIGKILL")

@@ -23,14 +23,10 @@ from benchmarks.report import Result, write
 from protocol import Client
 from protocol.messages import Credit
 from tests.raw_client import RawClient
+from tests.serving import engine
 
 STEP_S = 0.01
-ENGINE = {
-    "model_dir": ".",
-    "engine": "tests.deterministic_engine:DeterministicEngine",
-    "options": {"step_s": STEP_S, "context": 1_000_000},
-    "max_batch_size": 16,
-}
+ENGINE = engine(step_s=STEP_S, context=1_000_000, max_batch_size=16)
 CLIENTS, TOKENS, ROUNDS = 8, 1500, 5
 MIB = 1 << 20
 

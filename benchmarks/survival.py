@@ -23,18 +23,13 @@ from benchmarks.report import Result, write
 from protocol import AsyncClient
 from protocol.errors import WireError
 from tests.deterministic_engine import answer
+from tests.serving import engine
 
 CLIENTS = 20
 MODELS = ("a", "b")
 TOKENS = (20, 400)
 STEP_S = 0.004
-ENGINE = {
-    "model_dir": ".",
-    "engine": "tests.deterministic_engine:DeterministicEngine",
-    "options": {"step_s": STEP_S, "context": 4096},
-    "replicas": 2,
-    "max_batch_size": 8,
-}
+ENGINE = engine(step_s=STEP_S, context=4096, replicas=2, max_batch_size=8)
 RAISED = {
     "restart": {"limit": 1000, "window": "1m", "initial": "10ms", "max": "100ms"},
     "poison": {"limit": 1000, "window": "10m"},

@@ -321,7 +321,8 @@ from model_worker.rendering import Renderer
 from tests.supervisor.test_hostile_templates import conversation
 renderer = Renderer(ChatTemplate({LOOP!r}), 1000)
 renderer.ask(1, 1, conversation("x"))
-while not (renderer.pids and renderer._children[0].ready):
+until = time.monotonic() + {WITHIN}
+while not (renderer.pids and renderer._children[0].ready) and time.monotonic() < until:
     if renderer.collect():  # its second was over before this was given the processor again
         renderer.ask(1, 1, conversation("x"))
     time.sleep(0.001)

@@ -72,17 +72,10 @@ def test_while_a_worker_loads(serve: Serve) -> None:
     kill_and_time(serving, least=4)
 
 
-def test_while_a_worker_hangs_deaf_to_sigterm(serve: Serve) -> None:
-    serving = serve({"a": engine("HangsDeaf")})
-    with serving.client() as client:
-        stream = client.generate("a", "bad", max_tokens=50)
-        for _ in range(5):
-            next(stream)
-        kill_and_time(serving, least=3)
-
-
-def test_while_a_worker_hangs_with_the_interpreters_lock(serve: Serve) -> None:
-    serving = serve({"a": engine() | {"engine": "tests.orphan_engines:HangsWithTheLock"}})
+@pytest.mark.parametrize("hangs", ["tests.deterministic_engine:HangsDeaf", "tests.orphan_engines:HangsWithTheLock"])
+def test_while_a_worker_hangs(serve: Serve, hangs: str) -> None:
+    """Deaf to SIGTERM, or with the interpreter's lock held."""
+    serving = serve({"a": engine() | {"engine": hangs}})
     with serving.client() as client:
         stream = client.generate("a", "bad", max_tokens=50)
         for _ in range(5):
