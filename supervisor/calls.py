@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
-from supervisor.demand import Demand
-from supervisor.fleet import Fleet
-from supervisor.lifecycle import AT_REST, WorkerState
-from supervisor.reloads import Reloads
-from supervisor.replica import Replica
-from supervisor.scheduler import Scheduler
-from supervisor.turnover import How
+from supervisor.fleet.demand import Demand
+from supervisor.fleet.fleet import Fleet
+from supervisor.fleet.reloads import Reloads
+from supervisor.fleet.replica import Replica
+from supervisor.fleet.turnover import How
+from supervisor.requests.scheduler import Scheduler
+from supervisor.workers.lifecycle import AT_REST, WorkerState
 
 Params = dict[str, Any]
 Result = dict[str, Any]

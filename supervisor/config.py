@@ -25,7 +25,7 @@ from supervisor.config_schema import (
     SupervisorConfig,
     WatchConfig,
 )
-from supervisor.model_queue import QueueLimits
+from supervisor.requests.model_queue import QueueLimits
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from protocol.beat import DEFAULT_LEASES, MAX_LEASE_S, Leases
-from supervisor.deliveries import HoldLimits
-from supervisor.model_queue import QueueLimits
-from supervisor.restart import RestartPolicy
-from supervisor.sizes import Limit, parse_limit, parse_size
-from supervisor.stop_ladder import PATIENT, LadderTimes
-from supervisor.strikes import StrikePolicy
+from supervisor.placement.sizes import Limit, parse_limit, parse_size
+from supervisor.requests.deliveries import HoldLimits
+from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.strikes import StrikePolicy
+from supervisor.workers.restart import RestartPolicy
+from supervisor.workers.stop_ladder import PATIENT, LadderTimes
 
 ENGINE_KEYS: dict[str, frozenset[str]] = {
     "exllamav2": frozenset(

@@ -43,24 +43,24 @@ from protocol.messages import (
 from protocol.questions import QUESTIONS
 from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
 from supervisor import calls
-from supervisor.asks import Asker, Asks
 from supervisor.client_port import ClientPort, Connection, Context, bind_private, router
 from supervisor.config import Config, load_config
-from supervisor.deliveries import HoldLimits
-from supervisor.demand import Demand
 from supervisor.descriptors import DescriptorBudget
-from supervisor.fleet import RATE_WINDOW_S, Fleet
-from supervisor.in_flight import Effect, ToClient, ToWorker
-from supervisor.leftovers import Leftovers
-from supervisor.lifecycle import IllegalTransition
-from supervisor.local_launcher import LocalLauncher
+from supervisor.fleet.demand import Demand
+from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
+from supervisor.fleet.reloads import Reloads
+from supervisor.fleet.turnover import How
 from supervisor.reactor import Reactor
-from supervisor.reloads import Reloads
+from supervisor.requests.asks import Asker, Asks
+from supervisor.requests.deliveries import HoldLimits
+from supervisor.requests.in_flight import Effect, ToClient, ToWorker
+from supervisor.requests.scheduler import Scheduler
 from supervisor.runtime_dir import RuntimeDir
-from supervisor.scheduler import Scheduler
 from supervisor.timers import Timer
-from supervisor.turnover import How
-from supervisor.watch import LOOK_S
+from supervisor.workers.leftovers import Leftovers
+from supervisor.workers.lifecycle import IllegalTransition
+from supervisor.workers.local_launcher import LocalLauncher
+from supervisor.workers.watch import LOOK_S
 from supervisor.yaml_source import ConfigError
 from supervisor.zap import ZapHandler
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from supervisor.gpus import Gpu, Nvml
+from supervisor.placement.gpus import Gpu, Nvml
 
 WHERE = Path(__file__).parent / "recorded_boxes"
 

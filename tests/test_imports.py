@@ -8,12 +8,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("protocol", "model_worker", "supervisor")
+ROOMS = ("requests", "workers", "placement", "fleet")
+"""Of supervisor, in the order in which they may import one another: each only those before it."""
 DECISIONS = (
-    "lifecycle", "restart", "stop_ladder", "exits", "last_words", "vram_return",
-    "placement", "gpu_shares", "sizes", "affinity",
-    "scheduler", "worker_events", "request_table", "in_flight", "model_queue", "fair_queue", "seats",
-    "deliveries", "held", "strikes", "due", "route", "asks", "watch",
-)  # fmt: skip
+    *(f"requests/{path.stem}" for path in sorted((ROOT / "supervisor/requests").glob("*.py"))),
+    *(f"workers/{name}" for name in ("lifecycle", "restart", "stop_ladder", "exits", "last_words", "watch")),
+    *(f"placement/{name}" for name in ("policy", "gpu_shares", "sizes", "affinity", "eviction", "vram_return")),
+)
 """Modules of supervisor that decide: no sockets, no clock, no processes."""
 
 
@@ -52,6 +53,14 @@ def test_only_engine_modules_import_torch(path: Path) -> None:
         assert not {top(name) for name in imports(path)} & {"torch", "transformers", "exllamav2"}
 
 
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_in_one_direction(room: str) -> None:
+    allowed = {f"supervisor.{name}" for name in ROOMS[: ROOMS.index(room) + 1]}
+    closed = {f"supervisor.{name}" for name in (*ROOMS, "cli", "loop", "calls", "client_port")} - allowed
+    for path in modules(f"supervisor/{room}"):
+        assert not [name for name in imports(path) if ".".join(name.split(".")[:2]) in closed], path
+
+
 def test_supervisor_and_worker_meet_in_one_place() -> None:
     meeting = {
         path.relative_to(ROOT / "supervisor").as_posix()
@@ -59,7 +68,7 @@ def test_supervisor_and_worker_meet_in_one_place() -> None:
         for name in imports(path)
         if top(name) == "model_worker" and name != "model_worker.exit_codes"
     }
-    assert meeting == {"worker_process.py"}
+    assert meeting == {"workers/worker_process.py"}
 
 
 @pytest.mark.parametrize("name", DECISIONS)

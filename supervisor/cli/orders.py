@@ -20,7 +20,7 @@ from supervisor.cli.waiting import (
     wait_for,
     wait_for_turnovers,
 )
-from supervisor.lifecycle import AT_REST
+from supervisor.workers.lifecycle import AT_REST
 
 _models = click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")

@@ -17,14 +17,14 @@ from supervisor.cli.tables import table
 
 if TYPE_CHECKING:
     from supervisor.config import Config
-    from supervisor.fit import Candidate, Outcome
-    from supervisor.gpus import Gpu
+    from supervisor.placement.fit import Candidate, Outcome
+    from supervisor.placement.gpus import Gpu
 
 PARTS = ("weights", "cache", "draft", "workspace", "context", "declared")
 
 
 def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
-    from supervisor.sizes import parse_size
+    from supervisor.placement.sizes import parse_size
 
     if value is None:
         return None
@@ -50,7 +50,7 @@ def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: 
     Exit code 3 if those that start with the supervisor do not all find room, 1 if one of them cannot be loaded at all.
     """
     from supervisor.config import load_config
-    from supervisor.fit import fit
+    from supervisor.placement.fit import fit
     from supervisor.yaml_source import ConfigError
 
     try:
@@ -75,9 +75,9 @@ def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: 
 
 def _candidates(config: "Config") -> "list[Candidate]":
     """Every worker with what it needs; the directories are read by a process of its own."""
-    from supervisor.estimates import Estimated, ask_now
-    from supervisor.fit import Candidate
-    from supervisor.wishes import ESTIMATED, declared, wish_of
+    from supervisor.placement.estimates import Estimated, ask_now
+    from supervisor.placement.fit import Candidate
+    from supervisor.placement.wishes import ESTIMATED, declared, wish_of
 
     wishes = {name: wish_of(spec) for name, spec in config.models.items()}
     known: dict[str, Estimated] = {}
@@ -102,14 +102,14 @@ def _candidates(config: "Config") -> "list[Candidate]":
 
 
 def _made_up(sizes: Sequence[int]) -> "list[Gpu]":
-    from supervisor.gpus import Gpu
+    from supervisor.placement.gpus import Gpu
 
     return [Gpu(index, f"(GPU {index} of --gpus)", size, 0, size) for index, size in enumerate(sizes)]
 
 
 def _this_box(candidates: "Sequence[Candidate]", runtime_dir: Path) -> "list[Gpu]":
     """This box's GPUs, without what the models of a running supervisor hold. Raises Failure."""
-    from supervisor.gpus import GpusUnknown, Nvml
+    from supervisor.placement.gpus import GpusUnknown, Nvml
 
     if all(candidate.wish is None for candidate in candidates):
         return []

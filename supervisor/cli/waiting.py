@@ -6,7 +6,7 @@ from typing import Any
 
 from protocol.client import Client
 from supervisor.cli.tables import LiveLines, bar
-from supervisor.lifecycle import AT_REST, GOING_DOWN
+from supervisor.workers.lifecycle import AT_REST, GOING_DOWN
 
 POLL_S = 0.05
 

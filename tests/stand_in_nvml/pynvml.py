@@ -1,4 +1,4 @@
-"""What supervisor.gpus uses of nvidia-ml-py, told by a JSON file instead of a driver: see tests/system/test_vram.py.
+"""What placement.gpus uses of nvidia-ml-py, told by a JSON file instead of a driver: see tests/system/test_vram.py.
 
 ``MODELCTL_TEST_BOX`` names the file: {"gpus": [{"uuid", "total", "processes": {pid: bytes}}], "error": text or null},
 a GPU with "mig": true, "cpus": [numbers] and "nodes": [numbers] where a test wants them.

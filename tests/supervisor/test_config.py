@@ -92,7 +92,10 @@ def test_defaults(tmp_path: Path) -> None:
             "supervisor: {poison: {limits: 5}}\nmodels: {}",
             "supervisor.poison.limits: unknown key; did you mean 'limit'?",
         ),
-        ("supervisor: {watch: {idle: 0s}}\nmodels: {}", "supervisor.watch.idle: is '0s': must be from 1s to 24h"),
+        (
+            "supervisor: {watch: {idle: 0s}}\nmodels: {}",
+            "supervisor.watch.idle: is '0s': must be from 1s to 24h",
+        ),
         ("supervisor: {stopp: {}}\nmodels: {}", "supervisor.stopp: unknown key; did you mean 'stop'?"),
         ("", "models.yaml: models: is missing; add it"),
         ("models: {}", "models: names no model; add at least one"),

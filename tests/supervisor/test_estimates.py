@@ -11,9 +11,9 @@ import pytest
 
 from model_worker.engines.exllamav2.vram import estimate
 from protocol.worker_spec import EngineSpec
-from supervisor import estimates
-from supervisor.estimates import Estimated, Estimator, ask_now
-from supervisor.gpu_shares import Needs
+from supervisor.placement import estimates
+from supervisor.placement.estimates import Estimated, Estimator, ask_now
+from supervisor.placement.gpu_shares import Needs
 from supervisor.timers import Timers
 from tests.serving import ROOT, wait_until
 

@@ -2,7 +2,7 @@
 
 import random
 
-from supervisor.eviction import EXACT_UP_TO, Candidate, NoRoom, choose
+from supervisor.placement.eviction import EXACT_UP_TO, Candidate, NoRoom, choose
 
 GIB = 1 << 30
 

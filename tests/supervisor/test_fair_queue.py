@@ -1,9 +1,9 @@
 """Who is next: fair between clients, weighted by priority, nobody starves."""
 
-from supervisor.fair_queue import FairQueue
-from supervisor.held import HeldEvents
-from supervisor.in_flight import InFlight
-from supervisor.route import Route
+from supervisor.requests.fair_queue import FairQueue
+from supervisor.requests.held import HeldEvents
+from supervisor.requests.in_flight import InFlight
+from supervisor.requests.route import Route
 
 
 def push(line: FairQueue, channel: int, number: int, *, priority: str = "normal", cost: int = 10) -> InFlight:

@@ -3,7 +3,7 @@
 import os
 import random
 
-from supervisor.held import EVENT_COST, HeldEvents
+from supervisor.requests.held import EVENT_COST, HeldEvents
 
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from supervisor import leftovers
-from supervisor.leftovers import FILE, MARK, Leftovers, Record, Recorded, left_behind, lineage
-from supervisor.processes import Seen, boot_id, command_of, look, start_of
+from supervisor.workers import leftovers
+from supervisor.workers.leftovers import FILE, MARK, Leftovers, Record, Recorded, left_behind, lineage
+from supervisor.workers.processes import Seen, boot_id, command_of, look, start_of
 from tests.serving import is_alive
 
 LOG = logging.getLogger("test")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from supervisor.lifecycle import TRANSITIONS, Effect, Event, IllegalTransition, ModelLife, WorkerState
+from supervisor.workers.lifecycle import TRANSITIONS, Effect, Event, IllegalTransition, ModelLife, WorkerState
 
 S, E, X = WorkerState, Event, Effect
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supervisor.affinity import near_cpus, ranges
-from supervisor.gpu_shares import CONTEXT_BYTES, Needs, Split, divide, parts_on
-from supervisor.gpus import Gpu
-from supervisor.placement import Holding, Placed, Refused, Wish, place, place_unseen, rooms
-from supervisor.sizes import Limit, parse_limit, parse_size
+from supervisor.placement.affinity import near_cpus, ranges
+from supervisor.placement.gpu_shares import CONTEXT_BYTES, Needs, Split, divide, parts_on
+from supervisor.placement.gpus import Gpu
+from supervisor.placement.policy import Holding, Placed, Refused, Wish, place, place_unseen, rooms
+from supervisor.placement.sizes import Limit, parse_limit, parse_size
 from tests.boxes import read_box
 
 GIB = 1 << 30

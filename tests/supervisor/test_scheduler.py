@@ -19,10 +19,10 @@ from protocol.messages import (
     JobMessage,
     Message,
 )
-from supervisor.deliveries import HoldLimits
-from supervisor.in_flight import Effect, ToClient, ToWorker, Wake
-from supervisor.model_queue import QueueLimits
-from supervisor.scheduler import Scheduler
+from supervisor.requests.deliveries import HoldLimits
+from supervisor.requests.in_flight import Effect, ToClient, ToWorker, Wake
+from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.scheduler import Scheduler
 
 DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
 GONE = WireError(ErrorCode.WORKER_DIED, "gone")

@@ -14,13 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from protocol.codec import decode
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import WORKER_TO_SUPERVISOR, EventEntry, EventFlag, Events, Generate
-from supervisor.deliveries import HoldLimits
-from supervisor.held import EVENT_COST
-from supervisor.in_flight import Effect, InFlight, ToClient
-from supervisor.in_flight import Phase as RequestPhase
-from supervisor.model_queue import QueueLimits
-from supervisor.scheduler import Scheduler
-from supervisor.strikes import StrikePolicy
+from supervisor.requests.deliveries import HoldLimits
+from supervisor.requests.held import EVENT_COST
+from supervisor.requests.in_flight import Effect, InFlight, ToClient
+from supervisor.requests.in_flight import Phase as RequestPhase
+from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.strikes import StrikePolicy
 from tests.supervisor.scheduler_model import FakeClient, FakeWorker
 
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))

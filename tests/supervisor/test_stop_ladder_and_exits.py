@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 from supervisor import logs
-from supervisor.exits import MAX_LINES, MAX_MESSAGE, classify, not_spawned
-from supervisor.stop_ladder import IMPATIENT, PATIENT, LadderTimes, Rung, plan
 from supervisor.timers import Timers
+from supervisor.workers.exits import MAX_LINES, MAX_MESSAGE, classify, not_spawned
+from supervisor.workers.stop_ladder import IMPATIENT, PATIENT, LadderTimes, Rung, plan
 
 
 def test_the_rungs_in_order() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from supervisor import strikes as strikes_module
-from supervisor.strikes import StrikePolicy, Strikes
+from supervisor.requests import strikes as strikes_module
+from supervisor.requests.strikes import StrikePolicy, Strikes
 
 
 def test_one_strike_isolates_and_two_poison() -> None:

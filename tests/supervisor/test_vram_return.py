@@ -1,7 +1,7 @@
 """Dead workers' VRAM, on readings of a recorded box: what is awaited, what comes back, what is given up."""
 
-from supervisor.gpus import Gpu
-from supervisor.vram_return import VramReturns
+from supervisor.placement.gpus import Gpu
+from supervisor.placement.vram_return import VramReturns
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.beat import MAX_LEASE_S, Beat, Leases, Phase, Reading, WatchedPage, read_word
-from supervisor.watch import DUMP_S, LOOK_S, Looks, Verdict, Watched
+from supervisor.workers.watch import DUMP_S, LOOK_S, Looks, Verdict, Watched
 
 LEASES = Leases(start_s=4.0, load_s=3.0, idle_s=1.0, step_s=2.0)
 

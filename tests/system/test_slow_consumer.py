@@ -7,8 +7,8 @@ import pytest
 
 from protocol.limits import STREAM_WINDOW
 from protocol.messages import Cancel, Credit
-from supervisor.deliveries import HoldLimits
-from supervisor.held import EVENT_COST
+from supervisor.requests.deliveries import HoldLimits
+from supervisor.requests.held import EVENT_COST
 from tests.deterministic_engine import answer
 from tests.raw_client import RawClient
 from tests.serving import Serving, engine, wait_until

@@ -1,0 +1,371 @@
+"""The models and their processes: what lifecycle decides is done here.
+
+``Fleet`` owns every worker's record, its process and its timers; a model has one worker, or several (replicas). It is
+driven by the loop: worker messages, exits and timers come in; frames for clients and workers go out through ``Outlet``.
+"""
+
+import logging
+import os
+import random
+import secrets
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from protocol.codec import encode
+from protocol.errors import ErrorCode, FrameError, WireError
+from protocol.messages import Hello, Message, Progress, Ready, Shutdown, Stats
+from protocol.worker_spec import WorkerSpec
+from supervisor import logs
+from supervisor.config import Config, ModelSpec
+from supervisor.fleet.hang_watch import HangWatch
+from supervisor.fleet.replica import ROOM_RETRY_S, Replica
+from supervisor.fleet.roster import Roster
+from supervisor.placement.admission import Admission
+from supervisor.placement.vram import Vram
+from supervisor.requests.in_flight import Effect as RequestEffect
+from supervisor.requests.scheduler import Scheduler
+from supervisor.timers import Timers
+from supervisor.workers import stop_ladder
+from supervisor.workers.exits import ExitReport, classify, not_spawned
+from supervisor.workers.launcher import Launched, Launcher
+from supervisor.workers.lifecycle import AT_REST, GOING_DOWN, Effect, Event, WorkerState
+from supervisor.workers.stop_ladder import Rung
+from supervisor.workers.worker_reports import checked_hello, checked_progress, checked_ready, checked_stats
+
+RATE_WINDOW_S = 1.0
+
+
+class Outlet(Protocol):
+    """What the fleet needs of the loop."""
+
+    def perform(self, effects: list[RequestEffect]) -> None: ...
+    def send_worker(self, worker: str, frame: bytes) -> None: ...
+    def worker_gone(self, worker: str) -> None: ...
+    def state_changed(self) -> None: ...
+
+
+class Fleet(Roster):
+    """All models. Every method runs on the supervisor's one thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        scheduler: Scheduler,
+        timers: Timers,
+        launcher: Launcher,
+        outlet: Outlet,
+        runtime_dir: Path,
+        back_endpoint: str,
+        log: logging.Logger,
+    ) -> None:
+        outer, cpus = os.environ.get("CUDA_VISIBLE_DEVICES"), os.sched_getaffinity(0)
+        super().__init__(config, scheduler, Admission(Vram(timers, log), outer, cpus, timers, log), runtime_dir)
+        self._timers = timers
+        self._launcher = launcher
+        self._outlet = outlet
+        self._back_endpoint = back_endpoint
+        self._log = log
+        self._by_routing_id: dict[bytes, Replica] = {}
+        self._hang_watch = HangWatch(self.kill, log)
+
+    # --- orders -------------------------------------------------------------------------------------------------
+
+    def start(self, name: str, cause: str) -> None:
+        """Want a worker up, whatever it is doing. One on its way down is started again when it is stopped."""
+        replica = self.replicas[name]
+        replica.wanted, replica.asleep, replica.unloaded = True, False, None
+        self._apply(replica, Event.START, cause)
+
+    def rest(self, name: str, cause: str) -> None:
+        """Have a worker that is stopped, or has failed, started by the first request for its model."""
+        replica = self.replicas[name]
+        replica.wanted, replica.asleep = False, True
+        self._apply(replica, Event.SLEEP, cause)
+
+    def unload(self, name: str, cause: str) -> None:
+        """Send a worker to sleep that is ready and idle. A request that comes meanwhile waits, and wakes it again."""
+        replica = self.replicas[name]
+        replica.wanted, replica.asleep, replica.unloaded = False, True, cause
+        replica.ladder_times = self._config.supervisor.ladder
+        self._apply(replica, Event.UNLOAD, cause)
+
+    def stop(self, name: str, cause: str, *, now: bool = False) -> None:
+        """Want a worker down: after its requests (bounded by the drain's time), or at once."""
+        replica = self.replicas[name]
+        replica.wanted = replica.asleep = False
+        if now and replica.state is WorkerState.STOPPING and replica.ladder_times is stop_ladder.IMPATIENT:
+            return  # climbing as fast as it can: to begin anew would put SIGKILL off
+        replica.ladder_times = stop_ladder.IMPATIENT if now else self._config.supervisor.ladder
+        self._apply(replica, Event.STOP_NOW if now else Event.STOP, cause)
+
+    def restart(self, name: str, cause: str) -> None:
+        """Stop, then start: requests wait meanwhile. A worker that is down is just started."""
+        replica = self.replicas[name]
+        if replica.state in (*AT_REST, WorkerState.BACKOFF):
+            self.start(name, cause)
+            return
+        replica.wanted, replica.asleep, replica.unloaded = True, False, None
+        replica.ladder_times = self._config.supervisor.ladder
+        self._apply(replica, Event.STOP, cause)
+
+    def respec(self, replica: Replica, spec: ModelSpec) -> None:
+        was_lazy = replica.spec.config.lazy
+        super().respec(replica, spec)
+        self._settle(replica, was_lazy)
+
+    def adopt_settings(self, replica: Replica, spec: ModelSpec) -> None:
+        """What the supervisor goes by; its process may stay as it is."""
+        was_lazy = replica.spec.config.lazy
+        if replica.coming is None:
+            replica.spec = spec
+        else:  # its process is of an older one still
+            super().respec(replica, spec)
+        self._settle(replica, was_lazy)
+
+    def _settle(self, replica: Replica, was_lazy: bool) -> None:
+        """At rest, one that has become lazy sleeps, and one that is so no more does not."""
+        lazy = replica.spec.config.lazy
+        if replica.state is WorkerState.SLEEPING and not lazy:
+            self.stop(replica.name, "it is not lazy any more")
+        elif replica.state is WorkerState.STOPPED and lazy and not was_lazy and not replica.wanted:
+            self.rest(replica.name, "lazy")
+
+    @property
+    def all_stopped(self) -> bool:
+        """No process is left. Their VRAM may still be on its way back: ``vram.awaited``."""
+        return all(replica.process is None for replica in self.replicas.values())
+
+    # --- what workers say ---------------------------------------------------------------------------------------
+
+    def replica_of(self, routing_id: bytes) -> Replica | None:
+        """The worker whose present process has this identity; None for a former generation's or a stranger's."""
+        return self._by_routing_id.get(routing_id)
+
+    def on_worker_message(self, replica: Replica, message: Message) -> None:
+        """HELLO, PROGRESS, READY and STATS. Raises FrameError for a body that is not what it should be."""
+        match message:
+            case Hello(body):
+                checked_hello(body)
+                self._apply(replica, Event.HELLO, "connected")
+            case Progress(body):
+                replica.progress = progress = checked_progress(body)
+                told = self._scheduler.report_loading(
+                    replica.model, progress["phase"], progress["done"], progress["total"]
+                )
+                self._outlet.perform(told)
+            case Ready(body):
+                replica.info = checked_ready(body)
+                replica.progress = {}
+                if replica.process is not None:
+                    self.admission.ready(replica.name, replica.process.pid)
+                loaded = f"loaded in {replica.info['load_seconds']} s, attention: {replica.info['attention']}"
+                self._apply(replica, Event.LOADED, loaded)
+            case Stats(body):
+                replica.stats = checked_stats(body)
+            case _:
+                raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")
+
+    def on_exit(self, process: Launched) -> None:
+        """A worker is gone, and all that it sent before is taken in."""
+        replica = next(replica for replica in self.replicas.values() if replica.process is process)
+        asked = replica.state is WorkerState.STOPPING  # a draining worker has not been told to leave yet
+        code = self._launcher.reap(process)
+        replica.process = None
+        self._by_routing_id.pop(replica.routing_id, None)
+        self.admission.ended(replica.name, process.pid)
+        self._outlet.worker_gone(replica.name)
+        tail = logs.tail(replica.log_path, since=replica.log_begin)
+        killed = (replica.kill_reason, replica.killed_for) if replica.killed_for else None
+        self._ended(replica, classify(code, asked=asked, log_tail=tail, killed=killed), process.pid)
+
+    def look(self) -> None:
+        """See which workers get on, and end those that hang. To be called every ``watch.LOOK_S``."""
+        self._hang_watch.look(self.replicas.values(), time.monotonic())
+
+    def kill(self, replica: Replica, why: str, reason: str = "killed") -> None:
+        """End a worker that hangs, is out of its mind or out of reach. Its requests end when it is gone."""
+        if replica.process is not None and replica.killed_for is None and not replica.process.is_gone:
+            replica.killed_for, replica.kill_reason = why, reason
+            self._log.error("%s: killing pid %d: %s", replica.shown, replica.process.pid, why)
+            replica.process.signal(signal.SIGKILL)
+
+    def _ended(self, replica: Replica, report: ExitReport, pid: int | None) -> None:
+        """There is no process any more, or there never was one: what follows from that."""
+        for timer in [*replica.ladder, replica.drain_timer]:
+            if timer is not None:
+                timer.cancel()
+        replica.ladder.clear()
+        replica.last_exit = report
+        replica.stats, replica.progress, replica.tokens_per_s = {}, {}, 0.0
+        pause = 0.0
+        event = Event.DIED
+        if report.reason != "asked":
+            again = replica.history.failed(time.monotonic(), random.random()) if report.retry else None
+            event = Event.DIED if again is not None else Event.DIED_FOR_GOOD
+            pause = again or 0.0
+            verdict = f"next try in {pause:.1f} s" if again is not None else "not tried again"
+            if replica.state in GOING_DOWN:
+                verdict = "it was being stopped"
+            self._log.warning("%s: pid %s: %s; %s", replica.shown, pid or "none", report.message, verdict)
+        self._apply(replica, event, report.message, pause=pause)
+        if replica.wanted and replica.state is WorkerState.STOPPED:
+            self._apply(replica, Event.START, "started again")
+        elif replica.asleep and replica.state is WorkerState.STOPPED:
+            self._apply(replica, Event.SLEEP, replica.unloaded or "lazy")
+        elif replica.state is WorkerState.FAILED and replica.lacks_room:
+            replica.backoff_timer = self._timers.at(
+                time.monotonic() + ROOM_RETRY_S, lambda: self._try_room_again(replica)
+            )
+
+    def _try_room_again(self, replica: Replica) -> None:
+        if replica.state is WorkerState.FAILED and replica.lacks_room:  # a reload may have made it another
+            self.rest(replica.name, "there may be room by now")
+
+    def after_events(self, replica: Replica) -> None:
+        """Requests of a worker have ended: a drain may be over."""
+        if replica.state is WorkerState.DRAINING and self._scheduler.work(replica.name)[0] == 0:
+            self._apply(replica, Event.DRAINED, "no request left")
+
+    def sample_rates(self, elapsed_s: float) -> None:
+        """Tokens per second of each worker since the last sample, and when it was last busy."""
+        for name, replica in self.replicas.items():
+            running, tokens = self._scheduler.work(name)
+            if running or tokens != replica.tokens_seen:
+                replica.last_active = time.monotonic()
+            replica.tokens_per_s = (tokens - replica.tokens_seen) / elapsed_s
+            replica.tokens_seen = tokens
+
+    # --- effects ------------------------------------------------------------------------------------------------
+
+    def _apply(self, replica: Replica, event: Event, cause: str, *, pause: float = 0.0) -> None:
+        before = replica.state
+        now = time.monotonic()
+        effects = replica.life.apply(event, now, cause)
+        if replica.state is not before:
+            pid = f" pid {replica.process.pid}" if replica.process else ""
+            self._log.info("%s: %s -> %s (%s)%s", replica.shown, before, replica.state, cause, pid)
+        for effect in effects:
+            self._do(replica, effect, now, pause)
+        self._outlet.state_changed()
+
+    def _do(self, replica: Replica, effect: Effect, now: float, pause: float) -> None:
+        name = replica.name
+        match effect:
+            case Effect.SPAWN:
+                self._spawn(replica)
+            case Effect.OPEN:
+                replica.last_active = now
+                self._outlet.perform(self._scheduler.open(name, replica.generation, replica.info["max_jobs"], now))
+            case Effect.ACCEPT_NEW:
+                self._scheduler.accept_new(name)
+            case Effect.HOLD_NEW:
+                self._outlet.perform(self._scheduler.pause(name, now))
+            case Effect.REST:
+                self._outlet.perform(self._scheduler.rest(name, now))
+            case Effect.REFUSE_NEW if replica.comes_again:
+                self._outlet.perform(self._scheduler.pause(name, now))
+            case Effect.REFUSE_NEW:
+                self._outlet.perform(self._scheduler.refuse_new(name, replica.refusal(), now))
+            case Effect.END_WAITING:
+                self._outlet.perform(self._scheduler.end_waiting(name, replica.refusal()))
+            case Effect.END_ACTIVE:
+                asked = replica.last_exit is not None and replica.last_exit.reason == "asked"
+                if asked:
+                    told = f"model {replica.model!r} was stopped before the answer was finished"
+                    error = WireError(ErrorCode.DRAINING, told)
+                else:
+                    reason = replica.last_exit.reason if replica.last_exit else "gone"
+                    told = f"model {replica.model!r}: the worker process ended ({reason})"
+                    error = WireError(ErrorCode.WORKER_DIED, told)
+                self._outlet.perform(self._scheduler.worker_gone(name, error, now, struck=not asked))
+                if replica.state is WorkerState.STOPPED:
+                    self._outlet.perform(self._scheduler.release_held(name, now))
+            case Effect.WATCH_DRAIN:
+                replica.drain_timer = self._timers.at(
+                    now + self._config.supervisor.stop.drain, lambda: self._drain_expired(replica)
+                )
+                self.after_events(replica)
+            case Effect.CLIMB:
+                self._climb(replica, now)
+            case Effect.ARM_BACKOFF:
+                replica.restarts += 1
+                replica.backoff_timer = self._timers.at(
+                    now + pause, lambda: self._apply(replica, Event.BACKOFF_OVER, "pause over")
+                )
+            case Effect.FORGIVE:
+                replica.history.forgive()
+                if replica.backoff_timer is not None:
+                    replica.backoff_timer.cancel()
+
+    def _spawn(self, replica: Replica) -> None:
+        self._take_spec(replica)
+        self._generations[replica.label] += 1
+        replica.generation = self._generations[replica.label]
+        replica.routing_id = b"W" + secrets.token_bytes(16)
+        replica.info, replica.progress, replica.killed_for, replica.watched = {}, {}, None, None
+        spec = WorkerSpec(
+            engine=replica.spec.engine_spec,
+            generation=replica.generation,
+            visible_devices="",  # until it is placed
+            sampling=replica.spec.config.sampling or {},
+            limits=replica.spec.config.limits or {},
+            endpoint=self._back_endpoint,
+            routing_id=replica.routing_id,
+            log_path=str(replica.log_path),
+            supervisor_pid=os.getpid(),
+            leases=self._config.supervisor.leases(replica.spec.config),
+        )
+        replica.log_begin = logs.prepare(replica.log_path)
+        self.admission.admit(
+            replica.name,
+            replica.label,
+            replica.spec,
+            lambda devices, cpus: self._launch(replica, replace(spec, visible_devices=devices, cpus=cpus)),
+            lambda report: self._ended(replica, report, None),
+            limits=self._config.supervisor.vram_limit,
+            last=not replica.history.recent,
+        )
+
+    def _launch(self, replica: Replica, spec: WorkerSpec) -> int | None:
+        """The pid; None where there is no process left to be had."""
+        try:
+            replica.process = self._launcher.start(spec)
+        except OSError as e:
+            # Not from here: we are in the middle of the transition to STARTING. The next turn counts it as a death.
+            report = not_spawned(e)
+            self._timers.at(time.monotonic(), lambda: self._ended(replica, report, None))
+            return None
+        self._by_routing_id[replica.routing_id] = replica
+        return replica.process.pid
+
+    def _drain_expired(self, replica: Replica) -> None:
+        if not replica.wanted:  # else it is started again, and they go on there
+            self._outlet.perform(self._scheduler.end_running(replica.name))
+        self._apply(replica, Event.DRAINED, "the drain's time is over")
+
+    def _climb(self, replica: Replica, now: float) -> None:
+        if replica.drain_timer is not None:
+            replica.drain_timer.cancel()
+        for timer in replica.ladder:
+            timer.cancel()
+        if self.admission.forget(
+            replica.name
+        ):  # not spawned yet: its end is counted in the next turn, as a process's would be
+            never = ExitReport(0, "asked", "stopped before it was spawned", retry=False)
+            self._timers.at(now, lambda: self._ended(replica, never, None))
+            return
+        times = replica.ladder_times or self._config.supervisor.ladder
+        rungs = stop_ladder.plan(now, times, reads_messages=bool(replica.info))
+        replica.ladder = [self._timers.at(at, lambda rung=rung: self._rung(replica, rung)) for at, rung in rungs]  # type: ignore[misc]
+
+    def _rung(self, replica: Replica, rung: Rung) -> None:
+        if replica.process is None:
+            return
+        self._log.info("%s: %s to pid %d", replica.shown, rung, replica.process.pid)
+        if rung is Rung.SHUTDOWN:
+            self._outlet.send_worker(replica.name, encode(Shutdown()))
+        else:
+            replica.process.signal(signal.SIGTERM if rung is Rung.SIGTERM else signal.SIGKILL)

@@ -1,0 +1,101 @@
+"""reload and restart in turns: what an order means for each model. Carried out by ``turnover``."""
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from supervisor.config import Config, ModelSpec
+from supervisor.fleet.fleet import Fleet
+from supervisor.fleet.replica import Replica
+from supervisor.fleet.turnover import Change, How, Plan, Step, Turnover, changes
+from supervisor.requests.deliveries import HoldLimits
+from supervisor.requests.scheduler import Scheduler
+from supervisor.timers import Timers
+
+
+class Reloads:
+    """Orders that concern several workers. ``advance_soon`` is to be called when a worker's state has changed."""
+
+    def __init__(self, fleet: Fleet, scheduler: Scheduler, timers: Timers, log: logging.Logger) -> None:
+        self._fleet = fleet
+        self._scheduler = scheduler
+        self._timers = timers
+        self._advancing = False
+        self.turnover = Turnover(fleet, log)
+
+    def reload(self, config: Config, cause: str, how: How, only: str | None = None) -> int:
+        """Make it so: all models, or one, whose workers are then exchanged in any case. Returns the order's number.
+
+        What that means for each worker is found out when the orders before are done.
+        """
+        before = self._fleet.config
+        if only is not None:
+            models = before.models | {name: spec for name, spec in config.models.items() if name == only}
+            if only not in config.models:
+                models.pop(only, None)  # an earlier order may be removing it already
+            config = Config(config.file, models, before.supervisor)
+        self._fleet.adopt(config)
+        self._scheduler.set_policies(
+            HoldLimits(stall_s=config.supervisor.stall), strikes=config.supervisor.strike_policy
+        )
+        forced = () if only is None else (only,)
+        number = self.turnover.order(cause, how, partial(self._plan, config, forced))
+        self.advance_soon()
+        return number
+
+    def restart_in_turns(self, replicas: Sequence[Replica], cause: str) -> int:
+        """Exchange several workers of a model, one after the other. Returns the order's number."""
+        models, labels = {r.model for r in replicas}, [r.label for r in replicas]
+
+        def plan() -> Plan:  # of what is there by then: an earlier order may have made them others, or removed them
+            there = [replica for label in labels if (replica := self._fleet.shown(label)) is not None]
+            steps = [Step(r.model, r.label, r.coming or r.spec, forced=True) for r in there]
+            return Plan(dict.fromkeys(models, Change.WORKERS), steps)
+
+        number = self.turnover.order(cause, How.EXCHANGE, plan)
+        self.advance_soon()
+        return number
+
+    def advance_soon(self) -> None:
+        """Not at once: we may be in the middle of a transition."""
+        if self.turnover.busy and not self._advancing:
+            self._advancing = True
+            self._timers.at(time.monotonic(), self._advance)
+
+    def _advance(self) -> None:
+        self._advancing = False
+        self.turnover.advance()
+
+    def _plan(self, config: Config, forced: Sequence[str]) -> Plan:
+        before: dict[str, list[ModelSpec]] = {}
+        for replica in self._fleet.replicas.values():
+            before.setdefault(replica.model, []).append(replica.coming or replica.spec)
+        found = changes(before, config.models, forced)
+        steps: list[Step] = []
+        for model, change in found.items():
+            steps += self._steps(model, change, config.models.get(model), forced=model in forced)
+        return Plan(found, steps)
+
+    def _steps(self, model: str, change: Change, spec: ModelSpec | None, *, forced: bool) -> list[Step]:
+        workers = self._fleet.of_model(model)
+        there = [replica.label for replica in workers]
+        if spec is None:
+            return [Step(model, label, None) for label in there]
+        if change is Change.ADDED:
+            self._scheduler.add_model(model, spec.queue_limits)
+            return [Step(model, label, spec, start=spec.autostart) for label in spec.workers]
+        self._scheduler.set_limits(model, spec.queue_limits)
+        if change is Change.WORKERS:
+            missing = [label for label in spec.workers if label not in there]
+            # where there was one, "a", and are to be several, it becomes "a:1"; of several, one that is wanted stays
+            for replica in sorted(workers, key=lambda replica: not replica.wanted):
+                if replica.label not in spec.workers and missing:
+                    self._fleet.relabel(replica, missing.pop(0))
+            wanted = any(replica.wanted for replica in workers)
+            stay = [Step(model, label, spec, start=wanted, forced=forced) for label in spec.workers]
+            gone = [Step(model, replica.label, None) for replica in workers if replica.label not in spec.workers]
+            return stay + gone
+        for replica in workers:
+            self._fleet.adopt_settings(replica, spec)
+        return []

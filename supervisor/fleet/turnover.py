@@ -1,0 +1,300 @@
+"""Exchanging workers for others while requests go on: reload of models.yaml or of one model, restart in turns.
+
+One worker is exchanged at a time, so that a model with several is never without one, and a GPU never holds more than
+one worker too many. ``changes`` compares two configurations; ``Turnover`` carries out, step by step, what follows:
+
+    beside    a successor is started, warmed up, given the name; then the old worker finishes its requests and leaves
+    exchange  the old worker finishes its requests and leaves, others wait in the queue, the successor is started
+    add       a worker is started where there was none
+    retire    a worker finishes its requests and leaves
+    keep      a worker is what it is to be, and stays
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+from supervisor.config import ModelSpec
+from supervisor.fleet.replica import Replica
+from supervisor.workers.lifecycle import AT_REST, WorkerState
+
+KEPT = 16
+"""Turnovers whose outcome can still be asked for."""
+TRIES = 3
+"""Processes of a worker that may die before it is ready, until it counts as failed here. It is tried on, but those who
+wait, perhaps with a models.yaml that mends it, are not kept by a load that takes long and crashes for ever."""
+_UP = (WorkerState.READY, WorkerState.DRAINING)
+
+
+class How(StrEnum):
+    """How workers are exchanged. AUTO: beside each other where both fit."""
+
+    AUTO = "auto"
+    BESIDE = "beside"
+    EXCHANGE = "exchange"
+
+
+class Change(StrEnum):
+    """What a new models.yaml means for one model."""
+
+    UNCHANGED = "unchanged"
+    SETTINGS = "settings"
+    """Only what the supervisor itself goes by; its workers stay."""
+    WORKERS = "workers"
+    ADDED = "added"
+    REMOVED = "removed"
+
+
+def changes(
+    before: Mapping[str, Collection[ModelSpec]], after: Mapping[str, ModelSpec], forced: Collection[str] = ()
+) -> dict[str, Change]:
+    """Each model's, in the order of ``after``, then those that are not there any more.
+
+    before  model → what each of its workers is, which after a reload that failed is not what models.yaml said
+    forced  models whose workers are exchanged in any case
+    """
+    told = {}
+    for name, spec in after.items():
+        old = before.get(name)
+        if not old:
+            told[name] = Change.ADDED
+        elif name in forced or len(old) != len(spec.workers) or any(o.process_key != spec.process_key for o in old):
+            told[name] = Change.WORKERS
+        elif any(o.config != spec.config for o in old):
+            told[name] = Change.SETTINGS
+        else:
+            told[name] = Change.UNCHANGED
+    return told | {name: Change.REMOVED for name in before if name not in after}
+
+
+class Yard(Protocol):
+    """What a turnover needs of the fleet. Workers go by the name that ``Replica.name`` has."""
+
+    def shown(self, label: str) -> Replica | None: ...
+    def add(self, label: str, spec: ModelSpec, *, beside: Replica | None = None) -> Replica: ...
+    def remove(self, replica: Replica) -> None: ...
+    def respec(self, replica: Replica, spec: ModelSpec) -> None: ...
+    def hand_over(self, old: Replica, new: Replica) -> None: ...
+    def adopt_settings(self, replica: Replica, spec: ModelSpec) -> None: ...
+    def start(self, name: str, cause: str) -> None: ...
+    def rest(self, name: str, cause: str) -> None: ...
+    def stop(self, name: str, cause: str, *, now: bool = False) -> None: ...
+    def restart(self, name: str, cause: str) -> None: ...
+    def fits_beside(self, old: Replica, spec: ModelSpec) -> bool: ...
+
+
+@dataclass
+class Step:
+    """One worker.
+
+    label   its name for people
+    spec    what it is to be; None: it is to go
+    start   a worker where there was none is to be started
+    forced  exchange it even if it is what it is to be
+    """
+
+    model: str
+    label: str
+    spec: ModelSpec | None
+    start: bool = True
+    forced: bool = False
+    old: Replica | None = None
+    new: Replica | None = None
+    kind: str = ""
+    generation: int = 0
+    handed_over: bool = False
+    failure: str | None = None
+
+
+class Plan(NamedTuple):
+    """What an order comes to."""
+
+    found: Mapping[str, Change]
+    steps: Sequence[Step]
+
+
+@dataclass
+class Ticket:
+    """One order. ``models``: model → {change, state: "waiting", "running", "done" or "failed", how, message}, once its
+    turn has come."""
+
+    number: int
+    cause: str
+    how: How
+    plan: Callable[[], Plan]
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: deque[Step] | None = None
+    running: bool = True
+
+    def describe(self) -> dict[str, Any]:
+        models = [{"model": model, **told} for model, told in self.models.items()]
+        return {"number": self.number, "cause": self.cause, "running": self.running, "models": models}
+
+
+class Turnover:
+    """The orders, one after the other. ``advance`` is called whenever a worker's state has changed."""
+
+    def __init__(self, yard: Yard, log: logging.Logger) -> None:
+        self._yard = yard
+        self._log = log
+        self._tickets: deque[Ticket] = deque()
+        self._told: deque[Ticket] = deque()
+        self._step: Step | None = None
+        self._last = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._tickets)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The last orders, the newest last."""
+        return [ticket.describe() for ticket in self._told]
+
+    def order(self, cause: str, how: How, plan: Callable[[], Plan]) -> int:
+        """Carry out what ``plan`` says when the orders before are done. Returns the order's number."""
+        self._last += 1
+        ticket = Ticket(self._last, cause, how, plan)
+        self._tickets.append(ticket)
+        self._told.append(ticket)
+        while len(self._told) > KEPT and not self._told[0].running:
+            self._told.popleft()
+        return ticket.number
+
+    def abandon(self) -> None:
+        """Everything is about to be stopped."""
+        for ticket in self._tickets:
+            ticket.running = False
+            for told in ticket.models.values():
+                if told["state"] in ("waiting", "running"):
+                    told.update(state="failed", message="the supervisor is shutting down")
+        self._tickets.clear()
+        self._step = None
+
+    def advance(self) -> None:
+        """Go as far as is possible now."""
+        while self._tickets:
+            ticket = self._tickets[0]
+            if ticket.steps is None:
+                ticket.steps = self._planned(ticket)
+            if self._step is None:
+                if not ticket.steps:
+                    self._tickets.popleft()
+                    ticket.running = False
+                    continue
+                self._step = ticket.steps.popleft()
+                ticket.models[self._step.model]["state"] = "running"
+                self._begin(self._step, ticket)
+            if not self._see(self._step, ticket.cause):
+                return
+            step, self._step = self._step, None
+            self._note(ticket, step)
+
+    def _planned(self, ticket: Ticket) -> deque[Step]:
+        found, steps = ticket.plan()
+        busy = {step.model for step in steps}
+        for model, change in found.items():
+            ticket.models[model] = {"change": str(change), "state": "waiting" if model in busy else "done"}
+        self._log.info("%s: %s", ticket.cause, ", ".join(f"{m} {c}" for m, c in found.items()))
+        return deque(steps)
+
+    def _note(self, ticket: Ticket, step: Step) -> None:
+        told, others = ticket.models[step.model], ticket.steps or deque[Step]()
+        told["how"] = step.kind
+        if step.failure is not None:
+            told.update(state="failed", message=step.failure)
+            self._log.error("%s: %s: %s", ticket.cause, step.label, step.failure)
+            ticket.steps = deque(other for other in others if other.model != step.model)
+        elif not any(other.model == step.model for other in others):
+            told["state"] = "done"
+
+    def _begin(self, step: Step, ticket: Ticket) -> None:
+        yard, cause = self._yard, ticket.cause
+        old = step.old = yard.shown(step.label)
+        step.generation = old.generation if old else 0
+        if step.spec is None:
+            step.kind = "retire"
+            if old is not None:
+                yard.stop(old.name, cause)
+        elif old is None:
+            step.kind = "add"
+            step.new = yard.add(step.label, step.spec)
+            step.generation = step.new.generation
+            if step.start:
+                yard.start(step.new.name, cause)
+            elif step.spec.config.lazy:
+                yard.rest(step.new.name, cause)
+        elif not step.forced and (old.coming or old.spec).process_key == step.spec.process_key:
+            step.kind, step.start = "keep", False
+            yard.adopt_settings(old, step.spec)
+        elif not old.wanted:  # down, or on its way there because somebody has ordered that
+            step.kind, step.start = "add", False
+            yard.respec(old, step.spec)  # for when it is started
+        elif old.state in _UP and self._beside(old, step, ticket.how):
+            step.kind = "beside"
+            step.new = yard.add(step.label, step.spec, beside=old)
+            yard.start(step.new.name, cause)
+        else:
+            step.kind = "exchange"
+            yard.respec(old, step.spec)
+            yard.restart(old.name, cause)
+
+    def _beside(self, old: Replica, step: Step, how: How) -> bool:
+        assert step.spec is not None
+        return how is How.BESIDE or (how is How.AUTO and self._yard.fits_beside(old, step.spec))
+
+    def _see(self, step: Step, cause: str) -> bool:
+        """Whether the step is over."""
+        match step.kind:
+            case "retire":
+                if step.old is not None and step.old.wanted:  # somebody has started it meanwhile: it goes all the same
+                    self._yard.stop(step.old.name, cause)
+                return self._is_gone(step.old)
+            case "add" | "keep":
+                worker = step.new or step.old
+                assert worker is not None
+                return not step.start or self._is_up(step, worker)
+            case "exchange":
+                assert step.old is not None
+                return self._is_up(step, step.old)
+        assert step.old is not None
+        assert step.new is not None
+        if step.failure is None and not step.handed_over:
+            self._look_at_successor(step, step.old, step.new, cause)
+        if step.failure is not None:
+            return self._is_gone(step.new)
+        return step.handed_over and self._is_gone(step.old)
+
+    def _look_at_successor(self, step: Step, old: Replica, new: Replica, cause: str) -> None:
+        if new.state is WorkerState.READY:
+            step.handed_over = True
+            self._yard.hand_over(old, new)
+            self._yard.stop(old.name, cause)
+        elif new.state in (*AT_REST, WorkerState.BACKOFF):
+            # One try: the old worker is there. Who has ordered it stopped has stopped both.
+            why = "it was stopped" if not new.wanted else new.last_exit.message if new.last_exit else "unknown"
+            step.failure = f"the new worker did not come up: {why}"
+            if old.wanted:
+                step.failure += "; the old one goes on"
+            elif step.spec is not None:
+                self._yard.respec(old, step.spec)
+            self._yard.stop(new.name, "it did not come up", now=True)
+
+    def _is_up(self, step: Step, worker: Replica) -> bool:
+        if worker.state in AT_REST and (worker.state is WorkerState.FAILED or not worker.wanted):
+            step.failure = worker.last_exit.message if worker.last_exit else "it was stopped"
+            return True
+        if worker.state is WorkerState.BACKOFF and worker.generation >= step.generation + TRIES:
+            step.failure = f"{worker.last_exit.message if worker.last_exit else 'unknown'}; it is tried on"
+            return True
+        return worker.state is WorkerState.READY and worker.generation > step.generation
+
+    def _is_gone(self, worker: Replica | None) -> bool:
+        if worker is None:
+            return True
+        if worker.process is not None or worker.state not in AT_REST:
+            return False
+        self._yard.remove(worker)
+        return True

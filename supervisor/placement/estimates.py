@@ -1,0 +1,188 @@
+"""What workers will take of GPUs' memory, asked of a process that reads the models' directories instead of us.
+
+One process for each question; it is killed when it takes too long, and dies with the supervisor. Its answer comes as a
+file in memory that is read when it has ended: there is no pipe that could fill or be left half read.
+"""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.worker_spec import EngineSpec
+from supervisor.placement.gpu_shares import Needs
+from supervisor.timers import Timer, Timers
+
+# -P, because a json.py in the directory where the user happens to be is not Python's
+_PROGRAM = (sys.executable, "-P", "-m", "model_worker.estimating")
+ESTIMATE_S = 20.0
+"""How long one may take. Reading the headers of a 70B model takes some milliseconds, from a cold disk a second."""
+MAX_ANSWER = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """An answer. Exactly one of: ``needs`` by number of GPUs; ``unknown``: why nobody can tell; ``error``: why the
+    model cannot be loaded, and whether another try may help."""
+
+    needs: Mapping[int, Needs] | None = None
+    unknown: str | None = None
+    error: str | None = None
+    retry: bool = False
+
+
+_LATE = Estimated(error=f"its files could not be read within {ESTIMATE_S:.0f} s: is its file system there?", retry=True)
+
+
+def _lost(code: int) -> Estimated:
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return Estimated(error=f"the process that reads its files ended ({how}) without an answer", retry=True)
+
+
+@dataclass
+class _Running:
+    process: "subprocess.Popen[bytes]"
+    pidfd: int
+    answer: int
+    done: Callable[[Estimated], None] | None
+    timer: Timer | None = None
+
+
+class Estimator:
+    """The questions that are out. Runs on the supervisor's one thread; ``descriptor`` is readable when ``ended`` has
+    something to tell."""
+
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
+        self._epoll = select.epoll()
+        self._running: dict[str, _Running] = {}
+        self._by_pidfd: dict[int, _Running] = {}
+
+    @property
+    def descriptor(self) -> int:
+        return self._epoll.fileno()
+
+    def ask(self, worker: str, spec: EngineSpec, counts: Sequence[int], done: Callable[[Estimated], None]) -> None:
+        """Call ``done`` later, once, with what ``spec`` takes on so many GPUs. Raises OSError if there is no process or
+        descriptor left."""
+        self.forget(worker)
+        process, answer = start([(spec, counts)])
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()
+            process.wait()
+            os.close(answer)
+            raise
+        running = _Running(process, pidfd, answer, done)
+        self._running[worker] = self._by_pidfd[pidfd] = running
+        self._epoll.register(pidfd, select.EPOLLIN)
+        running.timer = self._timers.at(time.monotonic() + ESTIMATE_S, lambda: self._too_late(running))
+
+    def forget(self, worker: str) -> bool:
+        """Nobody wants the answer any more. Returns whether one was out."""
+        running = self._running.pop(worker, None)
+        if running is None or running.done is None:
+            return False
+        running.done = None
+        running.process.kill()
+        return True
+
+    def ended(self) -> None:
+        """Take in the answers of processes that have ended."""
+        for pidfd, _ in self._epoll.poll(0):
+            running = self._by_pidfd.pop(pidfd)
+            self._epoll.unregister(pidfd)
+            os.close(pidfd)
+            code = running.process.wait()
+            self._tell(running, (answers(running.answer) or [_lost(code)])[0])
+
+    def close(self) -> None:
+        """End what is still out, without an answer."""
+        for running in self._by_pidfd.values():
+            running.process.kill()
+            os.close(running.pidfd)
+            os.close(running.answer)
+        self._epoll.close()
+
+    def _too_late(self, running: _Running) -> None:
+        running.process.kill()  # where it cannot be killed either (a dead network file system), it is not waited for
+        self._tell(running, _LATE)
+
+    def _tell(self, running: _Running, estimated: Estimated) -> None:
+        if running.timer is not None:
+            running.timer.cancel()
+        done, running.done = running.done, None
+        for worker in [worker for worker, r in self._running.items() if r is running]:
+            del self._running[worker]
+        if done is not None:
+            done(estimated)
+
+
+def ask_now(questions: Sequence[tuple[EngineSpec, Sequence[int]]]) -> list[Estimated]:
+    """As ``Estimator.ask``, for a command that waits. Raises OSError."""
+    found: list[Estimated] = []
+    while len(found) < len(questions):  # once more for the rest, where one of them ends the process
+        process, answer = start(questions[len(found) :])
+        try:
+            lost = _lost(process.wait(ESTIMATE_S))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            lost = _LATE
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+        found += answers(answer)[: len(questions) - len(found)]
+        if len(found) < len(questions):
+            found.append(lost)
+    return found
+
+
+def start(questions: Sequence[tuple[EngineSpec, Sequence[int]]]) -> "tuple[subprocess.Popen[bytes], int]":
+    """The process, and the descriptor that has its answers when it is gone. From the main thread only: it lives as long
+    as the thread that started it. Raises OSError."""
+    asked = [{"spec": asdict(spec), "counts": list(counts)} for spec, counts in questions]
+    # found where this package is, whatever the directory in which the user happens to be
+    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
+    stdin = os.memfd_create("questions", os.MFD_CLOEXEC)
+    stdout = -1
+    try:
+        stdout = os.memfd_create("answers", os.MFD_CLOEXEC)
+        with open(stdin, "wb", closefd=False) as f:
+            f.write(json.dumps(asked).encode())
+        os.lseek(stdin, 0, os.SEEK_SET)
+        process = subprocess.Popen(
+            [*_PROGRAM, str(os.getpid())],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+        )
+    except OSError:
+        if stdout >= 0:
+            os.close(stdout)
+        raise
+    finally:
+        os.close(stdin)
+    return process, stdout
+
+
+def answers(descriptor: int) -> list[Estimated]:
+    """The answers that a process has left. Frees the descriptor."""
+    with open(descriptor, "rb") as f:
+        f.seek(0)
+        return [_read(line) for line in f.read(MAX_ANSWER).split(b"\n")[:-1]]  # what ends without one is cut off
+
+
+def _read(line: bytes) -> Estimated:
+    told: dict[str, Any] = json.loads(line)
+    if "needs" in told:
+        return Estimated(needs={int(count): Needs(**parts) for count, parts in told["needs"].items()})
+    return Estimated(unknown=told.get("unknown"), error=told.get("error"))

@@ -1,0 +1,90 @@
+"""Which models of a models.yaml fit on GPUs together, as the supervisor would place them. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from supervisor.config import ModelSpec
+from supervisor.placement.estimates import Estimated
+from supervisor.placement.gpu_shares import Needs, parts_on
+from supervisor.placement.gpus import Gpu
+from supervisor.placement.policy import Holding, Placed, Refused, Wish, place, rooms
+from supervisor.placement.sizes import Limit
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker to be placed. ``wish``: None on the CPU."""
+
+    worker: str
+    spec: ModelSpec
+    wish: Wish | None
+    estimated: Estimated
+
+    @property
+    def autostart(self) -> bool:
+        return self.spec.autostart
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What has become of it. ``placed``: None on the CPU, and where it is not placed; ``why_not``: one line."""
+
+    candidate: Candidate
+    placed: Placed | None = None
+    why_not: str | None = None
+    no_room: bool = False
+
+    @property
+    def needs(self) -> Needs | None:
+        wish, needs = self.candidate.wish, self.candidate.estimated.needs
+        return needs[wish.counts[0]] if wish and needs else None
+
+    def on(self, gpu: Gpu) -> dict[str, int]:
+        """The parts of its needs on one GPU, by name; empty if it takes none there, or nobody knows."""
+        if self.placed is None or self.needs is None or gpu.index not in self.placed.bytes:
+            return {}
+        number = list(self.placed.bytes).index(gpu.index)
+        return parts_on(self.needs, self.placed.bytes[gpu.index], number, len(self.placed.bytes))
+
+
+def fit(
+    candidates: Sequence[Candidate],
+    gpus: Sequence[Gpu],
+    limits: Mapping[str, Limit] | Limit | None,
+    outer: str | None,
+) -> list[Outcome]:
+    """Outcomes in the order in which they are placed: what starts with the supervisor, pinned ones before ``auto``;
+    then the others, each tried alone beside those."""
+    order = sorted(candidates, key=lambda c: (not c.autostart, c.wish is not None and c.wish.pins is None))
+    holdings: list[Holding] = []
+    outcomes = []
+    for candidate in order:
+        outcome = _try(candidate, gpus, holdings, limits, outer)
+        if outcome.placed is not None and candidate.autostart:
+            number = -1 - len(holdings)  # as if it were there: a process with a number that none has
+            gpus = [_with(gpu, number, outcome.placed.bytes.get(gpu.index, 0)) for gpu in gpus]
+            holdings.append(Holding(candidate.worker, number, outcome.placed.bytes, loading=False))
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _with(gpu: Gpu, pid: int, size: int) -> Gpu:
+    held = {**gpu.processes, pid: size} if size else gpu.processes
+    return replace(gpu, used=gpu.used + size, free=gpu.free - size, processes=held)
+
+
+def _try(
+    candidate: Candidate,
+    gpus: Sequence[Gpu],
+    holdings: Sequence[Holding],
+    limits: Mapping[str, Limit] | Limit | None,
+    outer: str | None,
+) -> Outcome:
+    if candidate.wish is None:
+        return Outcome(candidate)
+    if candidate.estimated.error is not None:
+        return Outcome(candidate, why_not=candidate.estimated.error)
+    verdict = place(candidate.wish, candidate.estimated.needs, rooms(gpus, holdings, limits), outer)
+    if isinstance(verdict, Refused):
+        return Outcome(candidate, why_not=verdict.message, no_room=bool(verdict.missing))
+    return Outcome(candidate, verdict)

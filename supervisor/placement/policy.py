@@ -1,0 +1,282 @@
+"""On which GPUs a worker goes, or why on none. Pure: readings, holdings and limits are arguments; sizes in bytes.
+
+A reservation counts once: what a worker that still loads holds already, by NVML, is taken off what it is about to hold.
+GPUs are counted as nvidia-smi does, also in the supervisor's own CUDA_VISIBLE_DEVICES, which is the outer limit.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from supervisor.placement.gpu_shares import Needs, Split, divide
+from supervisor.placement.gpus import Gpu
+from supervisor.placement.sizes import Limit
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What models.yaml says. ``pins``: indices and UUIDs (or their beginnings); None: ``auto``."""
+
+    pins: tuple[str, ...] | None
+    split: Split = field(default_factory=Split)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of GPUs for which the needs are wanted. For ``auto`` two as well: the remedy, if one is too small."""
+        return (1, 2) if self.pins is None else (len(self.pins),)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One of our workers. ``placed``: GPU → bytes that it was admitted with; ``loading``: it does not hold all yet."""
+
+    worker: str
+    pid: int | None
+    placed: Mapping[int, int]
+    loading: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """One GPU as it is for the next worker.
+
+    limit   most that our workers may hold here together; None: all there is
+    ours    worker → what it holds
+    coming  worker → what it is about to hold beside that
+    """
+
+    gpu: Gpu
+    limit: int | None = None
+    ours: Mapping[str, int] = field(default_factory=dict)
+    coming: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def free(self) -> int:
+        return max(0, self.gpu.free - sum(self.coming.values()))
+
+    @property
+    def under_limit(self) -> int | None:
+        if self.limit is None:
+            return None
+        return max(0, self.limit - sum(self.ours.values()) - sum(self.coming.values()))
+
+    @property
+    def bytes(self) -> int:
+        """What the next worker may take."""
+        return self.free if self.under_limit is None else min(self.free, self.under_limit)
+
+    @property
+    def others(self) -> int:
+        """What processes that are not our workers hold, and the driver itself."""
+        return max(0, self.gpu.total - self.gpu.free - sum(self.ours.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """``bytes``: GPU → what it will hold there, empty if its needs are not known. ``devices``: CUDA_VISIBLE_DEVICES."""
+
+    gpus: tuple[Gpu, ...]
+    bytes: Mapping[int, int]
+    devices: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """``message``: one line. ``missing``: GPU → bytes by which it is too full; empty if more room would not help."""
+
+    message: str
+    missing: Mapping[int, int] = field(default_factory=dict)
+
+
+def rooms(
+    reading: Sequence[Gpu], holdings: Sequence[Holding], limits: Mapping[str, Limit] | Limit | None = None
+) -> list[Room]:
+    """Every GPU with what our workers hold and are about to hold there.
+
+    limits  one for all GPUs, or GPU (index or UUID) → limit
+    """
+    return [_room(gpu, holdings, _limit(gpu, limits)) for gpu in reading]
+
+
+def _room(gpu: Gpu, holdings: Sequence[Holding], limit: int | None) -> Room:
+    ours: Counter[str] = Counter()  # two workers go by one name while the one takes the other's place
+    coming: Counter[str] = Counter()
+    for holding in holdings:
+        placed = holding.placed.get(gpu.index, 0)
+        held = gpu.processes.get(holding.pid) if holding.pid is not None else None
+        if holding.loading:
+            coming[holding.worker] += max(0, placed - (held or 0))
+        elif held is None:
+            held = placed  # of another pid namespace, or the driver does not tell: what was reckoned
+        ours[holding.worker] += held or 0
+    return Room(gpu, limit, _above_zero(ours), _above_zero(coming))
+
+
+def _above_zero(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _limit(gpu: Gpu, limits: Mapping[str, Limit] | Limit | None) -> int | None:
+    if limits is None or isinstance(limits, Limit):
+        return limits.of(gpu.total) if limits else None
+    return next((limit.of(gpu.total) for pin, limit in limits.items() if gpu.is_meant(pin)), None)
+
+
+def place(
+    wish: Wish, needs: Mapping[int, Needs] | None, rooms: Sequence[Room], outer: str | None = None
+) -> Placed | Refused:
+    """Where a worker goes.
+
+    needs  by number of GPUs, see ``Wish.counts``; None: not known, then nothing is refused for want of room
+    rooms  all GPUs of the box
+    outer  the supervisor's CUDA_VISIBLE_DEVICES; None: all GPUs
+    """
+    allowed = visible(rooms, outer)
+    if isinstance(allowed, Refused):
+        return allowed
+    if wish.pins is None:
+        return _auto(needs, allowed, outer)
+    chosen = []
+    for pin in wish.pins:
+        meant = [room for room in rooms if room.gpu.is_meant(pin)]
+        if refusal := _unusable(pin, meant, rooms, allowed, outer):
+            return refusal
+        if meant[0] in chosen:
+            return Refused(f"gpu names GPU {meant[0].gpu.index} twice, as {pin} the second time: remove one of them")
+        chosen += meant
+    verdict = _on(chosen, needs[len(chosen)] if needs else None, wish.split, ",".join(wish.pins))
+    if isinstance(verdict, Refused) and needs and len(chosen) == 1:
+        other = [str(room.gpu.index) for room in allowed if room.bytes >= needs[1].total(1) and not room.gpu.mig]
+        if other:
+            which = f"GPUs {', '.join(other)} have" if len(other) > 1 else f"GPU {other[0]} has"
+            return Refused(f"{verdict.message}; {which} room", verdict.missing)
+    return verdict
+
+
+def visible(rooms: Sequence[Room], outer: str | None) -> list[Room] | Refused:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves: entries up to the first that means none, as CUDA reads it."""
+    if outer is None:
+        return list(rooms)
+    found: list[Room] = []
+    for entry in outer.split(","):
+        text = entry.strip()
+        if text.startswith("MIG-"):
+            return Refused(
+                f"CUDA_VISIBLE_DEVICES={outer} of the supervisor names a MIG instance, which is not supported"
+            )
+        room = next((r for r in rooms if text and _is_entry(r.gpu, text)), None)
+        if room is None:
+            break
+        if room not in found:
+            found.append(room)
+    return found
+
+
+def _is_entry(gpu: Gpu, text: str) -> bool:
+    return gpu.index == int(text) if text.isdecimal() else gpu.is_meant(text)
+
+
+def _unusable(
+    pin: str, meant: Sequence[Room], rooms: Sequence[Room], allowed: Sequence[Room], outer: str | None
+) -> Refused | None:
+    if not meant:
+        there = ", ".join(str(room.gpu.index) for room in rooms) or "none"
+        return Refused(f"GPU {pin} does not exist: there is {there}" if rooms else f"GPU {pin}: this box has no GPU")
+    if len(meant) > 1:
+        both = " and ".join(f"{room.gpu.index} ({room.gpu.uuid})" for room in meant)
+        return Refused(f"{pin} means several GPUs, {both}: write more of the UUID")
+    if meant[0] not in allowed:
+        left = ", ".join(str(room.gpu.index) for room in allowed) or "none"
+        return Refused(f"CUDA_VISIBLE_DEVICES={outer} of the supervisor does not leave GPU {pin}: it leaves {left}")
+    if meant[0].gpu.mig:
+        return Refused(
+            f"GPU {pin} is in MIG mode, which is not supported: pin another, or end that (nvidia-smi -mig 0)"
+        )
+    return None
+
+
+def place_unseen(wish: Wish, outer: str | None) -> Placed | Refused:
+    """Without a reading: on the pins as they stand, as far as the outer limit can be told from them."""
+    if wish.pins is None:
+        return Refused("gpu: auto needs NVML, which does not answer here (the supervisor's log says why): pin a GPU")
+    entries = [entry.strip() for entry in outer.split(",")] if outer is not None else []
+    if outer is not None and all(entry.isdecimal() for entry in entries if entry):
+        hidden = [pin for pin in wish.pins if pin.isdecimal() and pin not in entries]
+        if hidden or not any(entries):
+            pin = (hidden or wish.pins)[0]
+            return Refused(f"CUDA_VISIBLE_DEVICES={outer} of the supervisor does not leave GPU {pin}")
+    return Placed((), {}, ",".join(wish.pins))
+
+
+def _auto(needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str | None) -> Placed | Refused:
+    usable = [room for room in allowed if not room.gpu.mig]
+    if not usable:
+        why = "every GPU is in MIG mode, which is not supported" if allowed else "this box has no GPU"
+        if outer is not None and not allowed:
+            why = f"CUDA_VISIBLE_DEVICES={outer} of the supervisor leaves no GPU"
+        return Refused(f"gpu: auto: {why}")
+    # of GPUs that are equally free (nobody knows what the others will take), the one with fewer of our workers
+    order = sorted(usable, key=lambda room: (-room.bytes, len(room.ours) + len(room.coming), room.gpu.index))
+    best = order[0]
+    verdict = _on([best], needs[1] if needs else None, Split(), best.gpu.uuid)
+    if isinstance(verdict, Placed) or needs is None:
+        return verdict
+    wanted = needs[1].total(1)
+    text = f"{needs[1].text(1)}, no GPU has that much: {_has(best)}, {gib(wanted - best.bytes)} missing"
+    if len(order) > 1 and 2 in needs:
+        pair = sorted(order[:2], key=lambda room: room.gpu.index)
+        if isinstance(_on(pair, needs[2], Split(), ""), Placed):
+            text += f"; `gpu: [{pair[0].gpu.index}, {pair[1].gpu.index}]` would divide it among two"
+    return Refused(text, {room.gpu.index: wanted - room.bytes for room in order})
+
+
+def _on(chosen: Sequence[Room], needs: Needs | None, split: Split, devices: str) -> Placed | Refused:
+    """On exactly these GPUs."""
+    gpus = tuple(room.gpu for room in chosen)
+    limited = [room for room in chosen if room.under_limit is not None and room.under_limit < room.free]
+    if limited and split.engine_chooses:
+        number = limited[0].gpu.index
+        return Refused(
+            f"{_has(limited[0])}; the engine's own split would fill GPU {number} beyond that: add gpu_split, or raise "
+            "vram_limit"
+        )
+    if needs is None:
+        return Placed(gpus, {}, devices)
+    shares = divide(needs, [room.bytes for room in chosen], split)
+    missing = {room.gpu.index: share - room.bytes for room, share in zip(chosen, shares, strict=True)}
+    if all(short <= 0 for short in missing.values()):
+        return Placed(gpus, dict(zip((gpu.index for gpu in gpus), shares, strict=True)), devices)
+    text = f"{needs.text(len(chosen))}, {'; '.join(map(_has, chosen))}"
+    if len(chosen) > 1:
+        parts = ", ".join(
+            f"{gib(share)} on GPU {gpu.index}" for gpu, share in zip(gpus, shares, strict=True)
+        )  # fmt: skip
+        text += f"; it would take {parts}"
+    elif enough := [name for name, held in _ours(chosen[0]).items() if held >= missing[gpus[0].index]]:
+        text += f"; without {enough[0]} it would fit"
+    return Refused(text, {index: short for index, short in missing.items() if short > 0})
+
+
+def _ours(room: Room) -> dict[str, int]:
+    names = {**room.ours, **room.coming}
+    return {name: room.ours.get(name, 0) + room.coming.get(name, 0) for name in names}
+
+
+def _has(room: Room) -> str:
+    """``GPU 1 has 8.9 of 24.0 free: qwen 12.0, other processes 3.1``."""
+    limit = room.under_limit
+    if limit is not None and limit < room.free:
+        head = f"GPU {room.gpu.index} has {gib(limit)} left of its vram_limit, {gib(room.limit or 0)}"
+        holders = []
+    else:
+        head = f"GPU {room.gpu.index} has {gib(room.free)} of {gib(room.gpu.total)} free"
+        holders = [f"other processes {gib(room.others)}"] if room.others else []
+    ours = [f"{name} {gib(size)}" for name, size in room.ours.items()]
+    coming = [f"{name} about to load {gib(size)}" for name, size in room.coming.items()]
+    who = ", ".join([*ours, *coming, *holders])
+    return f"{head}: {who}" if who else head
+
+
+def gib(size: int) -> str:
+    """``21.4``, in GiB; two digits where one would say nothing."""
+    return f"{size / 2**30:.1f}" if size >= 2**30 / 2 else f"{size / 2**30:.2f}"

@@ -1,0 +1,224 @@
+"""The VRAM of workers: who holds what, and that the next worker is spawned when the last one's memory is back."""
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from supervisor.placement.gpus import Gpu, Gpus, GpusUnknown, open_gpus
+from supervisor.placement.vram_return import Return, VramReturns, listing
+from supervisor.timers import Timers
+
+POLL_S = 0.02
+"""Between readings while a dead process's memory is awaited."""
+FRESH_S = 1.0
+"""How old a reading may be that ``status`` shows."""
+
+
+@dataclass
+class _Watched:
+    """One model's. ``gpus``: indices that its pins mean, None before a reading has told. ``seen``: pid of its last
+    worker that NVML listed alive."""
+
+    pins: Collection[str]
+    gpus: frozenset[int] | None = None
+    seen: int | None = None
+    ready: int | None = None
+    returned: str | None = None
+    returned_ms: float | None = None
+    spawn: Callable[[], None] | None = field(default=None, repr=False)
+
+
+class Vram:
+    """All workers' VRAM. Runs on the supervisor's one thread, by the loop's timers; never sleeps. Without NVML nobody
+    waits, and nothing is shown."""
+
+    def __init__(self, timers: Timers, log: logging.Logger) -> None:
+        self._gpus: Gpus | None = None
+        self._opened = False
+        self._timers = timers
+        self._log = log
+        self._said: set[str] = set()
+        self._returns = VramReturns()
+        self._last: tuple[float, list[Gpu]] | None = None
+        self._polling = False
+        self._models: dict[str, _Watched] = {}
+
+    def watch(self, model: str, pins: Collection[str]) -> None:
+        """A worker that is pinned to GPUs, by its pins in models.yaml. NVML is opened for the first."""
+        if not self._opened:
+            self._opened, self._gpus = True, open_gpus(self._log)
+        self._models[model] = _Watched(pins)
+        self._read()
+
+    def unwatch(self, model: str) -> None:
+        """A worker that is stopped will not come back. What it held is still waited for."""
+        self._models.pop(model, None)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether memory of a dead process is still out."""
+        return bool(self._returns.gpus)
+
+    def ready(self, model: str, pid: int) -> None:
+        """The model is loaded: if NVML knows our pids at all, it lists this one now."""
+        watched = self._models.get(model)
+        if watched is not None:
+            watched.ready = pid
+            self._read()
+
+    def ended(self, model: str, pid: int) -> None:
+        """The worker's process is gone. From now on ``when_free`` waits for its memory."""
+        watched = self._models.get(model)
+        if watched is None:
+            return
+        watched.returned = watched.returned_ms = None
+        reading = self._read(watched.gpus)
+        now = time.monotonic()
+        if reading is None or watched.gpus is None:
+            watched.returned = "not watched"
+        elif self._returns.died(model, pid, reading, now):
+            watched.returned = "awaited"
+            self._poll_later(now)
+        elif watched.seen == pid:
+            self._settled(Return(model, pid, watched.gpus, True, 0.0))
+        elif watched.ready == pid:
+            watched.returned = "not watched"
+            self._say_once(
+                "unknown pids",
+                f"{model}: NVML never listed its worker pid {pid} (another pid namespace, as in containers?): "
+                "VRAM of workers like it is not waited for",
+            )
+
+    def when_free(self, model: str, spawn: Callable[[], None]) -> None:
+        """Call ``spawn``: at once, or when no dead worker holds memory of the model's GPUs, or its time is over."""
+        watched = self._models.get(model)
+        pids = [] if watched is None else self._returns.pids_on(watched.gpus or ())
+        if watched is None or not pids:
+            spawn()
+            return
+        self._log.info("%s: waits for the VRAM of pid %s", model, ", ".join(map(str, pids)))
+        watched.spawn = spawn
+
+    def forget(self, model: str) -> bool:
+        """The model is not to be spawned any more. Returns whether it was waiting for that."""
+        watched = self._models.get(model)
+        if watched is None or watched.spawn is None:
+            return False
+        watched.spawn = None
+        return True
+
+    def reading(self) -> list[Gpu] | None:
+        """All GPUs as they are now; None if they cannot be read."""
+        return self._read()
+
+    def describe(self, model: str, pid: int | None) -> dict[str, Any]:
+        """vram_bytes: what the present process holds by NVML, vram_by_gpu: GPU → these bytes; vram_return: "awaited",
+        "back", "not back" or "not watched", of the last process; vram_returned_ms. None: not known."""
+        watched = self._models.get(model)
+        if watched is None:
+            return {"vram_bytes": None, "vram_by_gpu": None, "vram_return": None, "vram_returned_ms": None}
+        held = {str(g.index): g.processes[pid] for g in self._recent() if pid is not None and pid in g.processes}
+        told = [size for size in held.values() if size is not None]
+        return {
+            "vram_bytes": sum(told) if told else None,
+            "vram_by_gpu": held or None,
+            "vram_return": watched.returned,
+            "vram_returned_ms": watched.returned_ms,
+        }
+
+    def holders(self) -> dict[int, str]:
+        """pid → what it holds of the GPUs that are used, as NVML lists it, in words."""
+        used = {index for watched in self._models.values() for index in watched.gpus or ()}
+        told: dict[int, list[str]] = {}
+        for gpu in self._recent():
+            for pid, size in gpu.processes.items() if gpu.index in used else ():
+                told.setdefault(pid, []).append(
+                    f"{'memory' if size is None else f'{size / (1 << 30):.1f} GiB'} of GPU {gpu.index}"
+                )
+        return {pid: " and ".join(parts) for pid, parts in told.items()}
+
+    def describe_gpus(self) -> list[dict[str, Any]]:
+        """Every GPU of the box: index, uuid, total_bytes, used_bytes, free_bytes. Empty if none is used."""
+        return [
+            {
+                "index": gpu.index,
+                "uuid": gpu.uuid,
+                "total_bytes": gpu.total,
+                "used_bytes": gpu.used,
+                "free_bytes": gpu.free,
+            }
+            for gpu in self._recent()
+        ]
+
+    def _poll_later(self, now: float) -> None:
+        if not self._polling:  # one timer for all that is awaited
+            self._polling = True
+            self._timers.at(now + POLL_S, self._poll)
+
+    def _poll(self) -> None:
+        self._polling = False
+        reading = self._read(self._returns.gpus)
+        now = time.monotonic()
+        over = self._returns.give_up(now) if reading is None else self._returns.read(reading, now)
+        for outcome in over:
+            self._settled(outcome)
+        if self._returns.gpus:
+            self._poll_later(now)
+        for watched in list(self._models.values()):  # a spawn may make others sleep, or wake
+            if watched.spawn is not None and not self._returns.pids_on(watched.gpus or ()):
+                spawn, watched.spawn = watched.spawn, None
+                spawn()
+
+    def _settled(self, outcome: Return) -> None:
+        watched = self._models.get(outcome.model) or _Watched(())  # one that was removed meanwhile
+        watched.returned = "back" if outcome.back else "not back"
+        watched.returned_ms = round(outcome.after_s * 1000, 1) if outcome.back else None
+        where = ", ".join(map(str, sorted(outcome.gpus)))
+        if outcome.back:
+            self._log.info(
+                "%s: VRAM back after %s ms (GPU %s, pid %d)",
+                outcome.model, watched.returned_ms, where, outcome.pid,
+            )  # fmt: skip
+        else:
+            self._log.warning(
+                "%s: VRAM of pid %d on GPU %s is not back after %.1f s; not waiting any longer",
+                outcome.model, outcome.pid, where, outcome.after_s,
+            )  # fmt: skip
+
+    def _recent(self) -> list[Gpu]:
+        """All GPUs, read at most ``FRESH_S`` ago; empty if they cannot be read."""
+        if self._last is None or time.monotonic() - self._last[0] > FRESH_S:
+            self._read()
+        return self._last[1] if self._last else []
+
+    def _read(self, only: Collection[int] | None = None) -> list[Gpu] | None:
+        """The GPUs; None if they cannot be read, which is said once."""
+        if self._gpus is None:
+            return None
+        try:
+            reading = self._gpus.read(only)
+        except GpusUnknown as e:
+            if only is None:
+                self._last = time.monotonic(), []  # not asked again for each model of a status
+            self._say_once("no reading", f"VRAM cannot be read: NVML: {e}")
+            return None
+        if only is None:
+            self._last = time.monotonic(), reading
+            self._note(reading)
+        return reading
+
+    def _note(self, reading: list[Gpu]) -> None:
+        """Which GPUs the pins mean, where no reading has told yet, and which workers NVML lists alive."""
+        for watched in self._models.values():
+            if watched.gpus is None:
+                meant = (gpu.index for gpu in reading for pin in watched.pins if gpu.is_meant(pin))
+                watched.gpus = frozenset(meant)
+            if watched.ready is not None and listing(reading, watched.ready):
+                watched.seen = watched.ready
+
+    def _say_once(self, kind: str, text: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._log.warning("%s", text)

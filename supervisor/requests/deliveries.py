@@ -1,0 +1,157 @@
+"""Events on their way to clients: numbered, credited, held where a client does not read, and bounded. Pure.
+
+A client that reads slowly has its events held, up to a bound for its stream, its connection and the process; behind
+that, or when it has granted nothing for long, its stream alone is ended. Nobody else waits for it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from protocol.codec import encode, pack_event
+from protocol.errors import ErrorCode, WireError
+from protocol.messages import EventEntry, EventFlag, Events, FinishReason
+from supervisor.requests.in_flight import InFlight, ToClient
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class HoldLimits:
+    """Bytes of held events, and how long a stream may hold any without a sign of its client."""
+
+    of_stream: int = _MIB
+    of_connection: int = 16 * _MIB
+    of_all: int = 64 * _MIB
+    stall_s: float = 60.0
+
+
+class Deliveries:
+    """What every stream has sent and holds.
+
+    window  events that a stream may be ahead of its client's grants
+    """
+
+    def __init__(self, window: int, bounds: HoldLimits | None = None) -> None:
+        self.window = window
+        self.bounds = bounds or HoldLimits()
+        self._of_channel: Counter[int] = Counter()
+        self._total = 0
+        self._holding: dict[InFlight, float] = {}
+        """Since when each stream has waited for its client, which granted nothing since."""
+
+    # --- sending ------------------------------------------------------------------------------------------------
+
+    def count_sent(self, request: InFlight, entry: EventEntry) -> None:
+        """An event goes to the client with the frame it came in."""
+        request.sent = entry.seq + 1
+        request.credit -= 1
+        request.delivered_tokens += entry.tokens
+
+    def hold(self, request: InFlight, entry: EventEntry, event: bytes, now: float) -> None:
+        before = request.held.cost
+        request.held.add(entry.flags, entry.tokens, event)
+        request.holds = True
+        self._charge(request, request.held.cost - before)
+        self._holding.setdefault(request, now)
+
+    def grant(self, request: InFlight, events: int) -> None:
+        """The client has consumed events."""
+        request.credit += min(events, self.window)
+        if events:
+            self._holding.pop(request, None)
+
+    def release(self, request: InFlight, now: float, *, all_of_it: bool = False) -> tuple[list[ToClient], int]:
+        """Held events that may go, in order: a terminal event needs no credit. (frame, flags of the last event)."""
+        held = len(request.held)
+        count = held if all_of_it else min(held, max(0, request.credit))
+        if count == held - 1 and not all_of_it and request.held_terminal:
+            count = held
+        if not count:
+            return [], 0
+        before = request.held.cost
+        entries, body = request.held.take(count)
+        self._charge(request, request.held.cost - before)
+        index = []
+        for flags, tokens, length in entries:
+            entry = EventEntry(request.request, request.sent, flags, tokens, length)
+            self.count_sent(request, entry)
+            index.append(entry)
+        request.holds = bool(request.held)
+        if not request.holds:
+            self._holding.pop(request, None)
+        else:
+            self._holding.setdefault(request, now)
+        return [ToClient(request.channel, encode(Events(request.channel, 0, index, body)))], index[-1].flags
+
+    def end_with_error(self, request: InFlight, error: WireError) -> ToClient:
+        """The one terminal event, made here because the worker cannot. What is held is dropped; ``delivered_tokens``
+        says what was not."""
+        self.drop(request)
+        return self._terminal(
+            request, EventFlag.ERROR, {"error": error.to_wire(), "delivered_tokens": request.delivered_tokens}
+        )
+
+    def end_cancelled(self, request: InFlight) -> ToClient:
+        """The terminal event of a request that no worker has, and that its client cancelled."""
+        self.drop(request)
+        usage = {"prompt_tokens": 0, "completion_tokens": request.delivered_tokens}
+        fields: dict[str, object] = {"text": "", "finish_reason": FinishReason.CANCELLED, "usage": usage, "timings": {}}
+        return self._terminal(request, EventFlag.FINISHED, fields)
+
+    def drop(self, request: InFlight) -> None:
+        """Nobody will read what is held."""
+        self._charge(request, -request.held.cost)
+        request.held.clear()
+        request.holds = False
+        self._holding.pop(request, None)
+
+    # --- bounds -------------------------------------------------------------------------------------------------
+
+    def excess(self, request: InFlight) -> tuple[InFlight, WireError] | None:
+        """Whose stream has to be ended because of what was just held for this one, and what it is told."""
+        bounds, own, all_its = self.bounds, request.held.cost, self._of_channel[request.channel]
+        if own > bounds.of_stream or all_its > bounds.of_connection:
+            told = (
+                f"{len(request.held)} events waited for the client to read them: {own} bytes for this stream (at most "
+                f"{bounds.of_stream}), {all_its} for all of its connection (at most {bounds.of_connection})"
+            )
+            return request, WireError(ErrorCode.SLOW_CONSUMER, told)
+        if self._total > bounds.of_all:
+            most = max(self._holding, key=lambda r: r.held.cost, default=request)
+            told = (
+                f"{len(most.held)} events waited for the client to read them, {most.held.cost} bytes, more than for "
+                f"any other stream while all held {self._total} (at most {bounds.of_all})"
+            )
+            return most, WireError(ErrorCode.SLOW_CONSUMER, told)
+        return None
+
+    def stalled(self, now: float) -> list[tuple[InFlight, WireError]]:
+        """Streams whose client has granted nothing for too long although events wait, and what they are told."""
+        stall_s = self.bounds.stall_s
+        return [
+            (
+                request,
+                WireError(
+                    ErrorCode.SLOW_CONSUMER,
+                    f"{len(request.held)} events waited, and the client read none for {stall_s:g} s",
+                ),
+            )
+            for request, since in self._holding.items()
+            if now - since >= stall_s
+        ]
+
+    @property
+    def held_bytes(self) -> int:
+        return self._total
+
+    def _terminal(self, request: InFlight, flag: EventFlag, fields: dict[str, object]) -> ToClient:
+        event = pack_event((), fields)
+        entry = EventEntry(request.request, request.sent, int(flag), 0, len(event))
+        request.sent += 1
+        return ToClient(request.channel, encode(Events(request.channel, 0, [entry], event)))
+
+    def _charge(self, request: InFlight, cost: int) -> None:
+        self._total += cost
+        self._of_channel[request.channel] += cost
+        if not self._of_channel[request.channel]:
+            del self._of_channel[request.channel]

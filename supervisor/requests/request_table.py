@@ -1,0 +1,191 @@
+"""The table of requests, and what everything that happens does to it. Pure. See ``scheduler``.
+
+A request enters the table when it is ACCEPTED and leaves it when its terminal event has been put on the way *and* the
+worker no longer holds its job (it said so, or it is dead). Removing it earlier is how zombies are made: a later cancel
+would find nothing to cancel.
+"""
+
+from protocol import limits
+from protocol.codec import encode
+from protocol.errors import ErrorCode, WireError
+from protocol.messages import TERMINAL, CancelJob, EventFlag, JobMessage
+from supervisor.requests.deliveries import Deliveries, HoldLimits
+from supervisor.requests.due import DueTimes
+from supervisor.requests.in_flight import Effect, InFlight, Phase, ToWorker, Wake
+from supervisor.requests.model_queue import ModelQueue
+from supervisor.requests.seats import Seat
+from supervisor.requests.strikes import StrikePolicy, Strikes
+
+
+class RequestTable:
+    """The requests of all models and connections. Times are monotonic seconds."""
+
+    def __init__(
+        self,
+        *,
+        window: int = limits.STREAM_WINDOW,
+        holds: HoldLimits | None = None,
+        strikes: StrikePolicy | None = None,
+    ) -> None:
+        self._deliveries = Deliveries(window, holds)
+        self._strikes = Strikes(strikes or StrikePolicy())
+        self._models: dict[str, ModelQueue] = {}
+        self._of_worker: dict[str, ModelQueue] = {}
+        self._live: dict[tuple[int, int], InFlight] = {}
+        self._due = DueTimes(lambda request: self._live.get(request.key) is request)
+        self.dropped_frames = 0
+        """EVENTS frames of a former generation, or events of requests that are over: dropped, counted."""
+
+    # --- counts -------------------------------------------------------------------------------------------------
+
+    def counts(self, model: str) -> tuple[int, int]:
+        """(running, waiting) requests of a model. Running includes those whose worker has yet to confirm a cancel."""
+        queue = self._models[model]
+        return queue.running, queue.waiting
+
+    def work(self, worker: str) -> tuple[int, int]:
+        """(requests that a worker has, tokens that it and its predecessors have generated)."""
+        seat = self._of_worker[worker].seats[worker]
+        return len(seat.running), seat.tokens
+
+    def totals(self, model: str) -> dict[str, int]:
+        """Counts since the supervisor's start: tokens generated, requests finished, ended with an error, resumed."""
+        queue = self._models[model]
+        totals = queue.totals
+        return {
+            "tokens": totals.tokens_before + sum(seat.tokens for seat in queue.seats.values()),
+            "finished": totals.finished,
+            "errors": totals.errors,
+            "resumed": totals.resumed,
+        }
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of events that wait for clients to read."""
+        return self._deliveries.held_bytes
+
+    def channels(self) -> set[int]:
+        """Connections with unfinished requests."""
+        return {channel for channel, _ in self._live}
+
+    # --- into a worker's hands, and out of them -------------------------------------------------------------------
+
+    def _dispatch(self, queue: ModelQueue, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        while queue.waiting and (chosen := queue.next(now)) is not None:
+            seat, request = chosen
+            strikes = self._strikes.count(request.model, request.body, now)  # others like it may have run meanwhile
+            if self._strikes.poisons(strikes):
+                seat.isolates = seat.isolates and not request.alone
+                effects += self._end(request, self._poisoned(strikes))
+                continue
+            request.strikes = max(request.strikes, strikes)
+            if self._strikes.isolates(strikes) and not request.alone:
+                request.alone = True
+                queue.push(request)
+                continue
+            request.phase, request.worker = Phase.RUNNING, seat.worker
+            seat.running[request.key] = request
+            if request.started is None:
+                request.started = now
+            job = JobMessage(request.channel, request.request, _carry(request), request.body)
+            effects.append(ToWorker(seat.worker, encode(job)))
+        if queue.waiting and queue.sleeps:
+            effects.append(Wake(queue.name))
+        return effects
+
+    def _finish(self, seat: Seat, request: InFlight, flags: int, now: float) -> None:
+        """The worker said how it ended, and the client was told."""
+        self._note_served(request, flags, now)
+        self._count_end(request, flags)
+        self._leave_seat(seat, request)
+        self._leave(request)
+
+    def _note_served(self, request: InFlight, flags: int, now: float) -> None:
+        if flags & EventFlag.ERROR or request.cancelled or request.started is None:
+            return
+        self._models[request.model].totals.served(now - request.started)
+        self._strikes.clear(request.model, request.body)
+
+    def _count_end(self, request: InFlight, flags: int) -> None:
+        totals = self._models[request.model].totals
+        if flags & EventFlag.ERROR:
+            totals.errors += 1
+        else:
+            totals.finished += 1
+
+    def _abandon(self, request: InFlight) -> list[Effect]:
+        """Have the worker let go. The request stays in the table until it did."""
+        return [ToWorker(request.worker, encode(CancelJob(request.channel, request.request)))]
+
+    def _give_up(self, request: InFlight, error: WireError) -> list[Effect]:
+        """End a request wherever it is."""
+        if request.phase is Phase.RUNNING:
+            return self._abandon(request) + self._end_running(request, error)
+        if request.phase is Phase.WAITING:
+            self._models[request.model].remove(request)
+        return self._end(request, error)
+
+    def _end_running(self, request: InFlight, error: WireError) -> list[Effect]:
+        """The terminal event of a request whose worker still has its job."""
+        self._models[request.model].totals.errors += 1
+        request.phase = Phase.ENDED
+        return [self._deliveries.end_with_error(request, error)]
+
+    def _end(self, request: InFlight, error: WireError) -> list[Effect]:
+        """The terminal event of a request that is in no line, and that no worker has."""
+        self._models[request.model].totals.errors += 1
+        end = self._deliveries.end_with_error(request, error)
+        self._leave(request)
+        return [end]
+
+    def _end_cancelled(self, request: InFlight) -> list[Effect]:
+        """The same, of one that its client has cancelled."""
+        self._models[request.model].totals.finished += 1
+        end = self._deliveries.end_cancelled(request)
+        self._leave(request)
+        return [end]
+
+    def _leave_seat(self, seat: Seat, request: InFlight) -> None:
+        del seat.running[request.key]
+        request.settle()
+        if request.alone:
+            seat.isolates = False
+
+    def _leave(self, request: InFlight) -> None:
+        """Out of the table."""
+        request.phase = Phase.ENDED  # it may still be in a list that is being worked through
+        request.body, request.ids = b"", bytearray()  # the heap of due times may remember it for long
+        if request.holds:
+            self._deliveries.drop(request)
+        self._live.pop(request.key, None)
+
+    def _release(self, request: InFlight, now: float, *, all_of_it: bool = False) -> list[Effect]:
+        """Send held events in order, as far as credit goes."""
+        frames, last = self._deliveries.release(request, now, all_of_it=all_of_it)
+        if last & TERMINAL:
+            self._count_end(request, last)
+            self._leave(request)
+        return list(frames)
+
+    def _poisoned(self, strikes: int) -> WireError:
+        window = self._strikes.policy.window_s
+        return WireError(
+            ErrorCode.POISONED,
+            f"{strikes} workers died while they were computing this request, or one just like it: it is not tried "
+            f"again for {window:g} s",
+        )
+
+
+def _carry(request: InFlight) -> dict[str, object]:
+    """What the worker has to know beside the body."""
+    carry: dict[str, object] = {}
+    if request.started is not None:
+        carry["queue_ms"] = 1000 * (request.started - request.accepted)
+    if request.next_seq:
+        carry["seq"], carry["token_ids"] = request.next_seq, bytes(request.ids)
+    if request.resumes:
+        carry["resumes"] = request.resumes
+    if request.route.progress:
+        carry["progress"] = True
+    return carry

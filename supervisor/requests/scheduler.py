@@ -1,0 +1,336 @@
+"""Requests from acceptance to their one terminal event. Pure: messages and times in, effects out; no sockets, no clock.
+
+Law 1 lives here, in three rooms: this one is what clients ask and what becomes of workers, ``worker_events`` what
+workers say, ``request_table`` what both do to the table of requests.
+
+A request whose worker dies goes back into its model's line with the ids that were delivered, and on in the next worker
+that is free. What is decided about it there is in the rooms beside these: ``model_queue`` (which is next, where),
+``deliveries`` (numbering, credit), ``strikes`` (whether it is to blame).
+"""
+
+from itertools import islice
+
+from protocol.codec import encode, pack_body, pack_error
+from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.messages import Accepted, Error, Generate
+from supervisor.requests.deliveries import HoldLimits
+from supervisor.requests.held import HeldEvents
+from supervisor.requests.in_flight import Effect, InFlight, Phase, ToClient
+from supervisor.requests.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
+from supervisor.requests.route import read_route
+from supervisor.requests.seats import Seat
+from supervisor.requests.strikes import StrikePolicy
+from supervisor.requests.worker_events import WorkerEvents, report
+
+UNLIMITED = 1 << 32
+"""Credit for everything that a stream may still hold."""
+CONFIRM_S = 1.0
+"""How long a worker is given to confirm a cancel, before the client is told without it."""
+MOST_REPORTS = 256
+"""Queue positions that are reported at once, of each model: counting them is quadratic."""
+
+
+class Scheduler(WorkerEvents):
+    """The table of requests of all models and connections. One writer: the supervisor's loop.
+
+    Times are monotonic seconds. A worker is known by its name, which is one model's.
+    """
+
+    # --- models and their workers ---------------------------------------------------------------------------------
+
+    def add_model(self, name: str, limits: QueueLimits | None = None) -> None:
+        """A model without workers."""
+        before = self._models.get(name)
+        if before is not None:  # it was removed once; requests of then may still be held
+            before.limits, before.removed = limits or QueueLimits(), False
+        else:
+            self._models[name] = ModelQueue(name, limits or QueueLimits(), {})
+
+    def add_worker(self, model: str, worker: str, refusal: WireError) -> None:
+        """Another worker of a model, not up."""
+        queue = self._of_worker[worker] = self._models[model]
+        queue.seats[worker] = Seat(worker, refusal)
+
+    def remove_worker(self, worker: str) -> None:
+        """A worker that is stopped will not come back."""
+        queue = self._of_worker.pop(worker)
+        queue.totals.tokens_before += queue.seats.pop(worker).tokens
+
+    def remove_model(self, name: str) -> None:
+        """A model whose workers are all removed is not configured any more."""
+        self._models[name].removed = True
+
+    def set_limits(self, model: str, limits: QueueLimits) -> None:
+        """From the next request on."""
+        self._models[model].limits = limits
+
+    def set_policies(self, holds: HoldLimits, strikes: StrikePolicy) -> None:
+        """From now on."""
+        self._deliveries.bounds, self._strikes.policy = holds, strikes
+
+    def accept_new(self, worker: str) -> None:
+        """Requests may wait for this worker from now on (it is, or soon will be, running)."""
+        seat = self._of_worker[worker].seats[worker]
+        seat.refusal, seat.asleep = None, False
+
+    def rest(self, worker: str, now: float) -> list[Effect]:
+        """Requests may wait for this worker, which has to be woken for them: there is a ``Wake`` when it is needed."""
+        queue = self._of_worker[worker]
+        seat = queue.seats[worker]
+        seat.refusal, seat.capacity, seat.asleep = None, 0, True
+        return self._dispatch(queue, now)
+
+    def pause(self, worker: str, now: float) -> list[Effect]:
+        """The worker gets no other requests and finishes those it has; its successor is to come, and new ones wait."""
+        queue = self._of_worker[worker]
+        seat = queue.seats[worker]
+        seat.refusal, seat.capacity, seat.asleep = None, 0, False
+        return self._dispatch(queue, now)  # what it was kept free for goes elsewhere
+
+    def refuse_new(self, worker: str, error: WireError, now: float) -> list[Effect]:
+        """Requests do not wait for this worker any more, and it gets no others; those it has it finishes. If none of
+        the model's takes any, this is what new ones are told."""
+        queue = self._of_worker[worker]
+        seat = queue.seats[worker]
+        seat.refusal, seat.capacity, seat.asleep = error, 0, False
+        return self._dispatch(queue, now)  # what it was kept free for goes elsewhere
+
+    def open(self, worker: str, generation: int, capacity: int, now: float) -> list[Effect]:
+        """A worker is ready for up to ``capacity`` jobs at once: give it what waits."""
+        queue = self._of_worker[worker]
+        seat = queue.seats[worker]
+        seat.generation, seat.capacity, seat.isolates = generation, capacity, False
+        return self._dispatch(queue, now)
+
+    def worker_gone(self, worker: str, error: WireError, now: float, *, struck: bool = True) -> list[Effect]:
+        """The worker's process has ended. What it was computing goes on in another one, now or after the restart.
+
+        error   what those are told that cannot: resume is false, or no worker of the model will come up
+        struck  whether the requests may be why it ended (an order to stop it is none of their doing)
+        """
+        queue = self._of_worker[worker]
+        seat = queue.seats[worker]
+        seat.capacity = seat.generation = 0
+        seat.isolates = False
+        running = list(seat.running.values())
+        seat.running.clear()
+        effects: list[Effect] = []
+        if struck:  # once a death for each payload, and also those that were given up: they were being computed
+            for body in {request.body for request in running}:
+                self._strikes.add(queue.name, body, now)
+        for request in running:
+            request.settle()
+            if request.phase is Phase.RUNNING:
+                effects += self._after_death(queue, request, error, now, struck=struck)
+            else:
+                self._leave(request)
+        return effects + self._dispatch(queue, now)
+
+    def _after_death(
+        self, queue: ModelQueue, request: InFlight, error: WireError, now: float, *, struck: bool
+    ) -> list[Effect]:
+        if request.cancelled:  # its client need not know how narrow that was
+            return self._end_cancelled(request)
+        if struck:
+            request.strikes = self._strikes.count(request.model, request.body, now)
+            if self._strikes.poisons(request.strikes):
+                return self._end(request, self._poisoned(request.strikes))
+        if not request.route.resume or not queue.accepts:
+            return self._end(request, error)
+        request.phase, request.worker = Phase.WAITING, ""
+        request.resumes += 1
+        request.alone = self._strikes.isolates(request.strikes)
+        queue.totals.resumed += 1
+        queue.push(request)
+        return []
+
+    def end_waiting(self, worker: str, error: WireError) -> list[Effect]:
+        """This worker will not serve: if none of the model's will, end everything that waits."""
+        queue = self._of_worker[worker]
+        if queue.accepts:
+            return []
+        effects: list[Effect] = []
+        for request in list(queue.all_waiting()):
+            queue.remove(request)
+            effects += self._end(request, error)
+        return effects
+
+    def release_held(self, worker: str | None, now: float) -> list[Effect]:
+        """The worker is stopped (None: all are): send what requests that it finished still hold. Their end does not
+        wait for credit."""
+        effects: list[Effect] = []
+        for request in [r for r in self._live.values() if r.phase is Phase.HELD and worker in (None, r.worker)]:
+            effects += self._release(request, now, all_of_it=True)
+        return effects
+
+    def end_running(self, worker: str) -> list[Effect]:
+        """The drain's time is over. What cannot go on in another worker ends with DRAINING."""
+        queue = self._of_worker[worker]
+        effects: list[Effect] = []
+        told = f"model {queue.name!r} is being stopped; the request was ended before its time"
+        for request in queue.seats[worker].running.values():
+            if request.phase is Phase.RUNNING and not (queue.accepts and request.route.resume):
+                effects += self._abandon(request)
+                effects += self._end_running(request, WireError(ErrorCode.DRAINING, told))
+        return effects
+
+    # --- clients ------------------------------------------------------------------------------------------------
+
+    def submit(self, channel: int, message: Generate, now: float) -> list[Effect]:
+        """A new request: ACCEPTED (and JOB, if a worker has room), or ERROR."""
+        try:
+            queue, request = self._admit(channel, message, now)
+        except WireError as e:
+            return [ToClient(channel, encode(Error(message.request, pack_error(e))))]
+        self._live[request.key] = request
+        queue.push(request)
+        route = request.route
+        for what, limit in ("queue_ms", route.queue_ms), ("ttft_ms", route.ttft_ms), ("deadline_ms", route.deadline_ms):
+            if limit is not None:
+                self._due.add(now + limit / 1000, what, request)
+        request.reported = queue.position(request)
+        body = pack_body({"model": message.model, "queue_position": request.reported})
+        return [ToClient(channel, encode(Accepted(message.request, body))), *self._dispatch(queue, now)]
+
+    def _admit(self, channel: int, message: Generate, now: float) -> tuple[ModelQueue, InFlight]:
+        route = read_route(message.route)
+        if message.request == 0:
+            raise RequestError("request is 0: ids start at 1 (0 is the connection itself)", field="request")
+        if (channel, message.request) in self._live:
+            raise WireError(
+                ErrorCode.DUPLICATE_REQUEST, f"request {message.request} is in use on this connection", field="request"
+            )
+        queue = self._models.get(message.model)
+        if queue is None or queue.removed:
+            known = ", ".join(sorted(name for name, queue in self._models.items() if not queue.removed))
+            raise WireError(
+                ErrorCode.MODEL_NOT_FOUND, f"no model {message.model!r} is configured: there is {known}", field="model"
+            )
+        if not queue.accepts:
+            raise queue.refusal
+        cost = 1 + len(message.body) // BYTES_PER_TOKEN
+        queue.check_room(cost)
+        strikes = self._strikes.count(message.model, message.body, now)
+        if self._strikes.poisons(strikes):
+            raise self._poisoned(strikes)
+        request = InFlight(
+            channel,
+            message.request,
+            message.model,
+            route,
+            message.body,
+            cost,
+            queue.line.account(channel, route.priority),
+            accepted=now,
+            credit=self._deliveries.window,
+            held=HeldEvents(),
+            strikes=strikes,
+        )
+        return queue, request
+
+    def cancel(self, channel: int, request_id: int, now: float) -> list[Effect]:
+        """The client no longer wants an answer. Idempotent; the terminal event says what it came to."""
+        request = self._live.get((channel, request_id))
+        if request is None or request.phase is Phase.ENDED or request.cancelled:
+            return []
+        if request.phase is Phase.WAITING:
+            queue = self._models[request.model]
+            queue.remove(request)
+            # and then the others: one that had to be alone kept a worker free
+            return self._end_cancelled(request) + self._dispatch(queue, now)
+        # Whoever cancels may not go on granting credit: what is held, and the terminal event behind it, must not wait.
+        request.cancelled = True
+        self._due.add(now + CONFIRM_S, "cancelled", request)
+        request.credit += UNLIMITED
+        abandon = self._abandon(request) if request.phase is Phase.RUNNING else []
+        return self._release(request, now) + abandon
+
+    def credit(self, channel: int, request_id: int, events: int, now: float) -> list[Effect]:
+        """The client has consumed events of a stream: send what was held back for it."""
+        request = self._live.get((channel, request_id))
+        if request is None:
+            return []
+        self._deliveries.grant(request, events)
+        return self._release(request, now) if request.holds else []
+
+    def gone(self, channel: int, now: float) -> list[Effect]:
+        """The connection has ended: nobody waits for its answers."""
+        effects: list[Effect] = []
+        touched = set()
+        for request in [r for r in self._live.values() if r.channel == channel]:
+            touched.add(request.model)
+            if request.phase is Phase.RUNNING:
+                effects += self._abandon(request)
+                request.phase = Phase.ENDED
+                self._deliveries.drop(request)
+            elif request.phase is not Phase.ENDED:
+                if request.phase is Phase.WAITING:
+                    self._models[request.model].remove(request)
+                self._leave(request)
+        for queue in self._models.values():
+            queue.line.forget(channel)
+            if queue.name in touched:  # one that had to be alone may have left: a worker is kept free no more
+                effects += self._dispatch(queue, now)
+        return effects
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    @property
+    def next_due(self) -> float | None:
+        """When ``expire`` has something to do; None: it has not."""
+        return self._due.earliest
+
+    def expire(self, now: float) -> list[Effect]:
+        """End requests whose time is over, whatever their worker is doing."""
+        effects: list[Effect] = []
+        for what, request in self._due.take(now):
+            if request.phase not in (Phase.WAITING, Phase.RUNNING):
+                continue
+            if request.cancelled:  # its worker has not confirmed that
+                self._models[request.model].totals.finished += 1
+                request.phase = Phase.ENDED
+                effects.append(self._deliveries.end_cancelled(request))
+                continue
+            if (what == "queue_ms" and request.started is not None) or (what == "ttft_ms" and request.has_tokens):
+                continue
+            effects += self._give_up(request, _too_late(what, request))
+            effects += self._dispatch(self._models[request.model], now)
+        return effects
+
+    def end_stalled(self, now: float) -> list[Effect]:
+        """End streams whose clients have stopped reading."""
+        effects: list[Effect] = []
+        for request, error in self._deliveries.stalled(now):
+            effects += self._give_up(request, error)
+            effects += self._dispatch(self._models[request.model], now)
+        return effects
+
+    def report_loading(self, model: str, part: str, done: int, total: int) -> list[Effect]:
+        """REPORT to those that wait for a model while it is loaded."""
+        if any(seat.capacity for seat in self._models[model].seats.values()):
+            return []  # they wait for room: another worker is up
+        wanted = (r for r in self._models[model].all_waiting() if r.route.progress and not r.has_tokens)
+        fields = {"phase": "loading", "part": part, "done": done, "total": total}
+        return [report(request, fields) for request in islice(wanted, MOST_REPORTS)]
+
+    def report_positions(self) -> list[Effect]:
+        """REPORT to those that asked for it and have moved on in the line."""
+        effects: list[Effect] = []
+        for queue in self._models.values():
+            # not to those that go on behind their first token
+            wanted = (r for r in queue.all_waiting() if r.route.progress and not r.has_tokens)
+            for request in islice(wanted, MOST_REPORTS):
+                if (at := queue.position(request)) != request.reported:
+                    request.reported = at
+                    effects.append(report(request, {"phase": "queued", "queue_position": at}))
+        return effects
+
+
+def _too_late(what: str, request: InFlight) -> WireError:
+    limit = getattr(request.route, what)
+    if what == "queue_ms":
+        told = f"the request waited for a worker for {limit} ms, which is its queue_ms"
+        return WireError(ErrorCode.QUEUE_TIMEOUT, told, field="route.queue_ms")
+    awaited = "its first token" if what == "ttft_ms" else "the end of its answer"
+    told = f"{awaited} did not come within {limit} ms, which is the request's {what}"
+    return WireError(ErrorCode.DEADLINE_EXCEEDED, told, field=f"route.{what}")

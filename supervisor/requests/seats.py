@@ -1,0 +1,97 @@
+"""A model's workers as the scheduler sees them, and which of them a request goes to. Pure."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from protocol.codec import unpack_body
+from protocol.errors import FrameError, WireError
+from supervisor.requests.in_flight import InFlight
+
+MOST_PREFIXES = 10_000
+"""Affinities remembered for a model; those not used for longest are forgotten first."""
+PREFIX_CHARS = 256
+"""The beginning of a prompt that stands for a conversation."""
+FIRST_TURN_CHARS = 4096
+"""The same of messages, of which those up to the first of the user count: what follows changes from turn to turn."""
+LONG_BODY = 64 << 10
+"""Bytes of a body beyond which its own beginning stands for that of its prompt: unpacking megabytes, only to look at
+the first of them, would keep everybody waiting."""
+IMBALANCE = 0.5
+"""Share of its capacity by which a worker may be busier than the least busy one and still be preferred for its cache.
+A system prompt that all conversations share would otherwise send them all to one worker."""
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One worker of a model. ``capacity``: jobs it takes now; ``refusal``: None while requests may wait for it."""
+
+    worker: str
+    refusal: WireError | None
+    capacity: int = 0
+    generation: int = 0
+    running: dict[tuple[int, int], InFlight] = field(default_factory=dict)
+    tokens: int = 0
+    """Generated since the supervisor's start."""
+    asleep: bool = False
+    """No process, until it is woken."""
+    isolates: bool = False
+    """It runs a request that must be alone."""
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.running) < self.capacity and not self.isolates
+
+    @property
+    def load(self) -> float:
+        return len(self.running) / self.capacity
+
+
+class Affinity:
+    """Where a conversation was computed last: its prefix is in that worker's cache."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[bytes, str] = OrderedDict()
+
+    def choose(self, seats: Sequence[Seat], key: bytes) -> Seat:
+        """Of seats that have room, that of the key; else the one with the least to do."""
+        worker = self._last.get(key)
+        chosen = min(seats, key=lambda seat: seat.load)
+        for seat in seats:
+            if seat.worker == worker and seat.load <= chosen.load + IMBALANCE:
+                chosen = seat
+                break
+        self._last[key] = chosen.worker
+        self._last.move_to_end(key)
+        if len(self._last) > MOST_PREFIXES:
+            self._last.popitem(last=False)
+        return chosen
+
+
+def affinity_key(request: InFlight) -> bytes:
+    """What stands for the request's conversation: its affinity, else the beginning of its prompt."""
+    if request.route.affinity is not None:
+        return b"k" + request.route.affinity.encode(errors="surrogatepass")
+    return b"p" + blake2b(_beginning(request.body), digest_size=16).digest()
+
+
+def _beginning(body: bytes) -> bytes:
+    if len(body) > LONG_BODY:
+        return body[:FIRST_TURN_CHARS]
+    try:
+        fields = unpack_body(body)
+    except FrameError:  # the worker refuses it
+        return b""
+    if isinstance(ids := fields.get("token_ids"), bytes):
+        return ids[:PREFIX_CHARS]
+    if isinstance(prompt := fields.get("prompt"), str):
+        return prompt[:PREFIX_CHARS].encode(errors="surrogatepass")
+    turns = []
+    if isinstance(messages := fields.get("messages"), list):
+        for message in messages:
+            if isinstance(message, dict) and isinstance(content := message.get("content"), str):
+                turns.append(content[:FIRST_TURN_CHARS])
+                if message.get("role") == "user":
+                    break
+    return "\0".join(turns)[:FIRST_TURN_CHARS].encode(errors="surrogatepass")

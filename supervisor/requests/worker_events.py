@@ -1,0 +1,141 @@
+"""What workers say of their jobs: events that go on to clients, or wait for them. Pure. See ``scheduler``."""
+
+from protocol.codec import encode, pack_body
+from protocol.errors import ErrorCode, FrameError
+from protocol.messages import TERMINAL, EventEntry, Events, Report
+from supervisor.requests.in_flight import Effect, InFlight, Phase, ToClient
+from supervisor.requests.request_table import RequestTable
+from supervisor.requests.seats import Seat
+
+
+class WorkerEvents(RequestTable):
+    """The road of every token."""
+
+    def prefill(self, worker: str, key: tuple[int, int], done: int, total: int) -> list[Effect]:
+        """A worker has computed part of a prompt."""
+        request = self._of_worker[worker].seats[worker].running.get(key)
+        if request is None or request.phase is not Phase.RUNNING or request.has_tokens or not request.route.progress:
+            return []
+        return [report(request, {"phase": "prefill", "done": done, "total": total})]
+
+    def events(self, worker: str, frame: bytes, message: Events, now: float) -> list[Effect]:
+        """What one engine step brought for one connection. ``frame`` is the message as it came: where every stream in
+        it has credit, it is passed on whole, which is what makes the router cheap. Raises FrameError, nothing changed,
+        if an event has another number than the one that is due."""
+        queue = self._of_worker[worker]
+        seat = queue.seats[worker]
+        if message.generation != seat.generation:
+            self.dropped_frames += 1
+            return []
+        ended = False
+        if not self._passes_whole(seat, message):
+            effects, ended = self._slice(seat, message, now)
+        else:
+            effects = [ToClient(message.channel, frame)]
+            running, channel, body = seat.running, message.channel, message.body
+            at = 0
+            # The road of nearly every token: what note_tokens and count_sent do, without the calls.
+            for number, seq, flags, tokens, length in message.index:
+                request = running[channel, number]
+                if tokens:
+                    request.has_tokens = True
+                    seat.tokens += tokens
+                    request.unpaid += tokens
+                    request.delivered_tokens += tokens
+                    if request.route.resume:
+                        request.ids += body[at : at + 4 * tokens]
+                at += length
+                request.sent = seq + 1
+                request.credit -= 1
+                if flags & TERMINAL:
+                    ended = True
+                    self._finish(seat, request, flags, now)
+        return effects + self._dispatch(queue, now) if ended else effects
+
+    @staticmethod
+    def _note_tokens(request: InFlight, tokens: int, ids: bytes) -> None:
+        """What the answer consists of, for the worker that may have to go on with it."""
+        request.has_tokens = True
+        request.unpaid += tokens
+        if request.route.resume:
+            request.ids += ids
+
+    @staticmethod
+    def _passes_whole(seat: Seat, message: Events) -> bool:
+        """Whether every event may go to the client now. Raises FrameError if one came out of turn."""
+        count, channel, running = len(message.index), message.channel, seat.running
+        whole = True
+        due: dict[int, int] = {}  # by request, the number of its next event; -1 behind its end
+        for number, seq, flags, _, _ in message.index:
+            request = running.get((channel, number))
+            if request is None or request.phase is not Phase.RUNNING:
+                whole = False
+                continue
+            awaited = due.get(number)
+            if awaited is None:
+                awaited = request.sent
+                if request.holds:
+                    awaited += len(request.held)
+            if awaited < 0:  # a worker that goes on behind the end: the client must not see that
+                whole = False
+                continue
+            if seq != awaited:
+                # A token is missing or came twice, and nothing that this worker says can be believed any more.
+                raise FrameError(ErrorCode.BAD_FRAME, f"event {seq} of a request where {awaited} was due")
+            due[number] = -1 if flags & TERMINAL else awaited + 1
+            # A stream may have several events in the frame; asking for credit for all of them is a little too strict,
+            # which only costs the slicing.
+            if request.holds or request.credit < count:
+                whole = False
+        return whole
+
+    def _slice(self, seat: Seat, message: Events, now: float) -> tuple[list[Effect], bool]:
+        """Pass on what may go and hold the rest, event by event. Whether the worker let go of a job."""
+        effects: list[Effect] = []
+        index: list[EventEntry] = []
+        chunks: list[bytes] = []
+        at, ended = 0, False
+        for entry in message.index:
+            event = message.body[at : at + entry.length]
+            at += entry.length
+            request = seat.running.get((message.channel, entry.request))
+            if request is None:
+                self.dropped_frames += 1
+                continue
+            ended = ended or bool(entry.flags & TERMINAL)
+            if request.phase is Phase.ENDED:
+                if entry.flags & TERMINAL:  # the worker has let go
+                    self._leave_seat(seat, request)
+                    self._leave(request)
+                continue
+            if entry.tokens:
+                seat.tokens += entry.tokens
+                self._note_tokens(request, entry.tokens, event[: 4 * entry.tokens])
+            if request.holds or (request.credit <= 0 and not entry.flags & TERMINAL):
+                effects += self._hold(seat, request, entry, event, now)
+                continue
+            self._deliveries.count_sent(request, entry)
+            index.append(entry)
+            chunks.append(event)
+            if entry.flags & TERMINAL:
+                self._finish(seat, request, entry.flags, now)
+        if index:
+            frame = encode(Events(message.channel, message.generation, index, b"".join(chunks)))
+            effects.insert(0, ToClient(message.channel, frame))
+        return effects, ended
+
+    def _hold(self, seat: Seat, request: InFlight, entry: EventEntry, event: bytes, now: float) -> list[Effect]:
+        self._deliveries.hold(request, entry, event, now)
+        if entry.flags & TERMINAL:
+            request.phase = Phase.HELD
+            self._leave_seat(seat, request)
+            self._note_served(request, entry.flags, now)
+        if excess := self._deliveries.excess(request):
+            ended, error = excess
+            return self._give_up(ended, error) + self._dispatch(self._models[ended.model], now)
+        return []
+
+
+def report(request: InFlight, fields: dict[str, object]) -> ToClient:
+    """REPORT: how far a request is."""
+    return ToClient(request.channel, encode(Report(request.request, pack_body(fields))))

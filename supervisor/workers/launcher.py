@@ -1,0 +1,61 @@
+"""Where worker processes are started and ended: the one seam between the supervisor's decisions and a machine.
+
+``supervisor.workers.local_launcher`` is this box. A launcher for several boxes would be a second implementation;
+health, restarts, draining and routing never ask which one it is.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from protocol.beat import Reading
+from protocol.worker_spec import WorkerSpec
+
+
+class Launched(Protocol):
+    """A worker that was started. Every method is harmless once it is gone."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def is_gone(self) -> bool:
+        """Dead, though perhaps not reaped yet."""
+
+    def signal(self, number: int) -> None:
+        """Signal the worker and everything that it has started."""
+
+    def beat(self) -> Reading | None:
+        """What its page of ``protocol.beat`` holds; None if it was started in a way that does not show that."""
+
+    def dump_stacks(self) -> None:
+        """Ask it, not what it has started, for the stacks of all threads, in its log. Only for one that has beaten."""
+
+    def condition(self) -> str:
+        """What the system says of it, for people: "it is stopped (SIGSTOP)"."""
+
+
+class Launcher(Protocol):
+    """Starts workers, and tells of the end of each exactly once. Nothing here blocks."""
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when ``ended`` has something to tell."""
+
+    def start(self, spec: WorkerSpec) -> Launched:
+        """Start a worker of this generation. Raises OSError where there is no process or descriptor left."""
+
+    def ended(self) -> list[Launched]:
+        """The workers that are gone and were not reaped yet."""
+
+    def reap(self, worker: Launched) -> int:
+        """End what a worker that is gone has left behind. Its exit code, or minus the signal's number."""
+
+    def sweep(self, holds: Mapping[int, str]) -> None:
+        """End what a former supervisor's launcher has left behind, and say in the log what that was. Called once,
+        before the first ``start``; may take some seconds if something is there.
+
+        holds  pid → what it holds of the GPUs, in words: whoever is no leftover is named, and left alone
+        """
+
+    def close(self) -> None:
+        """Call when no worker is left."""

@@ -1,0 +1,214 @@
+"""What a killed supervisor has left behind: its successor finds it at start, names it, and ends what is surely ours.
+
+The kernel (PR_SET_PDEATHSIG) and the guard end the workers with their supervisor. This is for what escapes both: a
+process that a worker started and that has left its group, with nobody there to kill it; one that does not die at once.
+It holds a GPU, and the next worker would fail for want of memory and not know why.
+
+``workers.json`` in the runtime directory names the workers. What they start carries a mark in its environment, which
+only processes of the same user can read.
+"""
+
+import json
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from supervisor.workers.processes import Seen, boot_id, command_of, look, start_of
+
+FILE = "workers.json"
+MARK = "MODELCTL_SUPERVISOR_MARK"
+DYING_S = 0.5
+"""How long what dies with its supervisor may take, before it is called left behind."""
+ENDING_S = 2.0
+"""How long to wait for the end of what was killed."""
+POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A worker. ``started``: clock ticks from boot, which tell it from a later owner of its number."""
+
+    pid: int
+    started: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one supervisor wrote of its workers."""
+
+    boot: str
+    marks: tuple[str, ...]
+    workers: tuple[Recorded, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A process that is left. ``ours``: surely. If not, it is where a worker's process was, and is left alone."""
+
+    pid: int
+    started: int
+    model: str
+    command: str
+    ours: bool
+
+
+def left_behind(record: Record, boot: str, seen: Iterable[Seen], uid: int, spare: Collection[int]) -> list[Leftover]:
+    """Which of these processes a former supervisor's workers are, or were started by.
+
+    Surely ours is a process of this user that carries a mark of the record, or is a worker by number and start time,
+    or belongs to the session of such a worker. In the session of a worker that is gone, a process without the mark
+    may have come by the number otherwise: it is named only. Nothing of another boot is anybody's.
+
+    boot   id of the present boot
+    spare  pids that are never meant: this process and its forebears
+    """
+    if record.boot != boot:
+        return []
+    seen = list(seen)
+    recorded = {worker.pid: worker for worker in record.workers}
+    starts = {process.pid: process.started for process in seen if process.pid in recorded}
+    found = []
+    for process in seen:
+        if process.uid != uid or process.pid in spare:
+            continue
+        worker = recorded.get(process.session) or recorded.get(process.pid)
+        if worker is not None and starts.get(worker.pid, worker.started) != worker.started:
+            worker = None  # the number has another owner
+        if worker is not None and process.started < worker.started:
+            worker = None  # older than the worker: none of its children
+        ours = process.mark in record.marks or (worker is not None and worker.pid in starts)
+        if ours or worker is not None:
+            model = worker.model if worker is not None else "-"
+            found.append(Leftover(process.pid, process.started, model, process.command, ours))
+    return found
+
+
+class Leftovers:
+    """Keeps the record of a runtime directory whose lock is held. A full disk costs the record, and nothing else."""
+
+    def __init__(self, directory: Path, log: logging.Logger) -> None:
+        self._path = directory / FILE
+        self._log = log
+        self._boot = boot_id()
+        self._workers: dict[int, Recorded] = {}
+        self._failed = False
+        self._former = self._read()
+        mark = secrets.token_hex(16)
+        self._marks: tuple[str, ...] = (mark,)
+        os.environ[MARK] = mark  # for whatever this process starts from now on
+
+    def record(self, pid: int, model: str) -> None:
+        """A worker was started, and is not reaped yet."""
+        started = start_of(pid)
+        if started is not None:
+            self._workers[pid] = Recorded(pid, started, model)
+            self._write()
+
+    def forget(self, pid: int) -> None:
+        """It was reaped."""
+        if self._workers.pop(pid, None) is not None:
+            self._write()
+
+    def sweep(self, holds: Mapping[int, str]) -> list[Leftover]:
+        """End what is left of former supervisors, and say so in the log. To be called once, before the first worker.
+
+        Takes no time if nothing is left, ``DYING_S`` + ``ENDING_S`` at most.
+
+        holds  pid → what it holds of the GPUs that are to be used, in words; those that are not ours are named as well
+
+        Returns what was found.
+        """
+        former, found = self._former, list[Leftover]()
+        if former is not None:
+            self._wait_for_the_end(former, DYING_S)
+            found = self._look(former)
+        for left in found:
+            what = f"pid {left.pid} ({left.command})"
+            if left.pid in holds:
+                what += f", which holds {holds[left.pid]}"
+            if left.ours:
+                self._log.warning("%s: a former supervisor left %s behind: killing it", left.model, what)
+                _kill(left)
+            else:
+                self._log.warning(
+                    "%s: %s is in the session of a worker of a former supervisor, but may be another's: left alone; "
+                    "if it is not, end it with `kill %d`", left.model, what, left.pid,
+                )  # fmt: skip
+        for pid in sorted(holds.keys() - {left.pid for left in found}):
+            self._log.info("pid %d (%s) holds %s, and is none of ours: left alone", pid, command_of(pid), holds[pid])
+        if former is not None and any(left.ours for left in found):
+            self._expect_the_end(former)
+        self._former = None
+        self._write()  # the mark, before anything carries it
+        return found
+
+    def _expect_the_end(self, former: Record) -> None:
+        for left in self._wait_for_the_end(former, ENDING_S):
+            self._log.error("pid %d was killed %.0f s ago, and is still there", left.pid, ENDING_S)
+            self._marks = tuple(dict.fromkeys(self._marks + former.marks))  # for the next start
+
+    def _look(self, former: Record) -> list[Leftover]:
+        seen = list(look(MARK))
+        return left_behind(former, self._boot, seen, os.getuid(), lineage(os.getpid(), seen))
+
+    def _wait_for_the_end(self, former: Record, seconds: float) -> list[Leftover]:
+        """What is surely ours and left when there is nothing more, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while (left := [each for each in self._look(former) if each.ours]) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return left
+
+    def _read(self) -> Record | None:
+        try:
+            told: dict[str, Any] = json.loads(self._path.read_bytes())
+            workers = tuple(Recorded(int(w["pid"]), int(w["started"]), str(w["model"])) for w in told["workers"])
+            return Record(str(told["boot"]), tuple(map(str, told["marks"])), workers)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            self._log.warning("%s cannot be read (%s): nothing of former workers is looked for", self._path, e)
+            return None
+
+    def _write(self) -> None:
+        """Whole or not at all: whoever is killed in the middle leaves the former record."""
+        new = self._path.with_name(FILE + ".new")
+        told = {"boot": self._boot, "marks": self._marks, "workers": [asdict(w) for w in self._workers.values()]}
+        try:
+            new.write_text(json.dumps(told))
+            new.replace(self._path)
+            self._failed = False
+        except OSError as e:
+            if not self._failed:
+                self._log.warning("%s cannot be written: %s", self._path, e.strerror)
+            self._failed = True
+
+
+def lineage(pid: int, seen: Iterable[Seen]) -> set[int]:
+    """This process and its forebears."""
+    found, parents = set[int](), {process.pid: process.parent for process in seen}
+    while pid and pid not in found:
+        found.add(pid)
+        pid = parents.get(pid, 0)
+    return found
+
+
+def _kill(left: Leftover) -> None:
+    """By a handle of the process, so that no later owner of its number is meant."""
+    try:
+        handle = os.pidfd_open(left.pid)
+    except OSError:
+        return  # gone meanwhile
+    try:
+        if start_of(left.pid) == left.started:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
