@@ -11,7 +11,7 @@ prompts are asked alone and all at once, and the first token that differs is a f
 A GPTQ model is loaded once more, then the fp16 model of the same weights: how many greedy answers of the two are equal,
 and of random weights how far apart the log probabilities are (benchmarks.comparison).
 
-Writes models-run.json and models-run.txt.
+Writes models-run.json and models-run.txt; with --gptq, models-run-gptq.json and .txt.
 """
 
 import time
@@ -27,7 +27,7 @@ from benchmarks.report import Result, write
 from model_worker.demo_models import NAMES, corpus
 
 GPTQ = ("letters-gptq", "letters-gptq-act-order", "stories-gptq", "1b-gptq", "1b-gptq-act-order")
-MODELS = ("letters", "stories", "letters-exl2", *GPTQ, "1b", "1b-exl2", "8b")
+MODELS = ("letters", "stories", "letters-exl2", "1b", "1b-exl2", "8b")
 BATCH = 16
 TOKENS, ENOUGH = 64, 1000
 """Of an answer: by random weights, and more than an answer of a demo model has."""
@@ -157,8 +157,10 @@ def run(server: Server, model: str, made: dict[str, Any], held: Memory, story: S
 def main() -> None:
     parser = arguments_for(__doc__)
     parser.add_argument("--models", nargs="+", help=f"default: {' '.join(MODELS)}; with --quick letters and tiny")
+    parser.add_argument("--gptq", action="store_true", help=f"instead: {' '.join(GPTQ)}")
     arguments = parser.parse_args()
-    models = arguments.models or (["letters", "tiny"] if arguments.quick else list(MODELS))
+    usual = GPTQ if arguments.gptq else ("letters", "tiny") if arguments.quick else MODELS
+    models, name = arguments.models or list(usual), "models-run-gptq" if arguments.gptq else "models-run"
     twins = {model: twin for model in models if (twin := twin_of(model))}
     entries = {model: entry(arguments, model, BATCH, BATCH * 1024) for model in (*models, *twins.values())}
     held, story = memory(arguments.gpu), Story()
@@ -168,8 +170,8 @@ def main() -> None:
             results += run(server, model, entries[model], held, story, arguments.quick)
             if model in twins:
                 results += like_its_twin(server, model, twins[model], entries[model], arguments.quick)
-            write("models-run", results, arguments.out)  # kept also when a later one fails
-            Path(arguments.out, "models-run.txt").write_text("\n".join(story.lines) + "\n")
+            write(name, results, arguments.out)  # kept also when a later one fails
+            Path(arguments.out, f"{name}.txt").write_text("\n".join(story.lines) + "\n")
 
 
 if __name__ == "__main__":

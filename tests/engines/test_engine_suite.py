@@ -301,7 +301,8 @@ def test_more_jobs_than_places_wait_their_turn(letters: Engine) -> None:
 def test_a_long_prompt_does_not_stall_running_answers(letters: Engine) -> None:
     driver = Driver(letters)
     running = driver.submit(COUNT, 200)
-    driver.step()
+    while not running.ids:
+        driver.step()
     driver.submit(LETTERS_TEST_LONG_PROMPTS[-1][0], 4)
     for _ in range(3):
         before = len(running.ids)

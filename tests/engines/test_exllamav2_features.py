@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from model_worker.demo_models.corpus import LETTERS_TEST_LONG_ANSWERS, LETTERS_TEST_LONG_PROMPTS, LETTERS_TEST_PROMPTS
-from model_worker.engine import Engine, EngineEvent, Finished, Job
+from model_worker.engine import Engine, EngineEvent, Finished, Job, Prefilling
 from model_worker.engines import build_engine
 from protocol.request import SamplingParams
 from tests.engines.conftest import DEMO_MODELS, demo_spec, need_gpu
@@ -36,13 +36,14 @@ def engine(load: Load) -> Engine:
 
 
 def run(engine: Engine, *jobs: Job) -> dict[int, list[EngineEvent]]:
-    """All events of the jobs, by job."""
+    """All events of the jobs' answers, by job."""
     events: dict[int, list[EngineEvent]] = {job.id: [] for job in jobs}
     for job in jobs:
         engine.submit(job)
     while not all(own and isinstance(own[-1], Finished) for own in events.values()):
         for event in engine.step():
-            events[event.job].append(event)
+            if not isinstance(event, Prefilling):
+                events[event.job].append(event)
     return events
 
 
