@@ -89,11 +89,11 @@ def test_a_killed_worker_gives_its_memory_back_and_comes_back(serving: Serving) 
 
 
 def test_stop_gives_the_gpu_memory_back(serving: Serving) -> None:
+    """Looks at the model's own process: others may come and go on the box meanwhile."""
+    pid = serving.status("stories")["pid"]
     before = gpu_memory_by_pid()
     print(f"held on the GPU: {before}")
+    assert before[pid] > 0
     assert serving.modelctl("stop", "stories", timeout=60).returncode == 0
-    wait_until(
-        lambda: sum(gpu_memory_by_pid().values()) < sum(before.values()), 5, "the model's memory to be given back"
-    )
+    wait_until(lambda: pid not in gpu_memory_by_pid(), 5, "the model's memory to be given back")
     print(f"after modelctl stop stories: {gpu_memory_by_pid()}")
-    assert len(gpu_memory_by_pid()) == len(before) - 1

@@ -54,6 +54,24 @@ def test_auto_takes_the_gpu_with_most_room() -> None:
     assert verdict.bytes == {2: gib(20)}
 
 
+def test_on_a_recorded_box_the_drivers_own_share_is_not_free() -> None:
+    box = read_box("two-h200s")
+    ours: list[Holding] = []
+    for number in range(8):  # 140 GiB each: four models of 30 fit on either, in turns
+        (gpu,) = placed(AUTO, whole(30), rooms(box, ours))
+        assert gpu == number % 2
+        ours.append(loading(str(number), 30, gpu))
+    assert refused(AUTO, whole(30), rooms(box, ours)).startswith("needs 30.0 GiB (vram in models.yaml), no GPU")
+    others = read_box("two-h200s", gpu0={4711: gib(100)})
+    assert [placed(AUTO, whole(30), rooms(others, ours[1:n:2])) for n in (1, 3, 5, 7)] == [[1]] * 4
+    assert placed(AUTO, whole(30), rooms(others, ours[1::2])) == [0]
+    assert refused(AUTO, whole(40), rooms(others, ours[1::2])) == (
+        "needs 40.0 GiB (vram in models.yaml), no GPU has that much: "
+        "GPU 0 has 39.8 of 140.4 free: other processes 100.6, 0.20 missing"
+    )
+    assert placed(pinned("0", "1"), whole(60), rooms(others, [])) == [0, 1]
+
+
 def test_auto_counts_what_is_about_to_load() -> None:
     ours = [loading("a", 30, 2)]
     assert placed(AUTO, whole(20), rooms(BOX, ours)) == [3]
