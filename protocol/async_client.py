@@ -16,6 +16,7 @@ from typing import Any, Self
 from protocol.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
 from protocol.asking import choice_requests, generate_request, pack_token_ids, tokenize_params
 from protocol.async_streams import AsyncChoices, AsyncStream
+from protocol.client_key import ClientKey
 from protocol.connection import check_can_generate, check_welcomed
 from protocol.liveness import DEFAULT_SILENCE_S
 from protocol.loop_connection import LoopConnection
@@ -34,6 +35,7 @@ class AsyncClient:
         runtime_dir: str | os.PathLike[str] | None = None,
         timeout: float = 5.0,
         admin: bool = False,
+        key: ClientKey | str | os.PathLike[str] | None = None,
         reconnect: bool = True,
         connect_timeout: float = 1.0,
         silence: float = DEFAULT_SILENCE_S,
@@ -44,14 +46,14 @@ class AsyncClient:
         self._closed = False
         self._connected: LoopConnection | None = None
         self._new_connection: Callable[..., LoopConnection] = lambda **how: LoopConnection(
-            endpoint, runtime_dir=runtime_dir, admin=admin, silence=silence, **how
+            endpoint, runtime_dir=runtime_dir, admin=admin, key=key, silence=silence, **how
         )
 
     async def connect(self) -> Self:
         """Connects and waits for the greeting.
 
         Raises ConnectionLost if no supervisor listens there (at once) or none answers (after ``timeout``); WireError if
-        it refuses this client (bad_version, draining); ValueError for a socket path that is too long.
+        it refuses this client (unauthorized, bad_version, draining); ValueError for a socket path that is too long.
         """
         if self._connected is not None:
             raise RuntimeError("this client was connected before: make a new one")

@@ -26,6 +26,7 @@ from typing import Any, Self
 
 from protocol.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
 from protocol.asking import choice_requests, generate_request, pack_token_ids, tokenize_params
+from protocol.client_key import ClientKey
 from protocol.connection import check_can_generate
 from protocol.errors import ConnectionLost
 from protocol.liveness import DEFAULT_SILENCE_S
@@ -43,6 +44,8 @@ class Client:
     runtime_dir      the supervisor's directory; unset is ``protocol.runtime_paths.default_runtime_dir()``
     timeout          seconds to wait for the supervisor's greeting now, and for the answers of ``models`` and ``status``
     admin            connect to the operators' socket, which takes ``call`` only
+    key              for an endpoint over TCP (``tcp://HOST:PORT``): the file that `modelctl keys new` wrote, or a
+                     ClientKey
     reconnect        whether to connect anew, once the connection was lost, for the next request or call; else each
                      raises ConnectionLost
     connect_timeout  seconds that this may take. Where nobody listens it is tried again and again, after pauses from
@@ -51,8 +54,8 @@ class Client:
                      after which the connection counts as lost; a third of it before a PING is sent
 
     Waits for the greeting. Raises ConnectionLost if no supervisor listens there (at once) or none answers (after
-    ``timeout``); WireError if it refuses this client (bad_version, draining); ValueError for a socket path that is too
-    long.
+    ``timeout``); WireError if it refuses this client (unauthorized, bad_version, draining); ValueError for a socket
+    path that is too long, or a key file that cannot be used.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Client:
         runtime_dir: str | os.PathLike[str] | None = None,
         timeout: float = 5.0,
         admin: bool = False,
+        key: ClientKey | str | os.PathLike[str] | None = None,
         reconnect: bool = True,
         connect_timeout: float = 1.0,
         silence: float = DEFAULT_SILENCE_S,
@@ -73,7 +77,7 @@ class Client:
         self._reconnecting = threading.Lock()
         self._failed: tuple[float, ConnectionLost] | None = None
         self._new_connection: Callable[..., SharedConnection] = lambda **how: SharedConnection(
-            endpoint, runtime_dir=runtime_dir, admin=admin, silence=silence, **how
+            endpoint, runtime_dir=runtime_dir, admin=admin, key=key, silence=silence, **how
         )
         self._connection = self._connect(patience=timeout)
 

@@ -18,10 +18,11 @@ import zmq
 
 import protocol
 from protocol.answers import CallState, Delta, StreamState, Touched
+from protocol.client_key import ClientKey
 from protocol.errors import ErrorCode, WireError
 from protocol.line import LINGER_MS, Line, Sockets
 from protocol.liveness import DEFAULT_SILENCE_S, Liveness, Verdict
-from protocol.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint
+from protocol.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint, ipc_path
 from protocol.session import ClientSession
 
 FIRST_PAUSE_S: Final = 0.05
@@ -35,12 +36,14 @@ class Connection:
     endpoint     where the supervisor listens; unset is found in the runtime directory
     runtime_dir  the supervisor's directory; unset is ``default_runtime_dir()``
     admin        connect to the operators' socket
+    key          for an endpoint over TCP: the key, or the file that holds it
     patience     seconds until WELCOME must have come
     redial       whether to try again, while there is patience, where nobody listens; else that is final. Nothing but
                  HELLO is sent before WELCOME, so no request is ever sent twice
     silence      seconds, see ``protocol.liveness``
 
-    Raises ValueError for a socket path that is too long; ``pump`` for what is no endpoint.
+    Raises ValueError for a socket path that is too long, a key file that cannot be used, and a key without an endpoint
+    over TCP; ``pump`` for what is no endpoint.
     """
 
     lock: AbstractContextManager[Any] = nullcontext()
@@ -52,6 +55,7 @@ class Connection:
         *,
         runtime_dir: str | os.PathLike[str] | None = None,
         admin: bool = False,
+        key: ClientKey | str | os.PathLike[str] | None = None,
         patience: float,
         redial: bool = False,
         silence: float = DEFAULT_SILENCE_S,
@@ -60,7 +64,13 @@ class Connection:
             find = admin_endpoint if admin else front_endpoint
             endpoint = find(default_runtime_dir() if runtime_dir is None else runtime_dir)
         self.endpoint = check_endpoint(endpoint)
-        self.admin = admin
+        # Over TCP one socket takes requests and orders: what a key may do is a matter of its rights.
+        self.admin = admin and ipc_path(self.endpoint) is not None
+        if key is not None and not self.endpoint.startswith("tcp://"):
+            raise ValueError(
+                f"a key is for TCP, and {self.endpoint!r} is not: give endpoint tcp://HOST:PORT, or no key"
+            )
+        self._key = key if key is None or isinstance(key, ClientKey) else ClientKey.load(key)
         self.session = ClientSession(f"modelctl-python/{protocol.__version__}")
         self.closed = False
         self.line: Line | None = None
@@ -72,6 +82,7 @@ class Connection:
         self._dial_at = now
         self._dials = 0
         self._failure: str | None = None
+        self._barred = False
         self._liveness = Liveness(silence, now)
         self._look_at = now
         # a context of its own: nothing is shared with other users of zmq in this process
@@ -260,7 +271,7 @@ class Connection:
     def _dial(self, now: float, touched: list[Touched]) -> None:
         self._dials += 1
         try:
-            self.line = self._sockets.line = Line(self._sockets.context, self.endpoint, self.session.hello)
+            self.line = self._sockets.line = Line(self._sockets.context, self.endpoint, self.session.hello, self._key)
         except zmq.ZMQError as e:  # no descriptors are left, mostly
             self._failed(f"cannot make a socket for {self.endpoint}: {e}", now, touched)
         else:
@@ -269,15 +280,15 @@ class Connection:
     def _failed(self, reason: str, now: float, touched: list[Touched]) -> None:
         """The connection ended, or could not be made: it is tried again, or lost."""
         line, session = self.line, self.session
-        refused = line is not None and line.refused
+        refused, barred = line is not None and line.refused, line is not None and line.barred
         if not self._redial or refused or session.welcome is not None or session.broken is not None:
-            touched += session.lose(reason)
+            touched += session.bar(reason) if barred else session.lose(reason)
             return
         if line is not None:
             self._unwatch()
             line.hang_up(0)
         self.line = self._sockets.line = None
-        self._failure = reason
+        self._failure, self._barred = reason, barred
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._dials - 1))
         self._dial_at = now + pause * random.uniform(0.5, 1)
 
@@ -304,7 +315,8 @@ class Connection:
             # The last try may have begun just now: unless somebody took the call, the one before it tells more.
             taken = self.line is not None and self.line.connected
             silent = f"the supervisor at {self.endpoint} did not answer within {self._patience:.3g} s"
-            touched += session.lose(silent if taken or self._failure is None else self._failure)
+            why = silent if taken or self._failure is None else self._failure
+            touched += session.bar(why) if self._barred and why is self._failure else session.lose(why)
         elif session.broken is None and session.welcome is not None:
             verdict = liveness.look(now, waiting=session.unfinished)
             if verdict is Verdict.ASK:

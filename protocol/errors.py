@@ -29,6 +29,10 @@ class ErrorCode(IntEnum):
     """The request id is already in use on this connection."""
     CONTEXT_OVERFLOW = 106
     """Prompt and max_tokens do not fit the model's context."""
+    UNAUTHORIZED = 200
+    """The key is not on the supervisor's list, or not any more. Over TCP only."""
+    FORBIDDEN = 201
+    """The key has not the right that this takes: infer, status or admin. Over TCP only."""
     MODEL_NOT_FOUND = 300
     """No model of that name is configured."""
     MODEL_NOT_RUNNING = 301
@@ -37,6 +41,8 @@ class ErrorCode(IntEnum):
     """The model could not be loaded or crashed too often; an operator has to start it."""
     OVERLOADED = 303
     """The model's queue is full. Retry after ``retry_after_ms``."""
+    RATE_LIMITED = 304
+    """The key has as many requests unfinished, or tokens a minute, as it may. Retry after ``retry_after_ms``."""
     DRAINING = 305
     """The model, or the supervisor, is being stopped and takes no new requests."""
     DEADLINE_EXCEEDED = 401
@@ -61,8 +67,8 @@ class ErrorCode(IntEnum):
 
 RETRYABLE = frozenset(
     {
-        ErrorCode.OVERLOADED, ErrorCode.DRAINING, ErrorCode.QUEUE_TIMEOUT, ErrorCode.WORKER_DIED,
-        ErrorCode.CONNECTION_LOST,
+        ErrorCode.OVERLOADED, ErrorCode.RATE_LIMITED, ErrorCode.DRAINING, ErrorCode.QUEUE_TIMEOUT,
+        ErrorCode.WORKER_DIED, ErrorCode.CONNECTION_LOST,
     }
 )  # fmt: skip
 

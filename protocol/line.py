@@ -7,6 +7,7 @@ from typing import Final
 
 import zmq
 
+from protocol.client_key import ClientKey
 from protocol.limits import SOCKET_MAX_FRAME
 from protocol.runtime_paths import ipc_path
 
@@ -14,6 +15,8 @@ LINGER_MS: Final = 200
 """How long closing waits for the last frames (a CANCEL, mostly) to leave."""
 
 _MONITOR_EVENT: Final = struct.Struct("=Hi")
+_MECHANISM_MISMATCH: Final = 0x11000002
+"""Value of EVENT_HANDSHAKE_FAILED_PROTOCOL: one side uses keys, the other does not."""
 _WATCHED: Final = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -26,17 +29,22 @@ _WATCHED: Final = (
 
 
 class Line:
-    """Connects at once, without waiting, and sends ``hello``.
+    """Connects at once, without waiting, and sends ``hello``. ``key`` is for TCP.
 
     Raises ValueError for what is no endpoint, ZMQError where no socket can be made.
 
     connected  whether somebody listens there
     refused    whether the supervisor is there and will not have us: trying again is of no use
+    barred     whether it ended for want of the right key
     left       whether ``leave`` was called
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, hello: bytes) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, hello: bytes, key: ClientKey | None = None
+    ) -> None:
         self._endpoint = endpoint
+        self._key = key
+        self.barred = False
         self._handshaken = False
         self.connected = False
         self.refused = False
@@ -44,6 +52,10 @@ class Line:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         try:
             _configure(self.socket, endpoint)
+            if key is not None:
+                self.socket.curve_serverkey = key.server_key.encode()
+                self.socket.curve_publickey = key.public_key.encode()
+                self.socket.curve_secretkey = key.secret_key.encode()
             self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_WATCHED)
         except BaseException:
             self.socket.close(linger=0)
@@ -87,7 +99,7 @@ class Line:
         while True:
             try:
                 # drained always, ended or not: libzmq's I/O thread blocks on a full monitor
-                number, _ = _MONITOR_EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0])
+                number, value = _MONITOR_EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 return end
             if number == zmq.EVENT_CONNECTED:
@@ -95,9 +107,12 @@ class Line:
             elif number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._handshaken = True
             else:
-                end = end or self._explain(number, goaway)
+                end = end or self._explain(number, value, goaway)
 
-    def _explain(self, event: int, goaway: str | None) -> str:
+    def _explain(self, event: int, value: int, goaway: str | None) -> str:
+        if not self._handshaken and (barred := self._explain_keys(event, value)) is not None:
+            self.barred = True
+            return f"{barred} ({self._endpoint})"
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refused = True
             return f"the supervisor refused this connection ({self._endpoint}): it admits its own user only"
@@ -110,6 +125,31 @@ class Line:
             self.refused = True
             return f"no permission to connect to the supervisor ({self._endpoint}): it belongs to another user"
         return self._with_remedy("no supervisor is running here")
+
+    def _explain_keys(self, event: int, value: int) -> str | None:
+        """Why the keys do not fit, if that is what the handshake failed for."""
+        key = self._key
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
+            self.refused = True
+            if key is None:
+                return "this supervisor admits clients with a key only: give key=, or --key-file"
+            return "whoever listens here uses no keys: it is no supervisor's TCP port, or nothing to trust"
+        if key is None:
+            return None
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.refused = True
+            return (
+                f"the supervisor does not admit key {key.name!r} (public key {key.public_key}): it is not on its list, "
+                "or was revoked; `modelctl keys list` shows who is"
+            )
+        if event != zmq.EVENT_CLOSED and self.connected:
+            # CURVE tells a peer whose keys do not fit nothing at all; a supervisor that is leaving looks the same
+            return (
+                f"the connection was ended in the handshake: the server_key in the file of key {key.name!r} is not "
+                "this supervisor's, or its secret_key is not the one of its public_key; get a new file with "
+                "`modelctl keys new`"
+            )
+        return None
 
     def _with_remedy(self, what: str) -> str:
         return f"{what} ({self._endpoint}); start it with `modelctl serve`"

@@ -143,6 +143,10 @@ class ClientSession:
         """The connection ended: every unfinished request and call gets one ConnectionLost. May be repeated."""
         return self._break(ConnectionLost(reason))
 
+    def bar(self, reason: str) -> list[Touched]:
+        """The same, with UNAUTHORIZED: there was no session, for want of the right key."""
+        return self._break(WireError(ErrorCode.UNAUTHORIZED, reason))
+
     def _on_message(self, message: Message) -> list[Touched]:
         if isinstance(message, Events):
             return [s for entry, event in split_events(message) if (s := self._on_event(entry, event)) is not None]

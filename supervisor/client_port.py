@@ -17,6 +17,7 @@ from protocol import limits
 from protocol.codec import decode, encode, pack_error
 from protocol.errors import ErrorCode, FrameError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
+from supervisor.keys.rights import OWNER, Identity
 from supervisor.zap import ZAP_DOMAIN
 
 MAX_BAD_FRAMES = 16
@@ -28,8 +29,8 @@ PAUSED = ".paused"
 DRAIN_LIMIT = 64
 """Frames taken per turn of the loop, so that one busy client cannot keep it from the others."""
 
-_MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _channels = count(1)
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -37,13 +38,16 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 @dataclass(slots=True)
 class Connection:
-    """One client connection. ``fd`` is its descriptor in this process, -1 if libzmq did not tell."""
+    """One client connection. ``fd`` is its descriptor in this process, -1 if libzmq did not tell; ``identity`` whose it
+    is; ``heard`` whether a message came since somebody looked (over TCP, see ``tcp_port``)."""
 
     routing_id: bytes
     channel: int
     fd: int
     greeted: bool = False
     bad_frames: int = 0
+    identity: Identity = OWNER
+    heard: bool = False
 
 
 @dataclass(slots=True)
@@ -58,13 +62,15 @@ class PortCounters:
 
 @dataclass(slots=True)
 class ClientPort:
-    """The socket, its monitor and its connections."""
+    """The socket, its monitor and its connections. ``beyond``: another one whose clients are reached, and seen to have
+    gone, through this one."""
 
     endpoint: str
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     counters: PortCounters = field(default_factory=PortCounters)
     listening: bool = True
+    beyond: "ClientPort | None" = None
     _by_id: dict[bytes, Connection] = field(default_factory=dict)
     _by_channel: dict[int, Connection] = field(default_factory=dict)
     _by_fd: dict[int, Connection] = field(default_factory=dict)
@@ -78,15 +84,10 @@ class ClientPort:
 
         backlog  connections that the kernel may have ready for us
         """
-        socket = router(context)
-        # Credit bounds what a stream can have on the way; the marks are only the last fuse.
-        socket.setsockopt(zmq.SNDHWM, 100_000)
-        socket.setsockopt(zmq.RCVHWM, 1000)
-        socket.setsockopt(zmq.BACKLOG, backlog)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+        socket = client_router(context, backlog)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)  # a frozen client (SIGSTOP) is cut off after the time-out
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
-        monitor = socket.get_monitor_socket(_MONITORED)
+        monitor = socket.get_monitor_socket(MONITORED)
         bind_private(socket, endpoint)
         return ClientPort(endpoint, socket, monitor)
 
@@ -123,6 +124,9 @@ class ClientPort:
                 continue
             if connection is None:
                 connection = self._enter(routing_id, part)
+                if not self._admit(connection, part):
+                    self._skip_rest(part)
+                    continue
             if part.more:
                 self._skip_rest(part)
                 self._refuse(connection, FrameError(ErrorCode.BAD_FRAME, "a message is one frame, not several"))
@@ -145,7 +149,7 @@ class ClientPort:
         """Put a frame on its way. False if the client is gone (or so far behind that it is treated as gone)."""
         connection = self._by_channel.get(channel)
         if connection is None:
-            return False
+            return self.beyond is not None and self.beyond.send(channel, frame)
         try:
             self.socket.send(connection.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
             self.socket.send(frame, zmq.NOBLOCK)
@@ -167,8 +171,12 @@ class ClientPort:
             kind = event["event"]
             if kind == zmq.EVENT_ACCEPTED:
                 self.counters.accepted += 1
+                self._accepted(int(event["value"]))
+            elif kind == zmq.EVENT_LISTENING:
+                self._listens(int(event["value"]))
             elif kind == zmq.EVENT_DISCONNECTED:
                 self.counters.disconnected += 1
+                self._disconnected(int(event["value"]))
                 connection = self._by_fd.get(int(event["value"]))
                 if connection is not None:
                     self._leave(connection)
@@ -179,10 +187,10 @@ class ClientPort:
     def take_gone(self) -> list[int]:
         """Channels that ended since the last call."""
         gone, self._gone = self._gone, []
-        return gone
+        return gone if self.beyond is None else gone + self.beyond.take_gone()
 
     def channels(self) -> list[int]:
-        return list(self._by_channel)
+        return [*self._by_channel, *(() if self.beyond is None else self.beyond.channels())]
 
     def owns(self, channel: int) -> bool:
         return channel in self._by_channel
@@ -192,6 +200,21 @@ class ClientPort:
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=500)
+
+    # what only a port over TCP wants to know, see ``tcp_port``
+
+    def _listens(self, fd: int) -> None:
+        pass
+
+    def _accepted(self, fd: int) -> None:
+        pass
+
+    def _disconnected(self, fd: int) -> None:
+        pass
+
+    def _admit(self, connection: Connection, part: zmq.Frame) -> bool:
+        """Whether it may stay. Its user was asked for in the handshake."""
+        return True
 
     def _enter(self, routing_id: bytes, part: zmq.Frame) -> Connection:
         self.watch()  # a DISCONNECTED of this descriptor's former owner may be waiting
@@ -249,6 +272,17 @@ def _is_older(routing_id: bytes, other: bytes) -> bool:
     """libzmq's own routing ids are a zero byte and a counter of four, which wraps around."""
     age = int.from_bytes(other[1:], "big") - int.from_bytes(routing_id[1:], "big")
     return 0 < age % (1 << 32) < 1 << 31
+
+
+def client_router(context: Context, backlog: int) -> zmq.Socket[bytes]:
+    """A ROUTER for clients, not bound."""
+    socket = router(context)
+    # Credit bounds what a stream can have on the way; the marks are only the last fuse.
+    socket.setsockopt(zmq.SNDHWM, 100_000)
+    socket.setsockopt(zmq.RCVHWM, 1000)
+    socket.setsockopt(zmq.BACKLOG, backlog)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+    return socket
 
 
 def router(context: Context) -> zmq.Socket[bytes]:

@@ -25,6 +25,7 @@ from supervisor.config_schema import (
     SupervisorConfig,
     WatchConfig,
 )
+from supervisor.keys.store import default_keys_dir
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 
@@ -114,6 +115,12 @@ class Config:
         self.file = file
         self.models = models
         self.supervisor = supervisor
+
+    @property
+    def keys_dir(self) -> Path:
+        """Directory of the keys. Raises KeysProblem for a user without a home who names none."""
+        given = self.supervisor.keys
+        return default_keys_dir() if given is None else self.file.parent / Path(given).expanduser()
 
 
 def load_config(file: Path) -> Config:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from protocol.beat import DEFAULT_LEASES, MAX_LEASE_S, Leases
+from supervisor.keys.endpoint import parse_listen
 from supervisor.placement.sizes import Limit, parse_limit, parse_size
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.model_queue import QueueLimits
@@ -123,6 +124,7 @@ def parse_lease(value: object) -> float:
 Duration = Annotated[float, BeforeValidator(parse_duration)]
 Ttl = Annotated[float | None, BeforeValidator(parse_ttl)]
 Lease = Annotated[float, BeforeValidator(parse_lease)]
+Listen = Annotated[str | None, BeforeValidator(parse_listen)]
 Gpu = Annotated[Any, BeforeValidator(parse_gpu)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
 Vram = Annotated[Any, BeforeValidator(parse_vram)]
@@ -290,6 +292,11 @@ class SupervisorConfig(BaseModel):
     stop: StopConfig = StopConfig()
     poison: PoisonConfig = PoisonConfig()
     watch: WatchConfig = WatchConfig()
+    listen: Listen = None
+    """tcp://ADDRESS:PORT, open to holders of a key that `modelctl keys new` made; nothing listens by default."""
+    keys: str | None = None
+    """Directory of the keys: absolute, or relative to the file; by default $MODELCTL_KEYS, else
+    ~/.config/modelctl/keys."""
     stall: Duration = HoldLimits.stall_s
     """How long a stream may have events waiting while its client reads none, before it is ended."""
     vram_limit: VramLimit = None

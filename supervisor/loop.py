@@ -50,12 +50,18 @@ from supervisor.fleet.demand import Demand
 from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.turnover import How
+from supervisor.gate import REVOKE_S, Gate
+from supervisor.keys.opening import Opening
+from supervisor.keys.rights import OWNER
+from supervisor.keys.ring import KeyRing
 from supervisor.reactor import Reactor
 from supervisor.requests.asks import Asker, Asks
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.in_flight import Effect, ToClient, ToWorker
 from supervisor.requests.scheduler import Scheduler
 from supervisor.runtime_dir import RuntimeDir
+from supervisor.tcp_port import LOOK_S as TCP_LOOK_S
+from supervisor.tcp_port import TcpPort
 from supervisor.timers import Timer
 from supervisor.workers.leftovers import Leftovers
 from supervisor.workers.lifecycle import IllegalTransition
@@ -78,7 +84,10 @@ WATCH_INTERVAL_S = 0.5
 class Supervisor:
     """Everything a running supervisor has. Lives on the main thread: workers die with the thread that spawned them."""
 
-    def __init__(self, config: Config, runtime: RuntimeDir, log: logging.Logger) -> None:
+    def __init__(
+        self, config: Config, runtime: RuntimeDir, log: logging.Logger, opening: Opening | None = None
+    ) -> None:
+        """``opening``: the port to open over TCP. Raises ListenError."""
         self._log = log
         self._runtime = runtime
         self._started = time.monotonic()
@@ -93,9 +102,14 @@ class Supervisor:
         self._worker_frames_dropped = 0
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
-        self._zap = ZapHandler(self._context, os.getuid())  # before the first bind
+        ring = KeyRing(opening.store, log) if opening else None
+        self._zap = ZapHandler(self._context, os.getuid(), ring.admits if ring else None)  # before the first bind
         self._front = ClientPort.bind(self._context, front_endpoint(runtime.path), self._descriptors.backlog)
         self._admin = ClientPort.bind(self._context, admin_endpoint(runtime.path), self._descriptors.backlog)
+        self._ports = [self._front, self._admin]
+        self._gate: Gate | None = None
+        if opening is not None and ring is not None:
+            self._open_tcp(opening, ring)
         self._back = self._bind_back(back_endpoint(runtime.path))
         self._launcher = LocalLauncher(self._reactor.timers, Leftovers(runtime.path, log), log)
         self._has_terminal = _has_terminal()
@@ -115,12 +129,19 @@ class Supervisor:
         self.reloads = Reloads(self.fleet, self.scheduler, self._reactor.timers, log)
         self._reactor.watch(self._zap.socket, self._zap.handle)
         self._reactor.watch(self._back, self._on_back)
-        for port in (self._front, self._admin):
+        for port in self._ports:
             self._reactor.watch(port.socket, partial(self._on_port, port))
             self._reactor.watch(port.monitor, partial(self._on_port, port))
         self._reactor.watch(self._signals, self._on_signals)
         self._reactor.watch(self._launcher.descriptor, self._on_ends)
         self._reactor.watch(self.fleet.admission.descriptor, self.fleet.admission.answered)
+
+    def _open_tcp(self, opening: Opening, ring: KeyRing) -> None:
+        ring.look()
+        port = TcpPort.listen(self._context, opening.endpoint, opening.secret_key, ring, self._descriptors.backlog)
+        self._front.beyond = port
+        self._ports.append(port)
+        self._gate = Gate(port, ring, self.scheduler, self.perform, self._log)
 
     def _bind_back(self, endpoint: str) -> zmq.Socket[bytes]:
         back = router(self._context)
@@ -145,6 +166,10 @@ class Supervisor:
         self._reactor.every(PROBE_INTERVAL_S, self._probe)
         self._reactor.every(WATCH_INTERVAL_S, self._watch_streams)
         self._reactor.every(LOOK_S, self.fleet.look)
+        if (gate := self._gate) is not None:
+            self._log.info("listening on %s, for keys on the list only", gate.port.endpoint)
+            self._reactor.every(REVOKE_S, gate.look)
+            self._reactor.every(TCP_LOOK_S, lambda: gate.port.look(time.monotonic()))
         self._reactor.every(RATE_WINDOW_S, self._sample)
         gc.collect()
         gc.freeze()
@@ -161,7 +186,7 @@ class Supervisor:
         return self.shutting_down and self.fleet.all_stopped and (self._impatient or not self.fleet.vram.awaited)
 
     def _close(self) -> None:
-        for port in (self._front, self._admin):
+        for port in self._ports:
             port.close()
         self._back.close(linger=0)
         self._zap.socket.close(linger=0)
@@ -207,6 +232,12 @@ class Supervisor:
             told = "; ".join(map(str, e.problems))
             self._log.error("%s: nothing is changed: %s", cause, told)
             raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {told}") from None
+        before, after = self.fleet.config.supervisor, config.supervisor
+        if (before.listen, before.keys) != (after.listen, after.keys):
+            told = (
+                "supervisor.listen and supervisor.keys are applied at the next start only: put them back as they were"
+            )
+            raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {told}, or shut down and serve again")
         if only is not None and only not in config.models and not self.fleet.of_model(only):
             known = ", ".join(config.models)
             raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {only[:64]!r} is configured: there is {known}")
@@ -217,7 +248,7 @@ class Supervisor:
 
     def describe(self) -> dict[str, Any]:
         """The supervisor as ``status`` shows it."""
-        front, admin = self._front.counters, self._admin.counters
+        counters = [port.counters for port in self._ports]
         return {
             "pid": os.getpid(),
             "version": __version__,
@@ -228,12 +259,13 @@ class Supervisor:
             "turnovers": self.reloads.turnover.describe(),
             "held_bytes": self.scheduler.held_bytes,
             "connections": len(self._front.channels()) + len(self._admin.channels()),
+            "tcp": None if self._gate is None else self._gate.describe(),
             "counters": {
-                "connections_accepted": front.accepted + admin.accepted,
-                "connections_closed": front.disconnected + admin.disconnected,
-                "handshakes_failed": front.handshakes_failed + admin.handshakes_failed,
+                "connections_accepted": sum(c.accepted for c in counters),
+                "connections_closed": sum(c.disconnected for c in counters),
+                "handshakes_failed": sum(c.handshakes_failed for c in counters),
                 "connections_denied": self._zap.denied,
-                "bad_frames": front.bad_frames + admin.bad_frames,
+                "bad_frames": sum(c.bad_frames for c in counters),
                 "worker_frames_dropped": self._worker_frames_dropped + self.scheduler.dropped_frames,
             },
         }
@@ -268,6 +300,8 @@ class Supervisor:
 
     def _on_client_message(self, port: ClientPort, connection: Connection, message: Message) -> None:
         channel, now = connection.channel, time.monotonic()
+        if connection.identity is not OWNER and self._gate is not None and not self._gate.admits(connection, message):
+            return
         match message:
             case Credit(request, events):
                 self.perform(self.scheduler.credit(channel, request, events, now))
@@ -277,6 +311,8 @@ class Supervisor:
                     port.send(channel, encode(Error(request, pack_error(error))))
                 else:
                     self.perform(self.scheduler.submit(channel, message, now))
+                    if connection.identity is not OWNER and self._gate is not None:
+                        self._gate.note(connection, message)
                     self._watch_expiry()
             case Cancel(request):
                 self.perform(self.scheduler.cancel(channel, request, now))
@@ -289,7 +325,7 @@ class Supervisor:
                     self._reply(asker, pack_body({"error": e.to_wire()}))
             case Call(call, verb, body):
                 try:
-                    reply = {"result": calls.answer(self, verb, body, admin=port is self._admin)}
+                    reply = {"result": calls.answer(self, verb, body, admin=port is not self._front)}
                 except WireError as e:
                     reply = {"error": e.to_wire()}
                 port.send(channel, encode(Reply(call, pack_body(reply))))
@@ -341,6 +377,8 @@ class Supervisor:
             try:
                 message = decode(frame, WORKER_TO_SUPERVISOR)
                 if isinstance(message, Events):
+                    if self._gate is not None:
+                        self._gate.charge(message)
                     self.perform(self.scheduler.events(replica.name, frame, message, time.monotonic()))
                     self.fleet.after_events(replica)
                 elif isinstance(message, Prefill):
@@ -400,7 +438,7 @@ class Supervisor:
 
     def _mind_descriptors(self) -> None:
         """Stop listening while descriptors are scarce: libzmq would abort this process for want of one."""
-        ports = (self._front, self._admin)
+        ports = self._ports
         if self._descriptors.scarce():
             if any(port.listening for port in ports):
                 self._log.error("almost all of %d descriptors are in use: no new connections", self._descriptors.limit)

@@ -1,20 +1,33 @@
-"""Who may connect over ipc: processes of our own user. Answers ZAP (ZeroMQ RFC 27) inside the supervisor's loop.
+"""Who may connect: over ipc processes of our own user, over TCP holders of a key that is on the list. Answers ZAP
+(ZeroMQ RFC 27) inside the supervisor's loop.
 
 pyzmq's ready-made authenticator does not look at uids. libzmq gives the peer of an ipc connection as
-``localhost:uid:gid:pid`` (SO_PEERCRED), which cannot be forged.
+``localhost:uid:gid:pid`` (SO_PEERCRED), which cannot be forged. Over CURVE it gives the client's public key, after the
+client has proved that it has the secret one; the answer names it as User-Id, which libzmq puts on every message.
 """
 
+from collections.abc import Callable
+
 import zmq
+from zmq.utils import z85
 
 ZAP_DOMAIN = b"modelctl"
+TCP_DOMAIN = b"modelctl-tcp"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
 class ZapHandler:
-    """Must exist before the first socket is bound, and outlive them all."""
+    """Must exist before the first socket is bound, and outlive them all.
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", uid: int) -> None:
+    uid     of those that may connect over ipc
+    admits  whether a public key (Z85) is on the list; None: there is none, and nobody may connect over TCP
+    """
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", uid: int, admits: Callable[[str], bool] | None = None
+    ) -> None:
         self._uid = uid
+        self._admits = admits
         self.denied = 0
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -28,10 +41,18 @@ class ZapHandler:
             except zmq.Again:
                 return
             version, request_id, domain, address, _, mechanism = parts[:6]
-            allowed = domain == ZAP_DOMAIN and mechanism == b"NULL" and self._is_own(address)
+            user = b""
+            if domain == ZAP_DOMAIN and mechanism == b"NULL":
+                allowed, text = self._is_own(address), b"only processes of the supervisor's user"
+            elif domain == TCP_DOMAIN and mechanism == b"CURVE" and len(parts) == 7 and len(parts[6]) == 32:
+                user, text = z85.encode(parts[6]), b"this key is not on the list"
+                allowed = self._admits is not None and self._admits(user.decode())
+            else:
+                allowed, text = False, b"no such way in"
             self.denied += not allowed
-            status, text = (b"200", b"OK") if allowed else (b"400", b"only processes of the supervisor's user")
-            self.socket.send_multipart([version, request_id, status, text, b"", b""])
+            # 400: the client is told. (300 and 500 would leave it to try again and again.)
+            status, text = (b"200", b"OK") if allowed else (b"400", text)
+            self.socket.send_multipart([version, request_id, status, text, user if allowed else b"", b""])
 
     def _is_own(self, address: bytes) -> bool:
         parts = address.split(b":")

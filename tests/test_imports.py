@@ -8,10 +8,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("protocol", "model_worker", "supervisor")
-ROOMS = ("requests", "workers", "placement", "fleet")
+ROOMS = ("keys", "requests", "workers", "placement", "fleet")
 """Of supervisor, in the order in which they may import one another: each only those before it."""
 DECISIONS = (
     *(f"requests/{path.stem}" for path in sorted((ROOT / "supervisor/requests").glob("*.py"))),
+    *(f"keys/{name}" for name in ("rights", "allowance", "records", "endpoint")),
     *(f"workers/{name}" for name in ("lifecycle", "restart", "stop_ladder", "exits", "last_words", "watch")),
     *(f"placement/{name}" for name in ("policy", "gpu_shares", "sizes", "affinity", "eviction", "vram_return")),
 )
@@ -56,7 +57,9 @@ def test_only_engine_modules_import_torch(path: Path) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_import_in_one_direction(room: str) -> None:
     allowed = {f"supervisor.{name}" for name in ROOMS[: ROOMS.index(room) + 1]}
-    closed = {f"supervisor.{name}" for name in (*ROOMS, "cli", "loop", "calls", "client_port")} - allowed
+    closed = {
+        f"supervisor.{name}" for name in (*ROOMS, "cli", "loop", "calls", "client_port", "tcp_port", "gate")
+    } - allowed
     for path in modules(f"supervisor/{room}"):
         assert not [name for name in imports(path) if ".".join(name.split(".")[:2]) in closed], path
 

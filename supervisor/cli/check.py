@@ -16,10 +16,12 @@ from supervisor.cli.options import as_json
 def check(file: Path | None, as_json: bool) -> int:
     """Check a models.yaml and say what is wrong with it, line by line. Starts nothing."""
     from supervisor.config import load_config
+    from supervisor.listening import opening_of
     from supervisor.yaml_source import ConfigError
 
     try:
         config = load_config(find_config(file))
+        opening_of(config)
     except ConfigError as e:
         if as_json:
             click.echo(json.dumps({"ok": False, "problems": [vars(p) for p in e.problems]}, indent=2))

@@ -12,6 +12,7 @@ import click
 from protocol.async_client import AsyncClient, AsyncStream, Progress
 from protocol.errors import ErrorCode, WireError
 from supervisor.cli import exit_codes
+from supervisor.cli.options import way_to
 from supervisor.cli.tables import bar
 
 Message = dict[str, str]
@@ -179,6 +180,6 @@ class _Interrupts:
 
 
 async def _connect(runtime_dir: Path) -> AsyncClient:
-    client = AsyncClient(runtime_dir=runtime_dir, reconnect=False)
+    client = AsyncClient(**way_to(runtime_dir), reconnect=False)
     await client.__aenter__()
     return client

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from protocol.errors import ConnectionLost, WireError
+from protocol.errors import ConnectionLost, ErrorCode, WireError
 from supervisor.cli import exit_codes
 
 DEBUG_VARIABLE = "MODELCTL_DEBUG"
@@ -64,6 +64,8 @@ def _judge(error: BaseException) -> tuple[int, dict[str, Any] | None, tuple[str,
             return error.exit_code, {"name": error.name, "message": str(error)}, error.lines
         case ConnectionLost():
             return exit_codes.UNAVAILABLE, error.to_wire(), (error.message,)
+        case WireError(code=ErrorCode.UNAUTHORIZED | ErrorCode.FORBIDDEN):
+            return exit_codes.NOPERM, error.to_wire(), (str(error),)
         case WireError():
             return exit_codes.FAILED, error.to_wire(), (str(error),)
         case TimeoutError():  # an OSError by birth, but what the client raises for a supervisor that does not answer

@@ -13,6 +13,8 @@ SOFTWARE = 70
 """A fault of modelctl itself."""
 TEMPFAIL = 75
 """Another supervisor is already running here."""
+NOPERM = 77
+"""Over TCP: the key is not admitted, or has not the right."""
 CONFIG = 78
 """models.yaml, or the environment, is not usable as it is."""
 INTERRUPTED = 130

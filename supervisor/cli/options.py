@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -33,9 +33,54 @@ def runtime_dir_option(command: F) -> F:
     return option(command)
 
 
+def supervisor_options(command: F) -> F:
+    """Adds ``--runtime-dir``, and ``--connect`` with ``--key-file`` for a supervisor elsewhere: see ``way_to``."""
+
+    def keep(context: click.Context, option: click.Parameter, value: object) -> None:
+        context.meta[f"modelctl.{option.name}"] = value
+
+    connect_option = click.option(
+        "--connect",
+        metavar="tcp://ADDRESS:PORT",
+        envvar="MODELCTL_CONNECT",
+        expose_value=False,
+        callback=keep,
+        help="A supervisor on another machine.  [default: $MODELCTL_CONNECT; else the one here]",
+    )
+    key_option = click.option(
+        "--key-file",
+        type=click.Path(path_type=Path),
+        envvar="MODELCTL_KEY_FILE",
+        expose_value=False,
+        callback=keep,
+        help="The key for it, from `modelctl keys new`.  [default: $MODELCTL_KEY_FILE]",
+    )
+    return runtime_dir_option(connect_option(key_option(command)))
+
+
+def way_to(runtime_dir: Path) -> dict[str, Any]:
+    """What Client and AsyncClient take to find the supervisor that the command is about. Raises UsageError."""
+    context = click.get_current_context(silent=True)
+    endpoint = context.meta.get("modelctl.connect") if context is not None else None
+    if context is None or endpoint is None:
+        return {"runtime_dir": runtime_dir}
+    key_file = context.meta.get("modelctl.key_file")
+    if not str(endpoint).startswith("tcp://"):
+        raise click.UsageError(f"--connect {endpoint}: must be tcp://ADDRESS:PORT; for one here, give --runtime-dir")
+    if key_file is None:
+        raise click.UsageError("--connect needs --key-file FILE: the key that `modelctl keys new` wrote")
+    return {"endpoint": endpoint, "key": key_file}
+
+
+def is_remote() -> bool:
+    """Whether the command is about a supervisor elsewhere."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.meta.get("modelctl.connect") is not None
+
+
 def connect(runtime_dir: Path, *, admin: bool = False) -> "Client":
     """A client of the running supervisor. Raises ConnectionLost, which ends the command with exit code 69."""
     from protocol.client import Client  # not for `check` and `logs`: a third of what they take
 
     # a command is about the supervisor that it began with
-    return Client(runtime_dir=runtime_dir, admin=admin, reconnect=False)
+    return Client(**way_to(runtime_dir), admin=admin, reconnect=False)

@@ -2,17 +2,21 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
 from protocol.client import Client
+from protocol.errors import ConnectionLost
 from supervisor.cli import exit_codes
 from supervisor.cli.errors import Failure
-from supervisor.cli.options import as_json, connect, runtime_dir_option
+from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
 from supervisor.cli.waiting import (
+    POLL_S,
     ModelStatus,
     coming_generation,
     settled_down,
@@ -30,7 +34,7 @@ _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and retu
 @_models
 @_no_wait
 @as_json
-@runtime_dir_option
+@supervisor_options
 def start(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Start models and show how they load."""
     with connect(runtime_dir, admin=True) as client:
@@ -44,7 +48,7 @@ def start(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
 @_no_wait
 @as_json
-@runtime_dir_option
+@supervisor_options
 def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop models: let them finish their requests, then end their processes."""
     with connect(runtime_dir, admin=True) as client:
@@ -61,7 +65,7 @@ def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runti
 @_models
 @_no_wait
 @as_json
-@runtime_dir_option
+@supervisor_options
 def restart(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop models and start them again; of several workers one after the other. Requests wait meanwhile."""
     with connect(runtime_dir, admin=True) as client:
@@ -77,14 +81,17 @@ def restart(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: 
 @click.command()
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
 @as_json
-@runtime_dir_option
+@supervisor_options
 def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop every model, then the supervisor itself; returns when it is gone."""
     with connect(runtime_dir, admin=True) as client:
         pid = client.status()["supervisor"]["pid"]
-        pidfd = os.pidfd_open(pid)
+        pidfd = None if is_remote() else os.pidfd_open(pid)
         client.call("shutdown", now=now)
-    _wait_for_exit(pidfd)
+        if pidfd is None:
+            _wait_for_silence(client)
+    if pidfd is not None:
+        _wait_for_exit(pidfd)
     if as_json:
         click.echo(json.dumps({"pid": pid}))
 
@@ -128,6 +135,14 @@ def _see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool
 def _why_not(model: ModelStatus) -> str:
     why = (model.get("last_exit") or {}).get("message") if model["state"] == "failed" else None
     return f"{model['name']}: {why or 'is ' + model['state']} (log: {model['log']})"
+
+
+def _wait_for_silence(client: Client) -> None:
+    """Until the supervisor's machine says that nobody listens any more."""
+    with suppress(ConnectionLost):
+        while True:
+            client.status()
+            time.sleep(POLL_S)
 
 
 def _wait_for_exit(pidfd: int) -> None:

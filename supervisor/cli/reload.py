@@ -10,7 +10,7 @@ from protocol.client import Client
 from supervisor.cli import exit_codes
 from supervisor.cli.compiling import compile_for
 from supervisor.cli.errors import Failure
-from supervisor.cli.options import as_json, connect, runtime_dir_option
+from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
 from supervisor.cli.waiting import wait_for_turnovers
 
 
@@ -20,7 +20,7 @@ from supervisor.cli.waiting import wait_for_turnovers
 @click.option("--exchange", "how", flag_value="exchange", help="Stop each old worker before the new one is started.")
 @click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
 @as_json
-@runtime_dir_option
+@supervisor_options
 def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, runtime_dir: Path) -> int:
     """Apply the models.yaml that is being served, as it is now; no request is lost.
 
@@ -29,7 +29,8 @@ def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, run
     A file with anything wrong in it changes nothing.
     """
     with connect(runtime_dir, admin=True) as client:
-        if (code := _prepare(client, quiet=as_json)) != exit_codes.OK:
+        # elsewhere, the supervisor itself says what is wrong with its file
+        if not is_remote() and (code := _prepare(client, quiet=as_json)) != exit_codes.OK:
             return code
         params: dict[str, Any] = {k: v for k, v in (("model", model), ("how", how)) if v is not None}
         number: int = client.call("reload", **params)["turnover"]

@@ -22,6 +22,7 @@ _COMMANDS = {
     "logs": "supervisor.cli.logs:logs",
     "plan": "supervisor.cli.plan:plan",
     "check": "supervisor.cli.check:check",
+    "keys": "supervisor.cli.keys:keys",
 }
 _ALIASES = {"load": "start", "unload": "stop", "ls": "ps"}
 
@@ -48,7 +49,7 @@ def cli() -> None:
     \b
     Exit codes: 0 done, 1 a model or request failed, 2 wrong usage, 3 no room (plan), 69 no supervisor is running,
     70 a fault of modelctl, 75 another supervisor is running, 78 models.yaml or the environment is not
-    usable, 130 interrupted.
+    usable, 77 the key may not do that, 130 interrupted.
     """
 
 

@@ -12,10 +12,10 @@ import click
 
 from protocol.async_client import AsyncStream, TokenLogprob
 from protocol.client import Client
-from protocol.errors import WireError
+from protocol.errors import ErrorCode, WireError
 from supervisor.cli import exit_codes
 from supervisor.cli.conversation import Conversation
-from supervisor.cli.options import as_json, connect, runtime_dir_option
+from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.tables import LiveLines, bar
 
 _OWN_FIELDS = {"prompt", "messages", "token_ids", "model", "timeout", "on_progress"}
@@ -105,7 +105,7 @@ def _schema(context: click.Context, option: click.Parameter, given: Path | None)
 )
 @click.option("--logprobs", is_flag=True, help="With --json: each token's log-probability.")
 @as_json
-@runtime_dir_option
+@supervisor_options
 def run(
     model: str,
     prompt: str | None,
@@ -155,7 +155,7 @@ def _is_chat(client: Client, model: str, *, quiet: bool) -> bool:
     """Whether the model has a chat template. Known once it is loaded; until then the wait is worth a line."""
     live = LiveLines()
     while True:
-        status = client.status(model)["models"][0]
+        status = _seen(client, model)
         if status["state"] in ("ready", "draining", "stopped", "failed", "stopping"):
             return bool(status["chat"])
         if status["state"] == "sleeping":
@@ -167,6 +167,20 @@ def _is_chat(client: Client, model: str, *, quiet: bool) -> bool:
             steady = f"{model} is {status['state']} ..."
             live.show({model: f"{steady} {moving}"}, {model: steady})
         time.sleep(0.1)
+
+
+def _seen(client: Client, model: str) -> dict[str, Any]:
+    """Its status, as far as we may see it."""
+    try:
+        seen: dict[str, Any] = client.status(model)["models"][0]
+        return seen
+    except WireError as e:
+        if e.code is not ErrorCode.FORBIDDEN:
+            raise
+    for told in client.models()["models"]:  # a key with infer alone
+        if told["name"] == model:
+            return {**told, "progress": None}
+    raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {model!r} is configured", field="model")
 
 
 def _result(model: str, stream: AsyncStream) -> dict[str, Any]:

@@ -23,10 +23,12 @@ from supervisor.cli.options import runtime_dir_option
 def serve(config: Path | None, detach: bool, quiet: bool, no_compile: bool, runtime_dir: Path) -> int:
     """Run the supervisor and start the models that are to start with it."""
     from supervisor.config import load_config
+    from supervisor.listening import opening_of
     from supervisor.yaml_source import ConfigError
 
     try:
         loaded = load_config(find_config(config))
+        opening = opening_of(loaded)
     except ConfigError as e:
         for problem in e.problems:
             click.echo(str(problem), err=True)
@@ -47,6 +49,7 @@ def serve(config: Path | None, detach: bool, quiet: bool, no_compile: bool, runt
     from supervisor.logs import set_up_logging
     from supervisor.loop import Supervisor
     from supervisor.runtime_dir import AlreadyRunning, RuntimeDir, RuntimeDirError
+    from supervisor.tcp_port import ListenError
 
     try:
         admin_endpoint(runtime_dir)  # the longest of the socket paths; too long is a ValueError that says so
@@ -61,7 +64,11 @@ def serve(config: Path | None, detach: bool, quiet: bool, no_compile: bool, runt
     log = set_up_logging(runtime_dir, quiet=quiet)
     code = exit_codes.SOFTWARE
     try:
-        code = Supervisor(loaded, runtime, log).run()
+        code = Supervisor(loaded, runtime, log, opening).run()
+    except ListenError as e:
+        log.error("%s", e)
+        click.echo(f"modelctl: {e}", err=True)
+        code = exit_codes.CONFIG
     except KeyboardInterrupt:  # so early that it is not caught yet
         code = exit_codes.INTERRUPTED
     except BaseException:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from supervisor.cli import figures
-from supervisor.cli.options import as_json, connect, runtime_dir_option
+from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.tables import table
 
 PS_HEADER = ("NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "UNTIL", "PID")
@@ -15,7 +15,7 @@ PS_HEADER = ("NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TO
 
 @click.command()
 @as_json
-@runtime_dir_option
+@supervisor_options
 def ps(as_json: bool, runtime_dir: Path) -> None:
     """List the models."""
     with connect(runtime_dir) as client:
@@ -29,7 +29,7 @@ def ps(as_json: bool, runtime_dir: Path) -> None:
 @click.command()
 @click.argument("model", required=False)
 @as_json
-@runtime_dir_option
+@supervisor_options
 def status(model: str | None, as_json: bool, runtime_dir: Path) -> None:
     """Show the supervisor and its models, or one MODEL, in full."""
     with connect(runtime_dir) as client:

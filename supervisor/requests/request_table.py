@@ -68,6 +68,10 @@ class RequestTable:
         """Connections with unfinished requests."""
         return {channel for channel, _ in self._live}
 
+    def holds(self, channel: int, request: int) -> bool:
+        """Whether a request is unfinished, or its worker has yet to let go of it."""
+        return (channel, request) in self._live
+
     # --- into a worker's hands, and out of them -------------------------------------------------------------------
 
     def _dispatch(self, queue: ModelQueue, now: float) -> list[Effect]:

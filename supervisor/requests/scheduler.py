@@ -253,6 +253,15 @@ class Scheduler(WorkerEvents):
         self._deliveries.grant(request, events)
         return self._release(request, now) if request.holds else []
 
+    def bar(self, channel: int, error: WireError, now: float) -> list[Effect]:
+        """The connection may have no requests any more: end those it has."""
+        effects: list[Effect] = []
+        for request in [r for r in self._live.values() if r.channel == channel and r.phase is not Phase.ENDED]:
+            effects += self._give_up(request, error)
+        for queue in self._models.values():
+            effects += self._dispatch(queue, now)
+        return effects
+
     def gone(self, channel: int, now: float) -> list[Effect]:
         """The connection has ended: nobody waits for its answers."""
         effects: list[Effect] = []

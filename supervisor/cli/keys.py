@@ -1,0 +1,120 @@
+"""keys: who may connect over TCP. Works on files; a running supervisor sees the change by itself."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from supervisor.cli.options import as_json
+from supervisor.cli.tables import table
+
+if TYPE_CHECKING:
+    from supervisor.keys.store import KeyStore
+
+HEADER = ("NAME", "RIGHTS", "IN FLIGHT", "TOKENS/MIN", "CREATED", "PUBLIC KEY")
+
+
+def _store(context: click.Context, option: click.Parameter, given: Path | None) -> "KeyStore":
+    """Of --keys, else of the models.yaml that ``serve`` would take, else the default one."""
+    from supervisor.cli.config_file import find_config
+    from supervisor.keys.store import KeyStore, default_keys_dir
+    from supervisor.yaml_source import ConfigError
+
+    if given is not None:
+        return KeyStore(given.absolute())
+    config: Path | None = context.params.get("config")
+    try:
+        found = find_config(config)
+        if config is None and not found.exists():
+            return KeyStore(default_keys_dir())
+    except ConfigError:  # there is none
+        return KeyStore(default_keys_dir())
+    from supervisor.config import load_config
+
+    return KeyStore(load_config(found).keys_dir)
+
+
+_config_option = click.option(
+    "-c", "--config", type=click.Path(path_type=Path), is_eager=True, expose_value=True, default=None,
+    help="models.yaml whose supervisor.keys is meant; found as `serve` does.",
+)  # fmt: skip
+_keys_option = click.option(
+    "--keys", "store", type=click.Path(path_type=Path, file_okay=False), default=None, callback=_store,
+    help="Directory of the keys.  [default: supervisor.keys of models.yaml, $MODELCTL_KEYS, ~/.config/modelctl/keys]",
+)  # fmt: skip
+
+
+@click.group()
+def keys() -> None:
+    """Keys of clients on other machines: make, list, revoke. Changes are seen by a running supervisor at once."""
+
+
+@keys.command()
+@click.argument("name")
+@click.option("--rights", default="infer", show_default=True, help="infer, status, admin; several with commas.")
+@click.option("--max-in-flight", type=int, help="Most requests that may be unfinished.  [default: no limit]")
+@click.option("--tokens-per-minute", type=int, help="Of prompts and answers together.  [default: no limit]")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The key file.  [default: ./NAME.key]")
+@_config_option
+@_keys_option
+@as_json
+def new(
+    name: str,
+    rights: str,
+    max_in_flight: int | None,
+    tokens_per_minute: int | None,
+    out: Path | None,
+    config: Path | None,
+    store: "KeyStore",
+    as_json: bool,
+) -> None:
+    """Make a key for client NAME. Its secret is written to the key file, once, and kept nowhere else."""
+    from supervisor.keys.records import check_limit, check_name, parse_rights
+
+    check_name(name)
+    file = (out or Path(f"{name}.key")).absolute()
+    key = store.add(
+        name,
+        parse_rights(rights),
+        file,
+        max_in_flight=check_limit("max_in_flight", max_in_flight),
+        tokens_per_minute=check_limit("tokens_per_minute", tokens_per_minute),
+    )
+    if as_json:
+        told = {"name": name, "file": str(file), "public_key": key.public_key, "server_key": key.server_key}
+        click.echo(json.dumps(told, indent=2))
+        return
+    click.echo(f"key {name!r} may: {rights}")
+    click.echo(f"its file: {file} (mode 0600; the secret is nowhere else: move it to the client, by ssh say)")
+
+
+@keys.command(name="list")
+@_config_option
+@_keys_option
+@as_json
+def list_(config: Path | None, store: "KeyStore", as_json: bool) -> None:
+    """Show who is admitted."""
+    entries = store.entries()
+    if as_json:
+        click.echo(json.dumps(entries, indent=2))
+    else:
+        click.echo(table(HEADER, [_row(entry) for entry in entries]))
+
+
+@keys.command()
+@click.argument("name")
+@_config_option
+@_keys_option
+@as_json
+def revoke(name: str, config: Path | None, store: "KeyStore", as_json: bool) -> None:
+    """Admit NAME no more. Its connections are ended within a second, and what they asked for with them."""
+    store.revoke(name)
+    click.echo(json.dumps({"revoked": name}) if as_json else f"key {name!r} is revoked")
+
+
+def _row(entry: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        entry["name"], ",".join(entry["rights"]), entry.get("max_in_flight"), entry.get("tokens_per_minute"),
+        entry["created"], entry["public_key"],
+    )  # fmt: skip

@@ -1,0 +1,128 @@
+"""What every message over TCP passes before the loop sees it: rights and limits of its key. And what becomes of the
+connections of a key that was revoked.
+
+What is decided is in ``supervisor.keys``; here it is looked up and carried out.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from protocol.codec import encode, pack_body, pack_error
+from protocol.errors import ErrorCode, WireError
+from protocol.messages import Call, Error, Events, Generate, Message, Reply
+from supervisor.client_port import Connection
+from supervisor.keys.rights import check_right
+from supervisor.keys.ring import KeyRing
+from supervisor.requests.in_flight import Effect
+from supervisor.requests.model_queue import BYTES_PER_TOKEN
+from supervisor.requests.scheduler import Scheduler
+from supervisor.tcp_port import TcpPort
+
+REVOKE_S = 0.5
+"""Between looks at the list for those who are connected."""
+
+
+class Gate:
+    """``perform`` carries out the scheduler's effects."""
+
+    def __init__(
+        self,
+        port: TcpPort,
+        ring: KeyRing,
+        scheduler: Scheduler,
+        perform: Callable[[list[Effect]], None],
+        log: logging.Logger,
+    ) -> None:
+        self.port = port
+        self._ring = ring
+        self._scheduler = scheduler
+        self._perform = perform
+        self._log = log
+        self._unfinished: dict[str, set[tuple[int, int]]] = {}
+        """By public key: requests that were accepted. Those that ended are found out when a limit is reached."""
+        self.forbidden = 0
+
+    def admits(self, connection: Connection, message: Message) -> bool:
+        """Whether this message may go on; else its sender has been told why not."""
+        try:
+            check_right(connection.identity, message)
+        except WireError as e:
+            self.forbidden += 1
+            return self._refuse(connection, message, e)
+        if not isinstance(message, Generate):
+            return True
+        identity, now = connection.identity, time.monotonic()
+        try:
+            in_flight = self._in_flight(identity.public_key, identity.max_in_flight)
+            self._ring.allowance(identity, now).check(in_flight, now)
+        except WireError as e:
+            return self._refuse(connection, message, e)
+        return True
+
+    def note(self, connection: Connection, message: Generate) -> None:
+        """It was submitted: if it was accepted, it counts."""
+        key = connection.channel, message.request
+        if self._scheduler.holds(*key):
+            identity = connection.identity
+            if identity.max_in_flight is not None:
+                self._unfinished.setdefault(identity.public_key, set()).add(key)
+            now = time.monotonic()
+            self._ring.allowance(identity, now).charge(1 + len(message.body) // BYTES_PER_TOKEN, now)
+
+    def charge(self, message: Events) -> None:
+        """Tokens have come for one of the connections."""
+        connection = self.port.connection(message.channel)
+        if connection is not None and connection.identity.tokens_per_minute is not None:
+            now = time.monotonic()
+            tokens = sum(entry[3] for entry in message.index)
+            self._ring.allowance(connection.identity, now).charge(tokens, now)
+
+    def look(self) -> None:
+        """Apply the list as it is now to those who are connected."""
+        self._ring.look()
+        for connection in self.port.connections():
+            identity = connection.identity
+            found = self._ring.find(identity.public_key)
+            if found is identity:
+                continue
+            if found is not None:
+                connection.identity = found
+                continue
+            self._log.info("key %r was revoked: its connection %d is ended", identity.name, connection.channel)
+            self._unfinished.pop(identity.public_key, None)
+            error = WireError(ErrorCode.UNAUTHORIZED, f"key {identity.name!r} was revoked")
+            self._perform(self._scheduler.bar(connection.channel, error, time.monotonic()))
+            self.port.cut(connection, error)
+        self._perform([])  # ends what was theirs
+
+    def describe(self) -> dict[str, Any]:
+        """For ``status``."""
+        connections: dict[str, int] = {}
+        for connection in self.port.connections():
+            public_key = connection.identity.public_key
+            connections[public_key] = connections.get(public_key, 0) + 1
+        return {
+            "listen": self.port.endpoint,
+            "keys": self._ring.describe(connections, time.monotonic()),
+            "forbidden": self.forbidden,
+            "cut_off": self.port.cut_off,
+        }
+
+    def _in_flight(self, public_key: str, limit: int | None) -> int:
+        unfinished = self._unfinished.get(public_key)
+        if unfinished is None or limit is None:
+            return 0
+        if len(unfinished) >= limit:
+            unfinished = {key for key in unfinished if self._scheduler.holds(*key)}
+            self._unfinished[public_key] = unfinished
+        return len(unfinished)
+
+    def _refuse(self, connection: Connection, message: Message, error: WireError) -> bool:
+        if isinstance(message, Call):
+            frame = encode(Reply(message.call, pack_body({"error": error.to_wire()})))
+        else:
+            frame = encode(Error(getattr(message, "request", 0), pack_error(error)))
+        self.port.send(connection.channel, frame)
+        return False

@@ -1,0 +1,29 @@
+"""Whether the port that models.yaml asks for may be opened: everything that is unsafe refuses, and says what to do."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from supervisor.keys.records import KeysProblem
+from supervisor.keys.store import KeyStore
+
+_TRY = "make one with `modelctl keys new NAME`, or remove supervisor.listen"
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A port that may be opened."""
+
+    endpoint: str
+    store: KeyStore
+    secret_key: str = field(repr=False)
+
+
+def check_opening(endpoint: str, directory: Path) -> Opening:
+    """Raises KeysProblem."""
+    store = KeyStore(directory)
+    if not directory.exists():
+        raise KeysProblem(f"listens on {endpoint}, and there are no keys in {directory}: {_TRY}")
+    _, secret = store.server_pair()
+    if not store.clients():
+        raise KeysProblem(f"listens on {endpoint}, and no key is on the list in {directory}: {_TRY}")
+    return Opening(endpoint, store, secret)

@@ -1,0 +1,113 @@
+"""The allow-list as it stands in a file: public keys, their rights and limits. Pure.
+
+``clients.json``: ``{"clients": [{name, public_key, rights, max_in_flight?, tokens_per_minute?, created}]}``. It holds
+no secret; but whoever can write it admits whom he likes.
+"""
+
+import json
+import re
+from typing import Any
+
+from protocol.client_key import Z85_KEY
+from supervisor.keys.rights import Identity, Right
+
+NAME_PATTERN = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}$")
+MAX_KEYS = 10_000
+MAX_IN_FLIGHT = 100_000
+MAX_TOKENS_PER_MINUTE = 1 << 40
+_REQUIRED = ("name", "public_key", "rights", "created")
+_LIMITS = {"max_in_flight": MAX_IN_FLIGHT, "tokens_per_minute": MAX_TOKENS_PER_MINUTE}
+
+
+class KeysProblem(Exception):
+    """Keys cannot be used as they are. One line that says what to do; it holds no secret."""
+
+
+def check_name(name: str) -> str:
+    """Raises KeysProblem."""
+    if not NAME_PATTERN.match(name):
+        raise KeysProblem(
+            f"{name[:64]!r} is no name of a key: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a "
+            "letter or digit"
+        )
+    return name
+
+
+def parse_rights(text: str) -> frozenset[Right]:
+    """Of ``infer,status``. Raises KeysProblem."""
+    names = [part.strip() for part in text.split(",")]
+    known = ", ".join(Right)
+    for name in names:
+        if name not in set(Right):
+            raise KeysProblem(f"{name[:32]!r} is no right: known are {known}, separated by commas")
+    return frozenset(map(Right, names))
+
+
+def check_limit(name: str, value: Any) -> int | None:
+    """Raises KeysProblem."""
+    if value is None:
+        return None
+    if type(value) is not int or not 1 <= value <= _LIMITS[name]:
+        raise KeysProblem(f"{name} is {str(value)[:32]}: must be an integer from 1 to {_LIMITS[name]}")
+    return value
+
+
+def parse_clients(text: str) -> dict[str, Identity]:
+    """Public key → identity. Raises KeysProblem for anything that is not as ``format_clients`` writes it."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise KeysProblem(
+            f"is not JSON ({type(e).__name__}): `modelctl keys` writes it, edit nothing by hand"
+        ) from None
+    entries = content.get("clients") if isinstance(content, dict) and len(content) == 1 else None
+    if not isinstance(entries, list) or len(entries) > MAX_KEYS:
+        raise KeysProblem(f"must be an object with one list, clients, of at most {MAX_KEYS}")
+    found: dict[str, Identity] = {}
+    for number, entry in enumerate(entries):
+        try:
+            identity = _identity(entry)
+        except KeysProblem as e:
+            raise KeysProblem(f"entry {number + 1}: {e}") from None
+        if identity.public_key in found or any(other.name == identity.name for other in found.values()):
+            raise KeysProblem(f"entry {number + 1}: {identity.name!r} or its public key stands there twice")
+        found[identity.public_key] = identity
+    return found
+
+
+def format_clients(entries: list[dict[str, Any]]) -> str:
+    return json.dumps({"clients": entries}, indent=2) + "\n"
+
+
+def entry_of(identity: Identity, created: str) -> dict[str, Any]:
+    """How a key stands in the file. ``created``: ISO 8601."""
+    entry: dict[str, Any] = {
+        "name": identity.name,
+        "public_key": identity.public_key,
+        "rights": [right for right in Right if right in identity.rights],
+        "created": created,
+    }
+    for name in _LIMITS:
+        if (value := getattr(identity, name)) is not None:
+            entry[name] = value
+    return entry
+
+
+def _identity(entry: Any) -> Identity:
+    if not isinstance(entry, dict):
+        raise KeysProblem("is no object")
+    for name in entry:
+        if name not in _REQUIRED and name not in _LIMITS:  # a limit that is misspelt would be none
+            raise KeysProblem(f"unknown field {str(name)[:32]!r}")
+    for name in _REQUIRED:
+        if name not in entry:
+            raise KeysProblem(f"{name} is missing")
+    name, public_key, rights = entry["name"], entry["public_key"], entry["rights"]
+    if not isinstance(name, str):
+        raise KeysProblem("name is no text")
+    if not isinstance(public_key, str) or not Z85_KEY.match(public_key):
+        raise KeysProblem("public_key is no key: 40 characters of Z85")
+    if not isinstance(rights, list) or not all(isinstance(right, str) for right in rights) or not rights:
+        raise KeysProblem("rights must be a list that names at least one right")
+    limits = {limit: check_limit(limit, entry.get(limit)) for limit in _LIMITS}
+    return Identity(check_name(name), public_key, parse_rights(",".join(rights)), **limits)

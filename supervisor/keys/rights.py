@@ -1,0 +1,83 @@
+"""What a key may do. Pure; the one place where it is decided.
+
+Whoever comes over ipc is the supervisor's own user (see ``supervisor.zap``) and may do everything.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protocol.errors import ErrorCode, WireError
+from protocol.messages import Call, Cancel, Credit, Generate, Hello, Message, Ping, Pong
+
+
+class Right(StrEnum):
+    """No right includes another, but whoever may give orders may also see what they come to."""
+
+    INFER = "infer"
+    """Send requests, and ask a model's tokenizer."""
+    STATUS = "status"
+    """See the supervisor, its models and its GPUs."""
+    ADMIN = "admin"
+    """Start and stop models, reload, shut down."""
+
+
+EVERYTHING = frozenset(Right)
+_ANY = EVERYTHING
+_INFER = frozenset({Right.INFER})
+_ADMIN = frozenset({Right.ADMIN})
+
+_OF_VERB = {
+    "models": _ANY,
+    "status": frozenset({Right.STATUS, Right.ADMIN}),
+    "tokenize": _INFER,
+    "detokenize": _INFER,
+    "start": _ADMIN,
+    "stop": _ADMIN,
+    "restart": _ADMIN,
+    "reload": _ADMIN,
+    "shutdown": _ADMIN,
+}
+"""Verb of CALL → rights of which one is enough. A verb that does not stand here takes admin."""
+_OF_KIND = {
+    Hello.kind: _ANY,
+    Ping.kind: _ANY,
+    Pong.kind: _ANY,
+    Generate.kind: _INFER,
+    Cancel.kind: _INFER,
+    Credit.kind: _INFER,
+}
+"""The same of the other messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whom a connection belongs to.
+
+    name               of its key; None for the supervisor's own user
+    public_key         Z85, which no other key has had; "" for the supervisor's own user
+    max_in_flight      requests of all its connections that may be unfinished; None: no limit
+    tokens_per_minute  tokens of prompts and answers; None: no limit
+    """
+
+    name: str | None
+    public_key: str = ""
+    rights: frozenset[Right] = EVERYTHING
+    max_in_flight: int | None = None
+    tokens_per_minute: int | None = None
+
+
+OWNER = Identity(None)
+
+
+def check_right(identity: Identity, message: Message) -> None:
+    """Raises FORBIDDEN, naming the right that is missing, unless this identity may send this message."""
+    if isinstance(message, Call):
+        what, enough = f"verb {message.verb!r}", _OF_VERB.get(message.verb, _ADMIN)
+    else:
+        what, enough = message.kind.name, _OF_KIND.get(message.kind, _ADMIN)
+    if identity.rights & enough:
+        return
+    needed = " or ".join(right for right in Right if right in enough)
+    has = ", ".join(right for right in Right if right in identity.rights)
+    told = f"{what} takes the right {needed}, and key {identity.name!r} has {has or 'none'}"
+    raise WireError(ErrorCode.FORBIDDEN, f"{told}: ask for another key (`modelctl keys new NAME --rights ...`)")

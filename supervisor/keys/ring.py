@@ -1,0 +1,84 @@
+"""The allow-list of a running supervisor, as it is now.
+
+The list is a file, and looking at it is a ``stat``: at every handshake, so that a key works from the moment that
+`modelctl keys new` returns and no longer than until `keys revoke` does, and twice a second, for connections that are
+there. An order over a socket would do neither where the supervisor was started from another directory, or the file
+comes from elsewhere (a backup, configuration management), and would be one more thing to authorise.
+
+A list that cannot be read, or that others could have written, admits nobody: whoever was to be kept out might be on it.
+"""
+
+import logging
+from typing import Any
+
+from supervisor.keys.allowance import Allowance
+from supervisor.keys.records import KeysProblem
+from supervisor.keys.rights import Identity, Right
+from supervisor.keys.store import KeyStore
+
+
+class KeyRing:
+    """Times are monotonic seconds."""
+
+    def __init__(self, store: KeyStore, log: logging.Logger) -> None:
+        self._store = store
+        self._log = log
+        self._stamp: tuple[int, ...] = ()
+        self._identities: dict[str, Identity] = {}
+        self._allowances: dict[str, Allowance] = {}
+
+    def find(self, public_key: str) -> Identity | None:
+        """Whose key it is, by the list as last read; None: nobody's."""
+        return self._identities.get(public_key)
+
+    def admits(self, public_key: str) -> bool:
+        """By the list as it is now."""
+        self.look()
+        return public_key in self._identities
+
+    def look(self) -> bool:
+        """Read the list again if it has changed. Whether it has."""
+        stamp = self._store.stamp()
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        before = self._identities
+        try:
+            self._identities = self._store.clients()
+        except KeysProblem as e:
+            self._identities = {}
+            self._log.error("no key is admitted any more: %s", e)
+        if self._identities == before:
+            return False
+        names = ", ".join(str(identity.name) for identity in self._identities.values())
+        self._log.info("keys that are admitted: %s", names or "none")
+        for public_key in self._allowances.keys() - self._identities.keys():
+            del self._allowances[public_key]
+        return True
+
+    def allowance(self, identity: Identity, now: float) -> Allowance:
+        """What is left of a key's limits; of all its connections, also those to come."""
+        found = self._allowances.get(identity.public_key)
+        if found is None:
+            found = self._allowances[identity.public_key] = Allowance(identity, now)
+        elif found.identity is not identity:
+            found.adopt(identity, now)
+        return found
+
+    def describe(self, connections: dict[str, int], now: float) -> list[dict[str, Any]]:
+        """Each key, for people. ``connections``: by public key."""
+        told = []
+        for public_key, identity in self._identities.items():
+            allowance = self._allowances.get(public_key)
+            told.append(
+                {
+                    "name": identity.name,
+                    "rights": [right for right in Right if right in identity.rights],
+                    "connections": connections.get(public_key, 0),
+                    "max_in_flight": identity.max_in_flight,
+                    "tokens_per_minute": identity.tokens_per_minute,
+                    "tokens_left": None if allowance is None else allowance.tokens_left(now),
+                    "rate_limited": 0 if allowance is None else allowance.refused,
+                }
+            )
+        return told

@@ -1,0 +1,219 @@
+"""The directory of keys: ``server.json`` (the supervisor's own pair) and ``clients.json`` (who is admitted).
+
+Only public keys of clients are kept. Files are written whole, beside the old one, and renamed: whoever reads sees
+one or the other.
+"""
+
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from protocol.client_key import Z85_KEY, ClientKey, read_private
+from supervisor.keys.records import KeysProblem, check_name, entry_of, format_clients, parse_clients
+from supervisor.keys.rights import Identity, Right
+
+SERVER, CLIENTS = "server.json", "clients.json"
+MAX_LIST = 8 << 20
+ENVIRONMENT_VARIABLE = "MODELCTL_KEYS"
+
+
+def default_keys_dir() -> Path:
+    """``$MODELCTL_KEYS``, else ``$XDG_CONFIG_HOME/modelctl/keys``, else ``~/.config/modelctl/keys``. Raises KeysProblem
+    for a user without a home."""
+    if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
+        return Path(chosen).absolute()
+    if chosen := os.environ.get("XDG_CONFIG_HOME"):
+        return Path(chosen).absolute() / "modelctl" / "keys"
+    try:
+        return Path.home() / ".config" / "modelctl" / "keys"
+    except RuntimeError:  # no $HOME, and a uid that is not in passwd, as in some containers
+        raise KeysProblem(f"there is no home directory for keys: set ${ENVIRONMENT_VARIABLE}") from None
+
+
+class KeyStore:
+    """Every method raises KeysProblem for what cannot be read or must not be used, saying what to do."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    # --- what the supervisor reads ------------------------------------------------------------------------------
+
+    def server_pair(self) -> tuple[str, str]:
+        """Public and secret key of the supervisor, Z85."""
+        self._check_directory()
+        path = self.directory / SERVER
+        try:
+            content = json.loads(_read(path))
+            pair = content["public_key"], content["secret_key"]
+        except (ValueError, KeyError, TypeError):
+            raise KeysProblem(f"{path} is no key pair; remove it, and give every client a new key") from None
+        if not all(isinstance(key, str) and Z85_KEY.match(key) for key in pair):
+            raise KeysProblem(f"{path} is no key pair; remove it, and give every client a new key")
+        return pair
+
+    def clients(self) -> dict[str, Identity]:
+        """Public key → identity."""
+        self._check_directory()
+        path = self.directory / CLIENTS
+        try:
+            return parse_clients(_read(path))
+        except KeysProblem as e:
+            raise e if str(path) in str(e) else KeysProblem(f"{path}: {e}") from None
+
+    def stamp(self) -> tuple[int, ...]:
+        """Another whenever the list may be another, or may have become one that must not be used."""
+        try:
+            directory, file = os.stat(self.directory), os.stat(self.directory / CLIENTS)
+        except OSError as e:
+            return (e.errno or 0,)
+        own = (file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns)
+        return (*own, directory.st_ino, directory.st_mode, directory.st_uid)
+
+    # --- what `modelctl keys` does ------------------------------------------------------------------------------
+
+    def entries(self) -> list[dict[str, Any]]:
+        """As they stand in the file; none if there is no directory yet."""
+        if not (self.directory / CLIENTS).exists():
+            return []
+        self.clients()
+        entries: list[dict[str, Any]] = json.loads(_read(self.directory / CLIENTS))["clients"]
+        return entries
+
+    def add(
+        self,
+        name: str,
+        rights: frozenset[Right],
+        out: Path,
+        *,
+        max_in_flight: int | None = None,
+        tokens_per_minute: int | None = None,
+    ) -> ClientKey:
+        """Make a key, write it to ``out`` (mode 0600, must not exist), and admit it."""
+        check_name(name)
+        with self._locked():
+            public, _ = self._server_pair_made()
+            entries = self.entries()
+            if any(entry["name"] == name for entry in entries):
+                raise KeysProblem(f"there is a key {name!r} already; revoke it first, or choose another name")
+            own_public, own_secret = _new_pair()
+            key = ClientKey(name, public, own_public, own_secret)
+            identity = Identity(name, own_public, rights, max_in_flight, tokens_per_minute)
+            entries.append(entry_of(identity, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())))
+            _write_new(out, key.to_json())
+            try:
+                _replace(self.directory / CLIENTS, format_clients(entries))
+            except BaseException:
+                out.unlink(missing_ok=True)  # it admits to nothing
+                raise
+        return key
+
+    def revoke(self, name: str) -> None:
+        check_name(name)
+        if not self.directory.is_dir():
+            raise KeysProblem(f"there is no key {name!r}: {self.directory} does not exist")
+        with self._locked():
+            entries = self.entries()
+            left = [entry for entry in entries if entry["name"] != name]
+            if len(left) == len(entries):
+                known = ", ".join(entry["name"] for entry in entries) or "none"
+                raise KeysProblem(f"there is no key {name!r} in {self.directory}: there is {known}")
+            _replace(self.directory / CLIENTS, format_clients(left))
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def _server_pair_made(self) -> tuple[str, str]:
+        if not (self.directory / SERVER).exists():
+            public, secret = _new_pair()
+            _replace(self.directory / SERVER, json.dumps({"public_key": public, "secret_key": secret}) + "\n")
+        return self.server_pair()
+
+    def _check_directory(self) -> None:
+        directory = self.directory
+        try:
+            status = os.stat(directory)
+        except OSError as e:
+            raise KeysProblem(
+                f"the keys' directory {directory}: {e.strerror}; make it with `modelctl keys new`"
+            ) from None
+        if not stat.S_ISDIR(status.st_mode):
+            raise KeysProblem(f"the keys' directory {directory} is no directory; move that file away")
+        if status.st_uid not in (os.getuid(), 0):
+            raise KeysProblem(f"the keys' directory {directory} belongs to uid {status.st_uid}; make one of your own")
+        if status.st_mode & 0o077:
+            mode = stat.S_IMODE(status.st_mode)
+            raise KeysProblem(
+                f"the keys' directory {directory} has mode {mode:04o}, so others can reach it; "
+                f"run `chmod 700 {directory}`"
+            )
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One command at a time reads, changes and writes."""
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as e:
+            raise KeysProblem(f"the keys' directory {self.directory}: {e.strerror}") from None
+        try:
+            self._check_directory()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _new_pair() -> tuple[str, str]:
+    import zmq  # not for `keys list`
+
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_private(path, limit=MAX_LIST)
+    except ValueError as e:
+        raise KeysProblem(str(e)) from None
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Raises KeysProblem where a file is already."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        raise KeysProblem(f"{path} exists, and keys are not written over; give another --out") from None
+    except OSError as e:
+        raise KeysProblem(f"cannot write {path}: {e.strerror}; give another --out") from None
+    try:
+        with open(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException as e:
+        path.unlink(missing_ok=True)
+        if isinstance(e, OSError):
+            raise KeysProblem(f"cannot write {path}: {e.strerror}") from None
+        raise
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole, or not at all; kept by a crash of the machine."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    _write_new(beside, text)
+    try:
+        os.replace(beside, path)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as e:
+        beside.unlink(missing_ok=True)
+        raise KeysProblem(f"cannot write {path}: {e.strerror}") from None

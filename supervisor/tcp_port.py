@@ -1,0 +1,223 @@
+"""The port that is open to other machines: CURVE, keys on a list, and what libzmq does not bound.
+
+* A connection is its key's: the public key, as the handshake proved it, stands in the metadata of each message
+  (User-Id) and is looked up once, with the first.
+* libzmq has no way to end one connection of a socket. Its descriptor, which SRCFD and the monitor tell, is ours as much
+  as libzmq's: ``shutdown(2)`` on it looks to libzmq like a peer that has left. Before, the peer's address is compared
+  with the one that was noted, for descriptors are used again.
+* libzmq gathers a message of many parts whole before it gives us any, however long it grows, and no option limits that.
+  The kernel counts the bytes of each connection (TCP_INFO): one that sends MAX_UNREAD without a message being complete
+  is cut off. A peer without a key gets nowhere near: it has no session to gather for.
+* When descriptors are scarce, a filter on the listening socket drops what wants to connect; kernels of clients try
+  again by themselves. (Unbinding would end the connections that are there.)
+"""
+
+import ctypes
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import zmq
+
+from protocol import limits
+from protocol.codec import encode, pack_error
+from protocol.errors import ErrorCode, WireError
+from protocol.messages import Error, Message
+from supervisor.client_port import MONITORED, ClientPort, Connection, Context, client_router
+from supervisor.keys.ring import KeyRing
+from supervisor.zap import TCP_DOMAIN
+
+MAX_UNREAD = 2 * limits.SOCKET_MAX_FRAME
+"""Bytes that a connection may send without a whole message coming of it."""
+MAX_CONNECTIONS_OF_KEY = 256
+LAST_WORD_S = 0.5
+"""Between the ERROR that tells a client why, and the end of its connection."""
+LOOK_S = 0.1
+
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_TCP_INFO, _BYTES_RECEIVED = 11, 128
+"""linux/tcp.h: tcpi_bytes_received, a u64, is 128 bytes into struct tcp_info (since Linux 4.1)."""
+
+
+class ListenError(Exception):
+    """The port cannot be opened. One line that says why."""
+
+
+@dataclass(slots=True)
+class Wire:
+    """An accepted descriptor. ``peer``: its other end; ``read``: bytes received when last a message was complete."""
+
+    peer: object
+    read: int = 0
+
+
+@dataclass(slots=True)
+class TcpPort(ClientPort):
+    """``ring`` says who is admitted. ``cut_off`` counts connections that were ended by us."""
+
+    ring: KeyRing | None = None
+    cut_off: int = 0
+    _wires: dict[int, Wire] = field(default_factory=dict)
+    _dying: list[tuple[float, int, object]] = field(default_factory=list)
+    _listener: int = -1
+
+    @staticmethod
+    def listen(context: Context, endpoint: str, secret_key: str, ring: KeyRing, backlog: int) -> "TcpPort":
+        """Open the port. Raises ListenError."""
+        router = client_router(context, backlog)
+        router.curve_server = True
+        router.curve_secretkey = secret_key.encode()
+        router.setsockopt(zmq.ZAP_DOMAIN, TCP_DOMAIN)
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        router.setsockopt(zmq.IPV6, int("[" in endpoint))
+        # the time-out must exceed the transfer of the largest frame, or heartbeats kill it
+        router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        monitor = router.get_monitor_socket(MONITORED | zmq.EVENT_LISTENING)
+        try:
+            router.bind(endpoint)
+        except zmq.ZMQError as e:
+            router.disable_monitor()
+            monitor.close(linger=0)
+            router.close(linger=0)
+            told = f"cannot listen on {endpoint} (supervisor.listen): {e.strerror}; choose another port, or an address"
+            raise ListenError(f"{told} of this machine") from None
+        return TcpPort(endpoint, router, monitor, ring=ring)
+
+    def pause(self) -> None:
+        """Take no new connections; those there are go on."""
+        if self.listening:
+            self.watch()  # which descriptor listens
+            self._filter(_SO_ATTACH_FILTER, _drop_everything())
+            self.listening = False
+
+    def resume(self) -> None:
+        if not self.listening:
+            self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
+            self.listening = True
+
+    def receive(self) -> Iterator[tuple[Connection, Message]]:
+        # a dataclass with slots is another class than the one that super() without arguments means
+        for connection, message in ClientPort.receive(self):
+            connection.heard = True
+            yield connection, message
+
+    def connections(self) -> list[Connection]:
+        return list(self._by_channel.values())
+
+    def connection(self, channel: int) -> Connection | None:
+        return self._by_channel.get(channel)
+
+    def cut(self, connection: Connection, error: WireError) -> None:
+        """Tell a client why, hear nothing from it any more, and end its connection shortly after."""
+        self.cut_off += 1
+        self.send(connection.channel, encode(Error(0, pack_error(error))))
+        if (wire := self._wires.get(connection.fd)) is not None:
+            self._dying.append((time.monotonic() + LAST_WORD_S, connection.fd, wire.peer))
+        self._leave(connection)
+
+    def look(self, now: float) -> None:
+        """Cut off who sends without end, and end the connections of those who were told. Every LOOK_S."""
+        due = [entry for entry in self._dying if entry[0] <= now]
+        self._dying = [entry for entry in self._dying if entry[0] > now]
+        for _, fd, peer in due:
+            _shut_down(fd, peer)
+        for fd, wire in list(self._wires.items()):
+            received = _bytes_received(fd)
+            connection = self._by_fd.get(fd)
+            if connection is not None and connection.heard:
+                connection.heard = False
+                wire.read = received
+            elif received - wire.read > MAX_UNREAD:
+                self.cut_off += 1
+                wire.read = received  # said once
+                if connection is not None:
+                    self._leave(connection)
+                _shut_down(fd, wire.peer)
+
+    def _listens(self, fd: int) -> None:
+        self._listener = fd
+
+    def _accepted(self, fd: int) -> None:
+        self._wires[fd] = Wire(_peer(fd))
+
+    def _disconnected(self, fd: int) -> None:
+        self._wires.pop(fd, None)
+
+    def _admit(self, connection: Connection, part: zmq.Frame) -> bool:
+        assert self.ring is not None
+        user = part.get("User-Id")
+        identity = self.ring.find(str(user))
+        if identity is None:  # revoked since its handshake
+            self.cut(connection, WireError(ErrorCode.UNAUTHORIZED, "this key was revoked"))
+            return False
+        connection.identity = identity
+        own = sum(other.identity.public_key == identity.public_key for other in self._by_channel.values())
+        if own > MAX_CONNECTIONS_OF_KEY:
+            told = f"key {identity.name!r} has {MAX_CONNECTIONS_OF_KEY} connections, the most it may have: use those"
+            self.cut(connection, WireError(ErrorCode.RATE_LIMITED, told, retry_after_ms=1000))
+            return False
+        return True
+
+    def _filter(self, option: int, value: bytes) -> None:
+        with_listener = _borrow(self._listener)
+        try:
+            with_listener.setsockopt(socket.SOL_SOCKET, option, value)
+        finally:
+            with_listener.detach()
+
+
+def _borrow(fd: int) -> socket.socket:
+    """A socket object for libzmq's descriptor; ``detach`` it. With its kind given, nothing is asked of the kernel."""
+    return socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
+
+
+def _bytes_received(fd: int) -> int:
+    borrowed = _borrow(fd)
+    try:
+        info = borrowed.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 192)
+    except OSError:  # closed a moment ago
+        return 0
+    finally:
+        borrowed.detach()
+    return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0]) if len(info) >= _BYTES_RECEIVED + 8 else 0
+
+
+def _peer(fd: int) -> object:
+    """Address and port of the other end, None if it has gone."""
+    borrowed = _borrow(fd)
+    try:
+        return borrowed.getpeername()
+    except OSError:
+        return None
+    finally:
+        borrowed.detach()
+
+
+def _shut_down(fd: int, peer: object) -> None:
+    if peer is None or _peer(fd) != peer:
+        return  # it has left by itself
+    borrowed = _borrow(fd)
+    try:
+        borrowed.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # now it has
+    finally:
+        borrowed.detach()
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(_Instruction)))
+
+
+_RETURN_NOTHING = (_Instruction * 1)(_Instruction(0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0: keep no byte of any packet
+
+
+def _drop_everything() -> bytes:
+    return bytes(_Program(1, ctypes.cast(_RETURN_NOTHING, ctypes.POINTER(_Instruction))))
