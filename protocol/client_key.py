@@ -47,7 +47,7 @@ def parse_client_key(text: str, shown: str) -> ClientKey:
         told = f"{shown} must be an object with the strings {', '.join(FIELDS)}; get one with `modelctl keys new`"
         raise ValueError(told)
     for name in FIELDS[1:]:
-        if not Z85_KEY.match(given[name]):
+        if not Z85_KEY.fullmatch(given[name]):
             raise ValueError(f"{shown}: {name} is no key: 40 characters of Z85; get one with `modelctl keys new`")
     return ClientKey(**{name: given[name] for name in FIELDS})
 

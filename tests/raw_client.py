@@ -8,6 +8,7 @@ from typing import Self
 
 import zmq
 
+from protocol.client_key import ClientKey
 from protocol.codec import decode, encode, pack_body, split_events, unpack_body, unpack_event
 from protocol.errors import WireError
 from protocol.messages import (
@@ -44,9 +45,15 @@ class Heard:
 
 
 class RawClient:
-    """One DEALER. ``heard`` is filled while ``receive`` and its kin run."""
+    """One DEALER. ``heard`` is filled while ``receive`` and its kin run.
 
-    def __init__(self, runtime_dir: Path, *, hello: bool = True, admin: bool = False) -> None:
+    where  the runtime directory, or an endpoint over TCP
+    key    for TCP
+    """
+
+    def __init__(
+        self, where: Path | str, *, hello: bool = True, admin: bool = False, key: ClientKey | None = None
+    ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -54,7 +61,11 @@ class RawClient:
         self.socket.setsockopt(zmq.RECONNECT_IVL, 1_000_000_000)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.connect(f"ipc://{runtime_dir}/{'admin' if admin else 'front'}")
+        if key is not None:
+            self.socket.curve_serverkey = key.server_key.encode()
+            self.socket.curve_publickey = key.public_key.encode()
+            self.socket.curve_secretkey = key.secret_key.encode()
+        self.socket.connect(where if isinstance(where, str) else f"ipc://{where}/{'admin' if admin else 'front'}")
         self.heard: dict[int, Heard] = {}
         self.errors: list[tuple[int, dict[str, object]]] = []
         self.replies: list[dict[str, object]] = []

@@ -84,6 +84,7 @@ class Serving:
 
     models      name → entry of models.yaml, see ``engine``
     stop, restart, poison, watch, vram_limit  sections of models.yaml
+    listen, keys  the endpoint of a port over TCP, and the directory of its keys
     wait        return only when every model that starts by itself is ready
     options     further ones of ``serve``
     script      run this Python file instead of ``-m supervisor`` (it must call the same main)
@@ -98,6 +99,8 @@ class Serving:
         poison: dict[str, Any] | None = None,
         vram_limit: Any = None,
         watch: dict[str, Any] | None = None,
+        listen: str | None = None,
+        keys: Path | None = None,
         wait: bool = True,
         script: Path | None = None,
         options: Sequence[str] = (),
@@ -120,6 +123,8 @@ class Serving:
             "poison": poison or {},
             **({} if vram_limit is None else {"vram_limit": vram_limit}),
             "watch": watch or {},
+            **({} if listen is None else {"listen": listen}),
+            **({} if keys is None else {"keys": str(keys)}),
         }
         self.write_models(models)
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

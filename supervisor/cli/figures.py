@@ -113,7 +113,19 @@ def _by_gpu(values: Values) -> list[str]:
     return [f"GPU {index}: {'-' if held is None else size(held)}" for index, held in values.items()]
 
 
+def _tcp(values: Values) -> list[str]:
+    told = [f"{values.get('listen')}: refused {values.get('forbidden')} for want of a right, cut off "
+            f"{counted(values.get('cut_off', 0), 'connection')}"]  # fmt: skip
+    for key in values.get("keys", ()):
+        line = f"key {key['name']} ({', '.join(key['rights'])}): {counted(key['connections'], 'connection')}"
+        if key["tokens_left"] is not None:
+            line += f", {key['tokens_left']} of {key['tokens_per_minute']} tokens a minute left"
+        told.append(f"{line}, rate limited {counted(key['rate_limited'], 'time')}")
+    return told
+
+
 _MAPS: dict[str, Callable[[Values], list[str]]] = {
+    "tcp": _tcp,
     "engine_stats": engine_lines,
     "last_exit": _exit,
     "progress": _progress,

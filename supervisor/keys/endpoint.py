@@ -16,7 +16,7 @@ def parse_listen(value: object) -> str | None:
     transport, separator, _ = value.partition("://")
     if separator and transport != "tcp":
         raise ValueError(f"{transport[:16]}:// is not offered (the sockets for this machine are made anyway): {_FORM}")
-    match = _TCP.match(value)
+    match = _TCP.fullmatch(value)
     if match is None or not 1 <= int(match[2]) <= 65535:
         raise ValueError(_FORM)
     host = match[1].strip("[]")

@@ -25,7 +25,7 @@ class KeysProblem(Exception):
 
 def check_name(name: str) -> str:
     """Raises KeysProblem."""
-    if not NAME_PATTERN.match(name):
+    if not NAME_PATTERN.fullmatch(name):
         raise KeysProblem(
             f"{name[:64]!r} is no name of a key: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a "
             "letter or digit"
@@ -105,7 +105,7 @@ def _identity(entry: Any) -> Identity:
     name, public_key, rights = entry["name"], entry["public_key"], entry["rights"]
     if not isinstance(name, str):
         raise KeysProblem("name is no text")
-    if not isinstance(public_key, str) or not Z85_KEY.match(public_key):
+    if not isinstance(public_key, str) or not Z85_KEY.fullmatch(public_key):
         raise KeysProblem("public_key is no key: 40 characters of Z85")
     if not isinstance(rights, list) or not all(isinstance(right, str) for right in rights) or not rights:
         raise KeysProblem("rights must be a list that names at least one right")

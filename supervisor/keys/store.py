@@ -53,7 +53,7 @@ class KeyStore:
             pair = content["public_key"], content["secret_key"]
         except (ValueError, KeyError, TypeError):
             raise KeysProblem(f"{path} is no key pair; remove it, and give every client a new key") from None
-        if not all(isinstance(key, str) and Z85_KEY.match(key) for key in pair):
+        if not all(isinstance(key, str) and Z85_KEY.fullmatch(key) for key in pair):
             raise KeysProblem(f"{path} is no key pair; remove it, and give every client a new key")
         return pair
 
