@@ -129,27 +129,26 @@ class Line:
     def _explain_keys(self, event: int, value: int) -> str | None:
         """Why the keys do not fit, if that is what the handshake failed for."""
         key = self._key
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
-            self.refused = True
-            if key is None:
-                return "this supervisor admits clients with a key only: give key=, or --key-file"
-            return "whoever listens here uses no keys: it is no supervisor's TCP port, or nothing to trust"
-        if key is None:
+        if ipc_path(self._endpoint) is not None or not self.connected:
             return None
+        mismatch = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH
+        self.refused = mismatch or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        # Whoever sees first that it cannot be ends the connection, and the other one sees only that; and CURVE tells a
+        # peer whose keys do not fit nothing at all. A supervisor that is leaving looks the same: we may try again.
+        if key is None:
+            return "a supervisor admits clients over TCP with a key only: give key=, or --key-file"
+        if mismatch:
+            return "whoever listens here uses no keys: it is no supervisor's port, and was told nothing"
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self.refused = True
             return (
                 f"the supervisor does not admit key {key.name!r} (public key {key.public_key}): it is not on its list, "
                 "or was revoked; `modelctl keys list` shows who is"
             )
-        if event != zmq.EVENT_CLOSED and self.connected:
-            # CURVE tells a peer whose keys do not fit nothing at all; a supervisor that is leaving looks the same
-            return (
-                f"the connection was ended in the handshake: the server_key in the file of key {key.name!r} is not "
-                "this supervisor's, or its secret_key is not the one of its public_key; get a new file with "
-                "`modelctl keys new`"
-            )
-        return None
+        return (
+            f"the connection was ended in the handshake: the server_key in the file of key {key.name!r} is not this "
+            "supervisor's, or its secret_key is not the one of its public_key, or no supervisor listens here; get "
+            "a new file with `modelctl keys new`"
+        )
 
     def _with_remedy(self, what: str) -> str:
         return f"{what} ({self._endpoint}); start it with `modelctl serve`"

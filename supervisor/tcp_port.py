@@ -13,11 +13,13 @@
 """
 
 import ctypes
+import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import zmq
 
@@ -34,8 +36,9 @@ MAX_UNREAD = 2 * limits.SOCKET_MAX_FRAME
 MAX_CONNECTIONS_OF_KEY = 256
 LAST_WORD_S = 0.5
 """Between the ERROR that tells a client why, and the end of its connection."""
-LOOK_S = 0.1
+LOOK_S = 0.2
 
+T = TypeVar("T")
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _TCP_INFO, _BYTES_RECEIVED = 11, 128
 """linux/tcp.h: tcpi_bytes_received, a u64, is 128 bytes into struct tcp_info (since Linux 4.1)."""
@@ -82,8 +85,8 @@ class TcpPort(ClientPort):
             router.disable_monitor()
             monitor.close(linger=0)
             router.close(linger=0)
-            told = f"cannot listen on {endpoint} (supervisor.listen): {e.strerror}; choose another port, or an address"
-            raise ListenError(f"{told} of this machine") from None
+            told = f"cannot listen on {endpoint} (supervisor.listen): {os.strerror(e.errno or 0)}"
+            raise ListenError(f"{told}; choose another port, or an address of this machine") from None
         return TcpPort(endpoint, router, monitor, ring=ring)
 
     def pause(self) -> None:
@@ -162,50 +165,39 @@ class TcpPort(ClientPort):
         return True
 
     def _filter(self, option: int, value: bytes) -> None:
-        with_listener = _borrow(self._listener)
-        try:
-            with_listener.setsockopt(socket.SOL_SOCKET, option, value)
-        finally:
-            with_listener.detach()
+        _on(self._listener, lambda listener: listener.setsockopt(socket.SOL_SOCKET, option, value))
 
 
-def _borrow(fd: int) -> socket.socket:
-    """A socket object for libzmq's descriptor; ``detach`` it. With its kind given, nothing is asked of the kernel."""
-    return socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
-
-
-def _bytes_received(fd: int) -> int:
-    borrowed = _borrow(fd)
+def _on(fd: int, act: Callable[[socket.socket], T]) -> T | None:
+    """What ``act`` returns for libzmq's descriptor; None if it was closed meanwhile, or its peer has left."""
     try:
-        info = borrowed.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 192)
-    except OSError:  # closed a moment ago
-        return 0
-    finally:
-        borrowed.detach()
-    return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0]) if len(info) >= _BYTES_RECEIVED + 8 else 0
-
-
-def _peer(fd: int) -> object:
-    """Address and port of the other end, None if it has gone."""
-    borrowed = _borrow(fd)
+        # with its kind given, little is asked of the kernel
+        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
+    except OSError:
+        return None
     try:
-        return borrowed.getpeername()
+        return act(borrowed)
     except OSError:
         return None
     finally:
         borrowed.detach()
 
 
+def _bytes_received(fd: int) -> int:
+    info = _on(fd, lambda borrowed: borrowed.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 192))
+    if info is None or len(info) < _BYTES_RECEIVED + 8:
+        return 0
+    return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0])
+
+
+def _peer(fd: int) -> object:
+    """Address and port of the other end, None if it has gone."""
+    return _on(fd, lambda borrowed: borrowed.getpeername())
+
+
 def _shut_down(fd: int, peer: object) -> None:
-    if peer is None or _peer(fd) != peer:
-        return  # it has left by itself
-    borrowed = _borrow(fd)
-    try:
-        borrowed.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # now it has
-    finally:
-        borrowed.detach()
+    if peer is not None and _peer(fd) == peer:  # else it has left by itself
+        _on(fd, lambda borrowed: borrowed.shutdown(socket.SHUT_RDWR))
 
 
 class _Instruction(ctypes.Structure):

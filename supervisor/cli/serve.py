@@ -67,7 +67,8 @@ def serve(config: Path | None, detach: bool, quiet: bool, no_compile: bool, runt
         code = Supervisor(loaded, runtime, log, opening).run()
     except ListenError as e:
         log.error("%s", e)
-        click.echo(f"modelctl: {e}", err=True)
+        if quiet:  # else that was said here, too
+            click.echo(f"modelctl: {e}", err=True)
         code = exit_codes.CONFIG
     except KeyboardInterrupt:  # so early that it is not caught yet
         code = exit_codes.INTERRUPTED

@@ -19,7 +19,7 @@ _REQUIRED = ("name", "public_key", "rights", "created")
 _LIMITS = {"max_in_flight": MAX_IN_FLIGHT, "tokens_per_minute": MAX_TOKENS_PER_MINUTE}
 
 
-class KeysProblem(Exception):
+class KeysProblem(ValueError):
     """Keys cannot be used as they are. One line that says what to do; it holds no secret."""
 
 

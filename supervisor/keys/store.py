@@ -48,8 +48,9 @@ class KeyStore:
         """Public and secret key of the supervisor, Z85."""
         self._check_directory()
         path = self.directory / SERVER
+        text = _read(path)
         try:
-            content = json.loads(_read(path))
+            content = json.loads(text)
             pair = content["public_key"], content["secret_key"]
         except (ValueError, KeyError, TypeError):
             raise KeysProblem(f"{path} is no key pair; remove it, and give every client a new key") from None
@@ -61,10 +62,11 @@ class KeyStore:
         """Public key → identity."""
         self._check_directory()
         path = self.directory / CLIENTS
+        text = _read(path)
         try:
-            return parse_clients(_read(path))
+            return parse_clients(text)
         except KeysProblem as e:
-            raise e if str(path) in str(e) else KeysProblem(f"{path}: {e}") from None
+            raise KeysProblem(f"{path}: {e}") from None
 
     def stamp(self) -> tuple[int, ...]:
         """Another whenever the list may be another, or may have become one that must not be used."""

@@ -1,0 +1,192 @@
+"""What the port over TCP does with its connections, in one process; and who is let in over ipc."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protocol.codec import encode, pack_body
+from protocol.errors import ErrorCode, WireError
+from protocol.messages import Hello, Ping, Pong, Welcome
+from supervisor.client_port import ClientPort
+from supervisor.keys.rights import Right
+from supervisor.keys.ring import KeyRing
+from supervisor.keys.store import KeyStore
+from supervisor.tcp_port import MAX_CONNECTIONS_OF_KEY, ListenError, TcpPort
+from supervisor.zap import ZapHandler
+from tests.keyed import free_port
+from tests.raw_client import RawClient
+from tests.serving import ROOT, wait_until
+
+
+class TcpHost:
+    """The part of the loop that a port over TCP needs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = KeyStore(directory / "keys")
+        self.key = self.store.add("a", frozenset({Right.INFER}), directory / "a.key")
+        self.ring = KeyRing(self.store, logging.getLogger("test"))
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.zap = ZapHandler(self.context, os.getuid(), self.ring.admits)
+        self.number = free_port()
+        self.endpoint = f"tcp://127.0.0.1:{self.number}"
+        self.port = TcpPort.listen(self.context, self.endpoint, self.store.server_pair()[1], self.ring, backlog=64)
+        self.gone: list[int] = []
+
+    def turn(self) -> bool:
+        self.zap.handle()
+        self.port.watch()
+        for connection, message in self.port.receive():
+            if isinstance(message, Hello):
+                connection.greeted = True
+                self.port.send(connection.channel, encode(Welcome(pack_body({}))))
+            elif isinstance(message, Ping):
+                self.port.send(connection.channel, encode(Pong(message.nonce)))
+        self.gone += self.port.take_gone()
+        self.port.look(time.monotonic())
+        return True
+
+    def greet(self) -> RawClient:
+        client = RawClient(self.endpoint, key=self.key)
+        wait_until(lambda: self.turn() and client.socket.poll(0))
+        assert isinstance(client.receive(), Welcome)
+        return client
+
+    def is_answered(self, client: RawClient, nonce: int) -> bool:
+        client.send(Ping(nonce))
+        wait_until(lambda: self.turn() and client.socket.poll(0))
+        return client.receive() == Pong(nonce)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[TcpHost]:
+    host = TcpHost(tmp_path)
+    yield host
+    host.port.close()
+    host.zap.socket.close(linger=0)
+    host.context.term()
+
+
+def test_a_connection_is_its_keys(host: TcpHost) -> None:
+    with host.greet():
+        (connection,) = host.port.connections()
+        assert connection.identity.name == "a"
+        assert connection.identity.public_key == host.key.public_key
+        assert connection.identity.rights == {Right.INFER}
+    wait_until(lambda: host.turn() and host.gone == [connection.channel])
+    assert not host.port._wires
+
+
+def test_while_it_pauses_nobody_comes_and_nobody_has_to_go(host: TcpHost) -> None:
+    with host.greet() as client:
+        host.port.pause()
+        host.port.pause()
+        with socket.socket() as late:
+            late.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                late.connect(("127.0.0.1", host.number))
+        assert host.is_answered(client, 1)
+        host.port.resume()
+        assert host.is_answered(client, 2)
+        with host.greet() as other:
+            assert host.is_answered(other, 3)
+
+
+def test_one_connection_is_cut_off_and_told_why(host: TcpHost) -> None:
+    with host.greet() as client, host.greet() as other:
+        first, second = host.port.connections()
+        host.port.cut(first, WireError(ErrorCode.UNAUTHORIZED, "told why"))
+        wait_until(lambda: host.turn() and client.socket.poll(0))
+        client.receive()
+        assert [error["message"] for _, error in client.errors] == ["told why"]
+        client.send(Ping(1))  # it does not mind
+        wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
+        assert host.gone == [first.channel]
+        assert host.port.connections() == [second]
+        assert host.is_answered(other, 2)
+
+
+def test_a_descriptor_that_is_anothers_by_now_is_left_alone(host: TcpHost) -> None:
+    with host.greet() as client:
+        (connection,) = host.port.connections()
+        host.port._dying.append((0.0, connection.fd, ("127.0.0.1", 1)))
+        host.port._dying.append((0.0, 1_000_000, ("127.0.0.1", 1)))
+        host.turn()
+        assert host.is_answered(client, 1)
+
+
+def test_a_key_has_so_many_connections_and_no_more(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_CONNECTIONS_OF_KEY > 16
+    monkeypatch.setattr("supervisor.tcp_port.MAX_CONNECTIONS_OF_KEY", 1)
+    with host.greet() as client, RawClient(host.endpoint, key=host.key) as second:
+        wait_until(lambda: host.turn() and second.socket.poll(0))
+        second.receive()
+        assert second.errors[0][1]["name"] == "rate_limited"
+        assert host.is_answered(client, 1)
+
+
+def test_a_port_that_is_taken(host: TcpHost) -> None:
+    with pytest.raises(ListenError, match="Address already in use"):
+        TcpPort.listen(host.context, host.endpoint, host.store.server_pair()[1], host.ring, backlog=64)
+
+
+# ipc
+
+
+def test_another_user_is_not_admitted_over_ipc(runtime_dir: Path) -> None:
+    """The kernel says whose process it is; here the supervisor's user is somebody else than we."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    zap = ZapHandler(context, os.getuid() + 1)
+    port = ClientPort.bind(context, f"ipc://{runtime_dir}/front", backlog=64)
+
+    def turn() -> bool:
+        zap.handle()
+        port.watch()
+        assert not list(port.receive())
+        return True
+
+    with RawClient(runtime_dir) as client:
+        wait_until(lambda: turn() and port.counters.handshakes_failed)
+        assert zap.denied
+        assert not client.socket.poll(50)
+    port.close()
+    zap.socket.close(linger=0)
+    context.term()
+
+
+STRANGER = """
+import os, socket, sys
+os.setgid(65534)
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as peer:
+    try:
+        peer.connect(sys.argv[1])
+    except OSError as e:
+        sys.exit(f"refused: {e.strerror}")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_another_user_cannot_even_reach_the_socket(runtime_dir: Path) -> None:
+    """Two doors: the directory (0700), and, were it open, the file (0600)."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    zap = ZapHandler(context, os.getuid())
+    port = ClientPort.bind(context, f"ipc://{runtime_dir}/front", backlog=64)
+    runtime_dir.chmod(0o700)
+    for mode in (0o700, 0o711):
+        runtime_dir.chmod(mode)
+        ended = subprocess.run(
+            [sys.executable, "-c", STRANGER, str(runtime_dir / "front")],
+            capture_output=True, text=True, timeout=60, cwd="/", env={"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert ended.stderr.strip() == "refused: Permission denied", (oct(mode), ended)
+    port.close()
+    zap.socket.close(linger=0)
+    context.term()

@@ -1,0 +1,260 @@
+"""Keys in a running supervisor: made, limited and revoked without a restart; what they may do from a command line."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from protocol import Client
+from protocol.errors import ConnectionLost, ErrorCode, WireError
+from tests.deterministic_engine import answer
+from tests.keyed import Keyed, free_port
+from tests.serving import ROOT, Serving, engine, wait_until
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Keyed]:
+    keys = {"laptop": "infer", "watcher": "status", "boss": "infer,status,admin"}
+    with Keyed({"m": engine(step_s=0.005, context=100_000)}, keys) as keyed:
+        yield keyed
+
+
+def test_a_key_is_enough_to_be_served(keyed: Keyed) -> None:
+    with Client(keyed.endpoint, key=keyed.file("laptop")) as client:
+        assert client.generate("m", "over tcp", max_tokens=30).complete().text == answer("over tcp", 30)
+        assert client.models()["models"][0]["name"] == "m"
+
+
+def test_only_the_port_that_was_asked_for_is_open(keyed: Keyed) -> None:
+    open_ports = {
+        (process.pid, connection.laddr.ip, connection.laddr.port)
+        for process in keyed.serving.processes()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert open_ports == {(keyed.serving.pid, "127.0.0.1", keyed.port)}
+
+
+def test_a_new_key_works_at_once_and_a_revoked_one_no_more(keyed: Keyed) -> None:
+    key = keyed.new("guest", "infer,status")
+    with keyed.client(key) as client, keyed.client("laptop") as other:
+        endless = client.generate("m", "long", max_tokens=90_000)
+        kept = other.generate("m", "kept", max_tokens=200)
+        next(endless)
+        keyed.store.revoke("guest")
+        begun = time.monotonic()
+        with pytest.raises(WireError) as ended:
+            for _ in endless:
+                pass
+        print(f"ended {time.monotonic() - begun:.2f} s after the list was written")
+        assert ended.value.code is ErrorCode.UNAUTHORIZED
+        assert "'guest' was revoked" in ended.value.message
+        with pytest.raises(WireError) as refused:
+            client.status()
+        assert refused.value.code is ErrorCode.UNAUTHORIZED
+        assert kept.complete().text == answer("kept", 200), "another key's stream goes on"
+    keyed.serving.wait_idle("m")
+    assert "guest" not in {told["name"] for told in keyed.tcp()["keys"]}
+
+
+def test_a_revoked_connection_is_ended_also_if_its_client_does_not_mind(keyed: Keyed) -> None:
+    key = keyed.new("deaf")
+    with keyed.raw(key) as raw:
+        raw.generate(7, "m", "long", max_tokens=90_000)
+        raw.barrier()
+        keyed.store.revoke("deaf")
+        monitor = raw.socket.get_monitor_socket()
+        wait_until(lambda: raw.receive() is not None and raw.errors)
+        assert [(request, error["name"]) for request, error in raw.errors] == [(0, "unauthorized")]
+        assert raw.heard[7].ends == ["unauthorized"], "its request has one end of its own"
+        assert monitor.poll(30_000), "the connection was not ended"
+        raw.socket.disable_monitor()
+        monitor.close(linger=0)
+    keyed.serving.wait_idle("m")
+
+
+def test_requests_in_flight_are_counted_over_all_connections_of_a_key(keyed: Keyed) -> None:
+    key = keyed.new("two", max_in_flight=2)
+    with keyed.client(key) as one, keyed.client(key) as other:
+        running = [client.generate("m", "long", max_tokens=90_000) for client in (one, other)]
+        for stream in running:
+            next(stream)
+        with pytest.raises(WireError) as refused:
+            other.generate("m", "a third", max_tokens=1).complete()
+        assert refused.value.code is ErrorCode.RATE_LIMITED
+        assert refused.value.retryable
+        assert refused.value.retry_after_ms
+        running[0].cancel()
+        for _ in running[0]:
+            pass
+        # the place is free when the worker has let go, a moment after the client was told
+        keyed_answer = wait_until(lambda: _unless_limited(other, "a third"))
+        assert keyed_answer == answer("a third", 1)
+        with keyed.client("laptop") as third:  # another key's limit is its own
+            assert third.generate("m", "x", max_tokens=1).complete().text == answer("x", 1)
+
+
+def _unless_limited(client: Client, prompt: str) -> str | None:
+    try:
+        return client.generate("m", prompt, max_tokens=1).complete().text
+    except WireError as e:
+        if e.code is not ErrorCode.RATE_LIMITED:
+            raise
+        return None
+
+
+def test_tokens_a_minute(keyed: Keyed) -> None:
+    key = keyed.new("slow", tokens_per_minute=60)
+    with keyed.client(key) as client:
+        assert client.generate("m", "all at once", max_tokens=200).complete().text == answer("all at once", 200)
+        with pytest.raises(WireError) as refused:
+            client.generate("m", "more", max_tokens=1).complete()
+    assert refused.value.code is ErrorCode.RATE_LIMITED
+    assert refused.value.retry_after_ms
+    assert 100_000 < refused.value.retry_after_ms < 250_000, "a debt of some 150 tokens, at one a second"
+    with keyed.client(key) as again, pytest.raises(WireError) as refused:  # a new connection has no new minute
+        again.generate("m", "more", max_tokens=1).complete()
+    assert refused.value.code is ErrorCode.RATE_LIMITED
+    told = next(told for told in keyed.tcp()["keys"] if told["name"] == "slow")
+    assert told["rate_limited"] == 2
+    assert told["tokens_left"] < -100
+
+
+def test_a_request_that_is_refused_costs_nothing(keyed: Keyed) -> None:
+    key = keyed.new("frugal", tokens_per_minute=60)
+    with keyed.client(key) as client:
+        for _ in range(5):
+            with pytest.raises(WireError) as refused:
+                client.generate("nobody", "x" * 4000).complete()
+            assert refused.value.code is ErrorCode.MODEL_NOT_FOUND
+        assert client.generate("m", "x", max_tokens=1).complete().text == answer("x", 1)
+
+
+def modelctl(keyed: Keyed, *arguments: str, key: str | None = None) -> "subprocess.CompletedProcess[str]":
+    where = () if key is None else ("--connect", keyed.endpoint, "--key-file", str(keyed.file(key)))
+    return keyed.serving.modelctl(*arguments, *where)
+
+
+def test_commands_over_tcp(keyed: Keyed) -> None:
+    ps = modelctl(keyed, "ps", "--json", key="watcher")
+    assert [m["name"] for m in json.loads(ps.stdout)] == ["m"], ps.stderr
+    run = modelctl(keyed, "run", "m", "hello", "--raw", "--max-tokens", "9", key="laptop")
+    assert (run.returncode, run.stdout.rstrip("\n")) == (0, answer("hello", 9)), run.stderr
+    stop = modelctl(keyed, "stop", "m", key="laptop")
+    assert stop.returncode == 77
+    assert "takes the right status or admin" in stop.stderr
+    restart = modelctl(keyed, "restart", "m", key="boss")
+    assert restart.returncode == 0, restart.stderr
+    assert keyed.serving.wait_state("m", "ready")["generation"] > 1
+    no_key = keyed.serving.modelctl("ps", "--connect", keyed.endpoint)
+    assert no_key.returncode == 2
+    assert "--key-file" in no_key.stderr
+
+
+def test_keys_from_the_command_line(keyed: Keyed, tmp_path: Path) -> None:
+    at = ("--keys", str(keyed.store.directory))
+    file = tmp_path / "cli.key"
+    made = modelctl(keyed, "keys", "new", "cli", "--rights", "status", "--out", str(file), *at)
+    assert made.returncode == 0, made.stderr
+    secret = json.loads(file.read_text())["secret_key"]
+    assert secret not in made.stdout + made.stderr
+    assert str(file) in made.stdout
+    assert json.loads(keyed.serving.modelctl("keys", "list", "--json", *at).stdout)[-1]["name"] == "cli"
+    with Client(keyed.endpoint, key=file) as client:
+        client.status()
+    assert keyed.serving.modelctl("keys", "revoke", "cli", *at).returncode == 0
+    with pytest.raises(WireError):
+        Client(keyed.endpoint, key=file)
+    for wrong, code in (
+        (("new", "../x"), 78),
+        (("new", "y", "--rights", "root"), 78),
+        (("new", "y", "--max-in-flight", "0"), 78),
+        (("revoke", "nobody"), 78),
+        (("new", "laptop", "--out", str(tmp_path / "z.key")), 78),
+    ):
+        ended = keyed.serving.modelctl("keys", *wrong, *at)
+        assert ended.returncode == code, (wrong, ended.stderr)
+        assert ended.stderr.startswith("modelctl: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cli.key"]
+
+
+def test_the_list_is_where_models_yaml_says(keyed: Keyed) -> None:
+    listed = keyed.serving.modelctl("keys", "list", "--json", "-c", str(keyed.serving.config))
+    assert "laptop" in [told["name"] for told in json.loads(listed.stdout)], listed.stderr
+
+
+def test_listen_is_not_changed_by_a_reload(keyed: Keyed) -> None:
+    whole = keyed.serving.config.read_text()
+    keyed.serving.config.write_text(whole.replace(f":{keyed.port}", f":{free_port()}"))
+    try:
+        with pytest.raises(WireError, match="applied at the next start only"):
+            keyed.serving.order("reload")
+    finally:
+        keyed.serving.config.write_text(whole)
+    keyed.serving.order("reload")
+
+
+def test_secrets_are_nowhere_to_be_seen(keyed: Keyed) -> None:
+    """Not in logs, status, command lines or environments; nor in what an unhandled error would show."""
+    secrets = [key.secret_key for key in keyed.keys.values()]
+    secrets.append(json.loads((keyed.store.directory / "server.json").read_text())["secret_key"])
+    seen = [json.dumps(keyed.serving.overview()), keyed.serving.stderr(), repr(list(keyed.keys.values()))]
+    seen += [path.read_text(errors="replace") for path in (keyed.serving.runtime_dir / "logs").iterdir()]
+    for process in keyed.serving.processes():
+        seen.append(" ".join(process.cmdline()))
+        seen.append(Path(f"/proc/{process.pid}/environ").read_text(errors="replace"))
+    for secret in secrets:
+        assert not [text for text in seen if secret in text]
+
+
+def test_unsafe_settings_refuse_to_start(tmp_path: Path) -> None:
+    config, keys = tmp_path / "models.yaml", tmp_path / "keys"
+
+    def told(listen: str, *commands: str) -> str:
+        config.write_text(
+            "models: {m: {model_dir: ., engine: 'tests.deterministic_engine:DeterministicEngine'}}\n"
+            f"supervisor:\n  listen: '{listen}'\n  keys: keys\n"
+        )
+        told = []
+        for command in ("check", *commands):
+            ended = subprocess.run(
+                [sys.executable, "-m", "supervisor", command, *(["-c"] if command == "serve" else []), str(config)],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "MODELCTL_RUNTIME_DIR": str(tmp_path / "run")},
+                capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+            assert ended.returncode == 78, ended
+            told.append(ended.stderr)
+        assert len(set(told)) == 1, "check says what serve does"
+        assert "models.yaml:3: supervisor.listen: " in told[0]
+        return told[0]
+
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    assert "write tcp://0.0.0.0:PORT" in told("tcp://*:5570")
+    assert "there are no keys" in told("tcp://0.0.0.0:5570")
+    assert "make one with `modelctl keys new NAME`" in told(endpoint, "serve")
+    new = [sys.executable, "-m", "supervisor", "keys", "new", "a", "--keys", str(keys), "--out", str(tmp_path / "a")]
+    subprocess.run(new, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=60, capture_output=True)
+    (keys / "server.json").chmod(0o644)
+    assert f"run `chmod 600 {keys}/server.json`" in told(endpoint, "serve")
+    assert not (tmp_path / "run").exists(), "refused before anything was made"
+
+
+def test_a_port_that_is_taken_is_said(keyed: Keyed) -> None:
+    other = Serving({"m": engine()}, listen=keyed.endpoint, keys=keyed.store.directory)
+    with pytest.raises(AssertionError, match=r"ended with 78: (.|\n)*cannot listen on tcp://127.0.0.1"), other:
+        pass
+
+
+def test_an_order_to_shut_down_over_tcp() -> None:
+    with Keyed({"m": engine()}, {"boss": "admin"}) as keyed:
+        ended = modelctl(keyed, "shutdown", "--now", key="boss")
+        assert ended.returncode == 0, ended.stderr
+        keyed.serving.process.wait(30)
+        with pytest.raises(ConnectionLost, match="no supervisor is running here"):
+            keyed.client("boss")
