@@ -166,6 +166,7 @@ def main() -> None:
     tails = [percentile(b, 99) / percentile(a, 99) for a, b in zip(alone, beside, strict=True)]
     trips = [percentile(b, 99) / percentile(a, 99) for a, b in zip(trips_alone, trips_beside, strict=True)]
     middles = [statistics.median(b) / statistics.median(a) for a, b in zip(trips_alone, trips_beside, strict=True)]
+    failed, read = (after[name] - before[name] for name in ("handshakes_failed", "bad_frames"))
     results = [
         Result("p99 of gaps between deltas, alone", 1000 * statistics.median(percentile(a, 99) for a in alone), "ms"),
         Result("p99 of gaps beside outsiders over alone", statistics.median(tails), "ratio", "<= 2.0"),
