@@ -70,6 +70,7 @@ class TcpPort(ClientPort):
     def listen(context: Context, endpoint: str, secret_key: str, ring: KeyRing, backlog: int) -> "TcpPort":
         """Open the port. Raises ListenError."""
         router = client_router(context, backlog)
+        router.setsockopt(zmq.RCVHWM, 100)  # of up to 16 MiB each; a peer that is ahead of us by more has to wait
         router.curve_server = True
         router.curve_secretkey = secret_key.encode()
         router.setsockopt(zmq.ZAP_DOMAIN, TCP_DOMAIN)

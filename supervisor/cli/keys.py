@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from supervisor.cli import exit_codes
+from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json
 from supervisor.cli.tables import table
 
@@ -32,7 +34,11 @@ def _store(context: click.Context, option: click.Parameter, given: Path | None) 
         return KeyStore(default_keys_dir())
     from supervisor.config import load_config
 
-    return KeyStore(load_config(found).keys_dir)
+    try:
+        return KeyStore(load_config(found).keys_dir)
+    except ConfigError as e:
+        told = "name the keys' directory with --keys, or put that right"
+        raise Failure(exit_codes.CONFIG, "not_usable", *map(str, e.problems), told) from None
 
 
 _config_option = click.option(
@@ -73,7 +79,7 @@ def new(
     from supervisor.keys.records import check_limit, check_name, parse_rights
 
     check_name(name)
-    file = (out or Path(f"{name}.key")).absolute()
+    file = out or Path(f"{name}.key")
     key = store.add(
         name,
         parse_rights(rights),
@@ -82,11 +88,11 @@ def new(
         tokens_per_minute=check_limit("tokens_per_minute", tokens_per_minute),
     )
     if as_json:
-        told = {"name": name, "file": str(file), "public_key": key.public_key, "server_key": key.server_key}
+        told = {"name": name, "file": str(file.absolute()), "public_key": key.public_key, "server_key": key.server_key}
         click.echo(json.dumps(told, indent=2))
         return
-    click.echo(f"key {name!r} may: {rights}")
-    click.echo(f"its file: {file} (mode 0600; the secret is nowhere else: move it to the client, by ssh say)")
+    click.echo(f"{name}: is on the list in {store.directory}, with the rights {rights}")
+    click.echo(f"{file}: the key, mode 0600. Its secret is nowhere else: move the file to the client by a safe way")
 
 
 @keys.command(name="list")

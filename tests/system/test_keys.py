@@ -189,6 +189,15 @@ def test_the_list_is_where_models_yaml_says(keyed: Keyed) -> None:
     assert "laptop" in [told["name"] for told in json.loads(listed.stdout)], listed.stderr
 
 
+def test_a_models_yaml_that_cannot_be_read_hides_no_keys(keyed: Keyed, tmp_path: Path) -> None:
+    broken = tmp_path / "models.yaml"
+    broken.write_text("models: {m: {}}")
+    listed = keyed.serving.modelctl("keys", "list", "-c", str(broken))
+    assert listed.returncode == 78
+    assert "models.m.model_dir: is missing" in listed.stderr
+    assert "--keys" in listed.stderr
+
+
 def test_listen_is_not_changed_by_a_reload(keyed: Keyed) -> None:
     whole = keyed.serving.config.read_text()
     keyed.serving.config.write_text(whole.replace(f":{keyed.port}", f":{free_port()}"))
