@@ -81,7 +81,8 @@ class Gate:
 
     def look(self) -> None:
         """Apply the list as it is now to those who are connected."""
-        self._ring.look()
+        if self._ring.look():
+            self._unfinished = {key: own for key, own in self._unfinished.items() if self._ring.find(key) is not None}
         for connection in self.port.connections():
             identity = connection.identity
             found = self._ring.find(identity.public_key)
@@ -91,7 +92,6 @@ class Gate:
                 connection.identity = found
                 continue
             self._log.info("key %r was revoked: its connection %d is ended", identity.name, connection.channel)
-            self._unfinished.pop(identity.public_key, None)
             error = WireError(ErrorCode.UNAUTHORIZED, f"key {identity.name!r} was revoked")
             self._perform(self._scheduler.bar(connection.channel, error, time.monotonic()))
             self.port.cut(connection, error)

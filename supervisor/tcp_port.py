@@ -8,6 +8,9 @@
 * libzmq gathers a message of many parts whole before it gives us any, however long it grows, and no option limits that.
   The kernel counts the bytes of each connection (TCP_INFO): one that sends MAX_UNREAD without a message being complete
   is cut off. A peer without a key gets nowhere near: it has no session to gather for.
+* libzmq numbers its connections, from a number of 32 bits that it draws, and aborts the process when the next number is
+  taken: by a peer that chose its routing id to look like one. So what we were given first is noted before anybody can
+  connect, and an id beyond as many as were accepted since is a chosen one, and cut off at once.
 * When descriptors are scarce, a filter on the listening socket drops what wants to connect; kernels of clients try
   again by themselves. (Unbinding would end the connections that are there.)
 """
@@ -65,6 +68,8 @@ class TcpPort(ClientPort):
     _wires: dict[int, Wire] = field(default_factory=dict)
     _dying: list[tuple[float, int, object]] = field(default_factory=list)
     _listener: int = -1
+    _first: int = 0
+    """The number that libzmq gave out before anybody could connect."""
 
     @staticmethod
     def listen(context: Context, endpoint: str, secret_key: str, ring: KeyRing, backlog: int) -> "TcpPort":
@@ -80,6 +85,7 @@ class TcpPort(ClientPort):
         router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         monitor = router.get_monitor_socket(MONITORED | zmq.EVENT_LISTENING)
+        first = _next_number(context, router)
         try:
             router.bind(endpoint)
         except zmq.ZMQError as e:
@@ -88,7 +94,15 @@ class TcpPort(ClientPort):
             router.close(linger=0)
             told = f"cannot listen on {endpoint} (supervisor.listen): {os.strerror(e.errno or 0)}"
             raise ListenError(f"{told}; choose another port, or an address of this machine") from None
-        return TcpPort(endpoint, router, monitor, ring=ring)
+        port = TcpPort(endpoint, router, monitor, ring=ring, _first=first)
+        try:
+            port.pause()  # it has to work when it is needed
+            port.resume()
+        except OSError as e:
+            port.close()
+            told = f"cannot listen on {endpoint} safely: the kernel refuses a filter on the socket ({e.strerror})"
+            raise ListenError(f"{told}; allow setsockopt(SO_ATTACH_FILTER), or remove supervisor.listen") from None
+        return port
 
     def pause(self) -> None:
         """Take no new connections; those there are go on."""
@@ -152,6 +166,14 @@ class TcpPort(ClientPort):
 
     def _admit(self, connection: Connection, part: zmq.Frame) -> bool:
         assert self.ring is not None
+        number = (int.from_bytes(connection.routing_id[1:], "big") - self._first) % (1 << 32)
+        if not 0 < number <= self.counters.accepted:
+            self.counters.bad_frames += 1
+            self.cut_off += 1
+            wire = self._wires.get(connection.fd)
+            self._leave(connection)
+            _shut_down(connection.fd, None if wire is None else wire.peer)
+            return False
         user = part.get("User-Id")
         identity = self.ring.find(str(user))
         if identity is None:  # revoked since its handshake
@@ -166,7 +188,28 @@ class TcpPort(ClientPort):
         return True
 
     def _filter(self, option: int, value: bytes) -> None:
-        _on(self._listener, lambda listener: listener.setsockopt(socket.SOL_SOCKET, option, value))
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self._listener)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, option, value)
+        finally:
+            listener.detach()
+
+
+def _next_number(context: Context, router: zmq.Socket[bytes]) -> int:
+    """What libzmq calls the next connection of this socket, which is not bound yet."""
+    endpoint = f"inproc://first-of-{id(router)}"
+    router.bind(endpoint)
+    probe = context.socket(zmq.DEALER)
+    probe.setsockopt(zmq.LINGER, 0)
+    try:
+        probe.connect(endpoint)
+        probe.send(b"")
+        routing_id = router.recv()  # within the process: it is there already
+        router.recv()
+    finally:
+        probe.close()
+        router.unbind(endpoint)
+    return int.from_bytes(routing_id[1:], "big")
 
 
 def _on(fd: int, act: Callable[[socket.socket], T]) -> T | None:

@@ -137,6 +137,33 @@ def test_a_port_that_is_taken(host: TcpHost) -> None:
         TcpPort.listen(host.context, host.endpoint, host.store.server_pair()[1], host.ring, backlog=64)
 
 
+def test_a_chosen_name_that_looks_like_libzmqs_own_is_cut_off(host: TcpHost) -> None:
+    """Left alone, it would end the process as soon as libzmq's numbers come to it (an assertion in libzmq 4.3.5)."""
+    with host.greet() as client:
+        (connection,) = host.port.connections()
+        number = int.from_bytes(connection.routing_id[1:], "big")
+        for ahead in (3, 1000, 1 << 31):
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            forger = context.socket(zmq.DEALER)
+            forger.linger = 0
+            forger.reconnect_ivl = -1
+            forger.curve_serverkey, forger.curve_publickey = host.key.server_key.encode(), host.key.public_key.encode()
+            forger.curve_secretkey = host.key.secret_key.encode()
+            forger.routing_id = b"\0" + ((number + ahead) % (1 << 32)).to_bytes(4, "big")
+            forger.connect(host.endpoint)
+            forger.send(encode(Hello(pack_body({}))))
+            before, left = host.port.cut_off, host.port.counters.disconnected
+            wait_until(lambda before=before: host.turn() and host.port.cut_off == before + 1)  # type: ignore[misc]
+            wait_until(lambda left=left: host.turn() and host.port.counters.disconnected == left + 1)  # type: ignore[misc]
+            assert not forger.poll(0)
+            forger.close()
+            context.term()
+        assert host.port.connections() == [connection]
+        with host.greet() as other:  # whose number is the next
+            assert host.is_answered(other, 1)
+        assert host.is_answered(client, 2)
+
+
 # ipc
 
 

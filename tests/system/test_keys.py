@@ -1,5 +1,6 @@
 """Keys in a running supervisor: made, limited and revoked without a restart; what they may do from a command line."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol import Client
+from protocol import AsyncClient, Client
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from tests.deterministic_engine import answer
-from tests.keyed import Keyed, free_port
+from tests.keyed import Keyed, free_port, stranger
 from tests.serving import ROOT, Serving, engine, wait_until
 
 
@@ -29,6 +30,21 @@ def test_a_key_is_enough_to_be_served(keyed: Keyed) -> None:
     with Client(keyed.endpoint, key=keyed.file("laptop")) as client:
         assert client.generate("m", "over tcp", max_tokens=30).complete().text == answer("over tcp", 30)
         assert client.models()["models"][0]["name"] == "m"
+
+
+def test_the_asynchronous_client_takes_a_key_as_well(keyed: Keyed) -> None:
+    async def ask() -> str:
+        async with AsyncClient(keyed.endpoint, key=keyed.file("laptop")) as client:
+            return (await client.complete("m", "async", max_tokens=10)).text
+
+    async def ask_as_a_stranger() -> None:
+        async with AsyncClient(keyed.endpoint, key=stranger(keyed.keys["laptop"])):
+            pass
+
+    assert asyncio.run(ask()) == answer("async", 10)
+    with pytest.raises(WireError) as refused:
+        asyncio.run(ask_as_a_stranger())
+    assert refused.value.code is ErrorCode.UNAUTHORIZED
 
 
 def test_only_the_port_that_was_asked_for_is_open(keyed: Keyed) -> None:
