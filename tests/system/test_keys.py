@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -274,6 +276,38 @@ def test_a_port_that_is_taken_is_said(keyed: Keyed) -> None:
     other = Serving({"m": engine()}, listen=keyed.endpoint, keys=keyed.store.directory)
     with pytest.raises(AssertionError, match=r"ended with 78: (.|\n)*cannot listen on tcp://127.0.0.1"), other:
         pass
+
+
+def test_a_flood_of_connections_leaves_descriptors_for_those_who_are_there(tmp_path: Path) -> None:
+    """libzmq aborts a process that has none left. What is not taken now is tried again by the clients' kernels."""
+    wrapper = tmp_path / "limited.py"
+    wrapper.write_text(
+        "import resource, runpy, sys\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
+        "sys.argv[0] = 'supervisor'\n"
+        "if __name__ == '__main__':\n"
+        "    runpy.run_module('supervisor', run_name='__main__', alter_sys=True)\n"
+    )
+    with (
+        Keyed({"m": engine(context=100_000, step_s=0.005)}, {"a": "infer"}, script=wrapper) as keyed,
+        ExitStack() as stack,
+    ):
+        with keyed.client("a") as client:
+            stream = client.generate("m", "steady", max_tokens=300)
+            next(stream)
+            for number in range(900):
+                connection = stack.enter_context(socket.socket())
+                connection.setblocking(False)
+                connection.connect_ex(("127.0.0.1", keyed.port))
+                if number % 16 == 0:
+                    time.sleep(0.002)  # 8,000 a second: faster than any leak, slower than a loop that is kept waiting
+            wait_until(lambda: "no new connections" in keyed.serving.log())
+            assert stream.complete().text == answer("steady", 300)
+            assert psutil.Process(keyed.serving.pid).num_fds() < 500
+            stack.close()
+            wait_until(lambda: "taking connections" in keyed.serving.log())
+        with keyed.client("a") as client:
+            assert client.generate("m", "again", max_tokens=5).complete().text == answer("again", 5)
 
 
 def test_an_order_to_shut_down_over_tcp() -> None:
