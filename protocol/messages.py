@@ -60,6 +60,10 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
 * Credit: a stream starts with ``window`` events (WELCOME) and gains what CREDIT grants. A stream without credit has its
   events held, up to a bound, and then ends with ``slow_consumer``; a terminal event needs no credit.
 * PING is answered by PONG with the same nonce, by either side.
+* Over TCP (CURVE, for keys on a list) one socket takes what the two over ipc take. What the connection's key has no
+  right to is answered by ERROR, or by REPLY with an error, ``forbidden``; a request beyond its limits by
+  ``rate_limited``. When a key is revoked, each of its requests ends with ``unauthorized``, and then the connection
+  does (ERROR of request 0).
 * Frames beyond 16 MiB are cut off by libzmq itself (the connection closes); see ``protocol.limits`` for the rest.
 """
 

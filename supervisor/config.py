@@ -25,6 +25,7 @@ from supervisor.config_schema import (
     SupervisorConfig,
     WatchConfig,
 )
+from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
@@ -118,9 +119,12 @@ class Config:
 
     @property
     def keys_dir(self) -> Path:
-        """Directory of the keys. Raises KeysProblem for a user without a home who names none."""
+        """Directory of the keys. Raises KeysProblem where it is in a home that there is not."""
         given = self.supervisor.keys
-        return default_keys_dir() if given is None else self.file.parent / Path(given).expanduser()
+        try:
+            return default_keys_dir() if given is None else self.file.parent / Path(given).expanduser()
+        except RuntimeError as e:
+            raise KeysProblem(f"supervisor.keys is {given!r}: {e}") from None
 
 
 def load_config(file: Path) -> Config:

@@ -11,6 +11,7 @@ import pytest
 from protocol.client_key import ClientKey
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import MESSAGE_CLASSES, Call
+from supervisor.config import load_config
 from supervisor.keys.allowance import Allowance
 from supervisor.keys.endpoint import parse_listen
 from supervisor.keys.opening import check_opening
@@ -345,6 +346,13 @@ def test_key_files_that_are_none(tmp_path: Path, content: str, told: str) -> Non
         ClientKey.load("/dev/null")
     with pytest.raises(ValueError, match="No such file"):
         ClientKey.load(tmp_path / "none")
+
+
+def test_a_directory_in_a_home_that_there_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {m: {model_dir: ., engine: 'a:B'}}\nsupervisor: {keys: ~nobody-of-that-name/keys}\n")
+    with pytest.raises(KeysProblem, match=r"supervisor\.keys is '~nobody-of-that-name/keys'"):
+        _ = load_config(file).keys_dir
 
 
 # the list of a running supervisor
