@@ -1,0 +1,53 @@
+"""An engine without torch that makes tokens at a given rate, whatever the number of its jobs. Named by import string.
+
+Every step gives one job a token, the jobs in turn, and the steps are even in time: so workers make the same frames as
+often with one stream as with a thousand, and what a token costs behind them can be compared. A token's text is the
+time when it was made (CLOCK_MONOTONIC, nanoseconds), which all processes of a machine share.
+"""
+
+import time
+from collections import deque
+
+from model_worker.engine import Delta, EngineEvent, Finished, Job
+from protocol.worker_spec import EngineSpec
+from tests.deterministic_engine import DeterministicEngine
+
+MOST_AT_ONCE = 1000
+"""Jobs that may have their first token in one step."""
+
+
+class PacedEngine(DeterministicEngine):
+    """Option ``rate``: tokens per second of all jobs together. Each job's first token comes at once, and is extra.
+    Any token's id is 0. Its other options are of no effect."""
+
+    KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"rate"}
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._pause = 1 / float(spec.options.get("rate", 1000.0))
+        self._turns: deque[int] = deque()
+        self._due = 0.0
+
+    def step(self) -> list[EngineEvent]:
+        self.steps += 1
+        began = [self.pending.pop(0) for _ in range(min(len(self.pending), MOST_AT_ONCE))]
+        if began:
+            for job in began:
+                self.jobs[job.id] = (job, len(job.resumed_ids))
+                self._turns.append(job.id)
+            return [self._token(job.id) for job in began]
+        self._due = max(self._due + self._pause, time.monotonic())
+        time.sleep(max(0.0, self._due - time.monotonic()))
+        while self._turns[0] not in self.jobs:
+            self._turns.popleft()
+        self._turns.rotate(-1)
+        return [self._token(self._turns[-1])]
+
+    def _token(self, number: int) -> EngineEvent:
+        job, k = self.jobs[number]
+        text = str(time.monotonic_ns())
+        if k + 1 == job.max_new_tokens:
+            del self.jobs[number]
+            return Finished(number, [0], text, "length", len(job.prompt_ids), k + 1)
+        self.jobs[number] = (job, k + 1)
+        return Delta(number, [0], text)

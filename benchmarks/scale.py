@@ -1,0 +1,221 @@
+"""What many streams cost: supervisor's CPU and latency of a token with 1 to 3,000 streams, and memory of each stream.
+
+    python -m benchmarks.scale [--rounds 3] [--seconds 5]
+
+One real supervisor and 1 to 16 real workers for each size, with an engine without torch (``benchmarks.paced_engine``)
+that makes RATE tokens a second in all, whatever the number of streams, one after the other: every token is a frame of
+its own, the dearest case (an engine that steps 32 streams of a connection sends them in one frame). So each size has
+the same events a second and differs in nothing but streams, connections and workers. One client process reads all
+connections (``benchmarks.many_streams``); it and the workers share the cores with the supervisor.
+
+CPU is that of all the supervisor's threads (schedstat), over the tokens that came. Latency is from the engine's step to
+the client's hands. Sizes take turns in every round; figures are medians of rounds. Memory is the supervisor's RSS with
+MEMORY_STREAMS streams open and (nearly) idle, less that with their connections open and warm, less prompts and
+delivered ids. A plot of the table is drawn with matplotlib (pip install '.[benchmarks]') beside the result file.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Server, percentile
+from benchmarks.many_streams import ManyStreams
+from benchmarks.report import RESULTS, Result, write
+
+RATE = 2000
+"""Tokens per second, of all streams together."""
+ROUNDS, SECONDS = 3, 5.0
+ENDLESS = 1_000_000
+MEMORY_STREAMS = 3000
+MEMORY_RATE = 100
+"""Tokens per second while memory is measured."""
+GROWTH = "<= 1.25"
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Size:
+    streams: int
+    connections: int
+    workers: int
+
+    def __str__(self) -> str:
+        return f"{self.streams} streams, {self.connections} connections, {self.workers} workers"
+
+
+SIZES = (Size(1, 1, 1), Size(10, 5, 1), Size(100, 25, 4), Size(1000, 100, 8), Size(3000, 200, 16))
+REFERENCE, GROWN = SIZES[1], SIZES[3]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one size: seconds of the supervisor's CPU for a token, and seconds that a token is on its way."""
+
+    cpu: float
+    median: float
+    p99: float
+    rate: float
+
+
+def models(size: Size, rate: float) -> dict[str, dict[str, Any]]:
+    """``rate`` tokens per second in all."""
+    batch = -(-size.streams // size.workers)
+    made = {
+        "model_dir": ".", "engine": "benchmarks.paced_engine:PacedEngine", "max_batch_size": batch, "max_queue": 4096,
+        "options": {"rate": rate / size.workers, "context": 2 * ENDLESS},
+    }  # fmt: skip
+    return {f"m{number}": made for number in range(size.workers)}
+
+
+def wanted(size: Size) -> list[tuple[int, str, str, int]]:
+    return [
+        (i % size.connections, f"m{i * size.workers // size.streams}", f"stream {i:06}", ENDLESS)
+        for i in range(size.streams)
+    ]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of all living threads of a process, to the nanosecond (the ticks of psutil are 10 ms)."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def measure(size: Size, seconds: float) -> Figures:
+    with Server(models(size, RATE)) as server:
+        pid = server.overview()["supervisor"]["pid"]
+        with ManyStreams(server.runtime_dir, size.connections) as client:
+            client.begin(wanted(size))
+            client.read(min(seconds, 2.0))
+            client.ages.clear()
+            before, begun = cpu_seconds(pid), time.monotonic()
+            client.read(seconds)
+            spent, took = cpu_seconds(pid) - before, time.monotonic() - begun
+            ages = client.ages
+            if client.failures or client.ended:
+                raise RuntimeError(f"{size}: {client.ended} streams ended, {client.failures[:3]}")
+    return Figures(spent / len(ages), statistics.median(ages), percentile(ages, 99), len(ages) / took)
+
+
+def rss(pid: int) -> int:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(text.split("VmRSS:")[1].split()[0]) * KIB
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """Bytes: of a connection, and of a stream without its prompt and its delivered ids."""
+
+    connection: float
+    stream: float
+
+
+def measure_memory(size: Size) -> MemoryFigures:
+    with Server(models(size, MEMORY_RATE)) as server:
+        pid = server.overview()["supervisor"]["pid"]
+        with ManyStreams(server.runtime_dir, 1) as first:  # whatever is allocated once
+            first.begin([(0, "m0", "warm", ENDLESS)])
+        server.wait_idle("m0")
+        alone = rss(pid)
+        with ManyStreams(server.runtime_dir, size.connections) as client:
+            connected = rss(pid)
+            asked = wanted(size)
+            client.begin(asked)
+            client.read(3.0)
+            opened = rss(pid)
+            own = sum(len(prompt) for _, _, prompt, _ in asked) + 4 * len(client.ages)
+    return MemoryFigures((connected - alone) / size.connections, (opened - connected - own) / size.streams)
+
+
+def results_of(found: dict[Size, list[Figures]], memory: dict[Size, list[MemoryFigures]]) -> list[Result]:
+    results = []
+    middle = {
+        size: Figures(*(statistics.median(getattr(f, name) for f in figures) for name in Figures.__annotations__))
+        for size, figures in found.items()
+    }
+    for size, f in middle.items():
+        results += [
+            Result(f"{size}: supervisor's CPU of a token", f.cpu * 1e6, "µs"),
+            Result(f"{size}: on its way, median", f.median * 1e6, "µs"),
+            Result(f"{size}: on its way, p99", f.p99 * 1e6, "µs"),
+            Result(f"{size}: tokens read", f.rate, "tok/s"),
+        ]
+    if REFERENCE in found and GROWN in found:
+        between = f"{GROWN.streams} streams over {REFERENCE.streams}"
+        for name, what in (("cpu", "CPU of a token"), ("median", "latency, median")):
+            pairs = zip(found[GROWN], found[REFERENCE], strict=True)
+            ratio = statistics.median(getattr(a, name) / getattr(b, name) for a, b in pairs)
+            results.append(Result(f"{what}, {between}", ratio, "ratio", GROWTH))
+    for size, told in memory.items():
+        results += [
+            Result(f"{size}: memory of a stream", max(m.stream for m in told) / KIB, "KiB", "<= 8"),
+            Result(f"{size}: memory of a connection", max(m.connection for m in told) / KIB, "KiB"),
+        ]
+    return results
+
+
+def plot(found: dict[Size, list[Figures]], path: Path) -> None:
+    """CPU and latency by streams, every round a dot, medians a line. Raises ImportError without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    parts = (("cpu", "supervisor's CPU of a token"), ("median", "from step to client, median"))
+    for axes, (name, title) in zip(figure.subplots(1, 2), parts, strict=True):
+        streams = [size.streams for size in found]
+        lines = [[1e6 * getattr(f, name) for f in figures] for figures in found.values()]
+        axes.plot(streams, [statistics.median(line) for line in lines], color="tab:blue")
+        for x, line in zip(streams, lines, strict=True):
+            axes.plot([x] * len(line), line, "o", color="tab:blue", alpha=0.4, markersize=4)
+        if REFERENCE in found:
+            limit = 1.25 * statistics.median(1e6 * getattr(f, name) for f in found[REFERENCE])
+            axes.plot([REFERENCE.streams, GROWN.streams], [limit, limit], "--", color="tab:gray", label="10 streams + 25 %")
+            axes.legend(loc="lower right")
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(streams, [f"{s.streams}\n{s.connections} conn.\n{s.workers} w." for s in found])
+        axes.minorticks_off()
+        axes.set_title(f"{title} (µs), {RATE} tokens/s in all", fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for which each size is measured in a round")
+    parser.add_argument("--quick", action="store_true", help="one round of two small sizes: tries the script itself")
+    parser.add_argument("--only", choices=["speed", "memory"], help="one half; nothing is written")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
+    arguments = parser.parse_args(given)
+    sizes = SIZES[:2] if arguments.quick else SIZES
+    rounds = 1 if arguments.quick else arguments.rounds
+    found: dict[Size, list[Figures]] = {size: [] for size in sizes}
+    for number in range(rounds if arguments.only != "memory" else 0):
+        for size in sizes:
+            found[size].append(measured := measure(size, arguments.seconds))
+            print(
+                f"round {number + 1}: {size}: CPU {measured.cpu * 1e6:.1f} µs, median {measured.median * 1e6:.0f} µs, "
+                f"p99 {measured.p99 * 1e6:.0f} µs, {measured.rate:.0f} tokens/s",
+                flush=True,
+            )
+    few = 60 if arguments.quick else MEMORY_STREAMS
+    memory: dict[Size, list[MemoryFigures]] = {Size(few, 1, 3): [], Size(few, 20 if arguments.quick else 200, 16): []}
+    for size in memory if arguments.only != "speed" and not arguments.quick else ():
+        for _ in range(rounds):
+            memory[size].append(m := measure_memory(size))
+            print(f"{size}: {m.stream / KIB:.2f} KiB a stream, {m.connection / KIB:.1f} a connection", flush=True)
+    if arguments.only:
+        return
+    write("scale", results_of(found, {size: told for size, told in memory.items() if told}), arguments.out)
+    try:
+        plot(found, arguments.out / "scale.png")
+    except ImportError:
+        print("no plot: it needs matplotlib, pip install '.[benchmarks]'")
+
+
+if __name__ == "__main__":
+    main()
