@@ -6,7 +6,7 @@ notes how old each token is (see ``benchmarks.paced_engine``).
 
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -18,7 +18,6 @@ from protocol.codec import decode, encode, pack_body, split_events, unpack_body,
 from protocol.messages import (
     SUPERVISOR_TO_CLIENT,
     TERMINAL,
-    Accepted,
     Credit,
     Error,
     Events,
@@ -58,11 +57,12 @@ class ManyStreams:
         self._by_descriptor: dict[int, _Line] = {}
         self.ages: list[float] = []
         self.failures: list[str] = []
-        self.welcomed = self.begun = self.ended = self.accepted = 0
+        self.welcomed = self.begun = self.ended = self.pongs = 0
         for _ in range(connections):
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)
             socket.connect(f"ipc://{runtime_dir}/front")
             line = _Line(socket)
             self._lines.append(line)
@@ -72,6 +72,13 @@ class ManyStreams:
             self._send(line, encode(Hello(pack_body({"library": "benchmark"}))))
         self.read_until(lambda: self.welcomed == connections, "a greeting on every connection")
 
+    def exchange(self, messages: int) -> None:
+        """Send so many PINGs on every connection, and read the answers."""
+        for number in range(messages):
+            for line in self._lines:
+                self._send(line, encode(Ping(number)))
+        self.read_until(lambda: self.pongs == messages * len(self._lines), "an answer to every PING")
+
     def begin(self, wanted: Sequence[tuple[int, str, str, int]]) -> None:
         """Streams: (number of the connection, model, prompt, most tokens) of each. Returns when all have begun."""
         before = self.begun
@@ -80,7 +87,9 @@ class ManyStreams:
             line.taken.append(0)
             body = pack_body({"prompt": prompt, "max_tokens": tokens})
             self._send(line, encode(Generate(len(line.taken), model, {}, body)))
-        self.read_until(lambda: self.begun + len(self.failures) == before + len(wanted), "a first token of every stream")
+        self.read_until(
+            lambda: self.begun + len(self.failures) == before + len(wanted), "a first token of every stream"
+        )
 
     def read(self, seconds: float) -> None:
         """Take in what comes, for so long."""
@@ -88,9 +97,9 @@ class ManyStreams:
         while (left := deadline - time.monotonic()) > 0:
             self._wait(left)
 
-    def read_until(self, done: "object", what: str) -> None:
+    def read_until(self, done: Callable[[], bool], what: str) -> None:
+        """Raises TimeoutError."""
         deadline = time.monotonic() + WITHIN
-        assert callable(done)
         while not done():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not within {WITHIN} s: {what}; failures: {self.failures[:3]}")
@@ -146,8 +155,8 @@ class ManyStreams:
                     self._send(line, encode(Credit(entry.request, GRANT)))
         elif isinstance(message, Ping):
             self._send(line, encode(Pong(message.nonce)))
-        elif isinstance(message, Accepted):
-            self.accepted += 1
+        elif isinstance(message, Pong):
+            self.pongs += 1
         elif isinstance(message, Welcome):
             self.welcomed += 1
         elif isinstance(message, Error):

@@ -1,8 +1,9 @@
 """An engine without torch that makes tokens at a given rate, whatever the number of its jobs. Named by import string.
 
-Every step gives one job a token, the jobs in turn, and the steps are even in time: so workers make the same frames as
-often with one stream as with a thousand, and what a token costs behind them can be compared. A token's text is the
-time when it was made (CLOCK_MONOTONIC, nanoseconds), which all processes of a machine share.
+Every step gives one job a token, the jobs in turn, at times that are even: with one stream in one worker as with
+thousands in sixteen, since the workers take turns by the clock, too (left to themselves they would bunch, and wait for
+the machine's cores). So there are the same frames at the same times, and what happens behind can be compared. A token's
+text is the time when it was made (CLOCK_MONOTONIC, nanoseconds), which all processes of a machine share.
 """
 
 import time
@@ -17,16 +18,17 @@ MOST_AT_ONCE = 1000
 
 
 class PacedEngine(DeterministicEngine):
-    """Option ``rate``: tokens per second of all jobs together. Each job's first token comes at once, and is extra.
-    Any token's id is 0. Its other options are of no effect."""
+    """Options: ``rate``, tokens per second of all jobs of all workers together; ``turn`` and ``of``: which of how many
+    workers this is. Each job's first token comes at once, and is extra. Any token's id is 0."""
 
-    KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"rate"}
+    KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"rate", "turn", "of"}
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
-        self._pause = 1 / float(spec.options.get("rate", 1000.0))
+        workers = int(spec.options.get("of", 1))
+        self._period = workers / float(spec.options.get("rate", 1000.0))
+        self._phase = self._period * int(spec.options.get("turn", 0)) / workers
         self._turns: deque[int] = deque()
-        self._due = 0.0
 
     def step(self) -> list[EngineEvent]:
         self.steps += 1
@@ -36,8 +38,8 @@ class PacedEngine(DeterministicEngine):
                 self.jobs[job.id] = (job, len(job.resumed_ids))
                 self._turns.append(job.id)
             return [self._token(job.id) for job in began]
-        self._due = max(self._due + self._pause, time.monotonic())
-        time.sleep(max(0.0, self._due - time.monotonic()))
+        now = time.monotonic()
+        time.sleep(self._period - (now - self._phase) % self._period)
         while self._turns[0] not in self.jobs:
             self._turns.popleft()
         self._turns.rotate(-1)

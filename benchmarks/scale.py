@@ -2,15 +2,16 @@
 
     python -m benchmarks.scale [--rounds 3] [--seconds 5]
 
-One real supervisor and 1 to 16 real workers for each size, with an engine without torch (``benchmarks.paced_engine``)
-that makes RATE tokens a second in all, whatever the number of streams, one after the other: every token is a frame of
-its own, the dearest case (an engine that steps 32 streams of a connection sends them in one frame). So each size has
-the same events a second and differs in nothing but streams, connections and workers. One client process reads all
-connections (``benchmarks.many_streams``); it and the workers share the cores with the supervisor.
+One real supervisor and real workers for each size, with an engine without torch (``benchmarks.paced_engine``) that
+makes RATE tokens a second in all, whatever the number of streams, one after the other: every token is a frame of its
+own, the dearest case (an engine that steps 32 streams of a connection sends them in one frame). So each size has the
+same events a second. Streams, connections and workers grow apart from each other: with more workers, more processes
+share the machine's cores, and are found cold when they wake. One client process reads all connections
+(``benchmarks.many_streams``).
 
 CPU is that of all the supervisor's threads (schedstat), over the tokens that came. Latency is from the engine's step to
 the client's hands. Sizes take turns in every round; figures are medians of rounds. Memory is the supervisor's RSS with
-MEMORY_STREAMS streams open and (nearly) idle, less that with their connections open and warm, less prompts and
+MEMORY_STREAMS streams open and (nearly) idle, less that with their connections open and used, less prompts and
 delivered ids. A plot of the table is drawn with matplotlib (pip install '.[benchmarks]') beside the result file.
 """
 
@@ -33,7 +34,6 @@ ENDLESS = 1_000_000
 MEMORY_STREAMS = 3000
 MEMORY_RATE = 100
 """Tokens per second while memory is measured."""
-GROWTH = "<= 1.25"
 KIB = 1024
 
 
@@ -47,8 +47,21 @@ class Size:
         return f"{self.streams} streams, {self.connections} connections, {self.workers} workers"
 
 
-SIZES = (Size(1, 1, 1), Size(10, 5, 1), Size(100, 25, 4), Size(1000, 100, 8), Size(3000, 200, 16))
-REFERENCE, GROWN = SIZES[1], SIZES[3]
+MIDDLE = Size(1000, 50, 4)
+AXES = {
+    "streams": (Size(1, 1, 1), Size(10, 10, 4), Size(100, 50, 4), MIDDLE, Size(3000, 50, 4)),
+    "connections": (Size(1000, 1, 4), MIDDLE, Size(1000, 200, 4)),
+    "workers": (Size(1000, 50, 1), MIDDLE, Size(1000, 50, 16)),
+}
+ALL_AT_MOST = Size(3000, 200, 16)
+SIZES = tuple(dict.fromkeys([*(size for axis in AXES.values() for size in axis), ALL_AT_MOST]))
+REFERENCE = AXES["streams"][1]
+GROWTHS = (
+    (REFERENCE, MIDDLE, "1,000 streams over 10", "<= 1.25"),
+    (*AXES["connections"][::2], "200 connections over 1", None),
+    (*AXES["workers"][::2], "16 workers over 1", None),
+)
+"""(less, more, what it is called, target)."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +77,12 @@ class Figures:
 def models(size: Size, rate: float) -> dict[str, dict[str, Any]]:
     """``rate`` tokens per second in all."""
     batch = -(-size.streams // size.workers)
-    made = {
-        "model_dir": ".", "engine": "benchmarks.paced_engine:PacedEngine", "max_batch_size": batch, "max_queue": 4096,
-        "options": {"rate": rate / size.workers, "context": 2 * ENDLESS},
+    return {
+        f"m{number}": {
+            "model_dir": ".", "engine": "benchmarks.paced_engine:PacedEngine", "max_batch_size": batch,
+            "max_queue": 4096, "options": {"rate": rate, "turn": number, "of": size.workers, "context": 2 * ENDLESS},
+        } for number in range(size.workers)
     }  # fmt: skip
-    return {f"m{number}": made for number in range(size.workers)}
 
 
 def wanted(size: Size) -> list[tuple[int, str, str, int]]:
@@ -121,6 +135,7 @@ def measure_memory(size: Size) -> MemoryFigures:
         server.wait_idle("m0")
         alone = rss(pid)
         with ManyStreams(server.runtime_dir, size.connections) as client:
+            client.exchange(300)  # libzmq's queues grow by 256 messages
             connected = rss(pid)
             asked = wanted(size)
             client.begin(asked)
@@ -143,12 +158,13 @@ def results_of(found: dict[Size, list[Figures]], memory: dict[Size, list[MemoryF
             Result(f"{size}: on its way, p99", f.p99 * 1e6, "µs"),
             Result(f"{size}: tokens read", f.rate, "tok/s"),
         ]
-    if REFERENCE in found and GROWN in found:
-        between = f"{GROWN.streams} streams over {REFERENCE.streams}"
-        for name, what in (("cpu", "CPU of a token"), ("median", "latency, median")):
-            pairs = zip(found[GROWN], found[REFERENCE], strict=True)
-            ratio = statistics.median(getattr(a, name) / getattr(b, name) for a, b in pairs)
-            results.append(Result(f"{what}, {between}", ratio, "ratio", GROWTH))
+    for less, more, what, target in GROWTHS:
+        if less in found and more in found:
+            for name, title in (("cpu", "CPU of a token"), ("median", "latency, median")):
+                ratio = statistics.median(
+                    getattr(b, name) / getattr(a, name) for a, b in zip(found[less], found[more], strict=True)
+                )
+                results.append(Result(f"{what}: {title}", ratio, "ratio", target))
     for size, told in memory.items():
         results += [
             Result(f"{size}: memory of a stream", max(m.stream for m in told) / KIB, "KiB", "<= 8"),
@@ -158,28 +174,33 @@ def results_of(found: dict[Size, list[Figures]], memory: dict[Size, list[MemoryF
 
 
 def plot(found: dict[Size, list[Figures]], path: Path) -> None:
-    """CPU and latency by streams, every round a dot, medians a line. Raises ImportError without matplotlib."""
+    """CPU and latency along each axis, every round a dot, medians a line. Raises ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 5.4), layout="constrained")
     FigureCanvasAgg(figure)
-    parts = (("cpu", "supervisor's CPU of a token"), ("median", "from step to client, median"))
-    for axes, (name, title) in zip(figure.subplots(1, 2), parts, strict=True):
-        streams = [size.streams for size in found]
-        lines = [[1e6 * getattr(f, name) for f in figures] for figures in found.values()]
-        axes.plot(streams, [statistics.median(line) for line in lines], color="tab:blue")
-        for x, line in zip(streams, lines, strict=True):
-            axes.plot([x] * len(line), line, "o", color="tab:blue", alpha=0.4, markersize=4)
-        if REFERENCE in found:
-            limit = 1.25 * statistics.median(1e6 * getattr(f, name) for f in found[REFERENCE])
-            axes.plot([REFERENCE.streams, GROWN.streams], [limit, limit], "--", color="tab:gray", label="10 streams + 25 %")
-            axes.legend(loc="lower right")
-        axes.set_xscale("log")
-        axes.set_ylim(bottom=0)
-        axes.set_xticks(streams, [f"{s.streams}\n{s.connections} conn.\n{s.workers} w." for s in found])
-        axes.minorticks_off()
-        axes.set_title(f"{title} (µs), {RATE} tokens/s in all", fontsize=10)
+    figure.suptitle(f"{RATE} tokens a second in all; 1,000 streams, 50 connections, 4 workers where not varied")
+    rows = (("cpu", "supervisor's CPU of a token, µs"), ("median", "from step to client, median, µs"))
+    grid = figure.subplots(2, 3, sharey="row")
+    for line, (name, title) in zip(grid, rows, strict=True):
+        for axes, (varied, sizes) in zip(line, AXES.items(), strict=True):
+            shown = [size for size in sizes if size in found]
+            at = [getattr(size, varied) for size in shown]
+            values = [[1e6 * getattr(f, name) for f in found[size]] for size in shown]
+            axes.plot(at, [statistics.median(each) for each in values], color="tab:blue")
+            for x, each in zip(at, values, strict=True):
+                axes.plot([x] * len(each), each, "o", color="tab:blue", alpha=0.4, markersize=4)
+            if varied == "streams" and REFERENCE in found:
+                limit = 1.25 * statistics.median(1e6 * getattr(f, name) for f in found[REFERENCE])
+                axes.plot([REFERENCE.streams, MIDDLE.streams], [limit, limit], "--", color="gray", label="target")
+                axes.legend(loc="lower right")
+            axes.set_xscale("log")
+            axes.set_ylim(bottom=0)
+            axes.set_xticks(at, [str(x) for x in at])
+            axes.minorticks_off()
+            axes.set_xlabel(varied)
+        line[0].set_ylabel(title, fontsize=9)
     figure.savefig(path, dpi=110)
 
 

@@ -54,6 +54,7 @@ from supervisor.gate import REVOKE_S, Gate
 from supervisor.keys.opening import Opening
 from supervisor.keys.rights import OWNER
 from supervisor.keys.ring import KeyRing
+from supervisor.probes import PROBE_INTERVAL_S, Probes
 from supervisor.reactor import Reactor
 from supervisor.requests.asks import Asker, Asks
 from supervisor.requests.deliveries import HoldLimits
@@ -70,7 +71,7 @@ from supervisor.workers.watch import LOOK_S
 from supervisor.yaml_source import ConfigError
 from supervisor.zap import ZapHandler
 
-PROBE_INTERVAL_S = 1.0
+DESCRIPTORS_INTERVAL_S = 1.0
 BACK_DRAIN_LIMIT = 256
 """Worker frames taken per turn of the loop."""
 MONITOR_LIMIT = 8
@@ -97,6 +98,7 @@ class Supervisor:
         settings = config.supervisor
         self.scheduler = Scheduler(holds=HoldLimits(stall_s=settings.stall), strikes=settings.strike_policy)
         self._asks = Asks()
+        self._probes = Probes()
         self._expiry: Timer | None = None
         self.shutting_down = self._impatient = False
         self._worker_frames_dropped = 0
@@ -164,6 +166,7 @@ class Supervisor:
         self._launcher.sweep(self.fleet.vram.holders())
         self.demand.begin()
         self._reactor.every(PROBE_INTERVAL_S, self._probe)
+        self._reactor.every(DESCRIPTORS_INTERVAL_S, self._mind_descriptors)
         self._reactor.every(WATCH_INTERVAL_S, self._watch_streams)
         self._reactor.every(LOOK_S, self.fleet.look)
         if (gate := self._gate) is not None:
@@ -452,10 +455,9 @@ class Supervisor:
     def _probe(self) -> None:
         """Third way of noticing a client's end, for when the monitor's event was missed and nothing is sent to it."""
         frame = encode(Ping(0))
-        for channel in self.scheduler.channels():
+        for channel in self._probes.next(self.scheduler.channels):
             self._front.send(channel, frame)
         self._end_gone()
-        self._mind_descriptors()
 
     # --- signals ------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ Who comes (back) begins where the others are: idle time saves nothing up.
 """
 
 import heapq
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -41,7 +40,8 @@ class Account:
 
     band: Band
     served: float = 0
-    requests: deque["InFlight"] = field(default_factory=deque)
+    requests: list["InFlight"] = field(default_factory=list)
+    """In order. A list, since most are empty while their requests run: an empty deque takes 600 bytes."""
     in_heap: bool = False
 
     def charge(self, tokens: int) -> None:
@@ -116,7 +116,7 @@ class FairQueue:
             else:
                 break
         band.clock = max(band.clock, account.served)
-        request = account.requests.popleft()
+        request = account.requests.pop(0)
         if not account.requests:
             heapq.heappop(band.heap)
             account.in_heap = False

@@ -159,9 +159,10 @@ class ModelQueue:
         return self._seat(free, request), request
 
     def _pop(self) -> InFlight:
-        for seat in self.seats.values():
-            for running in seat.running.values():
-                running.settle()
+        if len(self.line) > 1:  # else there is nothing to choose, and a start need not look at all that run
+            for seat in self.seats.values():
+                for running in seat.running.values():
+                    running.settle()
         return self.line.pop()
 
     def _reserve(self, now: float) -> None:
