@@ -9,7 +9,7 @@ text is the time when it was made (CLOCK_MONOTONIC, nanoseconds), which all proc
 import time
 from collections import deque
 
-from model_worker.engine import Delta, EngineEvent, Finished, Job
+from model_worker.engine import Delta, EngineEvent, Finished
 from protocol.worker_spec import EngineSpec
 from tests.deterministic_engine import DeterministicEngine
 

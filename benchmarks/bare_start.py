@@ -1,0 +1,29 @@
+"""The first token of a model without any serving: an engine in a process of its own, and nothing else.
+
+    python -m benchmarks.bare_start ENGINE MODEL_DIR DEVICE PROMPT
+
+Prints one line when the token is there, then leaves. Imports what that takes.
+"""
+
+import os
+import sys
+
+from model_worker.engine import Job, Prefilling
+from model_worker.engines import build_engine
+from protocol.request import SamplingParams
+from protocol.worker_spec import EngineSpec
+
+
+def main(engine: str, directory: str, device: str, prompt: str) -> None:
+    spec = EngineSpec("m", engine, directory, device=device, max_seq_len=None, max_batch_size=8, options={})
+    made = build_engine(spec)
+    made.load(lambda *_: None)
+    made.submit(Job(0, tuple(made.encode(prompt)), 8, SamplingParams(temperature=0.0)))
+    while not any(not isinstance(event, Prefilling) and event.token_ids for event in made.step()):
+        pass
+    print("token", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
