@@ -114,6 +114,10 @@ class EventFlag(IntFlag):
     """Terminal: the request ended with an error."""
 
 
+QUESTION_VERBS = frozenset({"tokenize", "detokenize"})
+"""Verbs of CALL that a worker answers, see ``protocol.questions``. Named here for the supervisor, which would start
+more slowly if it imported what checks them."""
+
 TERMINAL = int(EventFlag.FINISHED | EventFlag.ERROR)
 """Both terminal flags. A plain integer: with an IntFlag, looking at an event's flags costs a call into Python."""
 

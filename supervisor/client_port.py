@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from struct import Struct
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from protocol import limits
 from protocol.codec import decode, encode, pack_error
@@ -29,6 +29,7 @@ PAUSED = ".paused"
 DRAIN_LIMIT = 64
 """Frames taken per turn of the loop, so that one busy client cannot keep it from the others."""
 
+_MONITOR_EVENT = Struct("=Hi")  # zmq.utils.monitor, which has it, imports asyncio
 MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _channels = count(1)
@@ -165,19 +166,18 @@ class ClientPort:
         """
         for _ in range(limit) if limit is not None else count():
             try:
-                event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+                kind, value = _MONITOR_EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 return False
-            kind = event["event"]
             if kind == zmq.EVENT_ACCEPTED:
                 self.counters.accepted += 1
-                self._accepted(int(event["value"]))
+                self._accepted(value)
             elif kind == zmq.EVENT_LISTENING:
-                self._listens(int(event["value"]))
+                self._listens(value)
             elif kind == zmq.EVENT_DISCONNECTED:
                 self.counters.disconnected += 1
-                self._disconnected(int(event["value"]))
-                connection = self._by_fd.get(int(event["value"]))
+                self._disconnected(value)
+                connection = self._by_fd.get(value)
                 if connection is not None:
                     self._leave(connection)
             else:

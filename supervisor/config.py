@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from protocol import limits
-from protocol.sampling_defaults import DefaultsProblem, check_limits, check_sampling
 from protocol.worker_spec import EngineSpec
 from supervisor.config_schema import (
     ENGINE_KEYS,
@@ -215,6 +214,11 @@ def _combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
 
 def _sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
     """(path, message) for defaults and limits that no request could have."""
+    if config.sampling is None and config.limits is None:
+        return []
+    # a tenth of a second, for keys that few models have
+    from protocol.sampling_defaults import DefaultsProblem, check_limits, check_sampling
+
     sampling, limits = config.sampling or {}, config.limits or {}
     name = "sampling"
     try:

@@ -22,6 +22,7 @@ from protocol import __version__, limits
 from protocol.codec import decode, encode, pack_body, pack_error, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import (
+    QUESTION_VERBS,
     WORKER_TO_SUPERVISOR,
     Answer,
     Ask,
@@ -40,7 +41,6 @@ from protocol.messages import (
     Reply,
     Welcome,
 )
-from protocol.questions import QUESTIONS
 from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
 from supervisor import calls
 from supervisor.client_port import ClientPort, Connection, Context, bind_private, router
@@ -320,7 +320,7 @@ class Supervisor:
             case Cancel(request):
                 self.perform(self.scheduler.cancel(channel, request, now))
                 self._watch_expiry()
-            case Call(call, verb, body) if verb in QUESTIONS:
+            case Call(call, verb, body) if verb in QUESTION_VERBS:
                 asker = Asker(port is self._admin, channel, call)
                 try:
                     self._ask(asker, verb, body)

@@ -1,10 +1,15 @@
 """The directions in which packages may import each other, read from the source of every module."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from protocol.messages import QUESTION_VERBS
+from protocol.questions import QUESTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("protocol", "model_worker", "supervisor")
@@ -96,3 +101,20 @@ def test_the_console_script_imports_nothing_at_module_level() -> None:
     for path in (ROOT / "supervisor/cli/__init__.py", ROOT / "supervisor/__init__.py"):
         body = ast.parse(path.read_text()).body
         assert not [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))], path
+
+
+def test_the_supervisor_starts_without_what_it_may_never_need() -> None:
+    """The first token after `modelctl serve` waits for its imports: requests are checked by workers, asyncio is for
+    clients, NVML for models on GPUs."""
+    source = """
+import sys
+import supervisor.cli.root, supervisor.cli.serve, supervisor.loop
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = {*done.stdout.split()}
+    assert not {"asyncio", "pynvml", "protocol.chat", "protocol.request", "protocol.client", "torch"} & loaded
+
+
+def test_the_supervisor_knows_the_questions_that_workers_answer() -> None:
+    assert frozenset(QUESTIONS) == QUESTION_VERBS

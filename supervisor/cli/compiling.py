@@ -17,7 +17,6 @@ from types import FrameType
 
 import click
 
-from supervisor.cli.detach import child_environment
 from supervisor.cli.streams import drop_unwritten
 
 ENGINE = "exllamav2"
@@ -45,6 +44,8 @@ def compile_for(engines: Iterable[str], *, quiet: bool) -> None:
 
 
 def _compile(shown: "_Line") -> None:
+    from supervisor.cli.detach import child_environment  # a third of what `serve` imports, for those who compile
+
     # from the main thread: the builder lives as long as the thread that starts it (PR_SET_PDEATHSIG)
     with subprocess.Popen(
         [*_BUILDER, str(os.getpid())],
