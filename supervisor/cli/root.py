@@ -20,6 +20,7 @@ _COMMANDS = {
     "status": "supervisor.cli.views:status",
     "run": "supervisor.cli.run:run",
     "logs": "supervisor.cli.logs:logs",
+    "bench": "supervisor.cli.bench:bench",
     "plan": "supervisor.cli.plan:plan",
     "check": "supervisor.cli.check:check",
     "keys": "supervisor.cli.keys:keys",

@@ -1,0 +1,107 @@
+"""What ``bench`` makes of the answers that came: a row of its table, and entries of a result file. Pure.
+
+All times are seconds since the beginning of a run, in which as many requests are sent together as there are streams.
+"""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+HEADER = (
+    "MODEL", "STREAMS", "TOK/S", "FIRST TOKEN MS P50", "P99", "BETWEEN DELTAS MS P50", "P99", "REFUSED", "FAILED",
+)  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """One request. ``deltas``: (when, tokens) of each that brought any; ``accepted``: whether it was taken; ``error``:
+    how it ended, if badly."""
+
+    deltas: list[tuple[float, int]] = field(default_factory=list)
+    accepted: bool = False
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model with so many streams. Times in milliseconds; None where nothing came that could be measured.
+
+    rate    tokens per second from the first request to the last token: the median of the runs
+    first   from a request to its first token, (median, 99th percentile) of all requests
+    gap     between deltas of a stream, the same of all pairs
+    """
+
+    model: str
+    streams: int
+    rate: float | None
+    first: tuple[float | None, float | None]
+    gap: tuple[float | None, float | None]
+    refused: int
+    failed: int
+
+    @property
+    def cells(self) -> tuple[object, ...]:
+        """See HEADER."""
+        times = (None if value is None else round(value, 1) for value in (*self.first, *self.gap))
+        rate = None if self.rate is None else round(self.rate, 1)
+        return (self.model, self.streams, rate, *times, self.refused, self.failed)
+
+    def results(self) -> list[dict[str, object]]:
+        """As ``benchmarks/results`` has them: {name, value, unit, target, meets}, of what was measured."""
+        label = f"{self.model}, {self.streams} streams"
+        figures = (
+            ("tokens/s", self.rate, "tok/s"),
+            ("first token, median", self.first[0], "ms"),
+            ("first token, p99", self.first[1], "ms"),
+            ("between deltas, median", self.gap[0], "ms"),
+            ("between deltas, p99", self.gap[1], "ms"),
+            ("refused", self.refused, "requests"),
+            ("failed", self.failed, "requests"),
+        )
+        return [
+            {"name": f"{label}: {name}", "value": value, "unit": unit, "target": None, "meets": None}
+            for name, value, unit in figures
+            if value is not None
+        ]
+
+
+def row(model: str, streams: int, runs: Sequence[Sequence[Answer]]) -> Row:
+    """Of runs with so many streams each. Answers that failed count for the times of what they brought before."""
+    answers = [answer for run in runs for answer in run]
+    firsts = [answer.deltas[0][0] for answer in answers if answer.deltas]
+    gaps = [later[0] - earlier[0] for answer in answers for earlier, later in itertools.pairwise(answer.deltas)]
+    rates = [rate for run in runs if (rate := _rate(run)) is not None]
+    bad = [answer for answer in answers if answer.error is not None]
+    return Row(
+        model,
+        streams,
+        statistics.median(rates) if rates else None,
+        _middle_and_tail(firsts),
+        _middle_and_tail(gaps),
+        refused=sum(not answer.accepted for answer in bad),
+        failed=sum(answer.accepted for answer in bad),
+    )
+
+
+def errors(runs: Sequence[Sequence[Answer]]) -> list[str]:
+    """What went wrong, each kind once and how often, the most frequent first."""
+    told: dict[str, int] = {}
+    for run in runs:
+        for answer in run:
+            if answer.error is not None:
+                told[answer.error] = told.get(answer.error, 0) + 1
+    ordered = sorted(told.items(), key=lambda item: -item[1])
+    return [f"{count} requests: {text}" if count > 1 else text for text, count in ordered]
+
+
+def _rate(run: Sequence[Answer]) -> float | None:
+    ends = [answer.deltas[-1][0] for answer in run if answer.deltas]
+    return sum(n for answer in run for _, n in answer.deltas) / max(ends) if ends else None
+
+
+def _middle_and_tail(seconds: Sequence[float]) -> tuple[float | None, float | None]:
+    """(median, 99th percentile) in milliseconds; of one value, that; of none, None."""
+    if len(seconds) < 2:
+        return (1000 * seconds[0], 1000 * seconds[0]) if seconds else (None, None)
+    return 1000 * statistics.median(seconds), 1000 * statistics.quantiles(seconds, n=100, method="inclusive")[98]
