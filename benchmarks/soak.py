@@ -1,0 +1,150 @@
+"""Ten minutes of mixed load: whether a token takes as long at the end as at the beginning, and memory stays flat.
+
+    python -m benchmarks.soak [--minutes 10]
+
+One supervisor; two models of an engine without torch, one of them with two workers, and the demo model ``letters`` on
+the embedded engine. All the time, from another process (``benchmarks.soak_load``): short answers, long ones, cancelled
+and left ones, bad requests, slow readers, connections that come and go. The load is the same all the time; each request
+must end as its kind is to end, with its own answer.
+
+**Latency**: beside that, a client asks a model of its own, whose steps take 1 ms, for a short answer ten times a
+second. Of the time to its first token, and to its end, the median in the last tenth of the run is compared with that in
+the second tenth (of ten minutes: the last minute with the second; in the first, caches fill).
+
+**Memory**: RSS of the supervisor and of each worker, twice a second. It is called flat if the median of the last tenth
+is at most 2 % more than that of the second tenth.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from benchmarks.harness import Server
+from benchmarks.report import RESULTS, Result, write
+from protocol import Client
+from tests.serving import engine
+
+MINUTES = 10.0
+PARTS = 10
+PROBE_S = 0.1
+PROBE_TOKENS = 32
+MIB = 1 << 20
+MODELS = {
+    "fast": engine(step_s=0.004, max_batch_size=16),
+    "pair": engine(step_s=0.008, max_batch_size=16, replicas=2),
+    "letters": {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu", "max_batch_size": 4},
+    "probe": engine(step_s=0.001),
+}
+Samples = list[tuple[float, float]]
+"""(seconds since the beginning, what was measured)."""
+
+
+def medians(samples: Samples, seconds: float) -> list[float]:
+    """Of each tenth of a run of so many seconds. Raises ValueError if there is nothing of one."""
+    parts: list[list[float]] = [[] for _ in range(PARTS)]
+    for at, value in samples:
+        if at < seconds:
+            parts[int(at / seconds * PARTS)].append(value)
+    if not all(parts):
+        raise ValueError(f"nothing was measured in part {1 + [bool(part) for part in parts].index(False)} of {PARTS}")
+    return [statistics.median(part) for part in parts]
+
+
+def an_hour(samples: Samples, seconds: float) -> float:
+    """The slope of a straight line through all but the first tenth, per hour."""
+    later = [(at, value) for at, value in samples if at > seconds / PARTS]
+    return 3600 * statistics.linear_regression(*zip(*later, strict=True)).slope
+
+
+class Watch:
+    """A probe and the sizes of processes, for so many seconds."""
+
+    def __init__(self, server: Server) -> None:
+        status = server.overview()
+        pids = {"supervisor": status["supervisor"]["pid"]} | {m["name"]: m["pid"] for m in status["models"]}
+        self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
+        self.memory: dict[str, Samples] = {name: [] for name in pids}
+        self.first: Samples = []
+        self.whole: Samples = []
+
+    def run(self, client: Client, seconds: float) -> None:
+        begun = time.perf_counter()
+        number = 0
+        while (at := time.perf_counter() - begun) < seconds:
+            stream = client.generate("probe", f"probe {number}", max_tokens=PROBE_TOKENS)
+            next(stream)
+            self.first.append((at, time.perf_counter() - begun - at))
+            for _ in stream:
+                pass
+            self.whole.append((at, time.perf_counter() - begun - at))
+            if number % 5 == 0:
+                for name, process in self._processes.items():
+                    self.memory[name].append((at, process.memory_info().rss / MIB))
+            number += 1
+            time.sleep(max(0.0, begun + number * PROBE_S - time.perf_counter()))
+
+
+def judged(watch: Watch, seconds: float) -> list[Result]:
+    results = []
+    for label, samples in ("first token", watch.first), (f"answer of {PROBE_TOKENS} tokens", watch.whole):
+        parts = medians(samples, seconds)
+        results += [
+            Result(f"{label}: second tenth, median", 1000 * parts[1], "ms"),
+            Result(f"{label}: last tenth, median", 1000 * parts[-1], "ms"),
+            Result(f"{label}: last tenth over the second", parts[-1] / parts[1], "ratio", "<= 1.05"),
+        ]
+    for name, samples in watch.memory.items():
+        parts = medians(samples, seconds)
+        results += [
+            Result(f"{name}: memory, last tenth over the second", parts[-1] / parts[1], "ratio", "<= 1.02"),
+            Result(f"{name}: memory, last tenth", parts[-1], "MiB"),
+            Result(f"{name}: memory, straight line", an_hour(samples, seconds), "MiB/h"),
+        ]
+    return results
+
+
+def counted(told: dict[str, dict[str, int]]) -> list[Result]:
+    ended = sum(outcomes.get("as it ought to", 0) for outcomes in told.values())
+    left_out = sum(outcomes.get("left out", 0) for outcomes in told.values())
+    others = sum(sum(outcomes.values()) for outcomes in told.values()) - ended - left_out
+    return [
+        Result("requests that ended as their kind is to end", ended, "requests"),
+        Result("requests that ended otherwise", others, "requests", "<= 0"),
+        Result("requests left out because the machine was too slow", left_out, "requests"),
+    ]
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=MINUTES)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
+    arguments = parser.parse_args(given)
+    seconds = 60 * arguments.minutes
+    with Server(MODELS) as server, server.client() as client:
+        command = [sys.executable, "-m", "benchmarks.soak_load", str(server.runtime_dir), str(seconds + 1)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as load:
+            try:
+                watch = Watch(server)
+                watch.run(client, seconds)
+                output, _ = load.communicate(timeout=120)
+            finally:
+                load.kill()
+        told = json.loads(output)
+        for worker in server.workers:
+            server.wait_idle(worker, within=30)
+        restarts = sum(m["restarts"] for m in server.overview()["models"])
+    for kind, outcomes in told.items():
+        print(f"{kind}: {outcomes}")
+    results = [*judged(watch, seconds), *counted(told), Result("restarts of workers", restarts, "times", "<= 0")]
+    write("soak", results, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
