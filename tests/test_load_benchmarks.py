@@ -1,0 +1,75 @@
+"""What the benchmarks of many streams and of long runs are made of: an even load, and how its figures are judged."""
+
+from collections import Counter
+
+import pytest
+
+from benchmarks import scale, soak
+from benchmarks.paced_engine import PacedEngine
+from model_worker.engine import Delta, Finished, Job
+from protocol.request import SamplingParams
+from protocol.worker_spec import EngineSpec
+
+
+def test_the_paced_engine_gives_every_job_as_many_tokens_in_turn() -> None:
+    options = {"rate": 2000, "turn": 1, "of": 2, "context": 1000}
+    engine = PacedEngine(EngineSpec("m", "x", ".", "cpu", None, 8, options))
+    engine.load(lambda *_: None)
+    for number in range(1, 6):
+        engine.submit(Job(number, (1, 2), 7 if number == 5 else 900, SamplingParams()))
+    events = engine.step()
+    assert [event.job for event in events] == [1, 2, 3, 4, 5], "first tokens come at once"
+    times = []
+    for turn in range(50):
+        if turn == 40:
+            engine.cancel(2)
+        (event,) = engine.step()
+        assert isinstance(event, Delta | Finished)
+        times.append(int(event.text))
+        events.append(event)
+    tokens = Counter(event.job for event in events)
+    assert tokens[5] == 7
+    assert tokens[1] - tokens[3] in (0, 1)
+    assert (times[-1] - times[0]) / 1e9 >= 49 * 0.001 * 0.99, "two workers share 2000 tokens a second"
+    assert isinstance(next(event for event in reversed(events) if event.job == 5), Finished)
+
+
+@pytest.mark.parametrize("size", scale.SIZES, ids=str)
+def test_streams_are_spread_evenly_over_connections_and_workers(size: scale.Size) -> None:
+    asked = scale.wanted(size)
+    assert len(asked) == size.streams
+    for column, count in ((0, size.connections), (1, size.workers)):
+        shares = Counter(request[column] for request in asked)
+        assert len(shares) == count
+        assert max(shares.values()) - min(shares.values()) <= 1
+    made = scale.models(size, 2000)
+    assert set(made) == {request[1] for request in asked}
+    assert all(entry["max_batch_size"] * size.workers >= size.streams for entry in made.values())
+
+
+def test_growth_is_judged_between_sizes_that_differ_in_streams() -> None:
+    def figures(cpu: float) -> scale.Figures:
+        return scale.Figures(cpu, 2 * cpu, 3 * cpu, 2000.0)
+
+    found = {scale.REFERENCE: [figures(1e-4), figures(2e-4)], scale.MIDDLE: [figures(1.3e-4), figures(2.6e-4)]}
+    memory = {scale.MIDDLE: [scale.MemoryFigures(40_000.0, 8000.0), scale.MemoryFigures(40_000.0, 9000.0)]}
+    results = {result.name: result for result in scale.results_of(found, memory)}
+    growth = results["1,000 streams over 10: CPU of a token"]
+    assert growth.value == pytest.approx(1.3)
+    assert growth.meets is False
+    assert results[f"{scale.MIDDLE}: memory of a stream"].meets is False, "the worst round counts"
+    assert scale.REFERENCE.workers == scale.MIDDLE.workers
+
+
+def test_tenths_of_a_long_run() -> None:
+    samples = [(0.1 * i, float(i // 100)) for i in range(1000)]
+    assert soak.medians(samples, 100.0) == [float(part) for part in range(10)]
+    with pytest.raises(ValueError, match="nothing was measured in part 2 of 10"):
+        soak.medians([sample for sample in samples if not 10 <= sample[0] < 20], 100.0)
+    assert soak.an_hour([(float(i), 5 + i / 360) for i in range(100)], 100.0) == pytest.approx(10.0)
+
+
+def test_requests_that_ended_otherwise_are_counted() -> None:
+    told = {"short": {"as it ought to": 5, "with another answer": 1}, "bad": {"left out": 2, "overloaded: x": 3}}
+    assert [result.value for result in soak.counted(told)] == [5, 4, 2]
+    assert soak.counted(told)[1].meets is False
