@@ -139,7 +139,7 @@ class FairQueue:
             if band is request.account.band:
                 break
             ahead += band.waiting
-        for account in request.account.band.accounts.values():
+        for _, _, account in request.account.band.heap:  # who has nothing waiting is not before it
             if account is not request.account:
                 ahead += min(len(account.requests), own + (account.served <= request.account.served))
         return ahead
