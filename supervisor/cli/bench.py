@@ -135,24 +135,26 @@ class _Told:
 async def _measure(models: Sequence[str], load: _Load, runtime_dir: Path, told: _Told) -> None:
     draw = random.Random(load.seed)
     async with AsyncClient(runtime_dir=runtime_dir, reconnect=False) as client:
-        for model in models:
-            await client.status(model)  # one that is unknown, or does not fit, ends this before anything is measured
+        for model in models:  # one that is unknown, or too short, ends this before anything is measured
+            _check_context(load, model, (await client.status(model))["models"])
         for model in models:
             ids = await usable_ids(client, model, lambda text, model=model: told.progress(model, text))  # type: ignore[misc]
             told.status = status = await client.status(model)
-            for streams in _streams(load, model, status["models"]):
+            _check_context(load, model, status["models"])  # by now it is known for certain
+            for streams in load.streams or _usual_streams(status["models"]):
                 await _measure_streams(client, model, streams, ids, load, draw, told)
 
 
-def _streams(load: _Load, model: str, workers: list[dict[str, Any]]) -> tuple[int, ...]:
+def _check_context(load: _Load, model: str, workers: list[dict[str, Any]]) -> None:
     """Raises Failure for lengths that do not fit the model's context."""
     context = min((worker["context"] for worker in workers if worker["context"]), default=None)
     wanted = load.prompt_tokens + load.output_tokens
     if context is not None and wanted > context:
         why = f"--prompt-tokens {load.prompt_tokens} and --output-tokens {load.output_tokens} are {wanted} in all"
         raise Failure(exit_codes.FAILED, "too_long", f"{model}: {why}, its context is {context}: lower one of them")
-    if load.streams is not None:
-        return load.streams
+
+
+def _usual_streams(workers: list[dict[str, Any]]) -> tuple[int, ...]:
     together = sum(worker["max_batch_size"] for worker in workers)
     return tuple(streams for streams in USUAL_STREAMS if streams <= together)
 
