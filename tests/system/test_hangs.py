@@ -139,7 +139,7 @@ def broken(self):
     raise RuntimeError("a fault put in by a test")
 
 if __name__ == "__main__":  # workers import this file again
-    supervisor.loop.Supervisor._probe = broken
+    supervisor.loop.Supervisor._sample = broken
     runpy.run_module("supervisor", run_name="__main__", alter_sys=True)
 """
 
