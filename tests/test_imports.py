@@ -19,6 +19,7 @@ DECISIONS = (
     *(f"requests/{path.stem}" for path in sorted((ROOT / "supervisor/requests").glob("*.py"))),
     *(f"keys/{name}" for name in ("rights", "allowance", "records", "endpoint")),
     *(f"workers/{name}" for name in ("lifecycle", "restart", "stop_ladder", "exits", "last_words", "watch")),
+    "probes",
     *(f"placement/{name}" for name in ("policy", "gpu_shares", "sizes", "affinity", "eviction", "vram_return")),
 )
 """Modules of supervisor that decide: no sockets, no clock, no processes."""
