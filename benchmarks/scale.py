@@ -180,10 +180,7 @@ def plot(found: dict[Size, list[Figures]], path: Path) -> None:
 
     figure = Figure(figsize=(10, 5.4), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(
-        f"{RATE} tokens a second in all; 1,000 streams, 50 connections, 4 workers where not varied (fewer for few streams)",
-        fontsize=10,
-    )
+    figure.suptitle(f"{RATE} tokens a second in all; {MIDDLE} where not varied (fewer for few streams)", fontsize=10)
     rows = (("cpu", "supervisor's CPU of a token, µs"), ("median", "from step to client, median, µs"))
     grid = figure.subplots(2, 3, sharey="row")
     for line, (name, title) in zip(grid, rows, strict=True):
