@@ -118,7 +118,8 @@ class _Told:
         self._live = LiveLines(for_people=not as_json)
         self.rows: list[bench_figures.Row] = []
         self.errors: list[str] = []
-        self.status: dict[str, Any] = {}
+        self.devices: dict[str, None] = {}
+        """What the models are computed on, each once."""
 
     def progress(self, model: str, text: str, more: str = "") -> None:
         self._live.show({model: f"{model}: {text}{more}"}, {model: f"{model}: {text}"})
@@ -126,10 +127,10 @@ class _Told:
     def show(self) -> None:
         if not self.rows:
             return
-        written = json.dumps(report(self.status, self.rows), indent=2)
+        written = json.dumps(report(self.devices, self.rows), indent=2)
+        click.echo(written if self._as_json else table(bench_figures.HEADER, [row.cells for row in self.rows]))
         if self._out is not None:
             self._out.write_text(written + "\n")
-        click.echo(written if self._as_json else table(bench_figures.HEADER, [row.cells for row in self.rows]))
 
 
 async def _measure(models: Sequence[str], load: _Load, runtime_dir: Path, told: _Told) -> None:
@@ -139,9 +140,10 @@ async def _measure(models: Sequence[str], load: _Load, runtime_dir: Path, told: 
             _check_context(load, model, (await client.status(model))["models"])
         for model in models:
             ids = await usable_ids(client, model, lambda text, model=model: told.progress(model, text))  # type: ignore[misc]
-            told.status = status = await client.status(model)
-            _check_context(load, model, status["models"])  # by now it is known for certain
-            for streams in load.streams or _usual_streams(status["models"]):
+            workers = (await client.status(model))["models"]
+            _check_context(load, model, workers)  # by now it is known for certain
+            told.devices |= {worker["device"]: None for worker in workers if worker["device"]}
+            for streams in load.streams or _usual_streams(workers):
                 await _measure_streams(client, model, streams, ids, load, draw, told)
 
 

@@ -5,7 +5,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from protocol import __version__
 from supervisor.cli.bench_figures import Row
 
 
-def report(status: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+def report(devices: Iterable[str], rows: Sequence[Row]) -> dict[str, Any]:
     """{machine, commit, command, date, results: [{name, value, unit, target, meets}]}.
 
-    status  the supervisor's answer to ``status``; its models say what they are computed on
+    devices  what the models are computed on
     """
     return {
-        "machine": _machine(status),
+        "machine": _machine(devices),
         "commit": f"modelctl {__version__}",
         "command": shlex.join(["modelctl", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -28,8 +28,7 @@ def report(status: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _machine(status: dict[str, Any]) -> str:
-    devices = dict.fromkeys(model["device"] for model in status["models"] if model["device"])
+def _machine(devices: Iterable[str]) -> str:
     try:
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
