@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from struct import Struct
 
 import zmq
 
@@ -18,6 +17,7 @@ from protocol.codec import decode, encode, pack_error
 from protocol.errors import ErrorCode, FrameError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
 from supervisor.keys.rights import OWNER, Identity
+from supervisor.socket_monitor import recv_monitor_message
 from supervisor.zap import ZAP_DOMAIN
 
 MAX_BAD_FRAMES = 16
@@ -29,7 +29,6 @@ PAUSED = ".paused"
 DRAIN_LIMIT = 64
 """Frames taken per turn of the loop, so that one busy client cannot keep it from the others."""
 
-_MONITOR_EVENT = Struct("=Hi")  # zmq.utils.monitor, which has it, imports asyncio
 MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _channels = count(1)
@@ -166,9 +165,10 @@ class ClientPort:
         """
         for _ in range(limit) if limit is not None else count():
             try:
-                kind, value = _MONITOR_EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0])
+                event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return False
+            kind, value = event["event"], int(event["value"])
             if kind == zmq.EVENT_ACCEPTED:
                 self.counters.accepted += 1
                 self._accepted(value)
