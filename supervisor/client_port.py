@@ -168,7 +168,7 @@ class ClientPort:
                 event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return False
-            kind, value = event["event"], int(event["value"])
+            kind, value = event["event"], event["value"]
             if kind == zmq.EVENT_ACCEPTED:
                 self.counters.accepted += 1
                 self._accepted(value)
