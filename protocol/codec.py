@@ -1,7 +1,9 @@
 """Bytes to messages and back, with limits; every failure is a FrameError, nothing else can escape.
 
-``decode`` is for frames, ``unpack_body`` for bodies. Both bound what hostile bytes can cost: msgpack itself caps
-announced lengths by the buffer and nesting at 1024, and a count of containers caps what many small ones amount to.
+``decode`` is for frames, ``unpack_body`` for bodies. Both bound what hostile bytes can cost, to 20 MB and 50 ms: msgpack
+itself caps nesting at 1024, a count of containers and of their values caps what many small ones amount to, and what is
+not complete is found before anything is made of it (msgpack makes room for an array as long as it is announced, so that
+5 KB of arrays in one another would take 80 MiB, and in its versions before 1.2 as much as 512).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +24,9 @@ from protocol.messages import (
     Message,
 )
 
+Buffer = bytes | memoryview
+"""What a frame may be received as; a view spares a copy of what is refused for its size."""
+
 _packb = partial(msgpack.packb, use_bin_type=True)
 _EVENTS = int(Kind.EVENTS)
 # what EventEntry(*entry) does, without a call into Python: this is the supervisor's hottest path
@@ -34,18 +39,28 @@ _FIELD_TYPES: dict[Kind, tuple[tuple[str, type], ...]] = {
 
 
 class _Budget:
-    """msgpack hook that counts containers and stops a frame made of very many of them."""
+    """msgpack hook that counts containers, and values in them, and stops a frame made of very many of either."""
 
-    __slots__ = ("left",)
+    __slots__ = ("containers", "values")
 
-    def __init__(self, containers: int) -> None:
-        self.left = containers
+    def __init__(self, containers: int, values: int = limits.MAX_BODY_VALUES) -> None:
+        self.containers, self.values = containers, values
 
     def __call__(self, container: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
+        self.containers -= 1
+        self.values -= len(container)
+        if self.containers < 0:
             raise ValueError("too many arrays and maps")
+        if self.values < 0:
+            raise ValueError("too many values in arrays and maps")
         return container
+
+
+def _try(packed: Buffer) -> None:
+    """Raise what msgpack raises for a value that is not complete, without making anything of it."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(packed), read_size=1)
+    unpacker.feed(packed)
+    unpacker.skip()
 
 
 def encode(message: Message) -> bytes:
@@ -59,7 +74,7 @@ def encode(message: Message) -> bytes:
     return frame
 
 
-def check_size(frame: bytes, kind: Kind) -> None:
+def check_size(frame: Buffer, kind: Kind) -> None:
     """Raises FrameError(TOO_LARGE) naming the size and the limit, if the frame is larger than its kind may be."""
     limit = limits.MAX_FRAME[kind]
     if len(frame) > limit:
@@ -70,7 +85,7 @@ def check_size(frame: bytes, kind: Kind) -> None:
         )
 
 
-def kind_of(frame: bytes) -> Kind:
+def kind_of(frame: Buffer) -> Kind:
     """The kind of a frame, read from its first three bytes. Raises FrameError if it is not one of ours."""
     if len(frame) < 3 or not 0x92 <= frame[0] <= 0x9F:
         raise FrameError(ErrorCode.BAD_FRAME, "not a msgpack array of at most 15 elements [version, kind, ...]")
@@ -82,7 +97,7 @@ def kind_of(frame: bytes) -> Kind:
         raise FrameError(ErrorCode.UNSUPPORTED, f"message kind {frame[2]} is unknown here") from None
 
 
-def decode(frame: bytes, allowed: frozenset[Kind]) -> Message:
+def decode(frame: Buffer, allowed: frozenset[Kind]) -> Message:
     """The message in a frame.
 
     allowed  the kinds this socket takes in this direction
@@ -144,17 +159,19 @@ def _build(kind: Kind, values: list[Any]) -> Message:
     return MESSAGE_CLASSES[kind](*values[2:])
 
 
-def _decode_events(frame: bytes) -> Events:
+def _decode_events(frame: Buffer) -> Events:
     try:
+        if len(frame) > limits.UNTRIED_EVENTS:
+            _try(frame)
         values = msgpack.unpackb(
             frame,
-            max_array_len=limits.MAX_INDEX,
+            max_array_len=min(limits.MAX_INDEX, len(frame) // 6 + 6),
             max_map_len=0,
             max_ext_len=0,
             max_str_len=0,
             use_list=False,
             # counting costs more than the rest of a small frame, which cannot amount to much anyway
-            list_hook=_Budget(limits.MAX_INDEX + 2) if len(frame) > limits.UNCOUNTED_EVENTS else None,
+            list_hook=_Budget(limits.MAX_INDEX + 2, 6 * limits.MAX_INDEX + 6) if len(frame) > limits.UNCOUNTED_EVENTS else None,
         )
         _, _, channel, generation, index, body = values
         if type(body) is not bytes or type(channel) is not int or type(generation) is not int:
@@ -190,11 +207,13 @@ def pack_body(value: dict[str, Any]) -> bytes:
 def unpack_body(body: bytes) -> dict[str, Any]:
     """The map in a body. Raises FrameError(BAD_FRAME) for anything else."""
     try:
+        if len(body) > limits.UNTRIED_BODY:
+            _try(body)
         value = msgpack.unpackb(
             body,
             max_ext_len=0,
-            max_map_len=4096,
-            max_array_len=limits.MAX_INDEX,
+            max_map_len=limits.MAX_BODY_MAP,
+            max_array_len=min(limits.MAX_BODY_ARRAY, len(body)),
             list_hook=(budget := _Budget(limits.MAX_BODY_CONTAINERS)),
             object_hook=budget,
         )
@@ -260,9 +279,9 @@ def _request(values: list[Any]) -> int:
     return values[2] if len(values) > 2 and type(values[2]) is int and 0 <= values[2] <= limits.MAX_U64 else 0
 
 
-def _peek_request(frame: bytes) -> int:
+def _peek_request(frame: Buffer) -> int:
     """As ``_request``, of a frame that cannot or must not be unpacked."""
-    unpacker = msgpack.Unpacker()
+    unpacker = msgpack.Unpacker(max_buffer_size=16)  # which bounds announced lengths, too
     unpacker.feed(frame[:16])
     try:
         unpacker.read_array_header()

@@ -11,17 +11,17 @@ SOCKET_MAX_FRAME: Final = 16 * MIB
 
 MAX_FRAME: Final[dict[Kind, int]] = {
     Kind.HELLO: 16 << 10,
-    Kind.GENERATE: 4 * MIB,
+    Kind.GENERATE: 3 * MIB,
     Kind.CANCEL: 64,
     Kind.CREDIT: 64,
-    Kind.CALL: 4 * MIB,  # a text to tokenize
+    Kind.CALL: 3 * MIB,  # a text to tokenize
     Kind.PING: 64,
     Kind.PONG: 64,
     Kind.WELCOME: MIB,
     Kind.ACCEPTED: 64 << 10,
-    Kind.EVENTS: 8 * MIB,
+    Kind.EVENTS: 3 * MIB,
     Kind.ERROR: 64 << 10,
-    Kind.REPLY: 8 * MIB,
+    Kind.REPLY: 3 * MIB,
     Kind.GOAWAY: 64 << 10,
     Kind.REPORT: 64 << 10,
     Kind.JOB: 12 * MIB,  # a GENERATE's body, and the ids of the answer so far
@@ -31,20 +31,36 @@ MAX_FRAME: Final[dict[Kind, int]] = {
     Kind.PROGRESS: 64 << 10,
     Kind.STATS: 64 << 10,
     Kind.PREFILL: 64,
-    Kind.ASK: 4 * MIB + 64,
-    Kind.ANSWER: 8 * MIB,
+    Kind.ASK: 3 * MIB + 64,
+    Kind.ANSWER: 3 * MIB,
 }
-"""Largest frame of each kind; a larger one is answered with TOO_LARGE (or dropped and counted), alone."""
+"""Largest frame of each kind; a larger one is answered with TOO_LARGE (or dropped and counted), alone.
+
+A body of 3 MiB becomes at most 18: one text with a single character beyond the first 65,536 takes four bytes for each
+of its characters, and one more while it is decoded.
+"""
 
 MAX_HEAD_CONTAINERS: Final = 4
 """Arrays and maps in a frame's head (the frame itself, GENERATE's route). 1 MiB of empty maps would become 72 MiB."""
 
-MAX_BODY_CONTAINERS: Final = 20_000
+MAX_BODY_CONTAINERS: Final = 10_000
 """Arrays and maps in a body: a long chat has some thousand messages."""
+MAX_BODY_VALUES: Final = 100_000
+"""Values of all arrays and maps in a body. Three bytes each, they can become 64 in memory."""
+MAX_BODY_ARRAY: Final = 65_536
+"""Values of one array in a body, and ..."""
+MAX_BODY_MAP: Final = 4096
+"""... of one map. Either is counted when it is complete."""
+UNTRIED_BODY: Final = 1024
+"""Size of a body up to which it need not be looked through first: arrays in it that announce more than there is, one
+in another, take 3 MiB at most."""
 
 MAX_ROUTE_KEYS: Final = 16
-MAX_INDEX: Final = 65_536
+MAX_INDEX: Final = 16_384
 """Events in one EVENTS frame."""
+UNTRIED_EVENTS: Final = 4096
+"""As UNTRIED_BODY, of an EVENTS frame: an event takes 6 bytes in the index, so that no array there can have more than a
+sixth of the frame's size, and the worst is 8 MiB."""
 UNCOUNTED_EVENTS: Final = 64 << 10
 """Size of an EVENTS frame up to which its arrays need not be counted: the worst becomes 2 MiB of objects."""
 

@@ -132,7 +132,7 @@ class ClientPort:
                 self._refuse(connection, FrameError(ErrorCode.BAD_FRAME, "a message is one frame, not several"))
                 continue
             try:
-                message = decode(part.bytes, CLIENT_TO_SUPERVISOR)
+                message = decode(part.buffer, CLIENT_TO_SUPERVISOR)  # not a copy: it may have 16 MiB
                 if not connection.greeted and not isinstance(message, Hello):
                     request = getattr(message, "request", 0)
                     raise FrameError(ErrorCode.BAD_FRAME, "the first message of a connection is HELLO", request=request)

@@ -13,6 +13,8 @@ from protocol.messages import EventEntry, EventFlag, Events, FinishReason
 from supervisor.requests.in_flight import InFlight, ToClient
 
 _MIB = 1 << 20
+MOST_IN_FRAME = 4096
+"""Held events that go in one frame: a stream's line may have more of them than a frame may."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +71,23 @@ class Deliveries:
         if not count:
             return [], 0
         before = request.held.cost
-        entries, body = request.held.take(count)
+        frames: list[ToClient] = []
+        while count:
+            entries, body = request.held.take(min(count, MOST_IN_FRAME))
+            count -= len(entries)
+            index = []
+            for flags, tokens, length in entries:
+                entry = EventEntry(request.request, request.sent, flags, tokens, length)
+                self.count_sent(request, entry)
+                index.append(entry)
+            frames.append(ToClient(request.channel, encode(Events(request.channel, 0, index, body))))
         self._charge(request, request.held.cost - before)
-        index = []
-        for flags, tokens, length in entries:
-            entry = EventEntry(request.request, request.sent, flags, tokens, length)
-            self.count_sent(request, entry)
-            index.append(entry)
         request.holds = bool(request.held)
         if not request.holds:
             self._holding.pop(request, None)
         else:
             self._holding.setdefault(request, now)
-        return [ToClient(request.channel, encode(Events(request.channel, 0, index, body)))], index[-1].flags
+        return frames, index[-1].flags
 
     def end_with_error(self, request: InFlight, error: WireError) -> ToClient:
         """The one terminal event, made here because the worker cannot. What is held is dropped; ``delivered_tokens``
