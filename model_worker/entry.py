@@ -9,7 +9,6 @@ import faulthandler
 import gc
 import io
 import os
-import resource
 import signal
 import sys
 import time
@@ -18,6 +17,7 @@ import traceback
 from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 from model_worker.parent_death import die_with
 from protocol.beat import Beat
+from protocol.core_dumps import forbid_core_dumps
 from protocol.worker_spec import WorkerSpec
 
 _PR_SET_NO_NEW_PRIVS = 38
@@ -53,7 +53,7 @@ def name_and_contain() -> None:
     """Signals and limits of a worker: Ctrl-C is the supervisor's business, SIGUSR1 dumps all stacks into the log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump holds prompts
+    forbid_core_dumps()
     try:
         with open("/proc/self/oom_score_adj", "w") as f:
             f.write("500")  # the kernel should take a worker before the supervisor

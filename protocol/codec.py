@@ -1,9 +1,9 @@
 """Bytes to messages and back, with limits; every failure is a FrameError, nothing else can escape.
 
-``decode`` is for frames, ``unpack_body`` for bodies. Both bound what hostile bytes can cost, to 20 MB and 50 ms: msgpack
-itself caps nesting at 1024, a count of containers and of their values caps what many small ones amount to, and what is
-not complete is found before anything is made of it (msgpack makes room for an array as long as it is announced, so that
-5 KB of arrays in one another would take 80 MiB, and in its versions before 1.2 as much as 512).
+``decode`` is for frames, ``unpack_body`` for bodies. Both bound what hostile bytes can cost, to 20 MB and 50 ms:
+msgpack itself caps nesting at 1024, a count of containers and of their values caps what many small ones amount to, and
+what is not complete is found before anything is made of it (msgpack makes room for an array as it is announced: 5 KB of
+arrays in one another would take 80 MiB).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -54,6 +54,17 @@ class _Budget:
         if self.values < 0:
             raise ValueError("too many values in arrays and maps")
         return container
+
+
+class _LongBudget(_Budget):
+    """Of a body that can hold long names, too: an error that names one would be as long."""
+
+    __slots__ = ()
+
+    def __call__(self, container: Any) -> Any:
+        if type(container) is dict and (longest := max(map(len, container), default=0)) > limits.MAX_NAME:
+            raise ValueError(f"a name of {longest} characters in a map (at most {limits.MAX_NAME})")
+        return super().__call__(container)
 
 
 def _try(packed: Buffer) -> None:
@@ -171,7 +182,9 @@ def _decode_events(frame: Buffer) -> Events:
             max_str_len=0,
             use_list=False,
             # counting costs more than the rest of a small frame, which cannot amount to much anyway
-            list_hook=_Budget(limits.MAX_INDEX + 2, 6 * limits.MAX_INDEX + 6) if len(frame) > limits.UNCOUNTED_EVENTS else None,
+            list_hook=_Budget(limits.MAX_INDEX + 2, 6 * limits.MAX_INDEX + 6)
+            if len(frame) > limits.UNCOUNTED_EVENTS
+            else None,
         )
         _, _, channel, generation, index, body = values
         if type(body) is not bytes or type(channel) is not int or type(generation) is not int:
@@ -207,14 +220,16 @@ def pack_body(value: dict[str, Any]) -> bytes:
 def unpack_body(body: bytes) -> dict[str, Any]:
     """The map in a body. Raises FrameError(BAD_FRAME) for anything else."""
     try:
+        kind = _Budget
         if len(body) > limits.UNTRIED_BODY:
             _try(body)
+            kind = _LongBudget
         value = msgpack.unpackb(
             body,
             max_ext_len=0,
             max_map_len=limits.MAX_BODY_MAP,
             max_array_len=min(limits.MAX_BODY_ARRAY, len(body)),
-            list_hook=(budget := _Budget(limits.MAX_BODY_CONTAINERS)),
+            list_hook=(budget := kind(limits.MAX_BODY_CONTAINERS)),
             object_hook=budget,
         )
     except Exception as e:

@@ -87,8 +87,14 @@ def request_error(
 
 
 @cache
+def _properties(model: type[BaseModel]) -> dict[str, Any]:
+    """Takes pydantic some milliseconds to make."""
+    properties: dict[str, Any] = model.model_json_schema()["properties"]
+    return properties
+
+
 def _schema(model: type[BaseModel], name: str) -> dict[str, Any]:
-    schema = model.model_json_schema()["properties"].get(name, {})
+    schema = _properties(model).get(name, {})
     first: dict[str, Any] = schema.get("anyOf", [schema])[0]
     return first
 

@@ -43,7 +43,7 @@ of its characters, and one more while it is decoded.
 MAX_HEAD_CONTAINERS: Final = 4
 """Arrays and maps in a frame's head (the frame itself, GENERATE's route). 1 MiB of empty maps would become 72 MiB."""
 
-MAX_BODY_CONTAINERS: Final = 10_000
+MAX_BODY_CONTAINERS: Final = 8192
 """Arrays and maps in a body: a long chat has some thousand messages."""
 MAX_BODY_VALUES: Final = 100_000
 """Values of all arrays and maps in a body. Three bytes each, they can become 64 in memory."""
@@ -51,12 +51,14 @@ MAX_BODY_ARRAY: Final = 65_536
 """Values of one array in a body, and ..."""
 MAX_BODY_MAP: Final = 4096
 """... of one map. Either is counted when it is complete."""
+MAX_NAME: Final = 1024
+"""Characters of a name in a map of a body."""
 UNTRIED_BODY: Final = 1024
 """Size of a body up to which it need not be looked through first: arrays in it that announce more than there is, one
 in another, take 3 MiB at most."""
 
 MAX_ROUTE_KEYS: Final = 16
-MAX_INDEX: Final = 16_384
+MAX_INDEX: Final = 8192
 """Events in one EVENTS frame."""
 UNTRIED_EVENTS: Final = 4096
 """As UNTRIED_BODY, of an EVENTS frame: an event takes 6 bytes in the index, so that no array there can have more than a

@@ -29,6 +29,9 @@ PAUSED = ".paused"
 DRAIN_LIMIT = 64
 """Frames taken per turn of the loop, so that one busy client cannot keep it from the others."""
 
+PARTS_LIMIT = 2048
+"""Parts of a message of several that are read and dropped per turn of the loop: one may have millions."""
+
 MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _channels = count(1)
@@ -71,6 +74,8 @@ class ClientPort:
     counters: PortCounters = field(default_factory=PortCounters)
     listening: bool = True
     beyond: "ClientPort | None" = None
+    _skipping: bool = False
+    """Parts of a refused message are still to be read."""
     _by_id: dict[bytes, Connection] = field(default_factory=dict)
     _by_channel: dict[int, Connection] = field(default_factory=dict)
     _by_fd: dict[int, Connection] = field(default_factory=dict)
@@ -109,6 +114,10 @@ class ClientPort:
     def receive(self) -> Iterator[tuple[Connection, Message]]:
         """Valid messages that are waiting, at most DRAIN_LIMIT. Malformed ones are answered or counted here."""
         for _ in range(DRAIN_LIMIT):
+            if self._skipping:
+                self._skipping = not skip_parts(self.socket)
+                if self._skipping:
+                    return
             try:
                 routing_id = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -142,8 +151,7 @@ class ClientPort:
             yield connection, message
 
     def _skip_rest(self, part: zmq.Frame) -> None:
-        while part.more:
-            part = self.socket.recv(zmq.NOBLOCK, copy=False)
+        self._skipping = bool(part.more)
 
     def send(self, channel: int, frame: bytes) -> bool:
         """Put a frame on its way. False if the client is gone (or so far behind that it is treated as gone)."""
@@ -283,6 +291,15 @@ def client_router(context: Context, backlog: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.BACKLOG, backlog)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
     return socket
+
+
+def skip_parts(socket: zmq.Socket[bytes]) -> bool:
+    """Read and drop what is left of a message of several parts; whether that was all. Its first part has been read."""
+    for _ in range(PARTS_LIMIT):
+        if not socket.getsockopt(zmq.RCVMORE):
+            return True
+        socket.recv(zmq.NOBLOCK)
+    return not socket.getsockopt(zmq.RCVMORE)
 
 
 def router(context: Context) -> zmq.Socket[bytes]:

@@ -43,7 +43,7 @@ from protocol.messages import (
 )
 from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
 from supervisor import calls
-from supervisor.client_port import ClientPort, Connection, Context, bind_private, router
+from supervisor.client_port import ClientPort, Connection, Context, bind_private, router, skip_parts
 from supervisor.config import Config, load_config
 from supervisor.descriptors import DescriptorBudget
 from supervisor.fleet.demand import Demand
@@ -102,6 +102,7 @@ class Supervisor:
         self._expiry: Timer | None = None
         self.shutting_down = self._impatient = False
         self._worker_frames_dropped = 0
+        self._back_skipping = False
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
         ring = KeyRing(opening.store, log) if opening else None
@@ -364,6 +365,9 @@ class Supervisor:
     def _on_back(self) -> bool:
         """Take in workers' frames; whether there may be more."""
         for _ in range(BACK_DRAIN_LIMIT):
+            if self._back_skipping and not skip_parts(self._back):
+                return True
+            self._back_skipping = False
             try:
                 routing_id = self._back.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -371,8 +375,7 @@ class Supervisor:
             frame = self._back.recv(zmq.NOBLOCK)
             replica = self.fleet.replica_of(routing_id)
             if self._back.getsockopt(zmq.RCVMORE):  # left unread, the rest would be taken for the next routing id
-                while self._back.getsockopt(zmq.RCVMORE):
-                    self._back.recv(zmq.NOBLOCK)
+                self._back_skipping = True
                 replica = None
             if replica is None or replica.killed_for is not None:  # last words of a former generation, or of a mad one
                 self._worker_frames_dropped += 1

@@ -1,0 +1,121 @@
+"""Mutated frames into the product's decoders, in a process of its own.
+
+    python -m tests.fuzzing DIRECTION COUNT SEED
+
+Ends with 0 and one line of JSON (inputs, refused, cpu_seconds, slowest_256_ms, grown_bytes, seed), or with a traceback
+and the frame in hex. The same seed and count give the same frames; FUZZ_FRAME=hex runs that frame alone.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+import tracemalloc
+
+from protocol.errors import WireError
+from protocol.questions import QUESTIONS
+from protocol.request import GenerateRequest
+from tests.fuzzing.auditing import Witness
+from tests.fuzzing.corpus import corpus
+from tests.fuzzing.mutating import Mutator
+from tests.fuzzing.receivers import Receiver, receiver
+
+MOST_SECONDS = 0.05
+MOST_BYTES = 20_000_000
+_BATCH = 256
+_TRIES = 5
+"""Times that a slow input is timed again: the machine may have had others to serve."""
+
+
+def main(direction: str, count: int, seed: int) -> int:
+    """Run them. Returns the exit code."""
+    mutator, receive = Mutator(corpus(direction), seed), receiver(direction)
+    if alone := os.environ.get("FUZZ_FRAME"):
+        receive(bytes.fromhex(alone))
+        return 0
+    # what is imported, compiled and cached at its first use is not the decoder's doing
+    for model in (GenerateRequest, *QUESTIONS.values()):
+        model.model_json_schema()
+    for _ in range(2000):
+        _refused(receive, mutator.frame())
+    witness = Witness()
+    refused, slowest, slowest_batch, begun = 0, 0.0, 0.0, time.process_time()
+    peak = _peak()
+    for _ in range(count // _BATCH + 1):
+        frames = [mutator.frame() for _ in range(_BATCH)]
+        witness.armed = True
+        started = time.perf_counter()
+        for frame in frames:
+            try:
+                receive(frame)
+            except WireError:
+                refused += 1
+            except BaseException:
+                print(f"not a protocol error: FUZZ_FRAME={frame.hex()} seed {seed}", file=sys.stderr)
+                raise
+        taken = time.perf_counter() - started
+        witness.armed = False
+        slowest_batch = max(slowest_batch, taken)
+        if taken > MOST_SECONDS:  # else none of them alone can have taken so long
+            slowest = max(slowest, *(_seconds(receive, frame) for frame in frames))
+        if witness.seen:
+            print(f"in one of {[frame.hex() for frame in frames]}: {witness.seen}", file=sys.stderr)
+            return 1
+        if (grown := _peak() - peak) > MOST_BYTES:
+            print(f"grown by {grown} bytes at one of {[frame.hex() for frame in frames]}", file=sys.stderr)
+            return 1
+    told = {
+        "direction": direction,
+        "inputs": (count // _BATCH + 1) * _BATCH,
+        "refused": refused,
+        "cpu_seconds": round(time.process_time() - begun, 2),
+        "slowest_256_ms": round(slowest_batch * 1000, 2),
+        "grown_bytes": _peak() - peak,
+        "seed": seed,
+    }
+    print(json.dumps(told))
+    if slowest > MOST_SECONDS:
+        print(f"an input took {slowest * 1000:.1f} ms, seed {seed}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def cost(receive: Receiver, frame: bytes) -> tuple[float, int]:
+    """(seconds of CPU, most bytes that Python had beside what it had before) of one frame."""
+    tracemalloc.start()
+    try:
+        _refused(receive, frame)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    return _seconds(receive, frame), peak
+
+
+def _seconds(receive: Receiver, frame: bytes) -> float:
+    """CPU time of the quickest of some tries."""
+    best = float("inf")
+    for _ in range(_TRIES):
+        started = time.process_time()
+        _refused(receive, frame)
+        best = min(best, time.process_time() - started)
+        if best <= MOST_SECONDS:
+            break
+    return best
+
+
+def _refused(receive: Receiver, frame: bytes) -> bool:
+    try:
+        receive(frame)
+    except WireError:
+        return True
+    return False
+
+
+def _peak() -> int:
+    """The most bytes that this process has had in memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

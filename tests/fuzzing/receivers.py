@@ -1,0 +1,130 @@
+"""What the product does with a frame, from the bytes to where its fields are believed, by direction.
+
+A receiver raises nothing but WireError, whatever the bytes are.
+"""
+
+from collections.abc import Callable
+
+from protocol.codec import decode, unpack_body
+from protocol.errors import ErrorCode, WireError
+from protocol.messages import (
+    CLIENT_TO_SUPERVISOR,
+    SUPERVISOR_TO_WORKER,
+    WORKER_TO_SUPERVISOR,
+    Answer,
+    Ask,
+    Call,
+    Events,
+    Generate,
+    Hello,
+    JobMessage,
+    Prefill,
+    Progress,
+    Ready,
+    Stats,
+)
+from protocol.questions import QUESTIONS, parse_question
+from protocol.request import parse_generate
+from protocol.session import ClientSession
+from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.route import read_route
+from supervisor.requests.scheduler import Scheduler
+from supervisor.workers.worker_reports import checked_hello, checked_progress, checked_ready, checked_stats
+
+Receiver = Callable[[bytes], None]
+_DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
+
+
+def from_client(frame: bytes) -> None:
+    """The supervisor's head of a client's frame, and the worker's reading of the body."""
+    message = decode(frame, CLIENT_TO_SUPERVISOR)
+    if isinstance(message, Generate):
+        read_route(message.route)
+        parse_generate(message.body)
+    elif isinstance(message, Call):
+        if message.verb in QUESTIONS:
+            parse_question(message.verb, message.body)
+        unpack_body(message.body)
+
+
+def to_worker(frame: bytes) -> None:
+    """What a worker reads."""
+    message = decode(frame, SUPERVISOR_TO_WORKER)
+    if isinstance(message, JobMessage):
+        parse_generate(message.body)
+    elif isinstance(message, Ask):
+        parse_question(message.verb, message.body)
+
+
+class FromWorker:
+    """The supervisor with two requests of channel 1 in a worker of generation 1."""
+
+    _CHECKS: dict[type, Callable[[bytes], object]] = {  # noqa: RUF012
+        Hello: checked_hello,
+        Ready: checked_ready,
+        Progress: checked_progress,
+        Stats: checked_stats,
+        Answer: unpack_body,
+    }
+
+    def __init__(self) -> None:
+        self._scheduler = _scheduler()
+
+    def __call__(self, frame: bytes) -> None:
+        message = decode(frame, WORKER_TO_SUPERVISOR)
+        if isinstance(message, Events):
+            effects = self._scheduler.events("m", frame, message, 0.0)
+            if effects:  # something was believed: begin anew, so that the next has something to be about
+                self._scheduler = _scheduler()
+        elif isinstance(message, Prefill):
+            self._scheduler.prefill("m", (message.channel, message.request), message.done, message.total)
+        else:
+            self._CHECKS[type(message)](message.body)
+
+
+def _scheduler() -> Scheduler:
+    scheduler = Scheduler(window=8)
+    scheduler.add_model("m", QueueLimits(8, 1000))
+    scheduler.add_worker("m", "m", _DOWN)
+    scheduler.accept_new("m")
+    scheduler.open("m", 1, 2, 0.0)
+    for request in (1, 2):
+        scheduler.submit(1, Generate(request, "m", {"progress": True}, b"\x80"), 0.0)
+    return scheduler
+
+
+class ToClient:
+    """A client with two requests and two calls out. ``receive`` of the session never raises at all."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._session = ClientSession("fuzzed")
+        self._streams = [self._session.generate("m", {"prompt": "p"}) for _ in range(2)]
+        for _ in range(2):
+            self._session.call("status", {})
+
+    def __call__(self, frame: bytes) -> None:
+        touched = self._session.receive(frame)
+        if touched:
+            for stream in self._streams:
+                try:
+                    while self._session.take(stream) is not None:
+                        pass
+                except WireError:
+                    pass
+            self._begin()
+        elif self._session.broken or self._session.goaway is not None:
+            self._begin()
+
+
+def receiver(direction: str) -> Receiver:
+    """A new one for frames of this direction."""
+    made: dict[str, Callable[[], Receiver]] = {
+        "client_to_supervisor": lambda: from_client,
+        "worker_to_supervisor": FromWorker,
+        "supervisor_to_client": ToClient,
+        "supervisor_to_worker": lambda: to_worker,
+    }
+    return made[direction]()

@@ -1,0 +1,24 @@
+"""A run of ``python -m tests.fuzzing`` from a test."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from typing import Any
+
+from tests.serving import ROOT
+
+SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
+WITHIN = 280.0
+
+
+def fuzz(direction: str, count: int) -> dict[str, Any]:
+    """What a run tells. Fails with what it says on stderr, and how to do it again."""
+    arguments = ["-m", "tests.fuzzing", direction, str(count), str(SEED)]
+    print(f"TEST_SEED={SEED} python {' '.join(arguments)}")
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=WITHIN)
+    assert done.returncode == 0, done.stderr[-6000:]
+    told: dict[str, Any] = json.loads(done.stdout)
+    print(told)
+    return told

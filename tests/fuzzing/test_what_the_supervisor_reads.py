@@ -1,0 +1,16 @@
+"""Mutated frames as clients and workers could send them: nothing but protocol errors, 50 ms and 20 MB.
+
+Together with what the others read, 2,100,000 inputs a run. No input may open, import, run or unpickle anything.
+"""
+
+import pytest
+
+from tests.fuzzing.running import fuzz
+
+
+@pytest.mark.parametrize(("direction", "count"), [("client_to_supervisor", 700_000), ("worker_to_supervisor", 500_000)])
+def test_mutated_frames(direction: str, count: int) -> None:
+    told = fuzz(direction, count)
+    assert told["inputs"] >= count
+    # neither all nonsense nor all believed: then it would try one half of the code only
+    assert 0.5 * count < told["refused"] < 0.99 * told["inputs"]
