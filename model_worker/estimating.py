@@ -22,19 +22,19 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """The answer to one request."""
     from model_worker.engine import LoadError
     from model_worker.engines.exllamav2.vram import estimate
+    from model_worker.engines.vetting import understood
     from protocol.worker_spec import EngineSpec
 
     spec = EngineSpec(**request["spec"])
     if spec.engine != "exllamav2":
         return {"unknown": f"there is no estimate for engine {spec.engine}"}
     try:
-        return {"needs": {count: asdict(estimate(spec, count)) for count in request["counts"]}}
+        with understood(spec.model_dir):
+            return {"needs": {count: asdict(estimate(spec, count)) for count in request["counts"]}}
     except LoadError as e:
         return {"error": _one_line(str(e))}
     except MemoryError:
         return {"error": f"{spec.model_dir}: reading it takes more than {MEMORY_LIMIT >> 30} GiB of memory"}
-    except RecursionError:
-        return {"error": f"{spec.model_dir}: a JSON file there is nested too deeply"}
 
 
 def _one_line(text: str) -> str:

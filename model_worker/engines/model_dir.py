@@ -3,18 +3,31 @@
 Every complaint is a LoadError of one line with the remedy.
 """
 
-import json
 import math
+import os
 import struct
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from model_worker.engine import LoadError
+from model_worker.engines.vetting import check_shard_names, parse_json, read_json, vet
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HEADER_LIMIT = 100 << 20  # the safetensors format's own limit
+_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
+    "U16": 16, "U8": 8, "BOOL": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "C64": 64, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+"""Bits of an element, by the format's names."""
+_MOST_DIMENSIONS = 16
+LONGEST_CONTEXT = 1 << 31
+"""Tokens."""
+MOST_IDS = 1 << 22
+"""Of a vocabulary; the largest have some 260,000. Tables are as long as the highest id."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +47,22 @@ class Tensor:
 class ModelDir:
     """A checked model directory: config.json, tokenizer.json and complete safetensors files are there.
 
-    Raises LoadError for what is missing, unreadable, or cut off.
+    Raises LoadError for what is missing, unreadable, cut off, or has no business there (``vetting``).
     """
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise LoadError(f"model_dir {path} is no directory")
+        vet(self.path)
         self.config = self._json("config.json", required=True)
         self.generation_config = self._json("generation_config.json")
         self.tokenizer_config = self._json("tokenizer_config.json")
         self.quantize_config = self._json("quantize_config.json")
         if not self.tokenizer_path.is_file():
             raise LoadError(f"{path} has no tokenizer.json: convert the tokenizer to that format, no other is read")
+        if "auto_map" in self.config:
+            print(f"{self.path}/config.json names code of its own (auto_map), which is never run", file=sys.stderr)
         self.weights = sorted(self.path.glob("*.safetensors"))
         if not self.weights:
             pickles = sorted(p.name for pattern in _PICKLES for p in self.path.glob(pattern))
@@ -113,7 +129,7 @@ class ModelDir:
         found: set[int] = set()
         for config in (self.generation_config, self.text_config, self.config):
             ids = config.get("eos_token_id")
-            found.update(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+            found.update(i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and 0 <= i < MOST_IDS)
         token = token_text(self.tokenizer_config.get("eos_token"))
         own = token_id(token) if token else None
         return frozenset(found if own is None else found | {own})
@@ -122,7 +138,9 @@ class ModelDir:
         """Tokens of context: ``asked``, or what config.json says. Raises LoadError if the model has less than asked,
         unless its positions are ``stretched`` by an option."""
         keys = ("max_position_embeddings", "max_sequence_length", "model_max_length", "max_seq_len", "n_positions")
-        own = next((v for k in keys if isinstance(v := self.text_config.get(k), int)), None)
+        own = next((v for k in keys if type(v := self.text_config.get(k)) is int), None)
+        if own is not None and not 0 < own <= LONGEST_CONTEXT:
+            raise LoadError(f"{self.path}/config.json: the context is {own}: it must be from 1 to {LONGEST_CONTEXT}")
         if asked is None:
             if own is None:
                 raise LoadError(f"{self.path}/config.json does not say how long the context is: set max_seq_len")
@@ -139,16 +157,19 @@ class ModelDir:
         if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) != "yarn":
             return 0
         factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-        if not isinstance(factor, (int, float)) or not isinstance(original, int):
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not isinstance(original, int):
+            return 0
+        if not 0 < factor * original < LONGEST_CONTEXT:
             return 0
         return int(factor * original)
 
     def _check_index(self) -> None:
         """The index of a sharded model names its files: none may be missing, and no other may lie beside them."""
         weights = self._json("model.safetensors.index.json").get("weight_map")
-        if not isinstance(weights, dict):
+        if weights is None:
             return
-        here, named = {file.name for file in self.weights}, {str(name) for name in weights.values()}
+        here = {file.name for file in self.weights}
+        named = check_shard_names(self.path / "model.safetensors.index.json", weights)
         # a quantizer may leave the index of the model that it was made from
         if not here & named:
             return
@@ -159,17 +180,11 @@ class ModelDir:
 
     def _json(self, name: str, *, required: bool = False) -> dict[str, Any]:
         file = self.path / name
-        if not file.is_file():
+        if not os.path.lexists(file):
             if required:
                 raise LoadError(f"{self.path} has no {name}: it is no model's directory")
             return {}
-        try:
-            value = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
-            raise LoadError(f"{file} cannot be read: {e}") from None
-        if not isinstance(value, dict):
-            raise LoadError(f"{file} must hold a JSON object")
-        return value
+        return read_json(file)
 
 
 def token_text(token: Any) -> str | None:
@@ -179,27 +194,50 @@ def token_text(token: Any) -> str | None:
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. An interrupted download is shorter than its header says: LoadError."""
+    """The tensors of a safetensors file. An interrupted download is shorter than its header says: LoadError.
+
+    Readers trust it: what a header says of a tensor has to agree with itself, and with the file.
+    """
     size = file.stat().st_size
     try:
         with file.open("rb") as f:
             (length,) = struct.unpack("<Q", f.read(8))
-            if length > min(size, _HEADER_LIMIT):
+            if length > min(size - 8, _HEADER_LIMIT):
                 raise ValueError("header is longer than the file")
-            header = json.loads(f.read(length))
+            header = parse_json(f.read(length))
         header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        tensors = {
-            name: Tensor(
-                str(entry["dtype"]),
-                tuple(map(int, entry["shape"])),
-                int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
-                file.name,
-            )
-            for name, entry in header.items()
-        }
+        tensors: dict[str, Tensor] = {}
+        places: list[tuple[int, int, str]] = []
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            tensors[name] = _tensor(entry, begin, end, file.name)
+            places.append((begin, end, name))
     except (OSError, ValueError, struct.error, KeyError, IndexError, TypeError, AttributeError) as e:
-        raise LoadError(f"{file} is no readable safetensors file ({e}): download it again") from None
-    if end > size:
-        raise LoadError(f"{file} is cut off: {size} of {end} bytes are there; download it again")
+        told = f"no {e}" if isinstance(e, KeyError) else str(e)[:200]
+        raise LoadError(f"{file} is no readable safetensors file ({told}): download it again") from None
+    places.sort()
+    reached = 0
+    for begin, end, name in places:
+        if begin != reached:
+            raise LoadError(
+                f"{file}: {name[:100]!r} begins at byte {begin} of the data, where {reached} would be next: tensors "
+                "may not overlap or leave gaps; download it again"
+            )
+        reached = end
+    if 8 + length + reached > size:
+        raise LoadError(f"{file} is cut off: {size} of {8 + length + reached} bytes are there; download it again")
     return tensors
+
+
+def _tensor(entry: dict[str, Any], begin: Any, end: Any, file: str) -> Tensor:
+    """Raises ValueError, KeyError or TypeError unless type, shape and place agree."""
+    dtype, shape = entry["dtype"], entry["shape"]
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+        raise ValueError(f"data_offsets are {begin!r:.40} and {end!r:.40}")
+    if type(shape) is not list or len(shape) > _MOST_DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"a shape is {shape!r:.80}")
+    if type(dtype) is not str or dtype not in _BITS:
+        raise ValueError(f"a dtype is {dtype!r:.40}")
+    if math.prod(shape) * _BITS[dtype] != 8 * (end - begin):
+        raise ValueError(f"{end - begin} bytes hold no {dtype} of shape {shape!r:.80}")
+    return Tensor(dtype, tuple(shape), end - begin, file)

@@ -10,8 +10,9 @@ import jinja2
 import tokenizers
 
 from model_worker.engine import ChatTemplate, LoadError
-from model_worker.engines.model_dir import ModelDir, token_text
+from model_worker.engines.model_dir import MOST_IDS, ModelDir, token_text
 from model_worker.engines.token_pieces import NoPieces, read_pieces
+from model_worker.engines.vetting import TEMPLATE_BYTES, read_bytes
 from model_worker.template_child import environment
 from model_worker.text import Pieces, TextStream
 from protocol.errors import RequestError
@@ -34,6 +35,10 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if self.vocab_size > MOST_IDS:
+            raise LoadError(
+                f"{directory.tokenizer_path} has a token with the id {self.vocab_size - 1}: ids end at {MOST_IDS - 1}"
+            )
         config = directory.tokenizer_config
         self._add_bos = config.get("add_bos_token")
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -108,18 +113,25 @@ def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatT
     """As transformers looks for it: a file, files of several, or one or several in tokenizer_config.json."""
     given = directory.tokenizer_config.get("chat_template")
     if isinstance(given, list):
-        named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
+        named = {str(t.get("name")): t.get("template") for t in given if isinstance(t, dict)}
     else:
         named = {"default": given}
     for name, place in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
         if (file := directory.path / place).is_file():
-            named[name] = file.read_text(encoding="utf-8")
+            try:
+                named[name] = read_bytes(file, TEMPLATE_BYTES).decode()
+            except ValueError as e:
+                raise LoadError(f"{file} cannot be read: {e}") from None
     source, tool_source = (text if isinstance(text := named.get(name), str) else "" for name in ("default", "tool_use"))
     if not source:
         return None
     try:
         for text in (source, tool_source):
+            if len(text) > TEMPLATE_BYTES:
+                raise ValueError(f"it has {len(text)} characters, at most {TEMPLATE_BYTES} are read")
             environment().parse(text)  # no more than that: what compiles it may compute what it says
-    except jinja2.TemplateError as e:
-        raise LoadError(f"the chat template of {directory.path} cannot be read: {e}") from None
+    except RecursionError:
+        raise LoadError(f"the chat template of {directory.path} cannot be read: it is nested too deeply") from None
+    except (jinja2.TemplateError, ValueError) as e:  # ValueError: also a number of very many digits
+        raise LoadError(f"the chat template of {directory.path} cannot be read: {str(e)[:300]}") from None
     return ChatTemplate(source, special_tokens, tool_source or None)

@@ -33,6 +33,7 @@ from model_worker.engines.healing import Healer
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.options import Options
 from model_worker.engines.tokenizer import Tokenizer
+from model_worker.engines.vetting import understood
 from protocol.errors import RequestError
 from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
@@ -111,13 +112,14 @@ class TransformersEngine:
     def load(self, progress: ProgressCallback) -> None:
         """Load and warm up. Raises LoadError; the process's number of torch threads is set here."""
         torch.set_num_threads(self._threads)
-        directory = ModelDir(self._spec.model_dir)
-        context = directory.context(self._spec.max_seq_len)
-        device = torch.device(self._spec.device)
-        check_room(directory, device, self._spec.max_batch_size, context)
-        self._tokenizer = Tokenizer(directory)
+        with understood(self._spec.model_dir):
+            directory = ModelDir(self._spec.model_dir)
+            context = directory.context(self._spec.max_seq_len)
+            device = torch.device(self._spec.device)
+            check_room(directory, device, self._spec.max_batch_size, context)
+            self._tokenizer = Tokenizer(directory)
+            model = load_model(directory, device, context, progress)
         self._healer = Healer(self._tokenizer.pieces) if self._tokenizer.pieces else None
-        model = load_model(directory, device, context, progress)
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._drawable = min(self._vocab_size, self._tokenizer.vocab_size)
         pieces, eos_ids = self._tokenizer.pieces, self._tokenizer.eos_ids

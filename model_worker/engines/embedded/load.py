@@ -40,8 +40,8 @@ def load_model(directory: ModelDir, device: torch.device, context: int, progress
             model = model.to(device).eval()
     except torch.OutOfMemoryError as e:
         raise LoadError(f"not enough memory on {device} for the weights: {one_line(e)}") from None
-    except (ValueError, KeyError, ImportError, RuntimeError, OSError) as e:
-        raise LoadError(f"{directory.path} cannot be loaded: {one_line(e)}") from e
+    except Exception as e:  # whatever the library runs into over a foreign config.json
+        raise LoadError(f"{directory.path} cannot be loaded: {type(e).__name__}: {one_line(e)}") from e
     finally:
         if done_before:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
@@ -64,6 +64,13 @@ def _check_supported(directory: ModelDir, context: int) -> None:
         raise LoadError(
             f"{directory.path} is quantized ({directory.quantization}), engine transformers loads none: {remedy}"
         )
+    if (directory.path / "adapter_config.json").exists():
+        # the library would go on with the base model that it names, wherever that is
+        raise LoadError(
+            f"{directory.path} holds an adapter (adapter_config.json), which engine transformers does not load"
+        )
+    if "transformers_weights" in directory.config:
+        raise LoadError(f"{directory.path}/config.json names its weights (transformers_weights): remove that key")
     config, name = directory.text_config, directory.architecture
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise LoadError(

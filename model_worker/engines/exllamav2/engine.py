@@ -50,6 +50,7 @@ from model_worker.engines.exllamav2.sampling import (
 from model_worker.engines.healing import Healer, Healing
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
+from model_worker.engines.vetting import understood
 from protocol.errors import ErrorCode, RequestError
 from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
@@ -71,8 +72,9 @@ class ExLlamaV2Engine:
 
     def load(self, progress: ProgressCallback) -> None:
         """Load onto the visible GPUs and warm up. Raises LoadError."""
-        directory = ModelDir(self._spec.model_dir)
-        self._tokenizer = Tokenizer(directory)
+        with understood(self._spec.model_dir):
+            directory = ModelDir(self._spec.model_dir)
+            self._tokenizer = Tokenizer(directory)
         loaded = self._loaded = load(self._spec, self._options, directory, progress)
         self._generator = make_generator(loaded, self._spec.max_batch_size)
         if loaded.ngram:

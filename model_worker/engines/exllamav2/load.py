@@ -21,6 +21,7 @@ from model_worker.engines.exllamav2.check import check_cache, check_directory, c
 from model_worker.engines.exllamav2.lora import check_adapter, load_adapters
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes, sizes_of
 from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.vetting import understood
 from protocol.worker_spec import EngineSpec
 
 DEFAULT_RESERVE_MB = 256
@@ -80,17 +81,19 @@ def load(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir, progr
     Raises LoadError. progress: phase "compiling ExLlamaV2" (steps) if nobody has, "compiling attention" (GPUs),
     "loading draft" and "loading" (modules), "loading lora" (adapters).
     """
-    check_directory(directory)
-    check_cache(directory, options.cache_mode)
-    sizes = sizes_of(spec, options, directory)
-    draft = open_draft(options, directory, sizes)
-    for adapter in options.loras:
-        check_adapter(adapter, directory)
+    with understood(directory.path):
+        check_directory(directory)
+        check_cache(directory, options.cache_mode)
+        sizes = sizes_of(spec, options, directory)
+        draft = open_draft(options, directory, sizes)
+        for adapter in options.loras:
+            check_adapter(adapter, directory)
     package = import_package(progress)
     expand_segments()
     gpus = torch.cuda.device_count()
-    check_parallel(options, directory, sizes, gpus)
-    needs = vram.estimate_of(options, sizes, directory, draft, gpus)
+    with understood(directory.path):
+        check_parallel(options, directory, sizes, gpus)
+        needs = vram.estimate_of(options, sizes, directory, draft, gpus)
     memory = [torch.cuda.mem_get_info(index) for index in range(gpus)]
     free, total = (sum(column) for column in zip(*memory, strict=True))
     refusal = vram.refusal(needs, free, total, options, sizes, gpus)

@@ -4,7 +4,6 @@ The package checks shapes with assertions, follows pointers of halves that are n
 know, prefers a pickled file, and forgets that it has reordered the MLPs of EXL2 models. No torch is imported here.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.options import Adapter
 from model_worker.engines.model_dir import ModelDir, Tensor, read_header
 from model_worker.engines.model_shape import ModelShape, read_shape
+from model_worker.engines.vetting import read_json, vet
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -43,6 +43,9 @@ def check_adapter(adapter: Adapter, directory: ModelDir) -> dict[str, Tensor]:
 def _check(path: Path, directory: ModelDir) -> dict[str, Tensor]:
     if directory.architecture not in ARCHITECTURES:
         raise LoadError(f"adapters are not supported for architecture {directory.architecture}")
+    if not path.is_dir():
+        raise LoadError("it is no directory")
+    vet(path)
     rank = _check_config(path / "adapter_config.json")
     if not (path / WEIGHTS).is_file():
         pickled = (path / "adapter_model.bin").is_file()
@@ -77,11 +80,8 @@ def _check(path: Path, directory: ModelDir) -> dict[str, Tensor]:
 
 def _check_config(file: Path) -> int:
     """The rank. Raises LoadError."""
-    try:
-        config: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise LoadError(f"{file.name} cannot be read: {e}") from None
-    rank, alpha = (config.get(key) if isinstance(config, dict) else None for key in ("r", "lora_alpha"))
+    config = read_json(file)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise LoadError(f"{file.name} has r={rank!r}: it must be the rank")
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
