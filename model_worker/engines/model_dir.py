@@ -59,6 +59,7 @@ class ModelDir:
         self.generation_config = self._json("generation_config.json")
         self.tokenizer_config = self._json("tokenizer_config.json")
         self.quantize_config = self._json("quantize_config.json")
+        self._json("added_tokens.json")  # which ExLlamaV2's tokenizer reads
         if not self.tokenizer_path.is_file():
             raise LoadError(f"{path} has no tokenizer.json: convert the tokenizer to that format, no other is read")
         if "auto_map" in self.config:

@@ -1,11 +1,43 @@
 """The shape of a language model, from config.json, by the names that ExLlamaV2 0.3.2 looks for. No torch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from model_worker.engine import LoadError
 from model_worker.engines.model_dir import ModelDir
+
+MOST_LAYERS = 1024
+MOST_EXPERTS = 4096
+MOST_WIDE = 1 << 22
+"""Of vectors, heads and vocabularies."""
+_WIDTHS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "d_model", "n_embd", "n_head", "n_heads", "moe_intermediate_size",
+)  # fmt: skip
+_LAYERS = "num_hidden_layers", "n_layers", "n_layer", "num_layers"
+_EXPERTS = "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
+
+
+def check_counts(directory: ModelDir) -> None:
+    """Raise LoadError for counts that no model has: engines make something for each layer, expert and id."""
+    where = f"{directory.path}/config.json"
+    for config in (directory.config, directory.text_config, directory.config.get("ffn_config")):
+        if not isinstance(config, Mapping):
+            continue
+        for keys, least, most in ((_LAYERS, 1, MOST_LAYERS), (_EXPERTS, 0, MOST_EXPERTS), (_WIDTHS, 1, MOST_WIDE)):
+            for key in keys:
+                count = config.get(key)
+                if count is not None and (not isinstance(count, (int, float)) or not least <= count <= most):
+                    raise LoadError(f"{where}: {key} is {count!r:.60}: must be a number from {least} to {most}")
+        for key in ("rope_scaling", "rope_parameters"):
+            rope = config.get(key)
+            for name, value in rope.items() if isinstance(rope, Mapping) else ():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise LoadError(f"{where}: {key} has {name} {value}: must be a finite number")
+                if name in ("type", "rope_type") and not isinstance(value, str):
+                    raise LoadError(f"{where}: {key} has {name} {value!r:.60}: must be a string")
 
 
 @dataclass(frozen=True)

@@ -126,9 +126,10 @@ def read_bytes(file: Path, limit: int) -> bytes:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as e:
         raise ValueError(e.strerror) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is no regular file")
     with open(descriptor, "rb") as f:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is no regular file")
         content = f.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"it has more than {limit} bytes")

@@ -12,8 +12,11 @@ from transformers.utils import logging as transformers_logging
 from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import one_line
 from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.model_shape import check_counts
 
 _FULL_ATTENTION = ("full_attention",)
+_SLACK = 1 << 22
+"""Parameters that may be missing at least, and are then told by name."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
 
 
@@ -23,6 +26,7 @@ def load_model(directory: ModelDir, device: torch.device, context: int, progress
     progress counts tensors where the library tells, else the one load. Raises LoadError.
     """
     _check_supported(directory, context)
+    _check_size(directory)
     done_before = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -99,8 +103,31 @@ def _check_supported(directory: ModelDir, context: int) -> None:
             )
 
 
+def _check_size(directory: ModelDir) -> None:
+    """Raise LoadError for a config.json that describes a much larger model than the weights are: the library would make
+    room for all of it, and fill it, before it sees what is missing."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            str(directory.path), local_files_only=True, trust_remote_code=False
+        )
+        with torch.device("meta"):
+            skeleton: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, trust_remote_code=False
+            )
+        described = sum(parameter.numel() for parameter in skeleton.parameters())
+    except Exception as e:  # as in load_model
+        raise LoadError(f"{directory.path}/config.json describes no model: {type(e).__name__}: {one_line(e)}") from e
+    held = sum(tensor.elements for tensor in directory.tensors.values())
+    if described > 2 * held + _SLACK:
+        raise LoadError(
+            f"{directory.path}/config.json describes a model of {described} parameters, its weights hold {held}: they "
+            "are not of one model"
+        )
+
+
 def check_room(directory: ModelDir, device: torch.device, rows: int, context: int) -> None:
     """Raise LoadError if weights and cache cannot fit the device's free memory, with the arithmetic."""
+    check_counts(directory)
     config = directory.text_config
     layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
     hidden = config.get("hidden_size")

@@ -9,7 +9,7 @@ import tokenizers
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.model_shape import read_shape
+from model_worker.engines.model_shape import check_counts, read_shape
 
 # The package loads an architecture that it does not know as Llama, after a line on stdout.
 ARCHITECTURES = frozenset(
@@ -57,6 +57,7 @@ def check_directory(directory: ModelDir) -> None:
             f"{directory.path} is quantized as {directory.quantization}: ExLlamaV2 loads EXL2, GPTQ (4 bit) and plain "
             "16-bit or 32-bit weights"
         )
+    check_counts(directory)
     if directory.quantization == "gptq":
         _check_gptq(directory)
     for tensor_name, tensor in directory.tensors.items():

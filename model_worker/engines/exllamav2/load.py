@@ -266,7 +266,7 @@ def _assertions_named(directory: ModelDir) -> Iterator[None]:
     """What the package says about a model, as a LoadError."""
     try:
         yield
-    except (AssertionError, ValueError, KeyError, TypeError) as e:
+    except (AssertionError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
         if "Insufficient space in device allocation" in str(e):
             raise LoadError(
                 "gpu_split leaves no room for all layers: it has to hold the weights, and on each GPU the buffers that "

@@ -1,0 +1,67 @@
+"""What a model's directory may hold to harm who loads it: refused in one line that says what, nothing of it run,
+nothing outside read. Each on both engines, in a process of its own (``hostile_directories``)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.hostile_directories import CASES
+from tests.serving import ROOT
+
+WITHIN = 200.0
+NOT_READ = {
+    "exllamav2": {
+        "weights named elsewhere",  # a key that the package does not look for
+        "an adapter of a model elsewhere",  # a file likewise
+        "a model much larger than its weights",  # which its own load would say, and the arithmetic of memory before
+    },
+    "embedded": set[str](),
+}
+"""What is no harm to an engine, because it does not look at it: it may load."""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    place = tmp_path_factory.mktemp("hostile")
+    command = [sys.executable, "-m", "tests.engines.hostile_directories", str(place)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WITHIN)
+    assert done.returncode == 0, done.stderr[-5000:]
+    outcomes: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return outcomes
+
+
+@pytest.mark.parametrize("engine", ["embedded", "exllamav2"])
+def test_hostile_directories(told: dict[str, dict[str, Any]], engine: str) -> None:
+    wrong = []
+    for case, (_, words) in CASES.items():
+        outcome = told[f"{engine}/{case}"]
+        error = outcome["error"] or ""
+        if outcome["seen"]:
+            wrong.append(f"{case}: {outcome['seen']}")
+        elif words is None or case in NOT_READ[engine]:
+            if outcome["error"] is not None:
+                wrong.append(f"{case}: should load: {error}")
+        elif not outcome["refused"] or "\n" in error or not all(word in error for word in words):
+            wrong.append(f"{case}: {outcome['kind']}: {error}")
+        elif outcome["seconds"] > 20:
+            wrong.append(f"{case}: took {outcome['seconds']} s")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_directory_of_hugging_faces_cache_is_taken(tmp_path: Path) -> None:
+    """Links to the blobs of the same repository are how it is made."""
+    from model_worker.engines.model_dir import ModelDir
+    from tests.engines.hostile_directories import DEMO
+
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "f00", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(DEMO.glob("*"))):
+        if file.is_file():
+            (blobs / f"{number:064x}").write_bytes(file.read_bytes())
+            (snapshot / file.name).symlink_to(Path("../../blobs") / f"{number:064x}")
+    assert ModelDir(str(snapshot)).architecture == "LlamaForCausalLM"
