@@ -1,5 +1,7 @@
 """A YAML file as plain data, remembering where each value stood, so that an error can name file, line and key path."""
 
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +67,12 @@ class YamlSource:
         self._problems: list[Problem] = []
         self._nodes = 0
         try:
-            with open(file, "rb") as f:
+            # not waiting: a running supervisor reads it again, and a pipe in its place would hold everything up
+            descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise ConfigError([Problem(self.file, 0, "", "cannot be read: it is no regular file; give one")])
+            with open(descriptor, "rb") as f:
                 raw = f.read(MAX_FILE_BYTES + 1)
         except OSError as e:
             raise ConfigError([Problem(self.file, 0, "", f"cannot be read: {e.strerror}")]) from None

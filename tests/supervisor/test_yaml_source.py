@@ -1,5 +1,6 @@
 """Any bytes at all: data with the places of its keys, or one ConfigError. Never another exception, never a bomb."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -135,3 +136,18 @@ def test_no_other_exception_escapes(tmp_path_factory: pytest.TempPathFactory, ra
         load(tmp_path_factory.getbasetemp(), raw)
     except ConfigError:
         pass
+
+
+@pytest.mark.parametrize("tag", ["object/apply:os.mknod", "object/new:os.mknod", "name:os.mknod", "module:os"])
+def test_tags_of_python_run_nothing(tmp_path: Path, tag: str) -> None:
+    with pytest.raises(ConfigError, match="means nothing here"):
+        load(tmp_path, f"models: !!python/{tag} [{tmp_path / 'canary'}]")
+    assert not (tmp_path / "canary").exists()
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    """A running supervisor reads it on its only thread."""
+    os.mkfifo(tmp_path / "models.yaml")
+    for path in (tmp_path / "models.yaml", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="no regular file"):
+            YamlSource(path)

@@ -90,9 +90,17 @@ def test_each_worker_has_a_session_and_a_death_signal_of_its_own(serving: Servin
         assert os.getsid(worker.pid) == os.getpgid(worker.pid) == worker.pid
         status = Path(f"/proc/{worker.pid}/status").read_text()
         assert "NoNewPrivs:\t1" in status
-        assert worker.rlimit(psutil.RLIMIT_CORE) == (0, 0)
         assert int(Path(f"/proc/{worker.pid}/oom_score_adj").read_text()) in (500, 1000)
         assert worker.ppid() == serving.pid
+
+
+def test_no_core_dump_can_hold_a_prompt(serving: Serving) -> None:
+    """Neither a file nor what a program like systemd-coredump is given: its filter leaves out all memory."""
+    processes = [process for process in serving.processes() if "resource_tracker" not in " ".join(process.cmdline())]
+    assert len(processes) >= 4  # the supervisor, its guard and two workers
+    for process in processes:
+        assert process.rlimit(psutil.RLIMIT_CORE) == (0, 0), process.cmdline()
+        assert int(Path(f"/proc/{process.pid}/coredump_filter").read_text(), 16) == 0, process.cmdline()
 
 
 def test_a_worker_inherits_no_descriptor_of_the_supervisor(serving: Serving) -> None:

@@ -1,0 +1,91 @@
+"""The JSON of a model's directory with anything in the place of anything: it loads as far as the files go, or is
+refused. Whatever else escaped would be taken for a fault of the engine, and the worker started again and again."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+from model_worker.engine import LoadError
+from model_worker.engines.exllamav2.vram import estimate
+from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.model_shape import read_shape
+from model_worker.engines.tokenizer import Tokenizer
+from model_worker.engines.vetting import understood
+from protocol.worker_spec import EngineSpec
+from tests.engines.hostile_directories import DEMO
+
+SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
+MUTATIONS = 300
+FILES = ("config.json", "tokenizer_config.json", "generation_config.json", "model.safetensors.index.json")
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2**31, 2**63, 10**23, 0.5, -0.0, 1e308, float("inf"), float("nan"), "", "x", "llama3",
+    "\0", "../../etc/passwd", "é" * 300, [], [[]], [None], {}, {"a": {}}, {"type": "yarn"}, ["LlamaForCausalLM"] * 2,
+    [1e999, "s"],
+]  # fmt: skip
+MORE: list[tuple[str, Any]] = [
+    ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}),
+    ("text_config", {"hidden_size": 8}),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4, "group_size": 128}),
+    ("layer_types", ["full_attention"]),
+    ("sliding_window", 5),
+    ("auto_map", {"AutoConfig": "a.B"}),
+    ("chat_template", [{"name": "default", "template": "{{ 1 }}"}]),
+    ("add_bos_token", True),
+    ("weight_map", {"a": "model.safetensors"}),
+    ("architectures", ["MixtralForCausalLM"]),
+    ("partial_rotary_factor", 0.5),
+]
+
+
+def mutated(value: Any, chance: random.Random) -> Any:
+    """The value with something odd in one place of it."""
+    if isinstance(value, dict) and value and chance.random() < 0.9:
+        key = chance.choice(list(value))
+        return {**value, key: mutated(value[key], chance)}
+    if isinstance(value, list) and value and chance.random() < 0.7:
+        place = chance.randrange(len(value))
+        return [*value[:place], mutated(value[place], chance), *value[place + 1 :]]
+    return chance.choice(ODD)
+
+
+def test_mutated_json(tmp_path: Path) -> None:
+    print(f"TEST_SEED={SEED}")
+    chance = random.Random(SEED)
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    originals = {name: json.loads((DEMO / name).read_text()) if (DEMO / name).exists() else {} for name in FILES}
+    told: list[str] = []
+    for _ in range(MUTATIONS):
+        name = chance.choice(FILES[:1] * 5 + FILES)
+        value = dict(originals[name])
+        for _ in range(chance.randrange(1, 4)):
+            if chance.random() < 0.4:
+                value.update([chance.choice(MORE)])
+            value = mutated(value, chance)
+            if not isinstance(value, dict):
+                break
+        (tmp_path / name).write_text(json.dumps(value))
+        for act in (_read, _estimate):
+            try:
+                with understood(tmp_path):
+                    act(str(tmp_path))
+            except LoadError as e:
+                told.append(str(e))
+        (tmp_path / name).unlink()
+        if originals[name]:
+            (tmp_path / name).write_text(json.dumps(originals[name]))
+    assert MUTATIONS // 4 < len(told) < 2 * MUTATIONS
+    assert len(max(told, key=len)) < 2000
+
+
+def _read(path: str) -> None:
+    directory = ModelDir(path)
+    directory.context(None)
+    Tokenizer(directory)
+    read_shape(directory)
+
+
+def _estimate(path: str) -> None:
+    estimate(EngineSpec("m", "exllamav2", path, device="cuda"))
