@@ -1,0 +1,58 @@
+"""Errors end up in logs of clients and servers: no text of a request is in them, whatever is wrong with it."""
+
+import random
+from typing import Any
+
+from protocol.codec import pack_body
+from protocol.errors import WireError
+from protocol.questions import parse_question
+from protocol.request import parse_generate
+from tests.fuzzing.corpus import CHAT, REQUESTS
+from tests.fuzzing.running import SEED
+
+CANARY = "trombone"
+WRONG: list[Any] = [
+    -5,
+    (1 << 64) - 1,
+    float("nan"),
+    CANARY,
+    [CANARY],
+    {"a": CANARY},
+    b"\xff",
+    True,
+    None,
+    [[CANARY]] * 300,
+]
+
+
+def marked(value: Any, chance: random.Random, odd: bool = False) -> Any:
+    """The request with every text a secret, and here and there a value that cannot be."""
+    if odd and chance.random() < 0.15:
+        return chance.choice(WRONG)
+    if isinstance(value, dict):
+        return {key: marked(inner, chance, True) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [marked(inner, chance, True) for inner in value]
+    if isinstance(value, str) and value not in ("system", "user", "assistant", "tool", "steady"):
+        return f"{CANARY} {value} {CANARY}" * chance.choice((1, 1, 40))
+    return value
+
+
+def test_no_error_quotes_a_text() -> None:
+    print(f"TEST_SEED={SEED}")
+    chance = random.Random(SEED)
+    told: list[str] = []
+    for _ in range(4000):
+        request = marked(chance.choice([*REQUESTS, CHAT]), chance)
+        try:
+            body = pack_body(request)
+        except OverflowError:
+            continue
+        for read in (parse_generate, lambda body: parse_question("tokenize", body)):
+            try:
+                read(body)
+            except WireError as e:
+                told.append(f"{e} {e.field}")
+    assert len(told) > 4000
+    assert not [error for error in told if CANARY in error]
+    assert len(set(told)) > 50
