@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import safetensors
+
 from model_worker.engine import LoadError
 from model_worker.engines import build_engine
 from protocol.worker_spec import EngineSpec
@@ -386,6 +388,11 @@ def main(place: Path) -> None:
         shutil.copytree(DEMO, place / "good", dirs_exist_ok=True)
         load(place / "good")
     watch = Watch()
+    model, outside = prepare(place, "code and pickles only")
+    with watch.over(model, outside):  # that it sees what there is to see
+        safetensors.safe_open(str(outside / "secret.safetensors"), framework="np")
+        pickle.loads((model / "pytorch_model.bin").read_bytes())
+    assert len(watch.seen) >= 3, watch.seen  # opened, unpickled, sprung
     for case in CASES:
         model, outside = prepare(place, case)
         for name, load in ENGINES.items():

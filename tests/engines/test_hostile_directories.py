@@ -2,6 +2,7 @@
 nothing outside read. Each on both engines, in a process of its own (``hostile_directories``)."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.engines.hostile_directories import CASES
+from model_worker.engine import LoadError
+from model_worker.engines.exllamav2.lora import check_adapter
+from model_worker.engines.exllamav2.options import Adapter
+from model_worker.engines.model_dir import ModelDir
+from tests.engines.hostile_directories import CASES, DEEP, DEMO
 from tests.serving import ROOT
 
 WITHIN = 200.0
@@ -54,9 +59,6 @@ def test_hostile_directories(told: dict[str, dict[str, Any]], engine: str) -> No
 
 def test_a_directory_of_hugging_faces_cache_is_taken(tmp_path: Path) -> None:
     """Links to the blobs of the same repository are how it is made."""
-    from model_worker.engines.model_dir import ModelDir
-    from tests.engines.hostile_directories import DEMO
-
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "f00", tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -65,3 +67,30 @@ def test_a_directory_of_hugging_faces_cache_is_taken(tmp_path: Path) -> None:
             (blobs / f"{number:064x}").write_bytes(file.read_bytes())
             (snapshot / file.name).symlink_to(Path("../../blobs") / f"{number:064x}")
     assert ModelDir(str(snapshot)).architecture == "LlamaForCausalLM"
+
+
+def test_adapters_are_vetted_too(tmp_path: Path) -> None:
+    adapter, model = Adapter(str(tmp_path / "lora"), 1.0), ModelDir(str(DEMO))
+
+    def refused(word: str) -> None:
+        with pytest.raises(LoadError, match=word) as caught:
+            check_adapter(adapter, model)
+        assert str(tmp_path / "lora") in str(caught.value)
+
+    refused("no directory")
+    (tmp_path / "lora").mkdir()
+    config = tmp_path / "lora" / "adapter_config.json"
+    config.write_text(DEEP)
+    refused("nested too deeply")
+    config.write_text("[]")
+    refused("must hold a JSON object")
+    config.unlink()
+    os.mkfifo(config)
+    refused("adapter_config.json is a pipe")
+    config.unlink()
+    config.symlink_to("/etc/passwd")
+    refused("is a link to /etc/passwd")
+    config.unlink()
+    config.write_text('{"r": 8, "lora_alpha": 8}')
+    (tmp_path / "lora" / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    refused("pickled weights are never loaded")

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from supervisor.placement import estimates
 from supervisor.placement.estimates import Estimated, Estimator, ask_now
 from supervisor.placement.gpu_shares import Needs
 from supervisor.timers import Timers
+from tests.hanging_files import hanging_file
 from tests.serving import ROOT, wait_until
 
 DEMO = ROOT / "model_worker" / "demo_models" / "letters"
@@ -67,12 +69,11 @@ class Asking:
 
 
 @pytest.fixture
-def hanging(tmp_path: Path) -> Path:
+def hanging(tmp_path: Path) -> Iterator[Path]:
     """A model's directory that takes for ever to read."""
     shutil.copytree(DEMO, tmp_path / "hanging")
-    (tmp_path / "hanging" / "model.safetensors").unlink()
-    os.mkfifo(tmp_path / "hanging" / "model.safetensors")
-    return tmp_path / "hanging"
+    with hanging_file(tmp_path / "hanging" / "model.safetensors"):
+        yield tmp_path / "hanging"
 
 
 def test_what_takes_too_long_is_ended_and_may_be_tried_again(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import psutil
 import pytest
 
 from tests.conftest import Serve
+from tests.hanging_files import hanging_file
 from tests.nvml_box import GIB, STRANGER, Box
 from tests.serving import ROOT, Serving, engine, is_alive, wait_until
 
@@ -140,13 +143,20 @@ def readers(serving: Serving) -> list[psutil.Process]:
     return [p for p in serving.processes() if "model_worker.estimating" in p.cmdline()]
 
 
-def test_directories_are_read_by_others_before_anything_is_spawned(serve: Serve, box: Box, tmp_path: Path) -> None:
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_directories_are_read_by_others_before_anything_is_spawned(
+    serve: Serve, box: Box, tmp_path: Path, closing: ExitStack
+) -> None:
     box.holds(0, STRANGER, 79 * GIB + GIB // 2)
     for name in ("cut", "hanging"):
         shutil.copytree(DEMO, tmp_path / name)
     (tmp_path / "cut" / "model.safetensors").write_bytes((DEMO / "model.safetensors").read_bytes()[:5000])
-    (tmp_path / "hanging" / "model.safetensors").unlink()
-    os.mkfifo(tmp_path / "hanging" / "model.safetensors")  # nobody ever writes
+    closing.enter_context(hanging_file(tmp_path / "hanging" / "model.safetensors"))
     models = {"cut": exl2(tmp_path / "cut", 0), "full": exl2("demo:letters", 0)}
     serving = serve(
         models | {"hanging": exl2(tmp_path / "hanging", 0), "other": on(1)}, wait=False, options=["--no-compile"]
