@@ -365,7 +365,7 @@ def test_large_frames_within_the_limits_are_no_endless_message(keyed: Keyed) -> 
     before = keyed.tcp()["cut_off"]
     with keyed.raw("infer") as raw:
         for nonce in range(24):
-            raw.send(Call(nonce + 1, "models", pack_body({"unknown": "x" * (3 * MIB)})))
+            raw.send(Call(nonce + 1, "models", pack_body({"unknown": "x" * (2 * MIB)})))
             raw.send(Ping(nonce))
         raw.barrier()
         assert len(raw.replies) == 24
