@@ -23,6 +23,7 @@ from protocol.messages import (
     Ready,
     Stats,
 )
+from protocol.socket_calls import has_input, send_now
 from protocol.worker_spec import WorkerSpec
 
 PROGRESS_INTERVAL_S = 0.05
@@ -102,7 +103,7 @@ class SupervisorLink:
             return []
         messages: list[Message] = []
         # asked for before every read: an exception for "nothing there" would cost more than all else here
-        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        while has_input(self._socket):
             frame = self._socket.recv(zmq.NOBLOCK)
             # The supervisor is the same build as we are. A frame that cannot be read may be somebody's job or cancel:
             # the FrameError ends this process, and with it no request is lost silently.
@@ -148,7 +149,7 @@ class SupervisorLink:
         """Whether everything that is encoded could be sent."""
         while self._frames:
             try:
-                self._socket.send(self._frames[0], zmq.NOBLOCK)
+                send_now(self._socket, self._frames[0])
             except zmq.Again:
                 return False
             self._frames.popleft()

@@ -29,6 +29,8 @@ Buffer = bytes | memoryview
 
 _packb = partial(msgpack.packb, use_bin_type=True)
 _EVENTS = int(Kind.EVENTS)
+_EVENTS_HEAD = bytes((0x96, VERSION, _EVENTS))
+_LARGEST_EVENTS = limits.MAX_FRAME[Kind.EVENTS]
 # what EventEntry(*entry) does, without a call into Python: this is the supervisor's hottest path
 _as_entry: Callable[[tuple[int, ...]], EventEntry] = partial(tuple.__new__, EventEntry)
 _FIELD_TYPES: dict[Kind, tuple[tuple[str, type], ...]] = {
@@ -170,6 +172,18 @@ def _build(kind: Kind, values: list[Any]) -> Message:
     return MESSAGE_CLASSES[kind](*values[2:])
 
 
+def is_events(frame: bytes) -> bool:
+    """Whether a frame begins as those of EVENTS do (one written in a longer way than need be does not)."""
+    return frame.startswith(_EVENTS_HEAD)
+
+
+def decode_events(frame: bytes) -> Events:
+    """``decode`` of a frame that ``is_events``, without its looks at what others may be: the road of every token."""
+    if len(frame) > _LARGEST_EVENTS:
+        check_size(frame, Kind.EVENTS)
+    return _decode_events(frame)
+
+
 def _decode_events(frame: Buffer) -> Events:
     try:
         if len(frame) > limits.UNTRIED_EVENTS:
@@ -194,9 +208,12 @@ def _decode_events(frame: Buffer) -> Events:
         entries, total = [], 0
         for entry in index:
             request, seq, flags, tokens, length = entry
-            whole = type(request) is type(seq) is type(flags) is type(tokens) is type(length) is int
             # the sign bit of any of them is that of their union
-            if type(entry) is not tuple or not whole or request | seq | flags | tokens | length < 0:
+            if (
+                not (type(request) is type(seq) is type(flags) is type(tokens) is type(length) is int)
+                or type(entry) is not tuple
+                or request | seq | flags | tokens | length < 0
+            ):
                 raise ValueError("an index entry holds something else than five unsigned integers")
             if flags > 255:
                 raise ValueError("an event has flags that are unknown here")

@@ -206,7 +206,7 @@ class Accepted:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that makes it three times as dear, and there is one for every token
 class Events:
     kind: ClassVar[Kind] = Kind.EVENTS
     channel: int

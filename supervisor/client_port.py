@@ -16,6 +16,7 @@ from protocol import limits
 from protocol.codec import decode, encode, pack_error
 from protocol.errors import ErrorCode, FrameError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
+from protocol.socket_calls import has_input, send_to
 from supervisor.keys.rights import OWNER, Identity
 from supervisor.socket_monitor import recv_monitor_message
 from supervisor.zap import ZAP_DOMAIN
@@ -118,10 +119,9 @@ class ClientPort:
                 self._skipping = not skip_parts(self.socket)
                 if self._skipping:
                     return
-            try:
-                routing_id = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            if not has_input(self.socket):
                 return
+            routing_id = self.socket.recv(zmq.NOBLOCK)
             connection = self._by_id.get(routing_id)
             part = self.socket.recv(zmq.NOBLOCK, copy=False)
             if connection is None and routing_id in self._left:
@@ -159,8 +159,7 @@ class ClientPort:
         if connection is None:
             return self.beyond is not None and self.beyond.send(channel, frame)
         try:
-            self.socket.send(connection.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
-            self.socket.send(frame, zmq.NOBLOCK)
+            send_to(self.socket, connection.routing_id, frame)
         except zmq.ZMQError as e:  # EHOSTUNREACH: gone. EAGAIN: 100,000 frames behind.
             self._leave(connection, ended=e.errno != zmq.EAGAIN)
             return False
@@ -172,10 +171,9 @@ class ClientPort:
         Called before frames are read, so that a reused descriptor is seen as free.
         """
         for _ in range(limit) if limit is not None else count():
-            try:
-                event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
-            except zmq.Again:
+            if not has_input(self.monitor):
                 return False
+            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             kind, value = event["event"], event["value"]
             if kind == zmq.EVENT_ACCEPTED:
                 self.counters.accepted += 1
@@ -194,6 +192,8 @@ class ClientPort:
 
     def take_gone(self) -> list[int]:
         """Channels that ended since the last call."""
+        if not self._gone and self.beyond is None:  # asked for after every token
+            return self._gone
         gone, self._gone = self._gone, []
         return gone if self.beyond is None else gone + self.beyond.take_gone()
 
@@ -265,8 +265,7 @@ class ClientPort:
         self.counters.bad_frames += 1
         error = FrameError(ErrorCode.UNSUPPORTED, "a client may not choose its routing id: leave ZMQ_ROUTING_ID unset")
         try:
-            self.socket.send(routing_id, zmq.SNDMORE | zmq.NOBLOCK)
-            self.socket.send(encode(Error(0, pack_error(error))), zmq.NOBLOCK)
+            send_to(self.socket, routing_id, encode(Error(0, pack_error(error))))
         except zmq.ZMQError:
             pass  # gone, or not reading: it was told often enough
 

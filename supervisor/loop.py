@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from protocol import __version__, limits
-from protocol.codec import decode, encode, pack_body, pack_error, unpack_body
+from protocol.codec import decode, decode_events, encode, is_events, pack_body, pack_error, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import (
     QUESTION_VERBS,
@@ -42,6 +42,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
+from protocol.socket_calls import DONT_WAIT, has_more, receive_now, send_to
 from supervisor import calls
 from supervisor.client_port import ClientPort, Connection, Context, bind_private, router, skip_parts
 from supervisor.config import Config, load_config
@@ -213,8 +214,7 @@ class Supervisor:
 
     def send_worker(self, worker: str, frame: bytes) -> None:
         try:
-            self._back.send(self.fleet.replicas[worker].routing_id, zmq.SNDMORE | zmq.NOBLOCK)
-            self._back.send(frame, zmq.NOBLOCK)
+            send_to(self._back, self.fleet.replicas[worker].routing_id, frame)
         except zmq.ZMQError:
             # Not connected any more: its exit is about to be seen, and ends every request it held. A worker that is
             # 10,000 frames behind is beyond help and would lose a request silently.
@@ -364,24 +364,25 @@ class Supervisor:
 
     def _on_back(self) -> bool:
         """Take in workers' frames; whether there may be more."""
+        back = self._back
         for _ in range(BACK_DRAIN_LIMIT):
             if self._back_skipping and not skip_parts(self._back):
                 return True
             self._back_skipping = False
             try:
-                routing_id = self._back.recv(zmq.NOBLOCK)
+                routing_id = receive_now(back, DONT_WAIT)
             except zmq.Again:
                 return False
-            frame = self._back.recv(zmq.NOBLOCK)
+            frame = receive_now(back, DONT_WAIT)
             replica = self.fleet.replica_of(routing_id)
-            if self._back.getsockopt(zmq.RCVMORE):  # left unread, the rest would be taken for the next routing id
+            if has_more(back):  # left unread, the rest would be taken for the next routing id
                 self._back_skipping = True
                 replica = None
             if replica is None or replica.killed_for is not None:  # last words of a former generation, or of a mad one
                 self._worker_frames_dropped += 1
                 continue
             try:
-                message = decode(frame, WORKER_TO_SUPERVISOR)
+                message = decode_events(frame) if is_events(frame) else decode(frame, WORKER_TO_SUPERVISOR)
                 if isinstance(message, Events):
                     if self._gate is not None:
                         self._gate.charge(message)

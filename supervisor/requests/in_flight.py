@@ -8,7 +8,7 @@ from supervisor.requests.held import HeldEvents
 from supervisor.requests.route import Route
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that makes it three times as dear, and there is one for every token
 class ToClient:
     """Effect: send a frame to a client connection."""
 

@@ -28,15 +28,15 @@ class WorkerEvents(RequestTable):
             self.dropped_frames += 1
             return []
         ended = False
-        if not self._passes_whole(seat, message):
+        requests = self._all_pass(seat, message) or self._passes_whole(seat, message)
+        if not requests:
             effects, ended = self._slice(seat, message, now)
         else:
             effects = [ToClient(message.channel, frame)]
-            running, channel, body = seat.running, message.channel, message.body
+            body = message.body
             at = 0
             # The road of nearly every token: what note_tokens and count_sent do, without the calls.
-            for number, seq, flags, tokens, length in message.index:
-                request = running[channel, number]
+            for request, (_, seq, flags, tokens, length) in zip(requests, message.index, strict=True):
                 if tokens:
                     request.has_tokens = True
                     seat.tokens += tokens
@@ -61,8 +61,30 @@ class WorkerEvents(RequestTable):
             request.ids += ids
 
     @staticmethod
-    def _passes_whole(seat: Seat, message: Events) -> bool:
-        """Whether every event may go to the client now. Raises FrameError if one came out of turn."""
+    def _all_pass(seat: Seat, message: Events) -> list[InFlight] | None:
+        """``_passes_whole`` in the usual case, one event of each request; None where it has to be looked at closely."""
+        index, channel, running = message.index, message.channel, seat.running
+        count = len(index)
+        requests = []
+        for number, seq, _, _, _ in index:
+            request = running.get((channel, number))
+            if (
+                request is None
+                or seq != request.sent
+                or request.credit < count
+                or request.holds
+                or request.phase is not Phase.RUNNING
+            ):
+                return None
+            requests.append(request)
+        if count > 1 and len(set(requests)) != count:
+            return None
+        return requests
+
+    @staticmethod
+    def _passes_whole(seat: Seat, message: Events) -> list[InFlight] | None:
+        """The request of each event, if every event may go to the client now; else None. Raises FrameError if one came
+        out of turn."""
         count, channel, running = len(message.index), message.channel, seat.running
         whole = True
         due: dict[int, int] = {}  # by request, the number of its next event; -1 behind its end
@@ -87,7 +109,7 @@ class WorkerEvents(RequestTable):
             # which only costs the slicing.
             if request.holds or request.credit < count:
                 whole = False
-        return whole
+        return [running[channel, entry.request] for entry in message.index] if whole else None
 
     def _slice(self, seat: Seat, message: Events, now: float) -> tuple[list[Effect], bool]:
         """Pass on what may go and hold the rest, event by event. Whether the worker let go of a job."""
