@@ -1,0 +1,141 @@
+"""An engine that computes nothing: a token for every job at each step, as fast as it is called, or at a pace.
+
+Named by import string in ``benchmarks.router``. Its prompts say what is wanted: ``all`` (each step gives every job a
+token), ``one`` (each step gives one job a token, in turns), both as fast as it is called, or ``paced RATE SEED``.
+"""
+
+import mmap
+import random
+import time
+from collections.abc import Sequence
+
+from model_worker.engine import Capabilities, Delta, EngineEvent, EngineStats, Finished, Job, ProgressCallback
+from protocol.worker_spec import EngineSpec
+
+TEXT = "0123456789abcdef"
+"""Of every token of a flood: as long as a time."""
+WAIT_S = 2e-5
+"""Of a flood that is ahead, until it looks again."""
+
+
+class FloodEngine:
+    """Every text has 16 characters; those of a paced job are the time at which it was made, CLOCK_MONOTONIC in
+    nanoseconds, hexadecimal. Paced tokens come at random times, RATE a second on average; a step then waits for the
+    next, and serves one job only.
+
+    Options: ``taken``, path of a ``Taken``; ``window``, steps that a flood may be ahead of it. Without that bound it
+    would outrun every reader, and what is measured would be how the supervisor holds events back.
+    """
+
+    chat_template = None
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._taken = Taken(spec.options["taken"])
+        self._window = int(spec.options["window"])
+        self._batch = spec.max_batch_size
+        self._jobs: dict[int, Job] = {}
+        self._made: dict[int, int] = {}
+        self._steps = 0
+        self._kind = ""
+        self._pace = Pace(1.0, 0)
+
+    def load(self, progress: ProgressCallback) -> None: ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(1 << 30, self._batch, frozenset(), False, "none", "none")
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_rendered(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id % 256])
+
+    def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        return 1
+
+    def submit(self, job: Job) -> None:
+        self._kind, *numbers = bytes(job.prompt_ids).decode().split()
+        if self._kind == "paced":
+            self._pace = Pace(float(numbers[0]), int(numbers[1]))
+        self._jobs[job.id], self._made[job.id] = job, 0
+
+    def step(self) -> list[EngineEvent]:
+        if not self._jobs:
+            return []
+        first = next(iter(self._jobs))
+        text = TEXT
+        if self._kind == "paced":
+            self._pace.wait()
+            text = stamp()
+        elif self._made[first] >= self._taken.steps + self._window:
+            time.sleep(WAIT_S)
+            return []
+        self._steps += 1
+        if self._kind != "one":
+            return [self._token(number, text) for number in list(self._jobs)]
+        self._jobs[first] = self._jobs.pop(first)
+        return [self._token(first, text)]
+
+    def _token(self, number: int, text: str) -> EngineEvent:
+        self._made[number] = made = self._made[number] + 1
+        most = self._jobs[number].max_new_tokens
+        if made < most:
+            return Delta(number, (self._steps,), text)
+        self.cancel(number)
+        return Finished(number, (self._steps,), text, "length", 1, most)
+
+    def cancel(self, job_id: int) -> None:
+        self._jobs.pop(job_id, None)
+        self._made.pop(job_id, None)
+
+    def reset(self) -> None:
+        self._jobs.clear()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, len(self._jobs), self._steps)
+
+    def close(self) -> None: ...
+
+
+class Taken:
+    """How many events of each stream have been read so far, in memory that reader and engine share. ``path``: of a
+    file, which is made if it does not exist."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "a+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            self._words = memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE)).cast("Q")
+
+    @property
+    def steps(self) -> int:
+        return self._words[0]
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._words[0] = steps
+
+
+class Pace:
+    """Times that a Poisson process has, ``rate`` a second. One that is behind does not wait."""
+
+    def __init__(self, rate: float, seed: int) -> None:
+        self._rate, self._draw = rate, random.Random(seed)
+        self._due = time.monotonic()
+
+    def wait(self) -> None:
+        """Until the next of them."""
+        self._due += self._draw.expovariate(self._rate)
+        if (left := self._due - time.monotonic()) > 0:
+            time.sleep(left)
+
+
+def stamp() -> str:
+    """The time, as 16 characters."""
+    return f"{time.monotonic_ns():016x}"

@@ -1,0 +1,349 @@
+"""What the supervisor adds to the road of a token, beside libzmq's own proxy and beside no router at all.
+
+    python -m benchmarks.router [--quick] [--out DIR]
+
+A supervisor, a worker with its own loop and an engine that computes nothing; this process reads, as plainly as it
+reads from the other two: raw DEALER to DEALER, and ``zmq.proxy`` (ROUTER and DEALER, in C, a process of its own),
+both over ipc with messages as long as an EVENTS frame of one token. All in turns, several rounds; figures are medians,
+ratios are of one round. Nothing is bound to a CPU. Three processes are busy with the supervisor (worker, supervisor,
+reader) and with the proxy (sender, proxy, reader), two without a router: on two cores the worker's loop and its
+encoding, which are part of the supervisor's figures and not of the others', compete with the supervisor for them.
+
+Events are forwarded one a frame (16 streams of one connection, whose tokens come one by one; and, for what it is, of
+16 connections), or 16 a frame (16 streams of one connection). The reader grants credit as clients do, the supervisor
+keeps its record for resuming. A flood stays 100 tokens a stream ahead of the reader, as the others' sockets hold their
+sender back: streams whose client is behind are another measurement. Latency is from the time that the engine (or the
+sender) writes into a token to its receipt; events come at random times, 2,000 a second.
+"""
+
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
+
+import psutil
+import zmq
+
+from benchmarks.flood_engine import TEXT, Pace, Taken, stamp
+from benchmarks.harness import Server, arguments_for, quiet_heap
+from benchmarks.report import Result, write
+from protocol import limits
+from protocol.codec import EventWriter, encode, pack_body
+from protocol.messages import Credit, EventEntry, Generate, Hello, Kind
+
+STREAMS = 16
+RATE, PACED = 2000, 4000
+MESSAGES, EVENTS = 400_000, 160_000
+"""Of a flood: without the supervisor, and through it."""
+ROUNDS = 7
+WINDOW = 100
+"""Tokens that a stream may be ahead of the reader: less than credit is granted for, or events would be held."""
+GRANT = limits.STREAM_WINDOW // 2
+"""Events after which a client grants as many."""
+MARK = 10_000
+"""Messages that the sockets hold, as the worker's does."""
+
+Sent = tuple[int, float | None, int]
+"""(messages, their rate or None, seed) of one run without the supervisor."""
+
+
+def event_frame(text: str = TEXT) -> bytes:
+    """EVENTS with one token, as a worker sends it."""
+    writer = EventWriter()
+    event = writer.event((1000,), {"text": text})
+    return writer.frame(1, 1, [EventEntry(1, 10_000, 0, 1, len(event))], event)
+
+
+# --- without the supervisor
+
+
+def send(endpoint: str, wanted: "multiprocessing.Queue[Sent | None]") -> None:
+    """A process that sends messages, whenever it is told how many."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.SNDHWM, MARK)
+        socket.connect(endpoint)
+        frame = event_frame()
+        head = frame[: -len(TEXT)]
+        while (order := wanted.get()) is not None:
+            messages, rate, seed = order
+            if rate is None:
+                for _ in range(messages):
+                    socket.send(frame)
+            else:
+                pace = Pace(rate, seed)
+                for _ in range(messages):
+                    pace.wait()
+                    socket.send(head + stamp().encode())
+
+
+def proxy(front: str, back: str, ready: Event) -> None:
+    """A process that is libzmq's proxy, until it is terminated."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inner, outer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    for socket, endpoint in ((inner, back), (outer, front)):
+        socket.setsockopt(zmq.SNDHWM, MARK)
+        socket.setsockopt(zmq.RCVHWM, MARK)
+        socket.bind(endpoint)
+    ready.set()
+    zmq.proxy(inner, outer)
+
+
+class Without:
+    """A sender and this reader; between them nothing, or the proxy. A context manager."""
+
+    def __init__(self, *, proxied: bool) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._scratch = tempfile.TemporaryDirectory(prefix="modelctl-bench-")
+        front, back = (f"ipc://{self._scratch.name}/{name}" for name in ("front", "back"))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RCVHWM, MARK)
+        self._wanted: multiprocessing.Queue[Sent | None] = spawn.Queue()
+        self._sender = spawn.Process(target=send, args=(back if proxied else front, self._wanted))
+        self._proxy = None
+        if proxied:
+            ready = spawn.Event()
+            self._proxy = spawn.Process(target=proxy, args=(front, back, ready))
+            self._proxy.start()
+            ready.wait()
+            self._socket.connect(front)
+            # a DEALER hands what comes on to whoever is there: a ROUTER's message has the sender's identity before it
+        else:
+            self._socket.bind(front)
+        self._sender.start()
+        self._parts = 2 if proxied else 1
+
+    def __enter__(self) -> "Without":
+        self.flood(1000)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wanted.put(None)
+        self._sender.join()
+        if self._proxy is not None:
+            self._proxy.terminate()
+            self._proxy.join()
+        self._socket.close(linger=0)
+        self._context.term()
+        self._scratch.cleanup()
+
+    def flood(self, messages: int) -> float:
+        """Messages a second, at the reader."""
+        self._wanted.put((messages, None, 0))
+        receive, second = self._socket.recv, self._parts == 2
+        begun = self._first()
+        for _ in range(messages - 1):
+            receive()
+            if second:
+                receive()
+        return (messages - 1) / (time.perf_counter() - begun)
+
+    def latencies(self, messages: int, rate: float, seed: int) -> list[float]:
+        """Seconds of each on its way."""
+        self._wanted.put((messages, rate, seed))
+        found = []
+        for _ in range(messages):
+            if self._parts == 2:
+                self._socket.recv()
+            found.append(age(self._socket.recv()))
+        return found
+
+    def _first(self) -> float:
+        for _ in range(self._parts):
+            self._socket.recv()
+        return time.perf_counter()
+
+
+def age(frame: bytes) -> float:
+    """Seconds since the time that the frame ends with."""
+    return (time.monotonic_ns() - int(frame[-len(TEXT) :], 16)) / 1e9
+
+
+# --- with it
+
+
+@dataclass(slots=True)
+class State:
+    """Of a connection that is read: CREDIT for each of its streams, and events since the last of them."""
+
+    grants: list[bytes]
+    owed: int = 0
+
+
+class Through:
+    """Connections to a supervisor, read by this process, in the plainest way that still grants credit."""
+
+    def __init__(self, server: Server, taken: Taken, connections: int) -> None:
+        self._taken = taken
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._sockets = []
+        for _ in range(connections):
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(f"ipc://{server.runtime_dir}/front")
+            socket.send(encode(Hello(pack_body({"library": "benchmark"}))))
+            self._poller.register(socket, zmq.POLLIN)
+            self._sockets.append(socket)
+        self._number = 0
+
+    def flood(self, prompt: str, events: int, streams: int, found: list[float] | None = None) -> tuple[float, int]:
+        """(events a second, frames they came in) of so many events of so many streams on each connection. ``found``
+        takes the seconds that each frame was on its way."""
+        each = events // (streams * len(self._sockets))
+        all_streams = streams * len(self._sockets)
+        self._taken.steps = 0
+        body = pack_body({"prompt": prompt, "max_tokens": each})
+        grants = []
+        for socket in self._sockets:
+            numbers = range(self._number + 1, self._number + 1 + streams)
+            for number in numbers:
+                socket.send(encode(Generate(number, "m", {}, body)))
+            grants.append([encode(Credit(number, GRANT)) for number in numbers])
+        self._number += streams
+        states = {socket: State(grant) for socket, grant in zip(self._sockets, grants, strict=True)}
+        # Of one connection all streams get their events together: the count of one stream is that of all.
+        begun, frames, got, events_kind, total = 0.0, 0, 0, int(Kind.EVENTS), each * all_streams
+        while got < total:
+            for socket, _ in self._poller.poll():
+                state = states[socket]
+                while True:
+                    try:
+                        frame = socket.recv(zmq.NOBLOCK)
+                    except zmq.Again:
+                        break
+                    if frame[2] != events_kind:
+                        continue
+                    if found is not None and got < total - 1:
+                        found.append(age(frame))
+                    if not begun:
+                        begun = time.perf_counter()
+                    frames += 1
+                    count = index_length(frame)
+                    got += count
+                    state.owed += count
+                    if state.owed >= GRANT * streams:
+                        state.owed -= GRANT * streams
+                        for grant in state.grants:
+                            socket.send(grant)
+                self._taken.steps = got // all_streams
+        return (got - 1) / (time.perf_counter() - begun), frames
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self._context.term()
+
+
+def index_length(frame: bytes) -> int:
+    """Events in an EVENTS frame, without unpacking it."""
+    at = 3
+    for _ in range(2):  # channel and generation
+        first = frame[at]
+        at += 1 if first < 0x80 else {0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9}[first]
+    first = frame[at]
+    if first == 0xDC:
+        return int.from_bytes(frame[at + 1 : at + 3], "big")
+    return first & 0x0F
+
+
+def spent(process: psutil.Process) -> float:
+    """Seconds of processor time so far, libzmq's thread included."""
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+@dataclass
+class Round:
+    """Events a second, seconds of processor time for each event, and median seconds of one on its way."""
+
+    raw: float
+    proxy: float
+    single: float
+    batched: float
+    many: float
+    cpu: float
+    cpu_batched: float
+    cpu_worker: float
+    single_frames: float
+    latency: float
+    latency_proxy: float
+
+
+def one_round(server: Server, taken: Taken, raw: Without, proxied: Without, scale: float, seed: int) -> Round:
+    supervisor = psutil.Process(server.overview()["supervisor"]["pid"])
+    worker = psutil.Process(server.status("m")["pid"])
+
+    def through(prompt: str, events: int, connections: int = 1, streams: int = STREAMS) -> tuple[float, ...]:
+        reader = Through(server, taken, connections)
+        before = spent(supervisor), spent(worker)
+        rate, frames = reader.flood(prompt, int(events * scale), streams)
+        after = spent(supervisor), spent(worker)
+        reader.close()
+        server.wait_idle("m")
+        each = [(b - a) / (events * scale) for a, b in zip(before, after, strict=True)]
+        return rate, *each, frames / (events * scale)
+
+    single, cpu, cpu_worker, single_frames = through("one", EVENTS)
+    raw_rate, proxy_rate = raw.flood(int(MESSAGES * scale)), proxied.flood(int(MESSAGES * scale))
+    batched, cpu_batched, _, _ = through("all", 2 * EVENTS)
+    many, _, _, _ = through("all", EVENTS, STREAMS, 1)
+    latencies: list[float] = []
+    reader = Through(server, taken, 1)
+    reader.flood(f"paced {RATE} {seed}", int(PACED * scale), 1, latencies)
+    reader.close()
+    server.wait_idle("m")
+    return Round(
+        raw_rate, proxy_rate, single, batched, many, cpu, cpu_batched, cpu_worker, single_frames,
+        statistics.median(latencies),
+        statistics.median(proxied.latencies(int(PACED * scale), RATE, seed)),
+    )  # fmt: skip
+
+
+def main() -> None:
+    arguments = arguments_for(__doc__).parse_args()
+    rounds, scale = (1, 0.05) if arguments.quick else (ROUNDS, 1.0)
+    quiet_heap()
+    found = []
+    with tempfile.NamedTemporaryFile(prefix="modelctl-bench-") as file:
+        options = {"taken": file.name, "window": WINDOW}
+        entry = {"model_dir": ".", "engine": "benchmarks.flood_engine:FloodEngine", "options": options}
+        with (
+            Server({"m": {**entry, "max_batch_size": STREAMS}}) as server,
+            Without(proxied=False) as raw,
+            Without(proxied=True) as proxied,
+        ):
+            taken = Taken(file.name)
+            one_round(server, taken, raw, proxied, 0.05, 0)
+            found = [one_round(server, taken, raw, proxied, scale, seed) for seed in range(rounds)]
+
+    def median(of: Callable[[Round], float]) -> float:
+        return statistics.median(map(of, found))
+
+    write(
+        "router",
+        [
+            Result("raw DEALER to DEALER", median(lambda r: r.raw), "/s"),
+            Result("zmq.proxy", median(lambda r: r.proxy), "/s"),
+            Result("one event a frame", median(lambda r: r.single), "/s"),
+            Result("one event a frame: frames for each event", median(lambda r: r.single_frames), "ratio"),
+            Result("one event a frame, over zmq.proxy", median(lambda r: r.single / r.proxy), "ratio", ">= 0.55"),
+            Result("one event a frame, 16 connections", median(lambda r: r.many), "/s"),
+            Result("one client of 16 streams", median(lambda r: r.batched), "/s"),
+            Result("one client of 16 streams, over raw messages", median(lambda r: r.batched / r.raw), "ratio", ">= 1"),
+            Result("supervisor's processor time of an event, one a frame", 1e6 * median(lambda r: r.cpu), "µs", "<= 8"),
+            Result("the same, 16 streams of one client", 1e6 * median(lambda r: r.cpu_batched), "µs", "<= 8"),
+            Result("worker's processor time of an event, one a frame", 1e6 * median(lambda r: r.cpu_worker), "µs"),
+            Result("one way at 2,000 events a second", 1e6 * median(lambda r: r.latency), "µs"),
+            Result("the same through zmq.proxy", 1e6 * median(lambda r: r.latency_proxy), "µs"),
+            Result("one way, over zmq.proxy", median(lambda r: r.latency / r.latency_proxy), "ratio", "<= 1.3"),
+        ],
+        arguments.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
