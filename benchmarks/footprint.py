@@ -1,0 +1,75 @@
+"""What a supervisor costs a box where it serves, and how long an operator waits for ``modelctl ps``.
+
+    python -m benchmarks.footprint [--gpu 0] [--quick] [--out DIR]
+
+The demo models of models.yaml, on the CPU, or with ``--gpu`` on a GPU, where the supervisor has NVML in its process.
+Memory is that of the supervisor's process once all models are ready and have answered: resident (RSS), and its own
+share (PSS: a page that several processes map is counted in parts). ``ps`` runs many times, in turns with
+``python -c pass``, below which nothing written in Python can be.
+"""
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.harness import Server
+from benchmarks.report import RESULTS, Result, write
+from model_worker.demo_models import NAMES
+
+RUNS = 21
+MB = 1e6
+
+
+def memory(pid: int) -> tuple[float, float]:
+    """(RSS, PSS) in bytes."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    rss, pss = (int(found[1]) * 1024 for key in ("Rss", "Pss") if (found := re.search(rf"^{key}:\s+(\d+)", text, re.M)))
+    return rss, pss
+
+
+def python_seconds() -> float:
+    begun = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "pass"], check=True)
+    return time.perf_counter() - begun
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", default="cpu", help="an index as nvidia-smi counts, or cpu")
+    parser.add_argument("--quick", action="store_true", help="tries the script itself")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
+    arguments = parser.parse_args()
+    gpu = arguments.gpu if arguments.gpu == "cpu" else int(arguments.gpu)
+    models = {
+        name: {"model_dir": f"demo:{name}", "engine": "transformers", "gpu": gpu, "max_batch_size": 32}
+        for name in NAMES
+    }
+    with Server(models) as server:
+        pid = server.overview()["supervisor"]["pid"]
+        idle, _ = memory(pid)
+        with server.client() as client:
+            for name in NAMES:
+                client.complete(name, "count to 15: 10 ->", max_tokens=8, temperature=0)
+        server.modelctl("ps")
+        rounds = [(server.modelctl("ps"), python_seconds()) for _ in range(3 if arguments.quick else RUNS)]
+        rss, pss = memory(pid)
+    write(
+        "footprint" if gpu == "cpu" else "footprint-nvml",
+        [
+            Result("supervisor's memory (RSS), models ready", idle / MB, "MB"),
+            Result("supervisor's memory (RSS), after requests", rss / MB, "MB", "<= 60"),
+            Result("supervisor's own share of it (PSS)", pss / MB, "MB"),
+            Result("modelctl ps", statistics.median(ps for ps, _ in rounds), "s", "<= 0.2"),
+            Result("python -c pass", statistics.median(floor for _, floor in rounds), "s"),
+            Result("modelctl ps, over python -c pass", statistics.median(ps / floor for ps, floor in rounds), "ratio"),
+        ],
+        arguments.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
