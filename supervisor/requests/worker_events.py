@@ -34,12 +34,12 @@ class WorkerEvents(RequestTable):
         else:
             effects = [ToClient(message.channel, frame)]
             body = message.body
-            at = 0
+            at = tokens_in_all = 0
             # The road of nearly every token: what note_tokens and count_sent do, without the calls.
             for request, (_, seq, flags, tokens, length) in zip(requests, message.index, strict=True):
                 if tokens:
                     request.has_tokens = True
-                    seat.tokens += tokens
+                    tokens_in_all += tokens
                     request.unpaid += tokens
                     request.delivered_tokens += tokens
                     if request.route.resume:
@@ -50,6 +50,7 @@ class WorkerEvents(RequestTable):
                 if flags & TERMINAL:
                     ended = True
                     self._finish(seat, request, flags, now)
+            seat.tokens += tokens_in_all
         return effects + self._dispatch(queue, now) if ended else effects
 
     @staticmethod

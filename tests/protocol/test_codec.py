@@ -13,7 +13,9 @@ from protocol.codec import (
     EventWriter,
     check_size,
     decode,
+    decode_events,
     encode,
+    is_events,
     kind_of,
     pack_body,
     pack_event,
@@ -121,6 +123,36 @@ def test_events_come_back(events: list[tuple[int, int, int, list[int], str]], ch
     assert all(type(entry) is EventEntry for entry in decoded.index)
     for (entry, event), (*_, ids, text) in zip(split_events(decoded), events, strict=True):
         assert unpack_event(entry, event) == (tuple(ids), {"text": text})
+
+
+@given(EVENTS, st.lists(st.tuples(st.integers(3, 200), st.integers(0, 255)), max_size=3))
+def test_events_are_read_alike_on_both_roads(
+    events: list[tuple[int, int, int, list[int], str]], changes: list[tuple[int, int]]
+) -> None:
+    """The supervisor's shorter one refuses what the other refuses, for the same reason."""
+    packed = [pack_event(ids, {"text": text}) for *_, ids, text in events]
+    index = [EventEntry(r, s, f, len(ids), len(p)) for (r, s, f, ids, _), p in zip(events, packed, strict=True)]
+    frame = bytearray(encode(Events(1, 1, index, b"".join(packed))))
+    for at, value in changes:
+        frame[at % (len(frame) - 3) + 3] = value  # behind what says that it is EVENTS
+    assert is_events(bytes(frame))
+
+    def outcome(read: Callable[[bytes], Message]) -> object:
+        try:
+            return read(bytes(frame))
+        except FrameError as e:
+            return e.code, str(e)
+
+    assert outcome(decode_events) == outcome(lambda raw: decode(raw, ALL))
+
+
+def test_events_that_are_too_large_are_refused_on_both_roads() -> None:
+    frame = b"\x96\x01\x12" + bytes(limits.MAX_FRAME[Kind.EVENTS] - 2)
+    for read in (decode_events, lambda raw: decode(raw, ALL)):
+        with pytest.raises(FrameError) as e:
+            read(frame)
+        assert e.value.code is ErrorCode.TOO_LARGE
+    assert not any(is_events(raw) for raw in (b"", b"\x96\x01", b"\x96\x01\x13", b"\xdc\x00\x06\x01\x12"))
 
 
 @given(st.lists(st.tuples(U64, st.lists(st.integers(0, (1 << 32) - 1), max_size=3), JSON), max_size=4), U64, U64)

@@ -12,8 +12,8 @@ import pytest
 from tests.deterministic_engine import answer
 from tests.serving import Serving, engine, wait_until
 
-HEAVY = {"torch", "transformers", "exllamav2", "numpy", "tokenizers", "safetensors", "jinja2", "pickle5"}
-MEMORY_LIMIT = 80 << 20
+HEAVY = {"asyncio", "torch", "transformers", "exllamav2", "numpy", "tokenizers", "safetensors", "jinja2", "pickle5"}
+MEMORY_LIMIT = 60_000_000
 
 
 @pytest.fixture(scope="module")
