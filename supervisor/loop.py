@@ -42,7 +42,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
-from protocol.socket_calls import DONT_WAIT, has_more, receive_now, send_to
+from protocol.socket_calls import DONT_WAIT, has_input, has_more, receive_now, send_to
 from supervisor import calls
 from supervisor.client_port import ClientPort, Connection, Context, bind_private, router, skip_parts
 from supervisor.config import Config, load_config
@@ -75,6 +75,9 @@ from supervisor.zap import ZapHandler
 DESCRIPTORS_INTERVAL_S = 1.0
 BACK_DRAIN_LIMIT = 256
 """Worker frames taken per turn of the loop."""
+ASKED_FIRST = 4
+"""Frames of a turn before each of which it is asked whether there is one: the exception for "nothing there" costs more
+than to ask as often. Where more have come, there will be yet more."""
 MONITOR_LIMIT = 8
 """Connections that may come before descriptors are counted again."""
 LAST_WORDS_TURNS = 16
@@ -132,9 +135,9 @@ class Supervisor:
         self.fleet.admission.make_room = self.demand.make_room
         self.reloads = Reloads(self.fleet, self.scheduler, self._reactor.timers, log)
         self._reactor.watch(self._zap.socket, self._zap.handle)
-        self._reactor.watch(self._back, self._on_back)
+        self._reactor.watch(self._back, self._on_back, busy=True)
         for port in self._ports:
-            self._reactor.watch(port.socket, partial(self._on_port, port))
+            self._reactor.watch(port.socket, partial(self._on_port, port), busy=port is not self._admin)
             self._reactor.watch(port.monitor, partial(self._on_port, port))
         self._reactor.watch(self._signals, self._on_signals)
         self._reactor.watch(self._launcher.descriptor, self._on_ends)
@@ -351,6 +354,7 @@ class Supervisor:
 
     def _reply(self, asker: Asker, body: bytes) -> None:
         port = self._admin if asker.admin else self._front
+        self._reactor.look()
         port.send(asker.channel, encode(Reply(asker.call, body)))
 
     def _welcome(self) -> dict[str, Any]:
@@ -365,10 +369,12 @@ class Supervisor:
     def _on_back(self) -> bool:
         """Take in workers' frames; whether there may be more."""
         back = self._back
-        for _ in range(BACK_DRAIN_LIMIT):
+        for taken in range(BACK_DRAIN_LIMIT):
             if self._back_skipping and not skip_parts(self._back):
                 return True
             self._back_skipping = False
+            if taken < ASKED_FIRST and not has_input(back):
+                return False
             try:
                 routing_id = receive_now(back, DONT_WAIT)
             except zmq.Again:
