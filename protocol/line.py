@@ -1,7 +1,6 @@
 """One try to reach the supervisor: a DEALER, its monitor, and what the monitor tells. Nothing here blocks."""
 
 import os
-import struct
 from pathlib import Path
 from typing import Final
 
@@ -10,11 +9,11 @@ import zmq
 from protocol.client_key import ClientKey
 from protocol.limits import SOCKET_MAX_FRAME
 from protocol.runtime_paths import ipc_path
+from protocol.socket_calls import monitor_event
 
 LINGER_MS: Final = 200
 """How long closing waits for the last frames (a CANCEL, mostly) to leave."""
 
-_MONITOR_EVENT: Final = struct.Struct("=Hi")
 _MECHANISM_MISMATCH: Final = 0x11000002
 """Value of EVENT_HANDSHAKE_FAILED_PROTOCOL: one side uses keys, the other does not."""
 _WATCHED: Final = (
@@ -99,7 +98,7 @@ class Line:
         while True:
             try:
                 # drained always, ended or not: libzmq's I/O thread blocks on a full monitor
-                number, value = _MONITOR_EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0])
+                number, value = monitor_event(self.monitor)
             except zmq.Again:
                 return end
             if number == zmq.EVENT_CONNECTED:

@@ -5,6 +5,7 @@ into Python's enum: together as much again as sending takes. A full second excep
 much as asking first whether anything has come.
 """
 
+import struct
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ _MORE_FOLLOWS: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _RCVMORE: Final = int(zmq.RCVMORE)
+_MONITOR_EVENT: Final = struct.Struct("=Hi")
 
 AnySocket = zmq.Socket[bytes]
 _send: Callable[[AnySocket, bytes, int], None] = zmq.backend.Socket.send
@@ -43,3 +45,12 @@ def has_input(socket: AnySocket) -> bool:
 def has_more(socket: AnySocket) -> bool:
     """Whether the part received last is not the last of its message."""
     return bool(_option(socket, _RCVMORE))
+
+
+def monitor_event(monitor: AnySocket) -> tuple[int, int]:
+    """(number, value) of the next event that a socket's monitor tells. Raises zmq.Again if there is none.
+
+    ``zmq.utils.monitor``, which has it, imports asyncio and OpenSSL: 4 MB, and time at every start.
+    """
+    number, value = _MONITOR_EVENT.unpack(monitor.recv_multipart(DONT_WAIT)[0])
+    return number, value

@@ -16,9 +16,8 @@ from protocol import limits
 from protocol.codec import decode, encode, pack_error
 from protocol.errors import ErrorCode, FrameError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
-from protocol.socket_calls import has_input, send_to
+from protocol.socket_calls import has_input, monitor_event, send_to
 from supervisor.keys.rights import OWNER, Identity
-from supervisor.socket_monitor import recv_monitor_message
 from supervisor.zap import ZAP_DOMAIN
 
 MAX_BAD_FRAMES = 16
@@ -173,8 +172,7 @@ class ClientPort:
         for _ in range(limit) if limit is not None else count():
             if not has_input(self.monitor):
                 return False
-            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
-            kind, value = event["event"], event["value"]
+            kind, value = monitor_event(self.monitor)
             if kind == zmq.EVENT_ACCEPTED:
                 self.counters.accepted += 1
                 self._accepted(value)
