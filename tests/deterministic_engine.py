@@ -241,19 +241,25 @@ class TellsCancels(DeterministicEngine):
 
 
 class TalksNonsense(DeterministicEngine):
-    """Sends what no worker should, behind its loop's back, at token 5 of a prompt ``bad WHAT``; see ``_nonsense``."""
+    """Sends what no worker should, behind its loop's back, at token 5 of a prompt ``bad WHAT``; see ``nonsense``."""
 
     def before_token(self, job: Job, k: int) -> None:
         prompt = bytes(job.prompt_ids)
         if k == 5 and prompt.startswith(b"bad "):
-            gc.unfreeze()  # what was loaded has been set aside
-            link = next(thing for thing in gc.get_objects() if isinstance(thing, SupervisorLink))
-            tracked = next(thing for thing in gc.get_objects() if isinstance(thing, WorkerLoop))._jobs[job.id]
-            for frame in _nonsense(prompt[4:].decode(), link._generation, tracked.channel, tracked.request):
+            link, loop = surroundings()
+            tracked = loop._jobs[job.id]
+            for frame in nonsense(prompt[4:].decode(), link._generation, tracked.channel, tracked.request):
                 link._socket.send(frame)
 
 
-def _nonsense(what: str, generation: int, channel: int, request: int) -> list[bytes]:
+def surroundings() -> tuple[SupervisorLink, WorkerLoop]:
+    """What an engine is not given: the link and the loop of its worker."""
+    gc.unfreeze()  # what was loaded has been set aside
+    link = next(thing for thing in gc.get_objects() if isinstance(thing, SupervisorLink))
+    return link, next(thing for thing in gc.get_objects() if isinstance(thing, WorkerLoop))
+
+
+def nonsense(what: str, generation: int, channel: int, request: int) -> list[bytes]:
     if what == "garbage":
         return [b"", b"\xc1", bytes(1000), b"\x91" * 5000, encode(Stats(b"\xc1")), encode(Progress(b"\x80"))]
     if what == "another's":  # tokens and ends for requests of other models and connections

@@ -88,6 +88,7 @@ class Serving:
     wait        return only when every model that starts by itself is ready
     options     further ones of ``serve``
     script      run this Python file instead of ``-m supervisor`` (it must call the same main)
+    begin       False: only the directories are made; ``start_again`` is its begin
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Serving:
         script: Path | None = None,
         options: Sequence[str] = (),
         runtime_name: str = "run",
+        begin: bool = True,
     ) -> None:
         self._mark = uuid4().hex
         self._models = models
@@ -131,16 +133,22 @@ class Serving:
         self.environment = {**os.environ, MARK: self._mark, "PYTHONPATH": path}
         program = ["-m", "supervisor"] if script is None else [str(script)]
         self._stderr = open(self.directory / "stderr", "wb")  # noqa: SIM115
-        self.process = subprocess.Popen(
+        self._program = program
+        self._options = options
+        if begin:
+            self.process = self._spawn()
+
+    def _spawn(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
             [
                 sys.executable,
-                *program,
+                *self._program,
                 "serve",
                 "-c",
                 str(self.config),
                 "--runtime-dir",
                 str(self.runtime_dir),
-                *options,
+                *self._options,
             ],
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -244,6 +252,20 @@ class Serving:
         self.process.send_signal(number)
         self.process.wait(WITHIN)
 
+    def start_again(self, models: dict[str, dict[str, Any]], script: Path | None = None, **sections: Any) -> None:
+        """Another supervisor in the same directories, once the former has ended; returns when it is up, as entering does.
+
+        script    as for the first
+        sections  of models.yaml, instead of those of before: stop, restart, ...
+        """
+        self._models = models
+        self._sections |= sections
+        self._program = ["-m", "supervisor"] if script is None else [str(script)]
+        self.write_models(models)
+        self._killed = False
+        self.process = self._spawn()
+        self.__enter__()
+
     # --- its life -----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -253,7 +275,7 @@ class Serving:
                 for name, entry in self._models.items():
                     count = entry.get("replicas", 1)
                     for worker in [name] if count == 1 else [f"{name}:{i + 1}" for i in range(count)]:
-                        if entry.get("autostart", True):
+                        if entry.get("autostart", not entry.get("lazy")):
                             self.wait_state(worker, "ready")
         except BaseException:
             print(self.stderr())

@@ -1,0 +1,110 @@
+"""The command. See ``tests.chaos``."""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import count
+
+from tests.chaos import block
+from tests.chaos.plan import BLOCK
+from tests.chaos.report import Report
+from tests.serving import ROOT
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Random faults against real processes.")
+    parser.add_argument("--episodes", type=int, default=None, help="how many; 100 where no --minutes are given")
+    parser.add_argument("--minutes", type=float, default=None, help="stop after so long")
+    parser.add_argument("--seed", type=int, default=None, help="repeat the choices of another run")
+    parser.add_argument("--lanes", type=int, default=1, help="supervisors that are tried beside one another")
+    parser.add_argument("--replay", metavar="SEED:EPISODE", help="one episode, or SEED:FIRST-LAST, on a new supervisor")
+    parser.add_argument("--times", type=int, default=1, help="of a replay")
+    parser.add_argument("--only", default="", help="kinds of faults to draw from, separated by commas")
+    parser.add_argument("--mutant", default="", help="break the supervisor in one of the ways of tests.chaos.mutants")
+    parser.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, last")
+    parser.add_argument("--lane", type=int, default=None, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _lane_of(arguments: argparse.Namespace, lane: int) -> Iterator[int]:
+    """Episodes of a lane: every so manieth block."""
+    for number in count(lane, arguments.lanes):
+        for episode in range(number * BLOCK, (number + 1) * BLOCK):
+            if arguments.episodes is not None and episode >= arguments.episodes:
+                return
+            yield episode
+
+
+def _run(arguments: argparse.Namespace, episodes: Iterator[int]) -> Report:
+    report = Report(arguments.seed)
+    only = tuple(filter(None, arguments.only.split(",")))
+    deadline = time.monotonic() + (arguments.minutes or 1e9) * 60
+    running = block.run(arguments.seed, episodes, only=only, mutant=arguments.mutant)
+    for outcome in running:
+        before = len(report.violations)
+        report.add(outcome)
+        for told in report.violations[before:]:
+            print(told, file=sys.stderr, flush=True)
+        if (report.violations and not arguments.keep_going) or time.monotonic() > deadline:
+            break
+        if report.episodes % 200 == 0:
+            print(f"{report.episodes} episodes, the last {outcome.plan.number}", file=sys.stderr, flush=True)
+    running.close()
+    return report
+
+
+def _run_lanes(arguments: argparse.Namespace) -> Report:
+    report = Report(arguments.seed)
+    command = [sys.executable, "-m", "tests.chaos", *sys.argv[1:], "--seed", str(arguments.seed), "--json", "--lane"]
+    lanes = [
+        subprocess.Popen([*command, str(lane)], stdout=subprocess.PIPE, cwd=ROOT, env=dict(os.environ))
+        for lane in range(arguments.lanes)
+    ]
+    try:
+        for lane in lanes:
+            out, _ = lane.communicate()
+            try:
+                report.merge(json.loads(out.splitlines()[-1]))
+            except (IndexError, ValueError):
+                report.violations.append(f"a lane ended with code {lane.returncode} and no report")
+    finally:
+        for lane in lanes:
+            if lane.poll() is None:
+                lane.terminate()
+    return report
+
+
+def main() -> int:
+    arguments = _arguments()
+    began = time.monotonic()
+    if arguments.seed is None:
+        arguments.seed = random.randrange(2**32)
+    if arguments.episodes is None and arguments.minutes is None:
+        arguments.episodes = 100
+    if arguments.replay:
+        seed, _, numbers = arguments.replay.partition(":")
+        first, _, last = numbers.partition("-")
+        arguments.seed = int(seed)
+        episodes = list(range(int(first), int(last or first) + 1)) * arguments.times
+        report = _run(arguments, iter(episodes))
+    elif arguments.lane is not None:
+        report = _run(arguments, _lane_of(arguments, arguments.lane))
+    else:
+        print(f"seed {arguments.seed}", flush=True)
+        report = _run_lanes(arguments) if arguments.lanes > 1 else _run(arguments, _lane_of(arguments, 0))
+    if arguments.lane is None:
+        print(report.told())
+        print(f"{time.monotonic() - began:.0f} s")
+    if arguments.json:
+        print(report.to_json())
+    return 1 if report.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Episodes on one supervisor after another: started, looked at after each episode, ended, replaced in its directory."""
+
+import contextlib
+import io
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+import psutil
+
+from tests.chaos import vitals
+from tests.chaos.episode import Episode, Outcome
+from tests.chaos.faults import begin_limited
+from tests.chaos.laws import Violation
+from tests.chaos.plan import BLOCK, STALL, STOP, WATCH, BlockPlan, EpisodePlan, plan_block, plan_episode
+from tests.serving import Serving
+
+WARM = 3
+"""Episodes after which a supervisor has what it keeps."""
+MIB = 1 << 20
+
+
+def _sections(block: BlockPlan) -> dict[str, object]:
+    return {"stop": STOP, "restart": block.restart, "poison": block.poison, "watch": WATCH}
+
+
+def _start(block: BlockPlan, former: Serving | None, mutant: str) -> Serving:
+    """A supervisor for a block, in the directories of the former one, if there was one."""
+    if former is None:
+        former = Serving(block.models, options=["--quiet"], begin=False)
+    script = begin_limited(former.directory, block.descriptors, mutant)
+    former.start_again(block.models, script, stall=STALL, **_sections(block))
+    return former
+
+
+def run(seed: int, episodes: Iterable[int], *, only: tuple[str, ...] = (), mutant: str = "") -> Iterator[Outcome]:
+    """Run these episodes, in order. A supervisor in which a law was broken is replaced before the next."""
+    serving: Serving | None = None
+    try:
+        for number, numbers in groupby(episodes, key=lambda episode: episode // BLOCK):
+            block = plan_block(seed, number)
+            waiting = list(numbers)
+            while waiting:
+                serving = _start(block, serving, mutant)
+                while waiting:
+                    outcome = _one(serving, plan_episode(seed, waiting.pop(0), only), block)
+                    yield outcome
+                    if outcome.violations or outcome.plan.final:
+                        break
+                _end(serving)
+    finally:
+        if serving is not None:
+            _end(serving)
+            with contextlib.redirect_stdout(io.StringIO()):
+                serving.__exit__(None, None, None)
+
+
+_baselines: dict[int, tuple[vitals.Vitals, vitals.Logs]] = {}
+
+
+def _one(serving: Serving, plan: EpisodePlan, block: BlockPlan) -> Outcome:
+    """An episode, and what it did to the supervisor."""
+    if serving.pid not in _baselines:
+        _baselines.clear()
+        serving.overview()  # the connection that is asked through stays
+        _baselines[serving.pid] = vitals.take(serving), vitals.Logs(serving.runtime_dir / "logs")
+    before, logs = _baselines[serving.pid]
+    outcome = Episode(serving, plan, block, before).run()
+    outcome.violations += logs.look()
+    if serving.process.poll() is None:
+        rss = psutil.Process(serving.pid).memory_info().rss
+        if rss > before.rss + vitals.MEMORY_MIB * MIB:
+            told = f"{rss // MIB} MiB, {before.rss // MIB} before"
+            outcome.violations.append(Violation("memory is bounded", told))
+    return outcome
+
+
+def _end(serving: Serving) -> None:
+    """See to it that this supervisor is no more."""
+    if serving.process.poll() is None:
+        serving.process.kill()
+        serving.process.wait()
+    serving._killed = True
+    for process in serving.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.wait(10)

@@ -1,0 +1,293 @@
+"""One episode on a running supervisor: load and faults at their times, then everything has to come to rest."""
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from protocol.errors import ConnectionLost
+from tests.chaos import laws, vitals
+from tests.chaos.faults import Faults
+from tests.chaos.laws import Happened, Violation
+from tests.chaos.load import Answer, ChaosClient, Party, party
+from tests.chaos.plan import BlockPlan, EpisodePlan
+from tests.serving import Serving
+
+WITHIN_S = 40.0
+"""Until requests have ended and models are back; what is waited for takes a second or two."""
+GONE_S = 0.5
+"""No process of a killed supervisor is left after it."""
+TICK_S = 0.02
+LEAVES_S = 20.0
+
+
+@dataclass
+class Outcome:
+    """What came of an episode."""
+
+    plan: EpisodePlan
+    violations: list[Violation] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    done: list[tuple[float, str]] = field(default_factory=list)
+    """Faults as they were inflicted, in seconds from the begin."""
+    ends: list[str] = field(default_factory=list)
+    began: float = 0.0
+    took_s: float = 0.0
+    gone_s: float | None = None
+    """How long the processes of a killed supervisor were there for."""
+    log: str = ""
+
+
+class Episode:
+    """Runs once. ``before``: the supervisor's vitals at rest."""
+
+    def __init__(self, serving: Serving, plan: EpisodePlan, block: BlockPlan, before: vitals.Vitals) -> None:
+        self._serving, self._plan, self._block, self._before = serving, plan, block, before
+        self._timeline: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._outcome = Outcome(plan)
+        self._admin = ChaosClient(serving.runtime_dir / "admin", {}, admin=True)
+        self._faults = Faults(serving, plan, self._admin, self._connecting, self._later, self._note)
+        self._parties: list[Party] = [party(each, serving.runtime_dir, serving.directory) for each in plan.clients]
+        self._happened = Happened(laws.wounds_of(plan, block))
+        self._generations: dict[str, int] = {}
+        self._log_begin = len(serving.log())
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def _note(self, told: str) -> None:
+        self._outcome.done.append((time.monotonic() - self._began, told))
+
+    def _at(self, at: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._timeline, (at, next(self._order), action))
+
+    def _later(self, after_s: float, action: Callable[[], None]) -> None:
+        self._at(time.monotonic() + after_s, action)
+
+    def _turn(self) -> None:
+        """Do what is due, and take in what has come."""
+        while self._timeline and self._timeline[0][0] <= time.monotonic():
+            heapq.heappop(self._timeline)[2]()
+        wait = TICK_S
+        if self._timeline:
+            wait = min(wait, max(0.0, self._timeline[0][0] - time.monotonic()))
+        sockets = [p.raw.socket for p in self._parties if p.raw is not None]
+        acted = time.monotonic()
+        zmq.zmq_poll([(s, zmq.POLLIN) for s in (*sockets, self._admin.socket)], int(wait * 1000))
+        stalled = time.monotonic() - acted - wait
+        self._happened.stalled_s = max(self._happened.stalled_s, stalled)
+        self._admin.drain()
+        for each in self._parties:
+            each.drain()
+
+    def _turn_until(self, reached: Callable[[], bool], within_s: float) -> bool:
+        deadline = time.monotonic() + within_s
+        while not reached():
+            if time.monotonic() > deadline:
+                return False
+            self._turn()
+        return True
+
+    def _act(self, action: Callable[[], None]) -> None:
+        """Of a client; later, while nobody may connect."""
+        if self._faults.closed:
+            self._later(TICK_S, lambda: self._act(action))
+        else:
+            action()
+
+    def _connecting(self) -> bool:
+        return any(each.is_connecting for each in self._parties) or not self._admin.greeted
+
+    # --- its course -----------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        outcome = self._outcome
+        self._generations = {m["name"]: m["generation"] for m in self._serving.overview()["models"]}
+        outcome.began = self._began = time.monotonic()
+        for each in self._parties:
+            for at, action in each.actions:
+                self._at(self._began + at, lambda action=action: self._act(action))
+        for fault in self._plan.faults:
+            self._at(self._began + fault.at, lambda fault=fault: self._faults.inflict(fault))
+        patient = True
+        try:
+            if self._plan.final is not None:
+                self._turn_until(lambda: time.monotonic() > self._began + 0.1, 1.0)
+                self._happened.leaving = True
+                patient = self._faults.end(self._plan.final)
+                self._happened.killed = not patient
+                self._end_of_supervisor(patient)
+            else:
+                self._come_to_rest()
+        except (ConnectionLost, TimeoutError, AssertionError, ProcessLookupError) as e:
+            code = self._serving.process.poll()
+            told = f"{type(e).__name__}: {e}; exit code {code}\n{self._serving.stderr()[-4000:]}"
+            self._broken("the supervisor goes on and answers", told)
+        finally:
+            self._faults.undo()
+            for each in self._parties:
+                each.close()
+            self._admin.close()
+            self._faults.close()
+        self._happened.paused_s = self._faults.paused_s
+        self._judge()
+        outcome.took_s = time.monotonic() - self._began
+        return outcome
+
+    def _broken(self, law: str, told: str) -> None:
+        self._outcome.violations.append(Violation(law, told))
+
+    def _come_to_rest(self) -> None:
+        def over() -> bool:
+            return not self._timeline and all(each.is_over for each in self._parties)
+
+        if not self._turn_until(over, WITHIN_S):
+            return  # who has not ended is found by its laws
+        self._faults.undo()
+        self._bring_back()
+        self._await_rest()
+        self._barrier()
+
+    def _bring_back(self) -> None:
+        """Start what an operator has stopped, or the restart policy given up; the latter only for a reason."""
+
+        def settled() -> bool:
+            return all(m["state"] in ("ready", "sleeping", "stopped", "failed") for m in self._models()) and not (
+                self._turning_over()
+            )
+
+        if not self._turn_until(settled, WITHIN_S):
+            self._broken("models come back", f"{self._states()}")
+            return
+        for model in self._models():
+            name, state = model["name"], model["state"]
+            wound = self._happened.wounds[model["model"]]
+            if state == "stopped" and not wound.ordered:
+                self._broken("only an operator stops a model", f"{name}: {model['last_exit']}")
+            if state == "failed":
+                ends = laws.failures(self._serving.log(), name)
+                reason = (model["last_exit"] or {}).get("reason")
+                if reason != "config" and len(ends) < self._block.restart_limit:
+                    self._broken("a model fails for the stated reason", f"{name}: {model['last_exit']}, {ends}")
+                wound.refused = True
+            if state in ("stopped", "failed"):
+                self._faults.order("start", model=name)
+
+    def _await_rest(self) -> None:
+        told: list[str] = []
+
+        def at_rest() -> bool:
+            told[:] = self._unrest()
+            return not told
+
+        if not self._turn_until(at_rest, WITHIN_S):
+            self._broken("everything comes to rest", "; ".join(told))
+
+    def _overview(self) -> dict[str, Any]:
+        return self._serving.overview()
+
+    def _models(self) -> list[dict[str, Any]]:
+        models: list[dict[str, Any]] = self._overview()["models"]
+        return models
+
+    def _states(self) -> dict[str, str]:
+        return {m["name"]: m["state"] for m in self._models()}
+
+    def _turning_over(self) -> bool:
+        return any(turnover["running"] for turnover in self._overview()["supervisor"]["turnovers"])
+
+    def _unrest(self) -> list[str]:
+        """What is not yet as it was before the episode."""
+        overview = self._overview()
+        told, workers, lazy = [], [], 0
+        for m in overview["models"]:
+            engine = m["engine_stats"]
+            if m["state"] not in (("ready", "sleeping") if m["lazy"] else ("ready",)):
+                told.append(f"{m['name']} is {m['state']}")
+            if m["active"] or m["queued"] or engine.get("active") or engine.get("pending"):
+                told.append(f"{m['name']} has {m['active']} active, {m['queued']} queued, engine {engine}")
+            if m["pid"]:
+                workers.append(m["pid"])
+                lazy += m["lazy"]
+        names = {m["name"] for m in overview["models"]}
+        if names != set(self._generations):
+            told.append(f"workers {names}, {set(self._generations)} before")
+        supervisor = overview["supervisor"]
+        if supervisor["held_bytes"]:
+            told.append(f"{supervisor['held_bytes']} bytes held")
+        mine = sum(each.raw is not None for each in self._parties)
+        if supervisor["connections"] > mine + 2:
+            told.append(f"{supervisor['connections']} connections, of which {mine + 2} are ours")
+        if told:
+            return told
+        told += vitals.compare(self._before, vitals.take(self._serving), len(workers), lazy)
+        if extra := vitals.strangers(self._serving, workers):
+            told.append(f"processes: {extra}")
+        return told
+
+    def _barrier(self) -> None:
+        """Whatever followed an end has come; then everybody leaves, and nothing of them may be left."""
+        raws = [each.raw for each in self._parties if each.raw is not None and each.plan.kind != "cut"]
+        before = {raw: raw.pongs for raw in raws}
+        for raw in raws:
+            raw.ping()
+        # those that were cut meanwhile have left
+        self._turn_until(lambda: all(raw.pongs > before[raw] for raw in raws if raw.is_open), 10.0)
+        for each in self._parties:
+            each.close()
+        self._await_rest()
+        if self._faults.calls and len(self._admin.replies) != len(self._faults.calls):
+            self._broken("every order is answered", f"{len(self._admin.replies)} of {self._faults.calls}")
+        self._unharmed()
+
+    def _unharmed(self) -> None:
+        """Models that nothing was done to have the workers that they had."""
+        for m in self._models():
+            wound = self._happened.wounds[m["model"]]
+            if wound.deaths or wound.ordered or wound.restarted or wound.refused or m["lazy"]:
+                continue
+            if m["generation"] != self._generations.get(m["name"]):
+                self._broken("other models are unharmed", f"{m['name']}: {m['last_exit']}")
+        if self._serving.process.poll() is not None:
+            self._broken("the supervisor goes on", f"exit code {self._serving.process.returncode}")
+
+    def _end_of_supervisor(self, patient: bool) -> None:
+        serving, began = self._serving, time.monotonic()
+        if not patient:
+            longest = 0.0
+            while left := serving.processes():
+                looked = time.monotonic()
+                if looked - began > LEAVES_S:
+                    break
+                time.sleep(0.002)
+                serving.process.poll()
+                longest = max(longest, time.monotonic() - looked)
+            self._outcome.gone_s = time.monotonic() - began
+            if self._outcome.gone_s > GONE_S + longest or left:
+                told = f"after {self._outcome.gone_s:.2f} s: {vitals.describe(left)}"
+                self._broken("no process outlives the supervisor", told)
+            serving.process.wait(LEAVES_S)
+        elif not self._turn_until(lambda: serving.process.poll() is not None, LEAVES_S):
+            self._broken("the supervisor leaves when told", f"not within {LEAVES_S} s")
+            serving.process.kill()
+            serving.process.wait()
+        elif serving.process.returncode != 0:
+            self._broken("the supervisor leaves with 0", f"{serving.process.returncode}: {serving.log()[-2000:]}")
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and not all(each.is_over for each in self._parties):
+            self._timeline.clear()
+            self._turn()
+        if left := serving.processes():
+            self._broken("no process outlives the supervisor", vitals.describe(left))
+
+    def _judge(self) -> None:
+        self._outcome.answers = [answer for each in self._parties for answer in each.answers.values()]
+        for answer in self._outcome.answers:
+            self._outcome.violations += laws.check(answer, self._happened, self._block)
+        self._outcome.ends = self._happened.codes
+        if self._outcome.violations:
+            self._outcome.log = self._serving.log()[self._log_begin :]

@@ -1,0 +1,289 @@
+"""How each fault of a plan is inflicted on a running supervisor and its workers, and undone."""
+
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.load import ChaosClient
+from tests.chaos.plan import EpisodePlan, FaultPlan
+from tests.serving import Serving, wait_until
+
+FLOOD_PACE = 16
+Log = Callable[[str], None]
+Later = Callable[[float, Callable[[], None]], None]
+
+
+class Target:
+    """A worker's process, known by a pidfd: its number may be another's by the time it is signalled."""
+
+    def __init__(self, name: str, pid: int) -> None:
+        self.name, self.pid = name, pid
+        self._fd = os.pidfd_open(pid)
+
+    def signal(self, number: int) -> None:
+        try:
+            signal.pidfd_send_signal(self._fd, number)
+        except ProcessLookupError:
+            pass
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Faults:
+    """Those of one episode.
+
+    connecting  whether somebody may be about to be accepted
+    later   (seconds from now, what): does it then
+    log     notes what was done
+    """
+
+    closed = False
+    """Nobody may connect."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        plan: EpisodePlan,
+        admin: ChaosClient,
+        connecting: Callable[[], bool],
+        later: Later,
+        log: Log,
+    ) -> None:
+        self._connecting = connecting
+        self._serving, self._plan, self._admin, self._later, self._log = serving, plan, admin, later, log
+        self._targets: list[Target] = []
+        self._undo: list[Callable[[], None]] = []
+        self._calls = 0
+        self.paused_s = 0.0
+        """How long the supervisor was stopped for, in all."""
+        self._paused = False
+        self.calls: dict[int, str] = {}
+        """Orders by number."""
+
+    def inflict(self, fault: FaultPlan) -> None:
+        told = " ".join(str(word) for word in (fault.detail, fault.lasts_s or "", fault.count) if word != "")
+        self._log(f"{fault.kind} {fault.model} {told}")
+        getattr(self, "_" + fault.kind.replace(" ", "_"))(fault)
+
+    def undo(self) -> None:
+        """Give everything back that was taken."""
+        while self._undo:
+            self._undo.pop()()
+
+    def close(self) -> None:
+        self.undo()
+        for target in self._targets:
+            target.close()
+
+    def aim(self, fault: FaultPlan, *, ready: bool = False) -> Target | None:
+        """A process of the fault's model, whatever it is at (``ready``: one that is); None if there is none now."""
+        if self._paused:
+            return None  # nobody would tell
+        workers = [m for m in self._serving.overview()["models"] if m["model"] == fault.model and m["pid"]]
+        workers = [m for m in workers if not ready or m["state"] == "ready"]
+        if not workers:
+            self._log(f"  no process of {fault.model} to aim at")
+            return None
+        chosen = workers[fault.place % len(workers)]
+        try:
+            target = Target(chosen["name"], chosen["pid"])
+        except ProcessLookupError:
+            return None
+        self._targets.append(target)
+        self._log(f"  {target.name}, pid {target.pid}, {chosen['state']}")
+        return target
+
+    # --- workers --------------------------------------------------------------------------------------------------
+
+    def _nothing(self, fault: FaultPlan) -> None:
+        pass
+
+    _trouble = _nothing  # its request is part of the load
+
+    def _kill(self, fault: FaultPlan) -> None:
+        if target := self.aim(fault):
+            target.signal(signal.SIGKILL)
+
+    def _stop(self, fault: FaultPlan) -> None:
+        if target := self.aim(fault, ready=True):
+            target.signal(signal.SIGSTOP)
+
+    def _pause_worker(self, fault: FaultPlan) -> None:
+        if target := self.aim(fault, ready=True):
+            target.signal(signal.SIGSTOP)
+            self._later(fault.lasts_s, lambda: target.signal(signal.SIGCONT))
+            self._undo.append(lambda: target.signal(signal.SIGCONT))
+
+    def _load_trouble(self, fault: FaultPlan) -> None:
+        left = [self._serving.directory / f"load-trouble-{fault.model}-{i}" for i in range(fault.count)]
+        for path in left:
+            path.write_text(fault.detail)
+        self._undo.append(lambda: [path.unlink(missing_ok=True) for path in left] and None)
+        self._kill(fault)
+
+    def _kill_guard(self, fault: FaultPlan) -> None:
+        if guard := self._serving.guard():
+            guard.kill()
+
+    # --- the machine ----------------------------------------------------------------------------------------------
+
+    def _full_disk(self, fault: FaultPlan) -> None:
+        """No byte more into the logs: the workers' are on a full device, the supervisor may write no file any longer."""
+        for place in ("", ":1", ":2"):
+            log = self._serving.runtime_dir / "logs" / f"{fault.model}{place}.log"
+            aside = log.with_suffix(".aside")
+            if not log.exists() or log.is_symlink():
+                continue
+            log.rename(aside)
+            log.symlink_to("/dev/full")
+            self._undo.append(lambda log=log, aside=aside: aside.rename(log) and None)
+        self._limit(resource.RLIMIT_FSIZE, 4096)
+        self._kill(fault)
+
+    def _descriptors(self, fault: FaultPlan) -> None:
+        """The supervisor gets no descriptor while a worker's successor is to be spawned.
+
+        Nobody connects meanwhile: against clients it is on its guard by the limit that it was started with.
+        """
+        states = set() if self._paused else {m["state"] for m in self._serving.overview()["models"]}
+        if self._connecting() or not states or not states <= {"ready", "sleeping", "stopped", "failed"}:
+            self._log("  not now: somebody is about to connect")
+            return
+        self.closed = True
+        self._undo.append(lambda: setattr(self, "closed", False))
+        self._limit(resource.RLIMIT_NOFILE, len(os.listdir(f"/proc/{self._serving.pid}/fd")))
+        self._kill(fault)
+        self._later(fault.lasts_s, self.undo)
+
+    def _limit(self, what: int, soft: int) -> None:
+        pid = self._serving.pid
+        before = resource.prlimit(pid, what)
+        resource.prlimit(pid, what, (soft, before[1]))
+        self._undo.append(lambda: resource.prlimit(pid, what, before) and None)
+
+    def _pause(self, fault: FaultPlan) -> None:
+        if self._paused:
+            return
+        self._paused = True
+        os.kill(self._serving.pid, signal.SIGSTOP)
+        began = time.monotonic()
+
+        def go_on() -> None:
+            if self._paused:
+                os.kill(self._serving.pid, signal.SIGCONT)
+                self._paused = False
+                self.paused_s += time.monotonic() - began
+
+        self._later(fault.lasts_s, go_on)
+        self._undo.append(go_on)
+
+    def _flood(self, fault: FaultPlan) -> None:
+        """Connections that say nothing, as many as there can be."""
+        flood: list[socket.socket] = []
+        self._undo.append(lambda: [connection.close() for connection in flood] and None)
+        try:
+            for number in range(fault.count):
+                connection = socket.socket(socket.AF_UNIX)
+                connection.settimeout(1.0)
+                flood.append(connection)
+                connection.connect(str(self._serving.runtime_dir / "front"))
+                if number % FLOOD_PACE == 0:
+                    time.sleep(0.002)  # faster than any leak, slower than a loop that is kept waiting
+        except OSError:
+            self._log(f"  refused after {len(flood)}")
+        self._later(fault.lasts_s, self.undo)
+
+    # --- operators ------------------------------------------------------------------------------------------------
+
+    def order(self, verb: str, **params: Any) -> None:
+        self._calls += 1
+        self.calls[self._calls] = f"{verb} {params}"
+        self._admin.order(self._calls, verb, params)
+
+    def _order(self, fault: FaultPlan) -> None:
+        model, config = fault.model, self._serving.config
+        match fault.detail:
+            case "stop":
+                self.order("stop", model=model)
+            case "stop now":
+                self.order("stop", model=model, now=True)
+            case "start" | "restart":
+                self.order(fault.detail, model=model)
+            case "restart worker":
+                self.order("restart", model=model if model == "b" else f"{model}:{1 + fault.place}")
+            case "stop and start":
+                self.order("stop", model=model)
+                self.order("start", model=model)
+            case "restart twice":
+                self.order("restart", model=model)
+                self._later(0.03, lambda: self.order("restart", model=model))
+            case "reload":
+                self.order("reload")
+            case "reload changed":
+                text = config.read_text()
+                config.write_text(text.replace("step_s: 0.001", "step_s: 0.0011"))
+                self._undo.append(lambda: config.write_text(text) and None)
+                self.order("reload")
+            case "reload invalid":
+                text = config.read_text()
+                config.write_text(text.replace("max_batch_size", "max_batchsize"))
+                self.order("reload")
+                self._later(0.05, lambda: config.write_text(text) and None)
+                self._undo.append(lambda: config.write_text(text) and None)
+            case "exchange" | "beside":
+                self.order("reload", model=model, how=fault.detail)
+            case _:
+                self.order("restart", model="no such model")
+                self.order("no such verb", model=model)
+                self.order("stop", model=model, now="yes")
+
+    # --- the supervisor's end -------------------------------------------------------------------------------------
+
+    def end(self, how: str) -> bool:
+        """End the supervisor. Whether it is to leave by itself, finishing what there is."""
+        serving = self._serving
+        self._log(f"the supervisor's end: {how}")
+        patient = how.startswith(("shutdown", "sigterm"))
+        if how.startswith("shutdown"):
+            self.order("shutdown", now="now" in how)
+        elif how.startswith("sigterm"):
+            os.kill(serving.pid, signal.SIGTERM)
+            if "twice" in how:
+                self._later(0.05, lambda: os.kill(serving.pid, signal.SIGTERM))
+        elif "stopped" in how:
+            self._stop(FaultPlan("stop", 0.0, "a", 0))
+        elif "comes up" in how:
+            self._kill(FaultPlan("kill", 0.0, "a", 0))
+            wait_until(lambda: any(m["state"] == "starting" for m in serving.overview()["models"]), what="a successor")
+        elif "guard" in how:
+            guard = serving.guard()
+            os.kill(serving.pid, signal.SIGSTOP)  # it cannot replace the guard meanwhile
+            if guard is not None:
+                guard.kill()
+        serving._killed = True
+        if not patient:
+            os.kill(serving.pid, signal.SIGKILL)
+        return patient
+
+
+def begin_limited(directory: Path, descriptors: int, mutant: str = "") -> Path | None:
+    """A program that is ``modelctl`` with few descriptors, or with a fault of ``mutants``; None for the usual one."""
+    if not descriptors and not mutant:
+        return None
+    script = directory / "limited.py"
+    limit = f"resource.setrlimit(resource.RLIMIT_NOFILE, ({descriptors}, {descriptors}))\n" if descriptors else ""
+    broken = f"from tests.chaos.mutants import MUTANTS\nMUTANTS[{mutant!r}]()\n" if mutant else ""
+    script.write_text(
+        f"import resource, runpy, sys\n{broken}"
+        "if __name__ == '__main__':  # workers import this file again\n"
+        f"    {limit or 'pass'}\n"
+        "    sys.argv[0] = 'supervisor'\n"
+        "    runpy.run_module('supervisor', run_name='__main__', alter_sys=True)\n"
+    )
+    return script

@@ -1,0 +1,188 @@
+"""What has to be so whatever happened. Pure: answers and plans in, violations out."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from protocol.errors import ErrorCode
+from tests.chaos import engine as engines
+from tests.chaos.load import Answer
+from tests.chaos.plan import SECRET, BlockPlan, ClientPlan, EpisodePlan
+from tests.deterministic_engine import answer as expected
+
+CODES = {code.wire_name for code in ErrorCode}
+STOPPED = {"draining", "model_not_running"}
+LATE_S = 1.0
+"""How long after its deadline a request may end, on a machine that has others to serve."""
+
+
+@dataclass
+class Violation:
+    """A law that did not hold. ``answer``: the request that shows it, if it is one."""
+
+    law: str
+    told: str
+    answer: Answer | None = None
+
+
+@dataclass
+class Wounds:
+    """What an episode may have done to a model.
+
+    deaths    of its workers that an innocent request may have been computed in
+    ordered   an operator had it stopped
+    restarted its workers were exchanged, or may have been
+    refused   it was ``failed`` for a reason that holds
+    """
+
+    deaths: int = 0
+    ordered: bool = False
+    restarted: bool = False
+    refused: bool = False
+
+
+@dataclass
+class Happened:
+    """What is known of an episode beside its answers."""
+
+    wounds: Mapping[str, Wounds]
+    paused_s: float = 0.0
+    leaving: bool = False
+    """The supervisor was told to leave, or killed."""
+    killed: bool = False
+    stalled_s: float = 0.0
+    """Longest time for which this machine did not let the test itself run."""
+    codes: list[str] = field(default_factory=list)
+
+
+def wounds_of(plan: EpisodePlan, block: BlockPlan) -> dict[str, Wounds]:
+    """What the plan may do to each model."""
+    wounds = {model: Wounds() for model in block.models}
+    for fault in plan.faults:
+        wound = wounds[fault.model]
+        if fault.kind in ("kill", "stop", "full disk", "descriptors", "pause worker"):
+            wound.deaths += 1
+        elif fault.kind == "load trouble":
+            wound.deaths += 1
+            wound.refused |= fault.detail == "refuse"
+        elif fault.kind == "trouble":
+            what, how, _ = fault.detail.split("|")
+            if what in ("late", "repeated"):  # about a request that is over; its number may be used again
+                wound.deaths += 0
+            elif how == "always":
+                wound.deaths += block.poison_limit - 1  # the last of them it dies alone
+            else:
+                wound.deaths += 1
+        elif fault.kind == "order":
+            wound.ordered |= fault.detail in ("stop", "stop now", "stop and start")
+            wound.restarted |= fault.detail not in ("start", "reload", "reload invalid", "nonsense")
+            if fault.detail == "reload changed":
+                for each in wounds.values():
+                    each.restarted = True
+    return wounds
+
+
+def may_end(answer: Answer, happened: Happened, block: BlockPlan) -> set[str]:
+    """The ends that a request may come to, besides the whole answer."""
+    ask, wound = answer.ask, happened.wounds[answer.ask.model]
+    ends: set[str] = set()
+    if answer.cancelled_at is not None:
+        ends.add("cancelled")
+    if "deadline_ms" in ask.route or "ttft_ms" in ask.route:
+        ends.add("deadline_exceeded")
+    if "queue_ms" in ask.route:
+        ends.add("queue_timeout")
+    if answer.client.kind in ("slow", "deaf"):
+        ends.add("slow_consumer")
+    if ask.trouble is not None and ask.trouble[1] == "always" and ask.trouble[0] not in engines.HARMLESS:
+        ends.add("poisoned")
+    if wound.deaths >= block.poison_limit:
+        ends.add("poisoned")
+    if wound.deaths and (ask.route.get("resume") is False or wound.ordered or wound.refused or happened.leaving):
+        ends.add("worker_died")
+    if wound.ordered or happened.leaving:
+        ends |= STOPPED
+    if wound.refused:
+        ends |= {"model_failed", "worker_died"}
+    if happened.killed:
+        ends |= {"connection_lost", "nothing"}
+    return ends
+
+
+def check(answer: Answer, happened: Happened, block: BlockPlan) -> Iterable[Violation]:
+    """The laws of one request."""
+    ask, heard, end = answer.ask, answer.heard, answer.end
+
+    def broken(law: str, told: str) -> Violation:
+        return Violation(law, told, answer)
+
+    if answer.asked_at is None:
+        return
+    if heard.seqs != list(range(len(heard.seqs))):
+        yield broken("events are numbered without a gap", f"{heard.seqs}")
+    whole = expected(ask.prompt, heard.tokens)
+    if heard.text != whole:
+        at = next((i for i, (a, b) in enumerate(zip(heard.text, whole, strict=False)) if a != b), -1)
+        yield broken("every token is its own", f"{heard.text!r} where {whole!r} was due (from {at} on)")
+    if heard.tokens > ask.tokens:
+        yield broken("no token too much", f"{heard.tokens} tokens of {ask.tokens}")
+    if heard.after_end:
+        yield broken("nothing follows the end", f"{heard.after_end} events did")
+    if len(heard.ends) + len(answer.refusals) > 1:
+        yield broken("one end", f"{heard.ends} and {answer.refusals}")
+    if answer.accepted > 1 or (answer.accepted and answer.refusals):
+        yield broken("accepted once, or refused", f"accepted {answer.accepted} times, {answer.refusals}")
+    errors = [heard.error, *answer.refusals]
+    if SECRET in str(errors):
+        yield broken("no error holds a prompt", f"{errors}")
+    if answer.lost:
+        return
+    if end == "nothing":
+        if not happened.killed:
+            yield broken("every request ends", "it has not")
+        return
+    happened.codes.append(end)
+    if end != "length" and end not in CODES | {"cancelled"}:
+        yield broken("every code is documented", end)
+    if end != "length" and end not in may_end(answer, happened, block):
+        yield broken("every end has a reason", f"{end}: {heard.error or answer.refusals}")
+    if end == "length" and heard.tokens != ask.tokens:
+        yield broken("no token is missing", f"{heard.tokens} tokens of {ask.tokens}")
+    if heard.delivered is not None and heard.delivered != heard.tokens:
+        yield broken("delivered_tokens is right", f"{heard.delivered} of {heard.tokens}")
+    if heard.usage and heard.usage.get("completion_tokens") != heard.tokens:
+        yield broken("usage is right", f"{heard.usage} of {heard.tokens}")
+    if "always" in (ask.trouble or ()) and end == "length" and (ask.trouble or ("",))[0] not in engines.HARMLESS:
+        at = int(ask.prompt.split("|")[2])
+        if heard.tokens > at + 1 and (ask.trouble or ("",))[0] not in ("cut", "giant", "greeting", "leap"):
+            yield broken("what breaks every worker is given up", f"it ended with {heard.tokens} tokens")
+    yield from _in_time(answer, happened, broken)
+
+
+def _in_time(answer: Answer, happened: Happened, broken: object) -> Iterable[Violation]:
+    limit = answer.ask.route.get("deadline_ms")
+    if limit is None or answer.ended_at is None or answer.asked_at is None or answer.client.kind == "library":
+        return
+    took = answer.ended_at - answer.asked_at
+    if took > limit / 1000 + LATE_S + happened.paused_s + happened.stalled_s + 2 * answer.client.delay_s:
+        yield Violation("deadlines are kept", f"{took:.2f} s where {limit} ms were allowed", answer)
+
+
+def of_clients(clients: Iterable[ClientPlan]) -> int:
+    return sum(len(client.asks) for client in clients)
+
+
+_VERDICT = re.compile(r": pid \S+: (?P<why>.*); (?P<verdict>not tried again|next try in .*|it was being stopped)$")
+
+
+def failures(log: str, worker: str) -> list[tuple[str, str]]:
+    """(why, verdict) of each unexpected end of a worker, by the supervisor's log, since it was last started by order."""
+    found: list[tuple[str, str]] = []
+    for line in log.splitlines():
+        if f" {worker}:" not in line:
+            continue
+        if match := _VERDICT.search(line):
+            found.append((match["why"], match["verdict"]))
+        elif "-> starting (start ordered" in line or "-> starting (restart ordered" in line or "(started again)" in line:
+            found.clear()
+    return found

@@ -1,0 +1,107 @@
+"""What a supervisor has and holds: read from outside, and compared with what it had before anything happened."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.laws import Violation
+from tests.chaos.plan import SECRET
+from tests.serving import Serving, describe
+
+MEMORY_MIB = 24
+"""By which a supervisor may grow over a block."""
+LAZY_DESCRIPTORS = 6
+"""More of them while a worker is there that need not be."""
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """Counts of one supervisor at rest. ``rss`` in bytes; ``threads`` include libzmq's; ``connections`` of clients."""
+
+    connections: int
+    descriptors: int
+    sockets: int
+    beats: int
+    threads: int
+    zombies: int
+    rss: int
+
+
+def take(serving: Serving) -> Vitals:
+    pid = serving.pid
+    connections = serving.overview()["supervisor"]["connections"]
+    links = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            links.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+        except FileNotFoundError:
+            continue  # closed meanwhile
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    process = psutil.Process(pid)
+    return Vitals(
+        connections,
+        len(links),
+        sum(link.startswith("socket:") for link in links),
+        maps.count("/memfd:beat"),
+        process.num_threads(),
+        sum(child.status() == psutil.STATUS_ZOMBIE for child in process.children()),
+        process.memory_info().rss,
+    )
+
+
+def strangers(serving: Serving, workers: list[int]) -> str:
+    """Processes of a supervisor that are neither itself nor its guard, tracker or workers, for people."""
+    known = {serving.pid, *workers}
+    extra = []
+    for process in serving.processes():
+        try:
+            line = " ".join(process.cmdline())
+        except psutil.NoSuchProcess:
+            continue
+        if process.pid not in known and "guard.py" not in line and "resource_tracker" not in line:
+            extra.append(process)
+    return describe(extra)
+
+
+def compare(before: Vitals, now: Vitals, workers: int, lazy: int) -> list[str]:
+    """What there is more of than there was. ``lazy``: workers that are there and were not before."""
+    told = []
+    slack = LAZY_DESCRIPTORS * lazy + now.connections - before.connections
+    if now.descriptors > before.descriptors + slack:
+        told.append(f"{now.descriptors} descriptors, {before.descriptors} before")
+    if now.sockets > before.sockets + slack:
+        told.append(f"{now.sockets} sockets, {before.sockets} before")
+    if now.beats != workers:
+        told.append(f"{now.beats} pages of {workers} workers")
+    if now.threads > before.threads:
+        told.append(f"{now.threads} threads, {before.threads} before")
+    if now.zombies:
+        told.append(f"{now.zombies} zombies")
+    return told
+
+
+class Logs:
+    """All logs of a runtime directory, read on from where one was."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._at: dict[Path, int] = {}
+
+    def look(self) -> list[Violation]:
+        """Prompts in what was written since the last look."""
+        found = []
+        for path in self._directory.iterdir():
+            if path.is_symlink() or not path.is_file():
+                continue
+            with open(path, "rb") as f:
+                size = os.fstat(f.fileno()).st_size
+                at = self._at.get(path, 0)
+                f.seek(at if at <= size else 0)
+                written = f.read()
+                self._at[path] = f.tell()
+            if SECRET.encode() in written:
+                line = next(line for line in written.splitlines() if SECRET.encode() in line)
+                found.append(Violation("no log holds a prompt", f"{path.name}: {line.decode(errors='replace')}"))
+        return found
