@@ -1,9 +1,11 @@
 """The command. See ``tests.chaos``."""
 
 import argparse
+import ctypes
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from tests.chaos.plan import BLOCK
 from tests.chaos.report import Report
 from tests.serving import ROOT
 
+_PR_SET_PDEATHSIG = 1
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Random faults against real processes.")
@@ -27,6 +30,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="kinds of faults to draw from, separated by commas")
     parser.add_argument("--mutant", default="", help="break the supervisor in one of the ways of tests.chaos.mutants")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
+    parser.add_argument("--verbose", action="store_true", help="tell each episode")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, last")
     parser.add_argument("--lane", type=int, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -49,6 +53,9 @@ def _run(arguments: argparse.Namespace, episodes: Iterator[int]) -> Report:
     for outcome in running:
         before = len(report.violations)
         report.add(outcome)
+        if arguments.verbose:
+            print(f"{outcome.plan.number:6} {outcome.took_s:6.2f} s  {'; '.join(t for _, t in outcome.done)}",
+                  file=sys.stderr, flush=True)
         for told in report.violations[before:]:
             print(told, file=sys.stderr, flush=True)
         if (report.violations and not arguments.keep_going) or time.monotonic() > deadline:
@@ -83,6 +90,7 @@ def _run_lanes(arguments: argparse.Namespace) -> Report:
 def main() -> int:
     arguments = _arguments()
     began = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` must not leave a supervisor behind
     if arguments.seed is None:
         arguments.seed = random.randrange(2**32)
     if arguments.episodes is None and arguments.minutes is None:
@@ -94,6 +102,8 @@ def main() -> int:
         episodes = list(range(int(first), int(last or first) + 1)) * arguments.times
         report = _run(arguments, iter(episodes))
     elif arguments.lane is not None:
+        # asked to leave with the command that started it; its supervisor is ended on the way
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         report = _run(arguments, _lane_of(arguments, arguments.lane))
     else:
         print(f"seed {arguments.seed}", flush=True)

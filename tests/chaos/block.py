@@ -11,11 +11,10 @@ from tests.chaos import vitals
 from tests.chaos.episode import Episode, Outcome
 from tests.chaos.faults import begin_limited
 from tests.chaos.laws import Violation
+from tests.chaos.load import warm_up
 from tests.chaos.plan import BLOCK, STALL, STOP, WATCH, BlockPlan, EpisodePlan, plan_block, plan_episode
 from tests.serving import Serving
 
-WARM = 3
-"""Episodes after which a supervisor has what it keeps."""
 MIB = 1 << 20
 
 
@@ -34,6 +33,7 @@ def _start(block: BlockPlan, former: Serving | None, mutant: str) -> Serving:
 
 def run(seed: int, episodes: Iterable[int], *, only: tuple[str, ...] = (), mutant: str = "") -> Iterator[Outcome]:
     """Run these episodes, in order. A supervisor in which a law was broken is replaced before the next."""
+    warm_up()
     serving: Serving | None = None
     try:
         for number, numbers in groupby(episodes, key=lambda episode: episode // BLOCK):

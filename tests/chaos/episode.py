@@ -70,19 +70,18 @@ class Episode:
 
     def _turn(self) -> None:
         """Do what is due, and take in what has come."""
+        began = time.monotonic()
         while self._timeline and self._timeline[0][0] <= time.monotonic():
             heapq.heappop(self._timeline)[2]()
         wait = TICK_S
         if self._timeline:
             wait = min(wait, max(0.0, self._timeline[0][0] - time.monotonic()))
         sockets = [p.raw.socket for p in self._parties if p.raw is not None]
-        acted = time.monotonic()
         zmq.zmq_poll([(s, zmq.POLLIN) for s in (*sockets, self._admin.socket)], int(wait * 1000))
-        stalled = time.monotonic() - acted - wait
-        self._happened.stalled_s = max(self._happened.stalled_s, stalled)
         self._admin.drain()
         for each in self._parties:
             each.drain()
+        self._happened.stalled_s = max(self._happened.stalled_s, time.monotonic() - began - wait)
 
     def _turn_until(self, reached: Callable[[], bool], within_s: float) -> bool:
         deadline = time.monotonic() + within_s
@@ -174,6 +173,7 @@ class Episode:
                 if reason != "config" and len(ends) < self._block.restart_limit:
                     self._broken("a model fails for the stated reason", f"{name}: {model['last_exit']}, {ends}")
                 wound.refused = True
+                self._faults.mend()
             if state in ("stopped", "failed"):
                 self._faults.order("start", model=name)
 
@@ -202,6 +202,8 @@ class Episode:
 
     def _unrest(self) -> list[str]:
         """What is not yet as it was before the episode."""
+        if left := [target.name for target in self._faults.doomed if not target.is_gone]:
+            return [f"{left} hang"]
         overview = self._overview()
         told, workers, lazy = [], [], 0
         for m in overview["models"]:
@@ -281,7 +283,9 @@ class Episode:
         while time.monotonic() < deadline and not all(each.is_over for each in self._parties):
             self._timeline.clear()
             self._turn()
-        if left := serving.processes():
+        while (left := serving.processes()) and time.monotonic() < deadline:
+            time.sleep(0.01)  # whoever notices by the end of a pipe that it is not needed any more
+        if left:
             self._broken("no process outlives the supervisor", vitals.describe(left))
 
     def _judge(self) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import select
 import signal
 import socket
 import time
@@ -31,6 +32,10 @@ class Target:
         except ProcessLookupError:
             pass
 
+    @property
+    def is_gone(self) -> bool:
+        return bool(select.select([self._fd], [], [], 0)[0])
+
     def close(self) -> None:
         os.close(self._fd)
 
@@ -58,7 +63,11 @@ class Faults:
         self._connecting = connecting
         self._serving, self._plan, self._admin, self._later, self._log = serving, plan, admin, later, log
         self._targets: list[Target] = []
+        self.doomed: list[Target] = []
+        """Workers that hang, whether or not that has been noticed."""
         self._undo: list[Callable[[], None]] = []
+        self._troubles: list[Path] = []
+        self._at_end: list[Callable[[], None]] = []
         self._calls = 0
         self.paused_s = 0.0
         """How long the supervisor was stopped for, in all."""
@@ -71,13 +80,20 @@ class Faults:
         self._log(f"{fault.kind} {fault.model} {told}")
         getattr(self, "_" + fault.kind.replace(" ", "_"))(fault)
 
+    def mend(self) -> None:
+        """What kept a model from being loaded is no more."""
+        for path in self._troubles:
+            path.unlink(missing_ok=True)
+
     def undo(self) -> None:
-        """Give everything back that was taken."""
+        """Give back what must not be missing when everything is to come to rest."""
         while self._undo:
             self._undo.pop()()
 
     def close(self) -> None:
         self.undo()
+        while self._at_end:
+            self._at_end.pop()()
         for target in self._targets:
             target.close()
 
@@ -101,10 +117,8 @@ class Faults:
 
     # --- workers --------------------------------------------------------------------------------------------------
 
-    def _nothing(self, fault: FaultPlan) -> None:
-        pass
-
-    _trouble = _nothing  # its request is part of the load
+    def _trouble(self, fault: FaultPlan) -> None:
+        pass  # its request is part of the load
 
     def _kill(self, fault: FaultPlan) -> None:
         if target := self.aim(fault):
@@ -113,6 +127,7 @@ class Faults:
     def _stop(self, fault: FaultPlan) -> None:
         if target := self.aim(fault, ready=True):
             target.signal(signal.SIGSTOP)
+            self.doomed.append(target)
 
     def _pause_worker(self, fault: FaultPlan) -> None:
         if target := self.aim(fault, ready=True):
@@ -124,7 +139,8 @@ class Faults:
         left = [self._serving.directory / f"load-trouble-{fault.model}-{i}" for i in range(fault.count)]
         for path in left:
             path.write_text(fault.detail)
-        self._undo.append(lambda: [path.unlink(missing_ok=True) for path in left] and None)
+        self._troubles += left
+        self._at_end.append(self.mend)
         self._kill(fault)
 
     def _kill_guard(self, fault: FaultPlan) -> None:
@@ -142,8 +158,8 @@ class Faults:
                 continue
             log.rename(aside)
             log.symlink_to("/dev/full")
-            self._undo.append(lambda log=log, aside=aside: aside.rename(log) and None)
-        self._limit(resource.RLIMIT_FSIZE, 4096)
+            self._at_end.append(lambda log=log, aside=aside: aside.rename(log) and None)
+        self._limit(resource.RLIMIT_FSIZE, 4096, self._at_end)
         self._kill(fault)
 
     def _descriptors(self, fault: FaultPlan) -> None:
@@ -157,15 +173,15 @@ class Faults:
             return
         self.closed = True
         self._undo.append(lambda: setattr(self, "closed", False))
-        self._limit(resource.RLIMIT_NOFILE, len(os.listdir(f"/proc/{self._serving.pid}/fd")))
+        self._limit(resource.RLIMIT_NOFILE, len(os.listdir(f"/proc/{self._serving.pid}/fd")), self._undo)
         self._kill(fault)
         self._later(fault.lasts_s, self.undo)
 
-    def _limit(self, what: int, soft: int) -> None:
+    def _limit(self, what: int, soft: int, undo: list[Callable[[], None]]) -> None:
         pid = self._serving.pid
         before = resource.prlimit(pid, what)
         resource.prlimit(pid, what, (soft, before[1]))
-        self._undo.append(lambda: resource.prlimit(pid, what, before) and None)
+        undo.append(lambda: resource.prlimit(pid, what, before) and None)
 
     def _pause(self, fault: FaultPlan) -> None:
         if self._paused:
@@ -227,8 +243,8 @@ class Faults:
                 self.order("reload")
             case "reload changed":
                 text = config.read_text()
-                config.write_text(text.replace("step_s: 0.001", "step_s: 0.0011"))
-                self._undo.append(lambda: config.write_text(text) and None)
+                before, after = ("0.0011", "0.001") if "0.0011" in text else ("0.001", "0.0011")
+                config.write_text(text.replace(before, after))
                 self.order("reload")
             case "reload invalid":
                 text = config.read_text()

@@ -143,9 +143,11 @@ class Party:
         self._front, self._directory = runtime_dir / "front", directory
         self.answers = {ask.request: Answer(ask, plan) for ask in plan.asks}
         self.raw: ChaosClient | None = None
+        self._has_begun = False
         self._proxy: ByteProxy | None = None
 
     def begin(self) -> None:
+        self._has_begun = True
         endpoint = self._front
         if self.plan.kind in ("far", "cut"):
             endpoint = self._directory / f"proxy-{self.plan.number}"
@@ -190,9 +192,7 @@ class Party:
 
     @property
     def is_over(self) -> bool:
-        return all(answer.is_over for answer in self.answers.values()) and (
-            self.raw is not None or any(answer.lost for answer in self.answers.values())
-        )
+        return self._has_begun and all(answer.is_over for answer in self.answers.values())
 
     def close(self) -> None:
         """Leave. What has not ended by then will not be heard."""
@@ -280,25 +280,26 @@ class LibraryParty(Party):
 class KilledParty(Party):
     """A client in a process of its own, which ends by SIGKILL in the middle of its answers."""
 
-    is_connecting = False
+    @property
+    def is_connecting(self) -> bool:
+        return self._has_begun and self._process.is_alive() and not self._ready.poll(0)
 
     def begin(self) -> None:
+        self._has_begun = True
         mine, its = _FORKS.Pipe()
         asks = [(ask.request, ask.model, ask.prompt, ask.tokens) for ask in self.plan.asks]
         self._process = _FORKS.Process(target=_ask_and_wait, args=(str(self._front), asks, its), daemon=True)
         self._process.start()
         its.close()
-        with mine:
-            mine.poll(5.0)  # connected, and all is asked
+        self._ready = mine
         for answer in self.answers.values():
-            answer.asked_at = time.monotonic()
+            answer.asked_at, answer.lost = time.monotonic(), True
 
     def close(self) -> None:
-        if hasattr(self, "_process") and self._process.is_alive():
+        if self._has_begun and not self._ready.closed:
             self._process.kill()
             self._process.join()
-        for answer in self.answers.values():
-            answer.lost = True
+            self._ready.close()
 
 
 def _ask_and_wait(front: str, asks: list[tuple[int, str, str, int]], ready: Connection) -> None:
@@ -312,6 +313,17 @@ def _ask_and_wait(front: str, asks: list[tuple[int, str, str, int]], ready: Conn
                 client.receive()
         except AssertionError:
             pass
+
+
+def warm_up() -> None:
+    """Start what killed clients are forked from, which takes a second."""
+    process = _FORKS.Process(target=_nothing)
+    process.start()
+    process.join()
+
+
+def _nothing() -> None:
+    pass
 
 
 KINDS: dict[str, type[Party]] = {"library": LibraryParty, "killed": KilledParty}

@@ -1,0 +1,189 @@
+"""Supervisors and workers that are broken on purpose, to see that the chaos run notices. Named in ``MUTANTS``.
+
+Each changes the classes of the process that imports it, before the supervisor's or the worker's main is called.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from protocol.codec import encode
+from protocol.messages import TERMINAL, EventEntry, Events
+from supervisor.client_port import ClientPort
+from supervisor.requests import request_table
+from supervisor.requests.in_flight import InFlight
+from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.worker_events import WorkerEvents
+from supervisor.workers import worker_process
+from supervisor.workers.guard import Guard
+from supervisor.workers.watch import Watched, Verdict
+
+
+def _forget_resume() -> None:
+    """Who was computed in a worker that died waits for ever."""
+    original = Scheduler._after_death
+
+    def broken(self: Any, queue: Any, request: Any, *rest: Any, **how: Any) -> Any:
+        effects = original(self, queue, request, *rest, **how)
+        if request in queue.again:
+            queue.again.remove(request)
+        return effects
+
+    Scheduler._after_death = broken  # type: ignore[method-assign]
+
+
+def _repeat_end() -> None:
+    """Now and then an end is sent twice."""
+    original, count = ClientPort.send, [0]
+
+    def broken(self: Any, channel: int, frame: bytes) -> bool:
+        sent = original(self, channel, frame)
+        if b"finish_reason" in frame:
+            count[0] += 1
+            if count[0] % 10 == 0:
+                original(self, channel, frame)
+        return sent
+
+    ClientPort.send = broken  # type: ignore[method-assign]
+
+
+def _lose_event() -> None:
+    """Now and then an event does not arrive."""
+    original, count = ClientPort.send, [0]
+
+    def broken(self: Any, channel: int, frame: bytes) -> bool:
+        count[0] += frame[:3] != b"" and len(frame) < 100
+        if count[0] % 300 == 299:
+            count[0] += 1
+            return True
+        return original(self, channel, frame)
+
+    ClientPort.send = broken  # type: ignore[method-assign]
+
+
+def _repeat_tokens() -> None:
+    """A successor is not told what has been delivered already, only how many events."""
+    original = request_table._carry
+
+    def broken(request: InFlight) -> dict[str, object]:
+        carry = original(request)
+        carry.pop("token_ids", None)
+        return carry
+
+    request_table._carry = broken
+
+
+def _mix_streams() -> None:
+    """Now and then two streams of one frame get each other's events."""
+    original, count = WorkerEvents.events, [0]
+
+    def broken(self: Any, worker: str, frame: bytes, message: Events, now: float) -> Any:
+        index = message.index
+        count[0] += 1
+        if count[0] % 20 == 0 and len(index) == 2 and index[0].length == index[1].length:
+            if not (index[0].flags | index[1].flags) & TERMINAL:
+                at = index[0].length
+                message = Events(message.channel, message.generation, index, message.body[at:] + message.body[:at])
+                frame = encode(message)
+        return original(self, worker, frame, message, now)
+
+    WorkerEvents.events = broken  # type: ignore[method-assign]
+
+
+def _keep_gone() -> None:
+    """The requests of a client that has gone are computed to their ends, and stay in the table."""
+    Scheduler.gone = lambda self, channel, now: []  # type: ignore[method-assign]
+
+
+def _leak_descriptors() -> None:
+    """A worker's pidfd is not closed."""
+    original = worker_process.os.close
+
+    class Os:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(__import__("os"), name)
+
+        def close(self, descriptor: int) -> None:
+            import os
+
+            if "pidfd" not in os.readlink(f"/proc/self/fd/{descriptor}"):
+                original(descriptor)
+
+    worker_process.os = Os()  # type: ignore[assignment]
+
+
+def _tell_prompts() -> None:
+    """Requests stand in the log."""
+    original = Scheduler.submit
+
+    def broken(self: Any, channel: int, message: Any, now: float) -> Any:
+        import logging
+
+        logging.getLogger("modelctl").info("request %s", message.body)
+        return original(self, channel, message, now)
+
+    Scheduler.submit = broken  # type: ignore[method-assign]
+
+
+def _see_no_hang() -> None:
+    """Nobody looks whether workers get on."""
+    Watched.look = lambda self, reading, passed_s: Verdict.FINE  # type: ignore[method-assign]
+
+
+def _leave_orphans() -> None:
+    """The guard knows of no worker, and what a worker left behind is not ended with it."""
+    Guard.watch = lambda self, group: None  # type: ignore[method-assign]
+    worker_process.WorkerProcess.end_group = lambda self: None  # type: ignore[method-assign]
+
+
+def _miss_deadlines() -> None:
+    """Time stands still for requests."""
+    Scheduler.next_due = property(lambda self: None)  # type: ignore[method-assign, assignment]
+
+
+def _wound_others() -> None:
+    """The end of a worker takes those of other models along."""
+    from supervisor.fleet.fleet import Fleet
+
+    original = Fleet.on_exit
+
+    def broken(self: Any, process: Any) -> None:
+        mine = next(replica for replica in self.replicas.values() if replica.process is process)
+        original(self, process)
+        for replica in self.replicas.values():
+            if replica.model != mine.model and str(replica.state) == "ready" and mine.killed_for is None:
+                self.kill(replica, "a fault put in by a test")
+                time.sleep(0)
+
+    Fleet.on_exit = broken  # type: ignore[method-assign]
+
+
+MUTANTS: dict[str, Callable[[], None]] = {
+    "forget resume": _forget_resume,
+    "repeat end": _repeat_end,
+    "lose event": _lose_event,
+    "repeat tokens": _repeat_tokens,
+    "mix streams": _mix_streams,
+    "keep gone": _keep_gone,
+    "leak descriptors": _leak_descriptors,
+    "tell prompts": _tell_prompts,
+    "see no hang": _see_no_hang,
+    "leave orphans": _leave_orphans,
+    "miss deadlines": _miss_deadlines,
+    "wound others": _wound_others,
+}
+CAUGHT_BY = {
+    "forget resume": ("kill", "every request ends"),
+    "repeat end": ("kill guard", "nothing follows the end"),
+    "lose event": ("kill guard", "events are numbered without a gap"),
+    "repeat tokens": ("kill", "every token is its own"),
+    "mix streams": ("kill guard", "every token is its own"),
+    "keep gone": ("kill guard", "everything comes to rest"),
+    "leak descriptors": ("kill", "everything comes to rest"),
+    "tell prompts": ("kill guard", "no log holds a prompt"),
+    "see no hang": ("stop", "everything comes to rest"),
+    "leave orphans": ("trouble", "everything comes to rest"),
+    "miss deadlines": ("kill guard", "deadlines are kept"),
+    "wound others": ("kill", "other models are unharmed"),
+}
+"""By which faults, and the breach of which law, each is found."""
