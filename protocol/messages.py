@@ -67,7 +67,7 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
 * Frames beyond 16 MiB are cut off by libzmq itself (the connection closes); see ``protocol.limits`` for the rest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from typing import Any, ClassVar, NamedTuple
 
@@ -145,10 +145,13 @@ class EventEntry(NamedTuple):
     length: int
 
 
+# Bodies hold prompts and answers: what is logged about a message must not show them.
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     kind: ClassVar[Kind] = Kind.HELLO
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,7 @@ class Generate:
     request: int
     model: str
     route: dict[str, Any]
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,7 @@ class Call:
     kind: ClassVar[Kind] = Kind.CALL
     call: int
     verb: str
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +199,14 @@ class Pong:
 @dataclass(frozen=True, slots=True)
 class Welcome:
     kind: ClassVar[Kind] = Kind.WELCOME
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
     kind: ClassVar[Kind] = Kind.ACCEPTED
     request: int
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(slots=True)  # not frozen: that makes it three times as dear, and there is one for every token
@@ -212,34 +215,34 @@ class Events:
     channel: int
     generation: int
     index: list[EventEntry]
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
     kind: ClassVar[Kind] = Kind.ERROR
     request: int
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     kind: ClassVar[Kind] = Kind.REPLY
     call: int
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class GoAway:
     kind: ClassVar[Kind] = Kind.GOAWAY
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     kind: ClassVar[Kind] = Kind.REPORT
     request: int
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,7 @@ class JobMessage:
     channel: int
     request: int
     carry: dict[str, Any]
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +264,7 @@ class CancelJob:
 @dataclass(frozen=True, slots=True)
 class Ready:
     kind: ClassVar[Kind] = Kind.READY
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,13 +275,13 @@ class Shutdown:
 @dataclass(frozen=True, slots=True)
 class Progress:
     kind: ClassVar[Kind] = Kind.PROGRESS
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
     kind: ClassVar[Kind] = Kind.STATS
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,14 +298,14 @@ class Ask:
     kind: ClassVar[Kind] = Kind.ASK
     ask: int
     verb: str
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     kind: ClassVar[Kind] = Kind.ANSWER
     ask: int
-    body: bytes
+    body: bytes = field(repr=False)
 
 
 Message = (

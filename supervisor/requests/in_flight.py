@@ -62,12 +62,12 @@ class InFlight:
     request: int
     model: str
     route: Route
-    body: bytes
+    body: bytes = field(repr=False)  # a fault of our own is logged, and with it what it was about: never a prompt
     cost: int
     account: Account
     accepted: float
     credit: int
-    held: HeldEvents
+    held: HeldEvents = field(repr=False)
     phase: Phase = Phase.WAITING
     worker: str = ""
     started: float | None = None
@@ -77,7 +77,7 @@ class InFlight:
     holds: bool = False
     unpaid: int = 0
     cancelled: bool = False
-    ids: bytearray = field(default_factory=bytearray)
+    ids: bytearray = field(default_factory=bytearray, repr=False)
     resumes: int = 0
     strikes: int = 0
     alone: bool = False
