@@ -253,7 +253,7 @@ class Serving:
         self.process.wait(WITHIN)
 
     def start_again(self, models: dict[str, dict[str, Any]], script: Path | None = None, **sections: Any) -> None:
-        """Another supervisor in the same directories, once the former has ended; returns when it is up, as entering does.
+        """Another supervisor in the directories of one that has ended; returns, as entering does, when it is up.
 
         script    as for the first
         sections  of models.yaml, instead of those of before: stop, restart, ...

@@ -19,6 +19,7 @@ from tests.serving import ROOT
 
 _PR_SET_PDEATHSIG = 1
 
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Random faults against real processes.")
     parser.add_argument("--episodes", type=int, default=None, help="how many; 100 where no --minutes are given")
@@ -28,6 +29,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--replay", metavar="SEED:EPISODE", help="one episode, or SEED:FIRST-LAST, on a new supervisor")
     parser.add_argument("--times", type=int, default=1, help="of a replay")
     parser.add_argument("--only", default="", help="kinds of faults to draw from, separated by commas")
+    parser.add_argument("--patience", type=float, default=40.0, help="seconds until what does not happen is missed")
     parser.add_argument("--mutant", default="", help="break the supervisor in one of the ways of tests.chaos.mutants")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
     parser.add_argument("--verbose", action="store_true", help="tell each episode")
@@ -49,13 +51,16 @@ def _run(arguments: argparse.Namespace, episodes: Iterator[int]) -> Report:
     report = Report(arguments.seed)
     only = tuple(filter(None, arguments.only.split(",")))
     deadline = time.monotonic() + (arguments.minutes or 1e9) * 60
-    running = block.run(arguments.seed, episodes, only=only, mutant=arguments.mutant)
+    running = block.run(arguments.seed, episodes, only=only, mutant=arguments.mutant, patience_s=arguments.patience)
     for outcome in running:
         before = len(report.violations)
         report.add(outcome)
         if arguments.verbose:
-            print(f"{outcome.plan.number:6} {outcome.took_s:6.2f} s  {'; '.join(t for _, t in outcome.done)}",
-                  file=sys.stderr, flush=True)
+            print(
+                f"{outcome.plan.number:6} {outcome.took_s:6.2f} s  {'; '.join(t for _, t in outcome.done)}",
+                file=sys.stderr,
+                flush=True,
+            )
         for told in report.violations[before:]:
             print(told, file=sys.stderr, flush=True)
         if (report.violations and not arguments.keep_going) or time.monotonic() > deadline:

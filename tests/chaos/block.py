@@ -12,7 +12,7 @@ from tests.chaos.episode import Episode, Outcome
 from tests.chaos.faults import begin_limited
 from tests.chaos.laws import Violation
 from tests.chaos.load import warm_up
-from tests.chaos.plan import BLOCK, STALL, STOP, WATCH, BlockPlan, EpisodePlan, plan_block, plan_episode
+from tests.chaos.plan import BLOCK, STOP, WATCH, BlockPlan, EpisodePlan, plan_block, plan_episode
 from tests.serving import Serving
 
 MIB = 1 << 20
@@ -27,11 +27,13 @@ def _start(block: BlockPlan, former: Serving | None, mutant: str) -> Serving:
     if former is None:
         former = Serving(block.models, options=["--quiet"], begin=False)
     script = begin_limited(former.directory, block.descriptors, mutant)
-    former.start_again(block.models, script, stall=STALL, **_sections(block))
+    former.start_again(block.models, script, stall=block.stall, **_sections(block))
     return former
 
 
-def run(seed: int, episodes: Iterable[int], *, only: tuple[str, ...] = (), mutant: str = "") -> Iterator[Outcome]:
+def run(
+    seed: int, episodes: Iterable[int], *, only: tuple[str, ...] = (), mutant: str = "", patience_s: float = 40.0
+) -> Iterator[Outcome]:
     """Run these episodes, in order. A supervisor in which a law was broken is replaced before the next."""
     warm_up()
     serving: Serving | None = None
@@ -42,7 +44,7 @@ def run(seed: int, episodes: Iterable[int], *, only: tuple[str, ...] = (), mutan
             while waiting:
                 serving = _start(block, serving, mutant)
                 while waiting:
-                    outcome = _one(serving, plan_episode(seed, waiting.pop(0), only), block)
+                    outcome = _one(serving, plan_episode(seed, waiting.pop(0), only), block, patience_s)
                     yield outcome
                     if outcome.violations or outcome.plan.final:
                         break
@@ -57,14 +59,14 @@ def run(seed: int, episodes: Iterable[int], *, only: tuple[str, ...] = (), mutan
 _baselines: dict[int, tuple[vitals.Vitals, vitals.Logs]] = {}
 
 
-def _one(serving: Serving, plan: EpisodePlan, block: BlockPlan) -> Outcome:
+def _one(serving: Serving, plan: EpisodePlan, block: BlockPlan, patience_s: float) -> Outcome:
     """An episode, and what it did to the supervisor."""
     if serving.pid not in _baselines:
         _baselines.clear()
         serving.overview()  # the connection that is asked through stays
         _baselines[serving.pid] = vitals.take(serving), vitals.Logs(serving.runtime_dir / "logs")
     before, logs = _baselines[serving.pid]
-    outcome = Episode(serving, plan, block, before).run()
+    outcome = Episode(serving, plan, block, before, patience_s).run()
     outcome.violations += logs.look()
     if serving.process.poll() is None:
         rss = psutil.Process(serving.pid).memory_info().rss

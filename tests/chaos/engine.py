@@ -1,8 +1,8 @@
 """The engine of the chaos run: deterministic, and as troublesome as prompts and files ask it to be. Imports no torch.
 
-A prompt ``trouble WHAT HOW AT ...`` goes wrong at its token AT: HOW is ``once`` (a file in the model's directory remembers
-it, so that the worker's successor goes on) or ``always``. A file ``load-trouble-MODEL-N`` holds what goes wrong in a load,
-which takes the file away.
+A prompt ``trouble WHAT|HOW|AT|...`` goes wrong at its token AT: HOW is ``once`` (a file in the model's directory
+remembers it, so that the worker's successor goes on) or ``always``. A file ``load-trouble-MODEL-N`` holds what goes
+wrong in a load, which takes the file away.
 """
 
 import os

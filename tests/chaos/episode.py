@@ -14,11 +14,9 @@ from tests.chaos import laws, vitals
 from tests.chaos.faults import Faults
 from tests.chaos.laws import Happened, Violation
 from tests.chaos.load import Answer, ChaosClient, Party, party
-from tests.chaos.plan import BlockPlan, EpisodePlan
+from tests.chaos.plan import BlockPlan, EpisodePlan, FaultPlan
 from tests.serving import Serving
 
-WITHIN_S = 40.0
-"""Until requests have ended and models are back; what is waited for takes a second or two."""
 GONE_S = 0.5
 """No process of a killed supervisor is left after it."""
 TICK_S = 0.02
@@ -43,9 +41,16 @@ class Outcome:
 
 
 class Episode:
-    """Runs once. ``before``: the supervisor's vitals at rest."""
+    """Runs once.
 
-    def __init__(self, serving: Serving, plan: EpisodePlan, block: BlockPlan, before: vitals.Vitals) -> None:
+    before      the supervisor's vitals at rest
+    patience_s  until requests have ended and models are back, which takes a second or two
+    """
+
+    def __init__(
+        self, serving: Serving, plan: EpisodePlan, block: BlockPlan, before: vitals.Vitals, patience_s: float
+    ) -> None:
+        self._patience_s = patience_s
         self._serving, self._plan, self._block, self._before = serving, plan, block, before
         self._timeline: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -98,6 +103,10 @@ class Episode:
         else:
             action()
 
+    def _inflict(self, fault: FaultPlan) -> None:
+        if not self._happened.leaving:  # who would be asked is going
+            self._faults.inflict(fault)
+
     def _connecting(self) -> bool:
         return any(each.is_connecting for each in self._parties) or not self._admin.greeted
 
@@ -111,7 +120,7 @@ class Episode:
             for at, action in each.actions:
                 self._at(self._began + at, lambda action=action: self._act(action))
         for fault in self._plan.faults:
-            self._at(self._began + fault.at, lambda fault=fault: self._faults.inflict(fault))
+            self._at(self._began + fault.at, lambda fault=fault: self._inflict(fault))
         patient = True
         try:
             if self._plan.final is not None:
@@ -144,7 +153,7 @@ class Episode:
         def over() -> bool:
             return not self._timeline and all(each.is_over for each in self._parties)
 
-        if not self._turn_until(over, WITHIN_S):
+        if not self._turn_until(over, self._patience_s):
             return  # who has not ended is found by its laws
         self._faults.undo()
         self._bring_back()
@@ -159,7 +168,7 @@ class Episode:
                 self._turning_over()
             )
 
-        if not self._turn_until(settled, WITHIN_S):
+        if not self._turn_until(settled, self._patience_s):
             self._broken("models come back", f"{self._states()}")
             return
         for model in self._models():
@@ -184,7 +193,7 @@ class Episode:
             told[:] = self._unrest()
             return not told
 
-        if not self._turn_until(at_rest, WITHIN_S):
+        if not self._turn_until(at_rest, self._patience_s):
             self._broken("everything comes to rest", "; ".join(told))
 
     def _overview(self) -> dict[str, Any]:

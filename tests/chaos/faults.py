@@ -150,7 +150,7 @@ class Faults:
     # --- the machine ----------------------------------------------------------------------------------------------
 
     def _full_disk(self, fault: FaultPlan) -> None:
-        """No byte more into the logs: the workers' are on a full device, the supervisor may write no file any longer."""
+        """No byte more into the logs: the workers' are on a full device, the supervisor may make no file longer."""
         for place in ("", ":1", ":2"):
             log = self._serving.runtime_dir / "logs" / f"{fault.model}{place}.log"
             aside = log.with_suffix(".aside")

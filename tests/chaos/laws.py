@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from protocol.errors import ErrorCode
+from supervisor.requests.scheduler import CONFIRM_S
 from tests.chaos import engine as engines
 from tests.chaos.load import Answer
-from tests.chaos.plan import SECRET, BlockPlan, ClientPlan, EpisodePlan
+from tests.chaos.plan import SECRET, BlockPlan, EpisodePlan
 from tests.deterministic_engine import answer as expected
 
 CODES = {code.wire_name for code in ErrorCode}
@@ -156,33 +157,34 @@ def check(answer: Answer, happened: Happened, block: BlockPlan) -> Iterable[Viol
         at = int(ask.prompt.split("|")[2])
         if heard.tokens > at + 1 and (ask.trouble or ("",))[0] not in ("cut", "giant", "greeting", "leap"):
             yield broken("what breaks every worker is given up", f"it ended with {heard.tokens} tokens")
-    yield from _in_time(answer, happened, broken)
+    yield from _in_time(answer, happened)
 
 
-def _in_time(answer: Answer, happened: Happened, broken: object) -> Iterable[Violation]:
-    limit = answer.ask.route.get("deadline_ms")
-    if limit is None or answer.ended_at is None or answer.asked_at is None or answer.client.kind == "library":
+def _in_time(answer: Answer, happened: Happened) -> Iterable[Violation]:
+    if answer.ended_at is None or answer.accepted_at is None or answer.client.kind == "library":
         return
-    took = answer.ended_at - answer.asked_at
-    if took > limit / 1000 + LATE_S + happened.paused_s + happened.stalled_s + 2 * answer.client.delay_s:
+    slack = LATE_S + happened.paused_s + happened.stalled_s + 2 * answer.client.delay_s
+    limit = answer.ask.route.get("deadline_ms")
+    took = answer.ended_at - answer.accepted_at
+    if limit is not None and took > limit / 1000 + slack:
         yield Violation("deadlines are kept", f"{took:.2f} s where {limit} ms were allowed", answer)
-
-
-def of_clients(clients: Iterable[ClientPlan]) -> int:
-    return sum(len(client.asks) for client in clients)
+    if answer.cancelled_at is not None and answer.ended_at - answer.cancelled_at > CONFIRM_S + slack:
+        told = f"the end came {answer.ended_at - answer.cancelled_at:.2f} s after it was asked for"
+        yield Violation("who cancels is told soon", told, answer)
 
 
 _VERDICT = re.compile(r": pid \S+: (?P<why>.*); (?P<verdict>not tried again|next try in .*|it was being stopped)$")
+_BEGUN = re.compile(r"INFO +\S+: \S+ -> starting \((start ordered|restart ordered|started again)\)")
 
 
 def failures(log: str, worker: str) -> list[tuple[str, str]]:
-    """(why, verdict) of each unexpected end of a worker, by the supervisor's log, since it was last started by order."""
+    """(why, verdict) of each unexpected end of a worker since an order started it, by the supervisor's log."""
     found: list[tuple[str, str]] = []
     for line in log.splitlines():
         if f" {worker}:" not in line:
             continue
         if match := _VERDICT.search(line):
             found.append((match["why"], match["verdict"]))
-        elif "-> starting (start ordered" in line or "-> starting (restart ordered" in line or "(started again)" in line:
+        elif _BEGUN.search(line):
             found.clear()
     return found

@@ -1,4 +1,4 @@
-"""The clients of an episode: what they ask, how they read, and when they leave. What they heard is kept for ``laws``."""
+"""The clients of an episode: what they ask, how they read, when they leave. What they heard is kept for ``laws``."""
 
 import multiprocessing
 import threading
@@ -14,7 +14,19 @@ import zmq
 from protocol import Client
 from protocol.codec import decode, pack_body
 from protocol.errors import ConnectionLost, WireError
-from protocol.messages import SUPERVISOR_TO_CLIENT, Accepted, Call, Cancel, Credit, Error, Events, Message, Ping, Pong, Welcome
+from protocol.messages import (
+    SUPERVISOR_TO_CLIENT,
+    Accepted,
+    Call,
+    Cancel,
+    Credit,
+    Error,
+    Events,
+    Message,
+    Ping,
+    Pong,
+    Welcome,
+)
 from tests.chaos.byte_proxy import ByteProxy
 from tests.chaos.plan import WINDOW, Ask, ClientPlan
 from tests.raw_client import Heard, RawClient
@@ -26,7 +38,7 @@ _FORKS.set_forkserver_preload(["tests.chaos.load"])
 
 @dataclass
 class Answer:
-    """What came of one request. ``cancelled_at``, ``asked_at``, ``ended_at``: monotonic; None: not.
+    """What came of one request. ``asked_at``, ``accepted_at``, ...: monotonic; None: not.
 
     twice   ends beyond the first
     lost    nobody listens any more: the connection was cut, or the client has left
@@ -36,6 +48,7 @@ class Answer:
     client: ClientPlan
     asked_at: float | None = None
     cancelled_at: float | None = None
+    accepted_at: float | None = None
     ended_at: float | None = None
     heard: Heard = field(default_factory=Heard)
     accepted: int = 0
@@ -121,6 +134,7 @@ class ChaosClient(RawClient):
                 self._pay(entry.request)
         elif isinstance(message, Accepted) and message.request in self.answers:
             self.answers[message.request].accepted += 1
+            self.answers[message.request].accepted_at = now
             self.answers[message.request].story.append((now, "ACCEPTED"))
         elif isinstance(message, Error) and message.request in self.answers:
             answer = self.answers[message.request]
@@ -161,9 +175,11 @@ class Party:
     def actions(self) -> list[tuple[float, Callable[[], None]]]:
         """What it does, and when: seconds from the begin of the episode."""
         made: list[tuple[float, Callable[[], None]]] = [(self.plan.at, self.begin)]
-        for answer in self.answers.values():
-            if answer.ask.cancel_at is not None:
-                made.append((max(self.plan.at, answer.ask.cancel_at), lambda answer=answer: self._cancel(answer)))
+        made += [
+            (max(self.plan.at, answer.ask.cancel_at), lambda answer=answer: self._cancel(answer))
+            for answer in self.answers.values()
+            if answer.ask.cancel_at is not None
+        ]
         if self.plan.leaves_at is not None:
             made.append((self.plan.leaves_at, self.close))
         if self.plan.kind == "slow":

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from protocol.codec import encode
-from protocol.messages import TERMINAL, EventEntry, Events
+from protocol.messages import TERMINAL, Events
 from supervisor.client_port import ClientPort
 from supervisor.requests import request_table
 from supervisor.requests.in_flight import InFlight
@@ -16,7 +16,7 @@ from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.worker_events import WorkerEvents
 from supervisor.workers import worker_process
 from supervisor.workers.guard import Guard
-from supervisor.workers.watch import Watched, Verdict
+from supervisor.workers.watch import Verdict, Watched
 
 
 def _forget_resume() -> None:
@@ -25,8 +25,9 @@ def _forget_resume() -> None:
 
     def broken(self: Any, queue: Any, request: Any, *rest: Any, **how: Any) -> Any:
         effects = original(self, queue, request, *rest, **how)
-        if request in queue.again:
-            queue.again.remove(request)
+        for line in (queue.again, queue.alone):
+            if request in line:
+                line.remove(request)
         return effects
 
     Scheduler._after_death = broken  # type: ignore[method-assign]
@@ -80,11 +81,13 @@ def _mix_streams() -> None:
     def broken(self: Any, worker: str, frame: bytes, message: Events, now: float) -> Any:
         index = message.index
         count[0] += 1
-        if count[0] % 20 == 0 and len(index) == 2 and index[0].length == index[1].length:
-            if not (index[0].flags | index[1].flags) & TERMINAL:
-                at = index[0].length
-                message = Events(message.channel, message.generation, index, message.body[at:] + message.body[:at])
-                frame = encode(message)
+        alike = (
+            len(index) == 2 and index[0].length == index[1].length and not (index[0].flags | index[1].flags) & TERMINAL
+        )
+        if count[0] % 20 == 0 and alike:
+            at = index[0].length
+            message = Events(message.channel, message.generation, index, message.body[at:] + message.body[:at])
+            frame = encode(message)
         return original(self, worker, frame, message, now)
 
     WorkerEvents.events = broken  # type: ignore[method-assign]
@@ -187,3 +190,24 @@ CAUGHT_BY = {
     "wound others": ("kill", "other models are unharmed"),
 }
 """By which faults, and the breach of which law, each is found."""
+
+
+def main() -> int:
+    """Try each of them until it is found; 1 if one is not."""
+    import subprocess
+    import sys
+
+    from tests.serving import ROOT
+
+    missed = 0
+    for name, (faults, law) in CAUGHT_BY.items():
+        command = [sys.executable, "-m", "tests.chaos", "--episodes", "40", "--seed", "3", "--patience", "8"]
+        done = subprocess.run([*command, "--mutant", name, "--only", faults], cwd=ROOT, capture_output=True, text=True)
+        found = f"VIOLATION: {law}: " in done.stderr
+        missed += not found
+        print(f"{name:<20} {'found: ' + law if found else 'MISSED'}", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -19,6 +19,7 @@ SECRET = "sesame"
 SPAN_S = 0.15
 """In which load and faults begin."""
 WINDOW = 256
+ENDLESS = 15_000
 
 FAULTS = {
     "kill": 12, "stop": 2, "pause worker": 6, "kill guard": 3, "trouble": 20, "load trouble": 4, "full disk": 4,
@@ -100,6 +101,8 @@ class BlockPlan:
     restart: dict[str, Any]
     poison: dict[str, Any]
     descriptors: int
+    stall: str
+    """How long a client may leave its stream unread."""
 
     @property
     def poison_limit(self) -> int:
@@ -110,9 +113,9 @@ class BlockPlan:
         return int(self.restart["limit"])
 
 
+SHORT_STALL = "700ms"
 WATCH = {"start": 15, "load": 2, "idle": 1.5, "step": 1}
 STOP = {"drain": "2s", "shutdown": "500ms", "sigterm": "300ms"}
-STALL = "700ms"
 
 
 def plan_block(seed: int, number: int) -> BlockPlan:
@@ -128,6 +131,7 @@ def plan_block(seed: int, number: int) -> BlockPlan:
         restart={"limit": limit, "window": "1m", "initial": "10ms", "max": "100ms"},
         poison={"limit": draw.choice([2, 2, 3, 100]), "window": "10m"},
         descriptors=draw.choice([0, 0, 512]),
+        stall=draw.choice([SHORT_STALL, "60s"]),
     )
 
 
@@ -137,7 +141,8 @@ def plan_episode(seed: int, number: int, only: tuple[str, ...] = ()) -> EpisodeP
     block = plan_block(seed, number // BLOCK)
     lazy = "z" in block.models
     final = draw.choice(FINALS) if number % BLOCK == BLOCK - 1 else None
-    kinds = ["plain", *_several(draw, CLIENTS, draw.choice([1, 2, 2, 3]))]
+    others = CLIENTS if block.stall == SHORT_STALL else {kind: n for kind, n in CLIENTS.items() if kind != "deaf"}
+    kinds = ["plain", *_several(draw, others, draw.choice([1, 2, 2, 3]))]
     clients = [_client(draw, seed, number, at, kind, lazy) for at, kind in enumerate(kinds)]
     weights = {kind: FAULTS[kind] for kind in only} if only else dict(FAULTS)
     if not block.descriptors:
@@ -168,8 +173,12 @@ def _client(draw: random.Random, seed: int, episode: int, number: int, kind: str
             tokens = draw.randint(WINDOW, 600)
         elif kind == "deaf":
             tokens = draw.randint(2 * WINDOW, 800)
-        prompt = f"{SECRET} {seed} {episode} {number} {request}" + " x" * draw.choice([0, 0, 50, 1000])
+        elif kind in ("leaving", "killed", "cut") and draw.random() < 0.3:
+            tokens = ENDLESS  # it has to leave the engine with its client
         cancel_at = draw.uniform(0, 2 * SPAN_S) if kind == "plain" and draw.random() < 0.12 else None
+        if cancel_at is not None and draw.random() < 0.5:
+            tokens = ENDLESS
+        prompt = f"{SECRET} {seed} {episode} {number} {request}" + " x" * draw.choice([0, 0, 50, 1000])
         asks.append(Ask(request, draw.choice(models), prompt, tokens, _route(draw), cancel_at))
     at = draw.choice([0.0, 0.0, draw.uniform(0, SPAN_S)])
     leaves = draw.uniform(at, at + SPAN_S) if kind in ("leaving", "killed") else None
@@ -208,9 +217,7 @@ def _fault(draw: random.Random, kind: str) -> FaultPlan:
         count = 1 if detail == "hang" else draw.choice([1, 1, 2, 6])
     elif kind == "order":
         detail = _several(draw, ORDERS, 1)[0]
-    elif kind == "pause":
-        lasts = draw.choice([0.02, 0.1, 0.3])
-    elif kind == "pause worker":
+    elif kind in ("pause", "pause worker"):
         lasts = draw.choice([0.02, 0.1, 0.3])
     elif kind == "descriptors":
         lasts = draw.choice([0.05, 0.2])

@@ -1,0 +1,54 @@
+"""Random faults against real processes for long, and what came of them: ``tests.chaos``, its report kept.
+
+    python -m benchmarks.chaos [--episodes 10000] [--minutes M] [--seed N] [--lanes 2]
+
+The seed is printed. A violation is told with everything that it takes to replay it, and the run goes on.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+from benchmarks.harness import arguments_for
+from benchmarks.report import ROOT, Result, write
+
+
+def main() -> None:
+    parser = arguments_for(__doc__)
+    parser.add_argument("--episodes", type=int, default=10_000)
+    parser.add_argument("--minutes", type=float, default=24 * 60.0)
+    parser.add_argument("--lanes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, default=random.randrange(2**32))
+    arguments = parser.parse_args()
+    given = {
+        "episodes": 20 if arguments.quick else arguments.episodes,
+        "minutes": arguments.minutes,
+        "lanes": arguments.lanes,
+        "seed": arguments.seed,
+    }
+    options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "tests.chaos", *options, "--keep-going", "--json"]
+    # the report is its last line; what is worth telling comes on stderr
+    told = subprocess.run(command, stdout=subprocess.PIPE, cwd=ROOT, text=True).stdout.splitlines()
+    print("\n".join(told[:-1]))
+    report = json.loads(told[-1])
+    results = [
+        Result("violations of the laws", len(report["violations"]), "times", "<= 0"),
+        Result("episodes", report["episodes"], "episodes", None if arguments.quick else f">= {arguments.episodes}"),
+        Result("faults inflicted, of supervisors' ends, of clients", sum(report["faults"].values()), "times"),
+        Result("requests", report["requests"], "requests"),
+        Result("tokens checked", report["tokens"], "tokens"),
+        Result("answers that went on in another worker and were finished", report["resumed"], "requests"),
+        Result("processes of a killed supervisor were gone, at the latest", max(report["gone_s"], default=0.0), "s"),
+        Result("an episode took, mean", report["seconds"] / max(1, report["episodes"]), "s"),
+        Result("an episode took, the longest", report["longest_s"], "s"),
+        *(Result(f"fault: {name}", count, "times") for name, count in sorted(report["faults"].items())),
+        *(Result(f"ended as {name}", count, "requests") for name, count in sorted(report["ends"].items())),
+    ]
+    write("chaos", results, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
