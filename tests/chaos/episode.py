@@ -114,15 +114,14 @@ class Episode:
 
     def run(self) -> Outcome:
         outcome = self._outcome
-        self._generations = {m["name"]: m["generation"] for m in self._serving.overview()["models"]}
         outcome.began = self._began = time.monotonic()
         for each in self._parties:
             for at, action in each.actions:
                 self._at(self._began + at, lambda action=action: self._act(action))
         for fault in self._plan.faults:
             self._at(self._began + fault.at, lambda fault=fault: self._inflict(fault))
-        patient = True
         try:
+            self._generations = {m["name"]: m["generation"] for m in self._models()}
             if self._plan.final is not None:
                 self._turn_until(lambda: time.monotonic() > self._began + 0.1, 1.0)
                 self._happened.leaving = True

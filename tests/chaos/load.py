@@ -31,7 +31,7 @@ from tests.chaos.byte_proxy import ByteProxy
 from tests.chaos.plan import WINDOW, Ask, ClientPlan
 from tests.raw_client import Heard, RawClient
 
-LIBRARY_WAIT_S = 60.0
+LIBRARY_WAIT_S = 20.0
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.chaos.load"])
 

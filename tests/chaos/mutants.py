@@ -20,15 +20,15 @@ from supervisor.workers.watch import Verdict, Watched
 
 
 def _forget_resume() -> None:
-    """Who was computed in a worker that died waits for ever."""
+    """Who was computed in a worker that died is out of the table, and waits for ever."""
     original = Scheduler._after_death
 
     def broken(self: Any, queue: Any, request: Any, *rest: Any, **how: Any) -> Any:
-        effects = original(self, queue, request, *rest, **how)
-        for line in (queue.again, queue.alone):
-            if request in line:
-                line.remove(request)
-        return effects
+        if effects := original(self, queue, request, *rest, **how):
+            return effects
+        queue.remove(request)
+        self._leave(request)
+        return []
 
     Scheduler._after_death = broken  # type: ignore[method-assign]
 

@@ -113,7 +113,7 @@ class BlockPlan:
         return int(self.restart["limit"])
 
 
-SHORT_STALL = "700ms"
+SHORT_STALL = "1s"
 WATCH = {"start": 15, "load": 2, "idle": 1.5, "step": 1}
 STOP = {"drain": "2s", "shutdown": "500ms", "sigterm": "300ms"}
 

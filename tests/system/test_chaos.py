@@ -19,7 +19,7 @@ PATIENCE_S = 8
 """Until what a mutant does not do is missed. The others have their usual time."""
 PROOF_SEED = 3
 """Its first episodes have what each mutant is found by: a client that leaves, streams in one frame, ..."""
-QUICK = ("forget resume", "repeat end", "repeat tokens", "keep gone", "tell prompts", "wound others")
+QUICK = ("repeat end", "repeat tokens", "tell prompts", "wound others")
 """Those that are tried here; all are by ``python -m tests.chaos.mutants``."""
 
 
