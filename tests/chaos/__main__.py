@@ -5,11 +5,13 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 
 from tests.chaos import block
@@ -20,9 +22,28 @@ from tests.serving import ROOT
 _PR_SET_PDEATHSIG = 1
 
 
+class Ended(BaseException):
+    """Somebody wants this to end: what there is by then is reported."""
+
+
+def _end(*_: object) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # supervisors are seen to on the way out
+    raise Ended
+
+
+def _cache_bytecode() -> Callable[[], None]:
+    """Let every process from here on keep what it compiles, wherever they are told to keep nothing: hundreds start."""
+    directory = tempfile.mkdtemp(prefix="chaos-bytecode-")
+    os.environ["PYTHONPYCACHEPREFIX"] = directory
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    return lambda: shutil.rmtree(directory, ignore_errors=True)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Random faults against real processes.")
     parser.add_argument("--episodes", type=int, default=None, help="how many; 100 where no --minutes are given")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one")
     parser.add_argument("--minutes", type=float, default=None, help="stop after so long")
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of another run")
     parser.add_argument("--lanes", type=int, default=1, help="supervisors that are tried beside one another")
@@ -40,9 +61,11 @@ def _arguments() -> argparse.Namespace:
 
 def _lane_of(arguments: argparse.Namespace, lane: int) -> Iterator[int]:
     """Episodes of a lane: every so manieth block."""
-    for number in count(lane, arguments.lanes):
-        for episode in range(number * BLOCK, (number + 1) * BLOCK):
-            if arguments.episodes is not None and episode >= arguments.episodes:
+    first = arguments.first
+    end = None if arguments.episodes is None else first + arguments.episodes
+    for number in count(first // BLOCK + lane, arguments.lanes):
+        for episode in range(max(first, number * BLOCK), (number + 1) * BLOCK):
+            if end is not None and episode >= end:
                 return
             yield episode
 
@@ -52,35 +75,37 @@ def _run(arguments: argparse.Namespace, episodes: Iterator[int]) -> Report:
     only = tuple(filter(None, arguments.only.split(",")))
     deadline = time.monotonic() + (arguments.minutes or 1e9) * 60
     running = block.run(arguments.seed, episodes, only=only, mutant=arguments.mutant, patience_s=arguments.patience)
-    for outcome in running:
-        before = len(report.violations)
-        report.add(outcome)
-        if arguments.verbose:
-            print(
-                f"{outcome.plan.number:6} {outcome.took_s:6.2f} s  {'; '.join(t for _, t in outcome.done)}",
-                file=sys.stderr,
-                flush=True,
-            )
-        for told in report.violations[before:]:
-            print(told, file=sys.stderr, flush=True)
-        if (report.violations and not arguments.keep_going) or time.monotonic() > deadline:
-            break
-        if report.episodes % 200 == 0:
-            print(f"{report.episodes} episodes, the last {outcome.plan.number}", file=sys.stderr, flush=True)
-    running.close()
+    try:
+        for outcome in running:
+            before = len(report.violations)
+            report.add(outcome)
+            if arguments.verbose:
+                told = "; ".join(done for _, done in outcome.done)
+                print(f"{outcome.plan.number:6} {outcome.took_s:6.2f} s  {told}", file=sys.stderr, flush=True)
+            for told in report.violations[before:]:
+                print(told, file=sys.stderr, flush=True)
+            if (report.violations and not arguments.keep_going) or time.monotonic() > deadline:
+                break
+            if report.episodes % 200 == 0:
+                print(f"{report.episodes} episodes, the last {outcome.plan.number}", file=sys.stderr, flush=True)
+    except Ended:
+        print(f"ended after {report.episodes} episodes", file=sys.stderr, flush=True)
+    finally:
+        running.close()
     return report
 
 
 def _run_lanes(arguments: argparse.Namespace) -> Report:
     report = Report(arguments.seed)
-    command = [sys.executable, "-m", "tests.chaos", *sys.argv[1:], "--seed", str(arguments.seed), "--json", "--lane"]
+    given = ["--seed", str(arguments.seed), "--json", "--lane"]
+    command = [sys.executable, "-m", "tests.chaos", *sys.argv[1:], *given]
     lanes = [
         subprocess.Popen([*command, str(lane)], stdout=subprocess.PIPE, cwd=ROOT, env=dict(os.environ))
         for lane in range(arguments.lanes)
     ]
     try:
         for lane in lanes:
-            out, _ = lane.communicate()
+            out = _output(lane, lanes)
             try:
                 report.merge(json.loads(out.splitlines()[-1]))
             except (IndexError, ValueError):
@@ -92,10 +117,34 @@ def _run_lanes(arguments: argparse.Namespace) -> Report:
     return report
 
 
+def _output(lane: "subprocess.Popen[bytes]", lanes: list["subprocess.Popen[bytes]"]) -> bytes:
+    """What a lane has said when it is over; all are told to come to an end when this is."""
+    try:
+        return lane.communicate()[0]
+    except Ended:
+        for each in lanes:
+            if each.poll() is None:
+                each.terminate()
+        return lane.communicate()[0]
+
+
 def main() -> int:
     arguments = _arguments()
+    if arguments.lane is not None:
+        return _main(arguments)
+    clean_up = _cache_bytecode()
+    try:
+        return _main(arguments)
+    except Ended:
+        return 143  # before there was anything to report
+    finally:
+        clean_up()
+
+
+def _main(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` must not leave a supervisor behind
+    signal.signal(signal.SIGTERM, _end)  # `timeout` must not leave a supervisor behind
+    signal.signal(signal.SIGINT, _end)
     if arguments.seed is None:
         arguments.seed = random.randrange(2**32)
     if arguments.episodes is None and arguments.minutes is None:

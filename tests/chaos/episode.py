@@ -20,6 +20,8 @@ from tests.serving import Serving
 GONE_S = 0.5
 """No process of a killed supervisor is left after it."""
 TICK_S = 0.02
+POLL_S = 0.04
+"""Between two questions to the supervisor, each of which costs both sides a few milliseconds."""
 LEAVES_S = 20.0
 
 
@@ -88,12 +90,16 @@ class Episode:
             each.drain()
         self._happened.stalled_s = max(self._happened.stalled_s, time.monotonic() - began - wait)
 
-    def _turn_until(self, reached: Callable[[], bool], within_s: float) -> bool:
+    def _turn_until(self, reached: Callable[[], bool], within_s: float, every_s: float = 0.0) -> bool:
+        """Go on until it is so, which is looked at after each turn, or only so often; False if it takes too long."""
         deadline = time.monotonic() + within_s
         while not reached():
             if time.monotonic() > deadline:
                 return False
+            look = time.monotonic() + every_s
             self._turn()
+            while time.monotonic() < look:
+                self._turn()
         return True
 
     def _act(self, action: Callable[[], None]) -> None:
@@ -153,24 +159,37 @@ class Episode:
             return not self._timeline and all(each.is_over for each in self._parties)
 
         if not self._turn_until(over, self._patience_s):
-            return  # who has not ended is found by its laws
+            self._tell_unended()
+            return
         self._faults.undo()
         self._bring_back()
         self._await_rest()
         self._barrier()
 
+    def _tell_unended(self) -> None:
+        """Break the law that every request ends, by those that have not. By closing them they become lost."""
+        for each in self._parties:
+            waiting = [answer for answer in each.answers.values() if not answer.is_over]
+            for answer in waiting:
+                self._outcome.violations.append(Violation("every request ends", "it has not", answer))
+            if not waiting and not each.is_over:
+                self._broken("every request ends", f"client {each.plan.number}, {each.plan.kind}, is not over")
+
     def _bring_back(self) -> None:
         """Start what an operator has stopped, or the restart policy given up; the latter only for a reason."""
 
         def settled() -> bool:
-            return all(m["state"] in ("ready", "sleeping", "stopped", "failed") for m in self._models()) and not (
-                self._turning_over()
+            overview = self._overview()
+            models[:] = overview["models"]
+            return all(m["state"] in ("ready", "sleeping", "stopped", "failed") for m in models) and not any(
+                turnover["running"] for turnover in overview["supervisor"]["turnovers"]
             )
 
-        if not self._turn_until(settled, self._patience_s):
-            self._broken("models come back", f"{self._states()}")
+        models: list[dict[str, Any]] = []
+        if not self._turn_until(settled, self._patience_s, POLL_S):
+            self._broken("models come back", f"{[(m['name'], m['state']) for m in models]}")
             return
-        for model in self._models():
+        for model in models:
             name, state = model["name"], model["state"]
             wound = self._happened.wounds[model["model"]]
             if state == "stopped" and not wound.ordered:
@@ -192,7 +211,7 @@ class Episode:
             told[:] = self._unrest()
             return not told
 
-        if not self._turn_until(at_rest, self._patience_s):
+        if not self._turn_until(at_rest, self._patience_s, POLL_S):
             self._broken("everything comes to rest", "; ".join(told))
 
     def _overview(self) -> dict[str, Any]:
@@ -201,12 +220,6 @@ class Episode:
     def _models(self) -> list[dict[str, Any]]:
         models: list[dict[str, Any]] = self._overview()["models"]
         return models
-
-    def _states(self) -> dict[str, str]:
-        return {m["name"]: m["state"] for m in self._models()}
-
-    def _turning_over(self) -> bool:
-        return any(turnover["running"] for turnover in self._overview()["supervisor"]["turnovers"])
 
     def _unrest(self) -> list[str]:
         """What is not yet as it was before the episode."""
@@ -291,6 +304,10 @@ class Episode:
         while time.monotonic() < deadline and not all(each.is_over for each in self._parties):
             self._timeline.clear()
             self._turn()
+        if patient:
+            for answer in (answer for each in self._parties for answer in each.answers.values()):
+                if answer.accepted_at is not None and not answer.is_over:
+                    self._outcome.violations.append(Violation("every request ends", "the supervisor left", answer))
         while (left := serving.processes()) and time.monotonic() < deadline:
             time.sleep(0.01)  # whoever notices by the end of a pipe that it is not needed any more
         if left:

@@ -8,16 +8,15 @@ from protocol.errors import ErrorCode
 from supervisor.requests.scheduler import CONFIRM_S
 from tests.chaos import engine as engines
 from tests.chaos.load import Answer
-from tests.chaos.plan import SECRET, BlockPlan, EpisodePlan
+from tests.chaos.plan import GRANTS_EVERY_S, SECRET, SHORT_STALL, SHORT_STALL_S, WINDOW, BlockPlan, EpisodePlan
 from tests.deterministic_engine import answer as expected
 
 CODES = {code.wire_name for code in ErrorCode}
 STOPPED = {"draining", "model_not_running"}
+CLOCKS_S = 0.05
+"""By which the client's measure of a silence and the supervisor's may differ."""
 LATE_S = 1.0
 """How long after its deadline a request may end, on a machine that has others to serve."""
-
-UNREAD_S = 0.4
-"""A test that is kept from running for so long reads as slowly as those who are ended for it."""
 
 
 @dataclass
@@ -96,7 +95,7 @@ def may_end(answer: Answer, happened: Happened, block: BlockPlan) -> set[str]:
         ends.add("deadline_exceeded")
     if "queue_ms" in ask.route:
         ends.add("queue_timeout")
-    if answer.client.kind in ("slow", "deaf") or happened.stalled_s + happened.paused_s > UNREAD_S:
+    if _was_slow(answer, happened, block):
         ends.add("slow_consumer")
     if ask.trouble is not None and ask.trouble[1] == "always" and ask.trouble[0] not in engines.HARMLESS:
         ends.add("poisoned")
@@ -111,6 +110,21 @@ def may_end(answer: Answer, happened: Happened, block: BlockPlan) -> set[str]:
     if happened.killed:
         ends |= {"connection_lost", "nothing"}
     return ends
+
+
+def _was_slow(answer: Answer, happened: Happened, block: BlockPlan) -> bool:
+    """Whether its client left events unread for as long as the supervisor waits, by the client's own clock.
+
+    Who asked for no more events than the first credit allows is owed no patience: nothing was ever held for it.
+    """
+    if block.stall != SHORT_STALL or answer.ask.tokens <= WINDOW:
+        return False
+    if answer.client.kind == "deaf":
+        return True
+    unread_s = answer.unread_s + happened.paused_s + 2 * answer.client.delay_s
+    if answer.client.kind == "slow":
+        unread_s += GRANTS_EVERY_S
+    return unread_s >= SHORT_STALL_S - CLOCKS_S
 
 
 def check(answer: Answer, happened: Happened, block: BlockPlan) -> Iterable[Violation]:
@@ -130,6 +144,8 @@ def check(answer: Answer, happened: Happened, block: BlockPlan) -> Iterable[Viol
         yield broken("every token is its own", f"{heard.text!r} where {whole!r} was due (from {at} on)")
     if heard.tokens > ask.tokens:
         yield broken("no token too much", f"{heard.tokens} tokens of {ask.tokens}")
+    if answer.client.kind == "deaf" and len(heard.seqs) > WINDOW + 1:
+        yield broken("nobody is sent more than there is credit for", f"{len(heard.seqs)} events")
     if heard.after_end:
         yield broken("nothing follows the end", f"{heard.after_end} events did")
     if len(heard.ends) + len(answer.refusals) > 1:

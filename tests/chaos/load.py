@@ -28,7 +28,7 @@ from protocol.messages import (
     Welcome,
 )
 from tests.chaos.byte_proxy import ByteProxy
-from tests.chaos.plan import WINDOW, Ask, ClientPlan
+from tests.chaos.plan import GRANTS_EVERY_S, WINDOW, Ask, ClientPlan
 from tests.raw_client import Heard, RawClient
 
 LIBRARY_WAIT_S = 20.0
@@ -42,6 +42,7 @@ class Answer:
 
     twice   ends beyond the first
     lost    nobody listens any more: the connection was cut, or the client has left
+    unread_s  longest time for which its client read nothing, while this had not ended
     """
 
     ask: Ask
@@ -54,6 +55,7 @@ class Answer:
     accepted: int = 0
     refusals: list[dict[str, Any]] = field(default_factory=list)
     lost: bool = False
+    unread_s: float = 0.0
     story: list[tuple[float, str]] = field(default_factory=list)
 
     @property
@@ -159,6 +161,7 @@ class Party:
         self.raw: ChaosClient | None = None
         self._has_begun = False
         self._proxy: ByteProxy | None = None
+        self._read_at = 0.0
 
     def begin(self) -> None:
         self._has_begun = True
@@ -167,6 +170,7 @@ class Party:
             endpoint = self._directory / f"proxy-{self.plan.number}"
             endpoint.unlink(missing_ok=True)
             self._proxy = ByteProxy(endpoint, self._front, self.plan.delay_s, self.plan.cut_after)
+        self._read_at = time.monotonic()
         self.raw = ChaosClient(endpoint, self.answers, reads=self.plan.kind not in ("slow", "deaf"))
         for answer in self.answers.values():
             self.raw.ask(answer)
@@ -183,7 +187,7 @@ class Party:
         if self.plan.leaves_at is not None:
             made.append((self.plan.leaves_at, self.close))
         if self.plan.kind == "slow":
-            made += [(self.plan.at + 0.1 * i, self._grant) for i in range(1, 8)]
+            made += [(self.plan.at + GRANTS_EVERY_S * i, self._grant) for i in range(1, 8)]
         return made
 
     def _cancel(self, answer: Answer) -> None:
@@ -197,7 +201,12 @@ class Party:
 
     def drain(self) -> None:
         if self.raw is not None:
+            began, waiting = time.monotonic(), [answer for answer in self.answers.values() if not answer.is_over]
             self.raw.drain()
+            passed_s = time.monotonic() - self._read_at
+            self._read_at = began
+            for answer in waiting:
+                answer.unread_s = max(answer.unread_s, passed_s)
             if self._proxy is not None and self._proxy.was_cut:
                 self.close()
 

@@ -5,13 +5,16 @@ Times are seconds from the begin of the episode. What the plan cannot fix is whe
 
 import random
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from tests.chaos import engine as engines
 from tests.serving import engine
 
-BLOCK = 40
+BLOCK = 30
 """Episodes that one supervisor lives for."""
+DECK = 5 * BLOCK
+"""Episodes in which each of ``CARDS`` is dealt once."""
 MODELS = ("a", "b")
 """Of two workers and one. Blocks may have another, ``z``, which is lazy."""
 SECRET = "sesame"
@@ -21,26 +24,37 @@ SPAN_S = 0.15
 WINDOW = 256
 ENDLESS = 15_000
 
+TROUBLES = (*engines.RAISES, *engines.ENDS, *engines.HANGS, *engines.NONSENSE, *engines.HARMLESS)
+ORDERS = (
+    "stop", "stop now", "start", "restart", "restart worker", "reload", "reload changed", "reload invalid", "exchange",
+    "beside", "stop and start", "restart twice", "nonsense",
+)  # fmt: skip
+DETAILS = {"trouble": TROUBLES, "load trouble": engines.LOAD_TROUBLES, "order": ORDERS}
 FAULTS = {
-    "kill": 12, "stop": 2, "pause worker": 6, "kill guard": 3, "trouble": 20, "load trouble": 4, "full disk": 4,
-    "descriptors": 3, "pause": 8, "flood": 2, "order": 14,
+    "kill": 6, "stop": 1, "pause worker": 8, "kill guard": 3, "trouble": 9, "load trouble": 1, "full disk": 1,
+    "descriptors": 2, "pause": 8, "flood": 1, "order": 4,
 }  # fmt: skip
-"""Weights. What each does is in ``faults``."""
-TROUBLES = [
-    *((what, 4) for what in engines.RAISES), *((what, 4) for what in engines.ENDS),
-    *((what, 1) for what in engines.HANGS), *((what, 4) for what in engines.NONSENSE),
-    *((what, 10) for what in engines.HARMLESS),
-]  # fmt: skip
-ORDERS = {
-    "stop": 4, "stop now": 4, "start": 2, "restart": 5, "restart worker": 3, "reload": 2, "reload changed": 4,
-    "reload invalid": 2, "exchange": 3, "beside": 3, "stop and start": 3, "restart twice": 2, "nonsense": 1,
-}  # fmt: skip
+"""Weights of what comes on top of an episode's card. What each does is in ``faults``."""
+ON_TOP = 0.2
+"""Share of the episodes that have more than their card."""
+CLIENTS = {"plain": 10, "long": 2, "slow": 2, "deaf": 1, "library": 4, "leaving": 3, "killed": 1, "far": 3, "cut": 3}
+"""Weights of the kinds; an episode has two to four, and always a plain one."""
+Card = tuple[str, str]
+CARDS: tuple[Card, ...] = (
+    *(("trouble", what) for what in (*TROUBLES, *engines.HARMLESS, *engines.HARMLESS)),
+    *(("load trouble", what) for what in engines.LOAD_TROUBLES),
+    *(("order", what) for what in (*ORDERS, "start", "reload", "reload invalid", "nonsense")),
+    *[("kill", "")] * 8, ("stop", ""), *[("pause worker", "")] * 12, *[("kill guard", "")] * 6, *[("pause", "")] * 14,
+    *[("full disk", "")] * 2, *[("descriptors", "")] * 3, *[("flood", "")] * 4,
+    *[("client", "slow")] * 6, *[("client", "deaf")] * 4, *[("client", "leaving")] * 10, *[("client", "killed")] * 6,
+    *[("client", "far")] * 8, *[("client", "cut")] * 12,
+)  # fmt: skip
+"""What an episode is about: a fault and its detail, or a client that is a trouble itself. What takes a new worker takes
+most of the time, so that there is one of each of those."""
 FINALS = (
     "sigkill", "sigkill while one is stopped", "sigkill while one comes up", "sigkill with the guard", "shutdown",
     "shutdown now", "sigterm", "sigterm twice",
 )  # fmt: skip
-CLIENTS = {"plain": 10, "long": 2, "slow": 2, "deaf": 1, "library": 4, "leaving": 3, "killed": 1, "far": 3, "cut": 3}
-"""Weights of the kinds; an episode has two to four, and always a plain one."""
 
 
 @dataclass(frozen=True)
@@ -113,45 +127,85 @@ class BlockPlan:
         return int(self.restart["limit"])
 
 
-SHORT_STALL = "1s"
+SHORT_STALL, SHORT_STALL_S = "1s", 1.0
+GRANTS_EVERY_S = 0.1
+"""How often a slow client says that it has read something: often enough."""
 WATCH = {"start": 15, "load": 2, "idle": 1.5, "step": 1}
 STOP = {"drain": "2s", "shutdown": "500ms", "sigterm": "300ms"}
 
 
 def plan_block(seed: int, number: int) -> BlockPlan:
-    draw = random.Random(f"{seed} block {number}")
+    draw = random.Random(f"{seed} blocks {number // (DECK // BLOCK)}")  # of a deck: every card suits one of its blocks
+    limits = draw.sample([1000, 1000, 1000, 4, 4], 5)
+    poison = draw.sample([2, 2, 2, 3, 100], 5)
+    descriptors = draw.sample([0, 0, 0, 512, 512], 5)
+    stalls = draw.sample([SHORT_STALL, SHORT_STALL, SHORT_STALL, "60s", "60s"], 5)
+    lazy = draw.randrange(5)
+    at = number % (DECK // BLOCK)
     entry = engine(step_s=0.001, max_batch_size=4, context=20_000) | {"engine": "tests.chaos.engine:Troublesome"}
     models = {"a": entry | {"replicas": 2}, "b": dict(entry)}
-    if draw.random() < 0.25:
+    if at == lazy:
         models["z"] = entry | {"lazy": True, "ttl": "400ms"}
-    limit = draw.choice([1000, 1000, 4])
     return BlockPlan(
         number,
         models,
-        restart={"limit": limit, "window": "1m", "initial": "10ms", "max": "100ms"},
-        poison={"limit": draw.choice([2, 2, 3, 100]), "window": "10m"},
-        descriptors=draw.choice([0, 0, 512]),
-        stall=draw.choice([SHORT_STALL, "60s"]),
+        restart={"limit": limits[at], "window": "1m", "initial": "10ms", "max": "100ms"},
+        poison={"limit": poison[at], "window": "10m"},
+        descriptors=descriptors[at],
+        stall=stalls[at],
     )
 
 
+def _suits(card: Card, block: BlockPlan) -> bool:
+    kind, detail = card
+    if kind == "flood":
+        return block.descriptors > 0
+    if kind == "full disk":  # what is given up on is checked by the log
+        return block.restart_limit >= 1000
+    return detail != "deaf" or kind != "client" or block.stall == SHORT_STALL
+
+
+@lru_cache(4)
+def _deal(seed: int, deck: int) -> tuple[Card, ...]:
+    """The cards of a deck's episodes."""
+    cards = random.Random(f"{seed} deck {deck}").sample(CARDS, DECK)
+    blocks = [plan_block(seed, (deck * DECK + at) // BLOCK) for at in range(DECK)]
+    for at in range(DECK):
+        if not _suits(cards[at], blocks[at]):
+            other = next(i for i in range(DECK) if _suits(cards[at], blocks[i]) and _suits(cards[i], blocks[at]))
+            cards[at], cards[other] = cards[other], cards[at]
+    return tuple(cards)
+
+
+def _final(seed: int, block: int) -> str:
+    """How a block's supervisor ends: each way in turn."""
+    way, at = divmod(block, len(FINALS))
+    return random.Random(f"{seed} ends {way}").sample(FINALS, len(FINALS))[at]
+
+
 def plan_episode(seed: int, number: int, only: tuple[str, ...] = ()) -> EpisodePlan:
-    """``only``: kinds of faults to draw from, instead of all."""
+    """``only``: kinds of faults to draw from, instead of its card."""
     draw = random.Random(f"{seed} episode {number}")
     block = plan_block(seed, number // BLOCK)
     lazy = "z" in block.models
-    final = draw.choice(FINALS) if number % BLOCK == BLOCK - 1 else None
-    others = CLIENTS if block.stall == SHORT_STALL else {kind: n for kind, n in CLIENTS.items() if kind != "deaf"}
-    kinds = ["plain", *_several(draw, others, draw.choice([1, 2, 2, 3]))]
+    final = _final(seed, number // BLOCK) if number % BLOCK == BLOCK - 1 else None
+    cards = []
+    if only:
+        cards += [(kind, "") for kind in draw.choices(only, k=draw.choice([1, 1, 2]))]
+    else:
+        cards.append(_deal(seed, number // DECK)[number % DECK])
+        if draw.random() < ON_TOP:
+            cards += [(kind, "") for kind in _several(draw, FAULTS, draw.choice([1, 1, 2]))]
+    cards = [card for card in cards if _suits(card, block)]
+    others = {kind: n for kind, n in CLIENTS.items() if _suits(("client", kind), block)}
+    kinds = ["plain", *(detail for kind, detail in cards if kind == "client")]
+    kinds += _several(draw, others, max(0, draw.choice([2, 3, 3, 4]) - len(kinds)))
     clients = [_client(draw, seed, number, at, kind, lazy) for at, kind in enumerate(kinds)]
-    weights = {kind: FAULTS[kind] for kind in only} if only else dict(FAULTS)
-    if not block.descriptors:
-        weights.pop("flood", None)
-    if block.restart_limit < 1000:  # what it gives up on is checked by its log
-        weights.pop("full disk", None)
     faults = []
-    for kind in _several(draw, weights, draw.choice([1, 1, 1, 1, 2, 3])):
-        fault = _fault(draw, kind)
+    for kind, detail in cards:
+        if kind == "client":
+            continue
+        fault = _fault(draw, kind, detail, block)
         faults.append(fault)
         if kind == "trouble":
             clients.append(_trouble(draw, seed, number, len(clients), fault))
@@ -168,7 +222,7 @@ def _client(draw: random.Random, seed: int, episode: int, number: int, kind: str
     models = [*MODELS, *MODELS, "z"] if lazy and draw.random() < 0.4 else MODELS
     asks = []
     for request in range(1, count + 1):
-        tokens = draw.choice([1, draw.randint(1, 20), draw.randint(20, 200)])
+        tokens = draw.choice([1, draw.randint(1, 20), draw.randint(20, 120)])
         if kind in ("long", "slow"):
             tokens = draw.randint(WINDOW, 600)
         elif kind == "deaf":
@@ -204,19 +258,16 @@ def _route(draw: random.Random) -> dict[str, Any]:
     return route
 
 
-def _fault(draw: random.Random, kind: str) -> FaultPlan:
+def _fault(draw: random.Random, kind: str, detail: str, block: BlockPlan) -> FaultPlan:
     model, place = draw.choice(("a", "a", "b")), draw.randrange(2)
-    at, detail, lasts, count = draw.uniform(0, SPAN_S), "", 0.0, 1
+    at, lasts, count = draw.uniform(0, SPAN_S), 0.0, 1
+    detail = detail or draw.choice(DETAILS.get(kind, ("",)))
     if kind == "trouble":
-        names, weights = zip(*TROUBLES, strict=True)
-        what = draw.choices(names, weights)[0]
-        once = what in engines.HARMLESS or what in engines.HANGS or draw.random() < 0.6
-        detail = f"{what}|{'once' if once else 'always'}|{draw.randrange(30)}"
+        # where a request is never given up, one that breaks every worker would take most of a minute
+        always = detail not in (*engines.HARMLESS, *engines.HANGS) and block.poison_limit < 10 and draw.random() < 0.4
+        detail = f"{detail}|{'always' if always else 'once'}|{draw.randrange(30)}"
     elif kind == "load trouble":
-        detail = draw.choice(engines.LOAD_TROUBLES)
         count = 1 if detail == "hang" else draw.choice([1, 1, 2, 6])
-    elif kind == "order":
-        detail = _several(draw, ORDERS, 1)[0]
     elif kind in ("pause", "pause worker"):
         lasts = draw.choice([0.02, 0.1, 0.3])
     elif kind == "descriptors":

@@ -62,7 +62,8 @@ class Report:
     def told(self) -> str:
         lines = [
             f"{self.episodes} episodes, {self.requests} requests, {self.tokens} tokens checked, seed {self.seed}",
-            f"faults   {_counted(self.faults)}",
+            "faults",
+            *(f"  {line}" for line in _table(self.faults)),
             f"ends     {_counted(self.ends)}",
             f"resumed  {self.resumed} answers went on in another worker and were finished",
         ]
@@ -73,6 +74,15 @@ class Report:
             lines.append(f"time     {mean:.2f} s an episode, the longest {self.longest_s:.1f} s")
         lines.append(f"{len(self.violations)} violations")
         return "\n".join(lines)
+
+
+def _table(counter: Counter[str]) -> list[str]:
+    """A line for each kind: what there was of it, and how often."""
+    kinds: dict[str, list[str]] = {}
+    for name, count in sorted(counter.items()):
+        kind, _, detail = name.partition(": ")
+        kinds.setdefault(kind, []).append(f"{detail} {count}".strip())
+    return [f"{kind:<12} {', '.join(told)}" for kind, told in kinds.items()]
 
 
 def _counted(counter: Counter[str]) -> str:
