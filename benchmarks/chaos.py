@@ -2,12 +2,14 @@
 
     python -m benchmarks.chaos [--episodes 10000] [--minutes M] [--seed N] [--lanes 2]
 
-The seed is printed. A violation is told with everything that it takes to replay it, and the run goes on.
+The seed is printed. A violation is told with everything that it takes to replay it, and the run goes on. SIGTERM or
+SIGINT end it early: the report is then of the episodes that there were.
 """
 
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 
@@ -31,8 +33,11 @@ def main() -> None:
     options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "tests.chaos", *options, "--keep-going", "--json"]
     # the report is its last line; what is worth telling comes on stderr
-    told = subprocess.run(command, stdout=subprocess.PIPE, cwd=ROOT, text=True).stdout.splitlines()
-    print("\n".join(told[:-1]))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True, start_new_session=True) as run:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: run.terminate())
+        told = run.communicate()[0].splitlines()
+    print("\n".join(told[:-1]), flush=True)
     report = json.loads(told[-1])
     results = [
         Result("violations of the laws", len(report["violations"]), "times", "<= 0"),

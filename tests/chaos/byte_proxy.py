@@ -51,7 +51,8 @@ class ByteProxy:
             wait = max(0.0, min(0.05, on_the_way[0][0] - now)) if on_the_way else 0.05
             for one in select.select([near, far], [], [], wait)[0]:
                 chunk = one.recv(CHUNK)
-                if not chunk:
+                if not chunk:  # what is under way when one side leaves arrives all the same
+                    self._deliver(on_the_way)
                     return
                 if self._left is not None:
                     chunk = chunk[: self._left]
@@ -63,6 +64,12 @@ class ByteProxy:
                         to.sendall(rest)
                     self.was_cut = True
                     return
+
+    def _deliver(self, on_the_way: deque[tuple[float, socket.socket, bytes]]) -> None:
+        for at, to, chunk in on_the_way:
+            self._over.wait(max(0.0, at - time.monotonic()))
+            with contextlib.suppress(OSError):  # to the one that has left
+                to.sendall(chunk)
 
     def close(self) -> None:
         self._over.set()

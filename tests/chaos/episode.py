@@ -88,6 +88,8 @@ class Episode:
         self._admin.drain()
         for each in self._parties:
             each.drain()
+            if self._faults.flooded:
+                each.try_again()
         self._happened.stalled_s = max(self._happened.stalled_s, time.monotonic() - began - wait)
 
     def _turn_until(self, reached: Callable[[], bool], within_s: float, every_s: float = 0.0) -> bool:

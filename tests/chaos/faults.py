@@ -50,6 +50,8 @@ class Faults:
 
     closed = False
     """Nobody may connect."""
+    flooded = False
+    """Who connects may be turned away."""
 
     def __init__(
         self,
@@ -201,6 +203,7 @@ class Faults:
 
     def _flood(self, fault: FaultPlan) -> None:
         """Connections that say nothing, as many as there can be."""
+        self.flooded = True
         flood: list[socket.socket] = []
         self._undo.append(lambda: [connection.close() for connection in flood] and None)
         try:

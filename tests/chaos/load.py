@@ -32,6 +32,7 @@ from tests.chaos.plan import GRANTS_EVERY_S, WINDOW, Ask, ClientPlan
 from tests.raw_client import Heard, RawClient
 
 LIBRARY_WAIT_S = 20.0
+AGAIN_S = 1.0
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.chaos.load"])
 
@@ -161,7 +162,7 @@ class Party:
         self.raw: ChaosClient | None = None
         self._has_begun = False
         self._proxy: ByteProxy | None = None
-        self._read_at = 0.0
+        self._read_since = self._read_at = 0.0
 
     def begin(self) -> None:
         self._has_begun = True
@@ -170,10 +171,22 @@ class Party:
             endpoint = self._directory / f"proxy-{self.plan.number}"
             endpoint.unlink(missing_ok=True)
             self._proxy = ByteProxy(endpoint, self._front, self.plan.delay_s, self.plan.cut_after)
-        self._read_at = time.monotonic()
+        self._read_since = self._read_at = time.monotonic()
         self.raw = ChaosClient(endpoint, self.answers, reads=self.plan.kind not in ("slow", "deaf"))
         for answer in self.answers.values():
             self.raw.ask(answer)
+
+    def try_again(self) -> None:
+        """Connect anew if nobody has answered: it was turned away, as all are while descriptors are scarce."""
+        if self.raw is None or self.raw.greeted or time.monotonic() < self._read_since + AGAIN_S:
+            return
+        self.raw.close()
+        if self._proxy is not None:
+            self._proxy.close()
+        self.begin()
+        for answer in self.answers.values():
+            if answer.cancelled_at is not None:
+                self.raw.cancel(answer)
 
     @property
     def actions(self) -> list[tuple[float, Callable[[], None]]]:

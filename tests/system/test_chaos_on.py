@@ -1,0 +1,33 @@
+"""The second half of ``test_chaos``; and where a supervisor breaks a law, that is found."""
+
+import pytest
+
+from tests.chaos.halves import EPISODES, chaos, run_half
+from tests.chaos.mutants import CAUGHT_BY, MUTANTS, PATIENCE_S, PROOF_SEED
+
+QUICK = ("repeat tokens", "tell prompts", "wound others")
+"""Those that are tried here; all are by ``python -m tests.chaos.mutants``."""
+
+
+@pytest.mark.timeout(900)
+def test_the_laws_hold_whatever_happens_then() -> None:
+    code, out = run_half(first=EPISODES)
+    assert f"{EPISODES} episodes, " in out
+    assert out.splitlines()[-2] == "0 violations"
+    assert code == 0
+
+
+@pytest.mark.timeout(900)
+def test_a_supervisor_that_breaks_a_law_is_found_out() -> None:
+    assert set(CAUGHT_BY) == set(MUTANTS)
+    runs = {}
+    for name in QUICK:
+        faults, law = CAUGHT_BY[name]
+        given = ("--mutant", name, "--only", faults, "--seed", PROOF_SEED, "--patience", PATIENCE_S)
+        runs[name] = law, chaos("--episodes", 40, *given)
+    for name, (law, run) in runs.items():
+        with run:
+            out, _ = run.communicate()
+        assert f"VIOLATION: {law}: " in out, f"{name}:\n{out}"
+        assert f"python -m tests.chaos --replay {PROOF_SEED}:" in out
+        assert run.returncode == 1
