@@ -227,6 +227,8 @@ class Episode:
         """What is not yet as it was before the episode."""
         if left := [target.name for target in self._faults.doomed if not target.is_gone]:
             return [f"{left} hang"]
+        if self._faults.turns_away():
+            return ["nobody can connect"]
         overview = self._overview()
         told, workers, lazy = [], [], 0
         for m in overview["models"]:

@@ -99,6 +99,18 @@ class Faults:
         for target in self._targets:
             target.close()
 
+    def turns_away(self) -> bool:
+        """Whether nobody can connect yet, after a flood."""
+        if self.flooded:
+            for port in ("front", "admin"):
+                with socket.socket(socket.AF_UNIX) as connection:
+                    try:
+                        connection.connect(str(self._serving.runtime_dir / port))
+                    except OSError:
+                        return True
+        self.flooded = False
+        return False
+
     def aim(self, fault: FaultPlan, *, ready: bool = False) -> Target | None:
         """A process of the fault's model, whatever it is at (``ready``: one that is); None if there is none now."""
         if self._paused:
@@ -278,6 +290,7 @@ class Faults:
         elif "stopped" in how:
             self._stop(FaultPlan("stop", 0.0, "a", 0))
         elif "comes up" in how:
+            self.undo()  # who is paused cannot tell that one does
             self._kill(FaultPlan("kill", 0.0, "a", 0))
             wait_until(lambda: any(m["state"] == "starting" for m in serving.overview()["models"]), what="a successor")
         elif "guard" in how:

@@ -9,7 +9,7 @@ from tests.serving import ROOT
 
 EPISODES = int(os.environ.get("CHAOS_EPISODES", 150))
 """Of a half."""
-LANES = 2
+LANES = 3
 """While one waits for what takes a second, the other goes on."""
 
 

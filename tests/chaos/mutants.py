@@ -175,21 +175,21 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "miss deadlines": _miss_deadlines,
     "wound others": _wound_others,
 }
-CAUGHT_BY = {
-    "forget resume": ("kill", "every request ends"),
-    "repeat end": ("kill guard", "nothing follows the end"),
-    "lose event": ("kill guard", "events are numbered without a gap"),
-    "repeat tokens": ("kill", "every token is its own"),
-    "mix streams": ("kill guard", "every token is its own"),
-    "keep gone": ("kill guard", "everything comes to rest"),
-    "leak descriptors": ("kill", "everything comes to rest"),
-    "tell prompts": ("kill guard", "no log holds a prompt"),
-    "see no hang": ("stop", "everything comes to rest"),
-    "leave orphans": ("trouble", "everything comes to rest"),
-    "miss deadlines": ("kill guard", "deadlines are kept"),
-    "wound others": ("kill", "other models are unharmed"),
+CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
+    "forget resume": ("kill", ("every request ends",)),
+    "repeat end": ("kill guard", ("nothing follows the end", "every end has a reason")),
+    "lose event": ("kill guard", ("events are numbered without a gap",)),
+    "repeat tokens": ("kill", ("every token is its own",)),
+    "mix streams": ("kill guard", ("every token is its own",)),
+    "keep gone": ("kill guard", ("everything comes to rest",)),
+    "leak descriptors": ("kill", ("everything comes to rest",)),
+    "tell prompts": ("kill guard", ("no log holds a prompt",)),
+    "see no hang": ("stop", ("everything comes to rest",)),
+    "leave orphans": ("trouble", ("everything comes to rest",)),
+    "miss deadlines": ("kill guard", ("deadlines are kept",)),
+    "wound others": ("kill", ("other models are unharmed",)),
 }
-"""By which faults, and the breach of which law, each is found."""
+"""By which faults, and the breach of which law, each is found. The client library says itself what follows an end."""
 PROOF_SEED = 3
 """Its first episodes have what each mutant is found by: a client that leaves, streams in one frame, ..."""
 PATIENCE_S = 8
@@ -204,13 +204,13 @@ def main() -> int:
     from tests.serving import ROOT
 
     missed = 0
-    for name, (faults, law) in CAUGHT_BY.items():
+    for name, (faults, laws) in CAUGHT_BY.items():
         command = [sys.executable, "-m", "tests.chaos", "--episodes", "60", "--seed", str(PROOF_SEED)]
         command += ["--patience", str(PATIENCE_S)]
         done = subprocess.run([*command, "--mutant", name, "--only", faults], cwd=ROOT, capture_output=True, text=True)
-        found = f"VIOLATION: {law}: " in done.stderr
+        found = [law for law in laws if f"VIOLATION: {law}: " in done.stderr]
         missed += not found
-        print(f"{name:<20} {'found: ' + law if found else 'MISSED'}", flush=True)
+        print(f"{name:<20} {'found: ' + found[0] if found else 'MISSED'}", flush=True)
     return 1 if missed else 0
 
 

@@ -37,7 +37,7 @@ FAULTS = {
 """Weights of what comes on top of an episode's card. What each does is in ``faults``."""
 ON_TOP = 0.2
 """Share of the episodes that have more than their card."""
-CLIENTS = {"plain": 10, "long": 2, "slow": 2, "deaf": 1, "library": 4, "leaving": 3, "killed": 1, "far": 3, "cut": 3}
+CLIENTS = {"plain": 10, "long": 1, "slow": 1, "deaf": 1, "library": 4, "leaving": 3, "killed": 1, "far": 3, "cut": 3}
 """Weights of the kinds; an episode has two to four, and always a plain one."""
 Card = tuple[str, str]
 CARDS: tuple[Card, ...] = (
