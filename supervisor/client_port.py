@@ -79,6 +79,8 @@ class ClientPort:
     _by_id: dict[bytes, Connection] = field(default_factory=dict)
     _by_channel: dict[int, Connection] = field(default_factory=dict)
     _by_fd: dict[int, Connection] = field(default_factory=dict)
+    _unheard: set[int] = field(default_factory=set)
+    """Descriptors of those that ended before a word of theirs was read, until somebody else has the descriptor."""
     _gone: list[int] = field(default_factory=list)
     _left: dict[bytes, None] = field(default_factory=dict)
     """Routing ids of the last that ended, oldest first."""
@@ -123,7 +125,7 @@ class ClientPort:
             routing_id = self.socket.recv(zmq.NOBLOCK)
             connection = self._by_id.get(routing_id)
             part = self.socket.recv(zmq.NOBLOCK, copy=False)
-            if connection is None and routing_id in self._left:
+            if connection is None and (routing_id in self._left or self._ended_unheard(routing_id, part)):
                 self._skip_rest(part)  # sent before it left, read after
                 continue
             if not _is_automatic(routing_id):
@@ -175,6 +177,7 @@ class ClientPort:
             kind, value = monitor_event(self.monitor)
             if kind == zmq.EVENT_ACCEPTED:
                 self.counters.accepted += 1
+                self._unheard.discard(value)
                 self._accepted(value)
             elif kind == zmq.EVENT_LISTENING:
                 self._listens(value)
@@ -184,6 +187,8 @@ class ClientPort:
                 connection = self._by_fd.get(value)
                 if connection is not None:
                     self._leave(connection)
+                else:
+                    self._unheard.add(value)
             else:
                 self.counters.handshakes_failed += 1
         return True
@@ -222,12 +227,16 @@ class ClientPort:
         """Whether it may stay. Its user was asked for in the handshake."""
         return True
 
-    def _enter(self, routing_id: bytes, part: zmq.Frame) -> Connection:
+    def _ended_unheard(self, routing_id: bytes, part: zmq.Frame) -> bool:
+        """Whether these first words are of one whose end has been told: no other event would ever end it."""
         self.watch()  # a DISCONNECTED of this descriptor's former owner may be waiting
-        try:
-            fd = int(part.get(zmq.SRCFD))
-        except (zmq.ZMQError, ValueError):
-            fd = -1
+        if _descriptor(part) not in self._unheard:
+            return False
+        self._forget(routing_id)
+        return True
+
+    def _enter(self, routing_id: bytes, part: zmq.Frame) -> Connection:
+        fd = _descriptor(part)
         if (former := self._by_fd.get(fd)) is not None:
             if _is_older(routing_id, former.routing_id):
                 fd = -1  # already gone, only its words are read late: the descriptor is its successor's
@@ -246,12 +255,16 @@ class ClientPort:
             return
         self._by_id.pop(connection.routing_id, None)
         if ended:
-            self._left[connection.routing_id] = None
-        if len(self._left) > MAX_LEFT:
-            del self._left[next(iter(self._left))]
+            self._forget(connection.routing_id)
         if self._by_fd.get(connection.fd) is connection:
             del self._by_fd[connection.fd]
         self._gone.append(connection.channel)
+
+    def _forget(self, routing_id: bytes) -> None:
+        """Whatever it has still sent is not read."""
+        self._left[routing_id] = None
+        if len(self._left) > MAX_LEFT:
+            del self._left[next(iter(self._left))]
 
     def _refuse(self, connection: Connection, error: FrameError) -> None:
         self.counters.bad_frames += 1
@@ -266,6 +279,14 @@ class ClientPort:
             send_to(self.socket, routing_id, encode(Error(0, pack_error(error))))
         except zmq.ZMQError:
             pass  # gone, or not reading: it was told often enough
+
+
+def _descriptor(part: zmq.Frame) -> int:
+    """The one that a frame came through; -1 if libzmq does not say."""
+    try:
+        return int(part.get(zmq.SRCFD))
+    except (zmq.ZMQError, ValueError):
+        return -1
 
 
 def _is_automatic(routing_id: bytes) -> bool:

@@ -74,6 +74,24 @@ def test_a_connection_is_known_until_it_ends(host: PortHost) -> None:
     assert host.port.counters.accepted == host.port.counters.disconnected == 1
 
 
+def test_who_has_left_before_its_first_word_is_read_does_not_stay(host: PortHost) -> None:
+    """Its end is told before it is known that it is there, and is not told again. What is sent to it in the moment until
+    libzmq has taken its queue away does not fail, so that nothing is sent here."""
+    with RawClient(host.directory) as client:
+        # with ZAP the handshake waits for our answer; behind it HELLO arrives, which nobody reads
+        wait_until(lambda: host.admit() and host.port.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        client.send(Ping(1))
+    wait_until(lambda: host.port.watch() is False and host.port.counters.disconnected)
+    assert not list(host.port.receive())
+    assert not host.port.channels()
+    assert not host.port.take_gone()
+    with RawClient(host.directory) as client:  # whatever descriptor it gets
+        wait_until(lambda: host.turn() and client.socket.poll(0))
+        assert isinstance(client.receive(), Welcome)
+        assert len(host.port.channels()) == 1
+    wait_until(lambda: host.turn() and not host.port.channels())
+
+
 SENDS_AND_LEAVES = """
 import sys
 import time
