@@ -31,11 +31,11 @@ ORDERS = (
 )  # fmt: skip
 DETAILS = {"trouble": TROUBLES, "load trouble": engines.LOAD_TROUBLES, "order": ORDERS}
 FAULTS = {
-    "kill": 6, "stop": 1, "pause worker": 8, "kill guard": 3, "trouble": 9, "load trouble": 1, "full disk": 1,
-    "descriptors": 2, "pause": 8, "flood": 1, "order": 4,
+    "kill": 4, "stop": 1, "pause worker": 8, "kill guard": 3, "trouble": 6, "load trouble": 1, "full disk": 1,
+    "descriptors": 2, "pause": 8, "flood": 1, "order": 3,
 }  # fmt: skip
 """Weights of what comes on top of an episode's card. What each does is in ``faults``."""
-ON_TOP = 0.2
+ON_TOP = 0.15
 """Share of the episodes that have more than their card."""
 CLIENTS = {"plain": 10, "long": 1, "slow": 1, "deaf": 1, "library": 4, "leaving": 3, "killed": 1, "far": 3, "cut": 3}
 """Weights of the kinds; an episode has two to four, and always a plain one."""
@@ -44,10 +44,10 @@ CARDS: tuple[Card, ...] = (
     *(("trouble", what) for what in (*TROUBLES, *engines.HARMLESS, *engines.HARMLESS)),
     *(("load trouble", what) for what in engines.LOAD_TROUBLES),
     *(("order", what) for what in (*ORDERS, "start", "reload", "reload invalid", "nonsense")),
-    *[("kill", "")] * 8, ("stop", ""), *[("pause worker", "")] * 12, *[("kill guard", "")] * 6, *[("pause", "")] * 14,
+    *[("kill", "")] * 5, ("stop", ""), *[("pause worker", "")] * 12, *[("kill guard", "")] * 6, *[("pause", "")] * 14,
     *[("full disk", "")] * 2, *[("descriptors", "")] * 3, *[("flood", "")] * 4,
-    *[("client", "slow")] * 6, *[("client", "deaf")] * 4, *[("client", "leaving")] * 10, *[("client", "killed")] * 6,
-    *[("client", "far")] * 8, *[("client", "cut")] * 12,
+    *[("client", "slow")] * 6, *[("client", "deaf")] * 4, *[("client", "leaving")] * 11, *[("client", "killed")] * 6,
+    *[("client", "far")] * 9, *[("client", "cut")] * 13,
 )  # fmt: skip
 """What an episode is about: a fault and its detail, or a client that is a trouble itself. What takes a new worker takes
 most of the time, so that there is one of each of those."""
@@ -218,7 +218,7 @@ def _several(draw: random.Random, weights: dict[str, int], count: int) -> list[s
 
 
 def _client(draw: random.Random, seed: int, episode: int, number: int, kind: str, lazy: bool) -> ClientPlan:
-    count = {"long": 1, "slow": 1, "deaf": 1, "library": 3, "killed": 2}.get(kind) or draw.randint(2, 7)
+    count = {"long": 1, "slow": 1, "deaf": 1, "library": 3, "killed": 2}.get(kind) or draw.randint(2, 6)
     models = [*MODELS, *MODELS, "z"] if lazy and draw.random() < 0.4 else MODELS
     asks = []
     for request in range(1, count + 1):
