@@ -1,5 +1,6 @@
 """How each fault of a plan is inflicted on a running supervisor and its workers, and undone."""
 
+import contextlib
 import os
 import resource
 import select
@@ -206,7 +207,8 @@ class Faults:
 
         def go_on() -> None:
             if self._paused:
-                os.kill(self._serving.pid, signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
+                    os.kill(self._serving.pid, signal.SIGCONT)
                 self._paused = False
                 self.paused_s += time.monotonic() - began
 

@@ -5,7 +5,7 @@ import pytest
 from tests.chaos.halves import EPISODES, chaos, run_half
 from tests.chaos.mutants import CAUGHT_BY, MUTANTS, PATIENCE_S, PROOF_SEED
 
-QUICK = ("repeat tokens", "tell prompts", "wound others")
+QUICK = ("repeat tokens", "tell prompts")
 """Those that are tried here; all are by ``python -m tests.chaos.mutants``."""
 
 
