@@ -75,8 +75,8 @@ def test_a_connection_is_known_until_it_ends(host: PortHost) -> None:
 
 
 def test_who_has_left_before_its_first_word_is_read_does_not_stay(host: PortHost) -> None:
-    """Its end is told before it is known that it is there, and is not told again. Nothing is sent to it here: that would
-    fail, but not in the moment until libzmq has taken its queue away."""
+    """Its end is told before it is known that it is there, and is not told again. Nothing is sent to it here: that
+    would fail, but not in the moment until libzmq has taken its queue away."""
     with RawClient(host.directory) as client:
         # with ZAP the handshake waits for our answer; behind it HELLO arrives, which nobody reads
         wait_until(lambda: host.admit() and host.port.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
