@@ -91,12 +91,14 @@ class Faults:
     def undo(self) -> None:
         """Give back what must not be missing when everything is to come to rest."""
         while self._undo:
-            self._undo.pop()()
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                self._undo.pop()()
 
     def close(self) -> None:
         self.undo()
         while self._at_end:
-            self._at_end.pop()()
+            with contextlib.suppress(ProcessLookupError):
+                self._at_end.pop()()
         for target in self._targets:
             target.close()
 
@@ -207,8 +209,7 @@ class Faults:
 
         def go_on() -> None:
             if self._paused:
-                with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
-                    os.kill(self._serving.pid, signal.SIGCONT)
+                os.kill(self._serving.pid, signal.SIGCONT)
                 self._paused = False
                 self.paused_s += time.monotonic() - began
 

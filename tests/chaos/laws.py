@@ -61,6 +61,8 @@ class Happened:
 def wounds_of(plan: EpisodePlan, block: BlockPlan) -> dict[str, Wounds]:
     """What the plan may do to each model."""
     wounds = {model: Wounds() for model in block.models}
+    if plan.final == "sigkill while one comes up":  # a worker is killed so that one does
+        wounds["a"].deaths += 1
     for fault in plan.faults:
         wound = wounds[fault.model]
         if fault.kind in ("kill", "stop", "full disk", "descriptors", "pause worker"):
