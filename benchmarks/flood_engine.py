@@ -7,10 +7,10 @@ token), ``one`` (each step gives one job a token, in turns), both as fast as it 
 import mmap
 import random
 import time
-from collections.abc import Sequence
 
-from model_worker.engine import Capabilities, Delta, EngineEvent, EngineStats, Finished, Job, ProgressCallback
+from model_worker.engine import Capabilities, Delta, EngineEvent, EngineStats, Finished, Job
 from protocol.worker_spec import EngineSpec
+from tests.deterministic_engine import DeterministicEngine
 
 TEXT = "0123456789abcdef"
 """Of every token of a flood: as long as a time."""
@@ -18,7 +18,7 @@ WAIT_S = 2e-5
 """Of a flood that is ahead, until it looks again."""
 
 
-class FloodEngine:
+class FloodEngine(DeterministicEngine):
     """Every text has 16 characters; those of a paced job are the time at which it was made, CLOCK_MONOTONIC in
     nanoseconds, hexadecimal. Paced tokens come at random times, RATE a second on average; a step then waits for the
     next, and serves one job only.
@@ -27,49 +27,31 @@ class FloodEngine:
     would outrun every reader, and what is measured would be how the supervisor holds events back.
     """
 
-    chat_template = None
+    KNOWN_OPTIONS = frozenset({"taken", "window"})
 
     def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
         self._taken = Taken(spec.options["taken"])
         self._window = int(spec.options["window"])
-        self._batch = spec.max_batch_size
-        self._jobs: dict[int, Job] = {}
+        self._given: dict[int, Job] = {}
         self._made: dict[int, int] = {}
-        self._steps = 0
         self._kind = ""
         self._pace = Pace(1.0, 0)
 
-    def load(self, progress: ProgressCallback) -> None: ...
-
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(1 << 30, self._batch, frozenset(), False, "none", "none")
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_rendered(self, text: str) -> list[int]:
-        raise NotImplementedError
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode(errors="replace")
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id % 256])
-
-    def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        return 1
+        return Capabilities(1 << 30, self.spec.max_batch_size, frozenset(), False, "none", "none")
 
     def submit(self, job: Job) -> None:
         self._kind, *numbers = bytes(job.prompt_ids).decode().split()
         if self._kind == "paced":
             self._pace = Pace(float(numbers[0]), int(numbers[1]))
-        self._jobs[job.id], self._made[job.id] = job, 0
+        self._given[job.id], self._made[job.id] = job, 0
 
     def step(self) -> list[EngineEvent]:
-        if not self._jobs:
+        if not self._given:
             return []
-        first = next(iter(self._jobs))
+        first = next(iter(self._given))
         text = TEXT
         if self._kind == "paced":
             self._pace.wait()
@@ -77,31 +59,29 @@ class FloodEngine:
         elif self._made[first] >= self._taken.steps + self._window:
             time.sleep(WAIT_S)
             return []
-        self._steps += 1
+        self.steps += 1
         if self._kind != "one":
-            return [self._token(number, text) for number in list(self._jobs)]
-        self._jobs[first] = self._jobs.pop(first)
+            return [self._token(number, text) for number in list(self._given)]
+        self._given[first] = self._given.pop(first)
         return [self._token(first, text)]
 
     def _token(self, number: int, text: str) -> EngineEvent:
         self._made[number] = made = self._made[number] + 1
-        most = self._jobs[number].max_new_tokens
+        most = self._given[number].max_new_tokens
         if made < most:
-            return Delta(number, (self._steps,), text)
+            return Delta(number, (self.steps,), text)
         self.cancel(number)
-        return Finished(number, (self._steps,), text, "length", 1, most)
+        return Finished(number, (self.steps,), text, "length", 1, most)
 
     def cancel(self, job_id: int) -> None:
-        self._jobs.pop(job_id, None)
+        self._given.pop(job_id, None)
         self._made.pop(job_id, None)
 
     def reset(self) -> None:
-        self._jobs.clear()
+        self._given.clear()
 
     def stats(self) -> EngineStats:
-        return EngineStats(0, len(self._jobs), self._steps)
-
-    def close(self) -> None: ...
+        return EngineStats(0, len(self._given), self.steps)
 
 
 class Taken:

@@ -10,53 +10,19 @@ from pathlib import Path
 import pytest
 import zmq
 
-from protocol.codec import encode, pack_body
-from protocol.messages import Error, Hello, Message, Ping, Pong, Welcome
-from supervisor.client_port import MAX_BAD_FRAMES, ClientPort, Connection
-from supervisor.zap import ZapHandler
+from protocol.codec import encode
+from protocol.messages import Error, Ping, Pong, Welcome
+from supervisor.client_port import MAX_BAD_FRAMES, Connection
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until
-
-
-class PortHost:
-    """The part of the loop that a port needs: it answers ZAP, HELLO and PING."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.zap = ZapHandler(self.context, os.getuid())
-        self.port = ClientPort.bind(self.context, f"ipc://{directory}/front", backlog=64)
-        self.received: list[tuple[Connection, Message]] = []
-        self.gone: list[int] = []
-
-    def admit(self) -> bool:
-        self.zap.handle()
-        return True
-
-    def turn(self) -> bool:
-        self.zap.handle()
-        self.port.watch()
-        for connection, message in self.port.receive():
-            if isinstance(message, Hello):
-                connection.greeted = True
-                self.port.send(connection.channel, encode(Welcome(pack_body({}))))
-            elif isinstance(message, Ping):
-                self.port.send(connection.channel, encode(Pong(message.nonce)))
-            self.received.append((connection, message))
-        self.gone += self.port.take_gone()
-        return True
-
-    def of_kind(self, kind: type) -> list[Connection]:
-        return [connection for connection, message in self.received if isinstance(message, kind)]
+from tests.supervisor.port_host import PortHost
 
 
 @pytest.fixture
 def host(runtime_dir: Path) -> Iterator[PortHost]:
     host = PortHost(runtime_dir)
     yield host
-    host.port.close()
-    host.zap.socket.close(linger=0)
-    host.context.term()
+    host.close()
 
 
 def test_a_connection_is_known_until_it_ends(host: PortHost) -> None:

@@ -24,32 +24,27 @@ from supervisor.zap import ZapHandler
 from tests.keyed import free_port
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until
+from tests.supervisor.port_host import Host
 
 
-class TcpHost:
-    """The part of the loop that a port over TCP needs."""
+class TcpHost(Host):
+    """Of the port over TCP, for the key of one client."""
+
+    port: TcpPort
 
     def __init__(self, directory: Path) -> None:
         self.store = KeyStore(directory / "keys")
         self.key = self.store.add("a", frozenset({Right.INFER}), directory / "a.key")
         self.ring = KeyRing(self.store, logging.getLogger("test"))
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.zap = ZapHandler(self.context, os.getuid(), self.ring.admits)
         self.number = free_port()
         self.endpoint = f"tcp://127.0.0.1:{self.number}"
-        self.port = TcpPort.listen(self.context, self.endpoint, self.store.server_pair()[1], self.ring, backlog=64)
-        self.gone: list[int] = []
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        zap = ZapHandler(context, os.getuid(), self.ring.admits)
+        port = TcpPort.listen(context, self.endpoint, self.store.server_pair()[1], self.ring, backlog=64)
+        super().__init__(context, zap, port)
 
     def turn(self) -> bool:
-        self.zap.handle()
-        self.port.watch()
-        for connection, message in self.port.receive():
-            if isinstance(message, Hello):
-                connection.greeted = True
-                self.port.send(connection.channel, encode(Welcome(pack_body({}))))
-            elif isinstance(message, Ping):
-                self.port.send(connection.channel, encode(Pong(message.nonce)))
-        self.gone += self.port.take_gone()
+        super().turn()
         self.port.look(time.monotonic())
         return True
 
@@ -69,9 +64,7 @@ class TcpHost:
 def host(tmp_path: Path) -> Iterator[TcpHost]:
     host = TcpHost(tmp_path)
     yield host
-    host.port.close()
-    host.zap.socket.close(linger=0)
-    host.context.term()
+    host.close()
 
 
 def test_a_connection_is_its_keys(host: TcpHost) -> None:

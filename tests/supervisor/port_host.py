@@ -1,0 +1,55 @@
+"""A client port in the process of a test, with the part of the loop that it needs: ZAP, HELLO and PING are answered."""
+
+import os
+from pathlib import Path
+
+import zmq
+
+from protocol.codec import encode, pack_body
+from protocol.messages import Hello, Message, Ping, Pong, Welcome
+from supervisor.client_port import ClientPort, Connection
+from supervisor.zap import ZapHandler
+
+
+class Host:
+    """``received``: every message so far; ``gone``: the channels that have ended."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], zap: ZapHandler, port: ClientPort) -> None:
+        self.context, self.zap, self.port = context, zap, port
+        self.received: list[tuple[Connection, Message]] = []
+        self.gone: list[int] = []
+
+    def turn(self) -> bool:
+        self.zap.handle()
+        self.port.watch()
+        for connection, message in self.port.receive():
+            if isinstance(message, Hello):
+                connection.greeted = True
+                self.port.send(connection.channel, encode(Welcome(pack_body({}))))
+            elif isinstance(message, Ping):
+                self.port.send(connection.channel, encode(Pong(message.nonce)))
+            self.received.append((connection, message))
+        self.gone += self.port.take_gone()
+        return True
+
+    def close(self) -> None:
+        self.port.close()
+        self.zap.socket.close(linger=0)
+        self.context.term()
+
+
+class PortHost(Host):
+    """Of the port over ipc."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        zap = ZapHandler(context, os.getuid())
+        super().__init__(context, zap, ClientPort.bind(context, f"ipc://{directory}/front", backlog=64))
+
+    def admit(self) -> bool:
+        self.zap.handle()
+        return True
+
+    def of_kind(self, kind: type) -> list[Connection]:
+        return [connection for connection, message in self.received if isinstance(message, kind)]
