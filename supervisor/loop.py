@@ -370,9 +370,10 @@ class Supervisor:
         """Take in workers' frames; whether there may be more."""
         back = self._back
         for taken in range(BACK_DRAIN_LIMIT):
-            if self._back_skipping and not skip_parts(self._back):
-                return True
-            self._back_skipping = False
+            if self._back_skipping:
+                self._back_skipping = not skip_parts(back)
+                if self._back_skipping:
+                    return True
             if taken < ASKED_FIRST and not has_input(back):
                 return False
             try:
