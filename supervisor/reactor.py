@@ -1,19 +1,26 @@
 """The bare loop: descriptors and ZeroMQ sockets that become readable, and timers. Decides nothing.
 
-zmq_poll asks every socket it is given, twice, by a system call each: with all of the supervisor's that takes longer
-than to forward a token. So the few that are busy are asked in each turn, and the others only when one of their
-descriptors is readable, or may have missed it. (A socket's descriptor is edge-triggered: it tells of what came since
-the socket was last used, for whatever purpose.)
+zmq_poll asks every socket it is given, twice, by a system call each: even with the few that are busy, that and what
+pyzmq adds take as long as to forward a token. So here is one epoll of everything, in which a ZeroMQ socket stands with
+its descriptor. That is edge-triggered: it tells of what came since the socket was last used, for whatever purpose (a
+send may take in, unseen, that something has come). Hence the rule: before a wait, every socket that was used is asked
+once more. The busy ones are asked in each turn; the others if something else than busy sockets was handled.
 """
 
 import select
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import zmq
 
+from protocol.socket_calls import AnySocket, has_input
 from supervisor.timers import Timers
+
+Handler = Callable[[], object]
+
+LOOK_S: Final = 0.001
+"""While busy sockets have input all the time: how often the others, and the timers, get their turn."""
 
 
 class Reactor:
@@ -21,35 +28,34 @@ class Reactor:
 
     def __init__(self) -> None:
         self.timers = Timers()
-        self._poller = zmq.Poller()
-        self._handlers: dict[Any, Callable[[], object]] = {}
-        self._others = select.epoll()
-        self._busy: list[tuple[Any, int]] = [(self._others.fileno(), zmq.POLLIN)]
+        self._epoll = select.epoll()
+        self._busy: list[tuple[AnySocket, Handler]] = []
+        self._others: list[tuple[AnySocket, Handler]] = []
+        self._descriptors: dict[int, Handler] = {}
+        """Of what is none of ZeroMQ's."""
+        self._busy_descriptors: set[int] = set()
         self._look = True
+        self._look_at = 0.0
 
-    def watch(self, source: Any, handler: Callable[[], object], *, busy: bool = False) -> None:
+    def watch(self, source: Any, handler: Handler, *, busy: bool = False) -> None:
         """Call ``handler`` whenever a socket, or anything with a descriptor, is readable (level-triggered).
 
-        busy  asked in each turn. Of sockets that are not, whoever uses one elsewhere than in a handler of its own or a
-              timer calls ``look`` afterwards
+        busy  (ZeroMQ's only) asked in each turn. Of sockets that are not, whoever uses one elsewhere than in a handler
+              of its own or a timer calls ``look`` afterwards
         """
-        # zmq.Poller gives sockets back as they are, and everything else as its descriptor
-        key = source if isinstance(source, (zmq.Socket, int)) else source.fileno()
-        self._handlers[key] = handler
-        self._poller.register(source, zmq.POLLIN)
-        if busy:
-            self._busy.append((source, zmq.POLLIN))
+        if isinstance(source, zmq.Socket):
+            (self._busy if busy else self._others).append((source, handler))
+            descriptor = int(source.get(zmq.FD))
+            if busy:
+                self._busy_descriptors.add(descriptor)
         else:
-            self._others.register(int(source.get(zmq.FD)) if isinstance(source, zmq.Socket) else key, select.EPOLLIN)
+            descriptor = source if isinstance(source, int) else source.fileno()
+            self._descriptors[descriptor] = handler
+        self._epoll.register(descriptor, select.EPOLLIN)
 
     def look(self) -> None:
-        """Ask all sources in the next turn: one that is not busy was used, and may have something to read."""
+        """Ask all sockets before the next wait: one that is not busy was used, and may have something to read."""
         self._look = True
-
-    def unwatch(self, descriptor: int) -> None:
-        self._handlers.pop(descriptor, None)
-        self._others.unregister(descriptor)
-        self._poller.unregister(descriptor)
 
     def every(self, interval_s: float, callback: Callable[[], None]) -> None:
         """Call again and again, ``interval_s`` after the last call has returned."""
@@ -61,26 +67,33 @@ class Reactor:
         self.timers.at(time.monotonic() + interval_s, run)
 
     def turn(self) -> None:
-        """Wait for the next thing to do, and do all that is due."""
-        wait = self.timers.wait_s(time.monotonic())
-        for ready, _ in self._ready(-1 if wait is None else int(wait * 1000) + 1):
-            handler = self._handlers.get(ready)
-            if handler is not None:  # an earlier handler of this turn may have ended it
+        """Do what there is to do; if there is nothing, wait for it."""
+        handled = self._ask(self._busy)
+        now = time.monotonic()
+        if handled and now < self._look_at and not self._look:
+            return
+        self._look_at = now + LOOK_S
+        if self._look:
+            self._look = self._ask(self._others)
+            handled = handled or self._look
+        wait = 0 if handled else self.timers.wait_s(now)
+        for descriptor, _ in self._epoll.poll(wait):
+            if (handler := self._descriptors.get(descriptor)) is not None:
                 handler()
+                self._look = True
+            elif descriptor not in self._busy_descriptors:
+                self._look = True
         for timer in self.timers.due(time.monotonic()):
             self._look = True
             if not timer.cancelled:
                 timer.callback()
 
-    def _ready(self, wait_ms: int) -> list[tuple[Any, int]]:
-        """Sources that can be read; waits for the first."""
-        busy = self._busy
-        if not self._look:
-            ready = zmq.zmq_poll(busy, wait_ms)
-            if not any(source == busy[0][0] for source, _ in ready):
-                return ready
-            wait_ms = 0
-        ready = self._poller.poll(wait_ms)
-        # their handlers are about to use them
-        self._look = not all(any(source is other for other, _ in busy) for source, _ in ready)
-        return ready
+    @staticmethod
+    def _ask(sockets: list[tuple[AnySocket, Handler]]) -> bool:
+        """Handle those that can be read; whether there were any."""
+        handled = False
+        for socket, handler in sockets:
+            if has_input(socket):
+                handler()
+                handled = True
+        return handled

@@ -84,19 +84,3 @@ def test_nothing_is_missed_whoever_used_a_socket_meanwhile(context: zmq.Context[
         pair.close()
     os.close(reader)
     os.close(writer)
-
-
-def test_what_is_unwatched_is_not_called(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    reactor = Reactor()
-    reader, writer = os.pipe()
-    called: list[int] = []
-    reactor.watch(reader, lambda: called.append(1))
-    os.write(writer, b"z")
-    reactor.turn()
-    reactor.unwatch(reader)
-    reactor.timers.at(time.monotonic() + 0.01, lambda: called.append(2))
-    while 2 not in called:
-        reactor.turn()
-    assert called == [1, 2]
-    os.close(reader)
-    os.close(writer)
