@@ -30,7 +30,6 @@ class Host(Protocol):
 
     def describe(self) -> dict[str, Any]: ...
     def now(self) -> float: ...
-    def reload(self, cause: str, how: How, only: str | None = None) -> int: ...
     @property
     def shutting_down(self) -> bool: ...
     def begin_shutdown(self, cause: str, *, now: bool = False) -> None: ...
@@ -162,7 +161,7 @@ def _reload(host: Host, params: Params) -> Result:
         raise RequestError(told, field="how") from None
     model = given.get("model")
     cause = "reload ordered" if model is None else f"reload of {model[:64]} ordered"
-    return {"turnover": host.reload(cause, how, model)}
+    return {"turnover": host.reloads.read_again(cause, how, model)}
 
 
 def _shutdown(host: Host, params: Params) -> Result:

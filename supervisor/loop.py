@@ -4,13 +4,11 @@ It only carries: what a frame means for requests is decided in ``scheduler``, wh
 ``lifecycle``, and both are done here and in ``fleet``.
 """
 
-import errno
 import gc
 import logging
 import os
 import secrets
 import signal
-import socket
 import time
 from contextlib import suppress
 from functools import partial
@@ -42,46 +40,43 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
-from protocol.socket_calls import DONT_WAIT, has_input, has_more, receive_now, send_to
 from supervisor import calls
-from supervisor.client_port import ClientPort, Connection, Context, bind_private, router, skip_parts
-from supervisor.config import Config, load_config
-from supervisor.descriptors import DescriptorBudget
+from supervisor.config import Config
 from supervisor.fleet.demand import Demand
 from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
 from supervisor.fleet.reloads import Reloads
+from supervisor.fleet.replica import Replica
 from supervisor.fleet.turnover import How
-from supervisor.gate import REVOKE_S, Gate
 from supervisor.keys.opening import Opening
 from supervisor.keys.rights import OWNER
 from supervisor.keys.ring import KeyRing
-from supervisor.probes import PROBE_INTERVAL_S, Probes
+from supervisor.ports.client_port import ClientPort, Connection
+from supervisor.ports.descriptors import DescriptorBudget
+from supervisor.ports.gate import REVOKE_S, Gate
+from supervisor.ports.probes import PROBE_INTERVAL_S, Probes
+from supervisor.ports.sockets import Context
+from supervisor.ports.tcp_port import LOOK_S as TCP_LOOK_S
+from supervisor.ports.tcp_port import TcpPort
+from supervisor.ports.worker_port import WorkerPort
+from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import Reactor
 from supervisor.requests.asks import Asker, Asks
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.in_flight import Effect, ToClient, ToWorker
 from supervisor.requests.scheduler import Scheduler
 from supervisor.runtime_dir import RuntimeDir
-from supervisor.tcp_port import LOOK_S as TCP_LOOK_S
-from supervisor.tcp_port import TcpPort
+from supervisor.signals import Signals
 from supervisor.timers import Timer
 from supervisor.workers.leftovers import Leftovers
 from supervisor.workers.lifecycle import IllegalTransition
 from supervisor.workers.local_launcher import LocalLauncher
 from supervisor.workers.watch import LOOK_S
-from supervisor.yaml_source import ConfigError
-from supervisor.zap import ZapHandler
 
 DESCRIPTORS_INTERVAL_S = 1.0
-BACK_DRAIN_LIMIT = 256
-"""Worker frames taken per turn of the loop."""
-ASKED_FIRST = 4
-"""Frames of a turn before each of which it is asked whether there is one: the exception for "nothing there" costs more
-than to ask as often. Where more have come, there will be yet more."""
 MONITOR_LIMIT = 8
 """Connections that may come before descriptors are counted again."""
 LAST_WORDS_TURNS = 16
-"""Turns of that kind before a dead worker's requests are ended."""
+"""Drains of what workers have sent before a dead one's requests are ended."""
 WATCH_INTERVAL_S = 0.5
 """Between looks at streams whose clients have stopped reading, and reports of queue positions."""
 
@@ -106,7 +101,6 @@ class Supervisor:
         self._expiry: Timer | None = None
         self.shutting_down = self._impatient = False
         self._worker_frames_dropped = 0
-        self._back_skipping = False
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
         ring = KeyRing(opening.store, log) if opening else None
@@ -117,10 +111,9 @@ class Supervisor:
         self._gate: Gate | None = None
         if opening is not None and ring is not None:
             self._open_tcp(opening, ring)
-        self._back = self._bind_back(back_endpoint(runtime.path))
+        self._back = WorkerPort(self._context, back_endpoint(runtime.path))
         self._launcher = LocalLauncher(self._reactor.timers, Leftovers(runtime.path, log), log)
-        self._has_terminal = _has_terminal()
-        self._signals = self._catch_signals()
+        self._signals = Signals()
         self.fleet = Fleet(
             config,
             self.scheduler,
@@ -135,11 +128,11 @@ class Supervisor:
         self.fleet.admission.make_room = self.demand.make_room
         self.reloads = Reloads(self.fleet, self.scheduler, self._reactor.timers, log)
         self._reactor.watch(self._zap.socket, self._zap.handle)
-        self._reactor.watch(self._back, self._on_back, busy=True)
+        self._reactor.watch(self._back.socket, self._on_workers, busy=True)
         for port in self._ports:
             self._reactor.watch(port.socket, partial(self._on_port, port), busy=port is not self._admin)
             self._reactor.watch(port.monitor, partial(self._on_port, port))
-        self._reactor.watch(self._signals, self._on_signals)
+        self._reactor.watch(self._signals.receiver, self._on_signals)
         self._reactor.watch(self._launcher.descriptor, self._on_ends)
         self._reactor.watch(self.fleet.admission.descriptor, self.fleet.admission.answered)
 
@@ -149,13 +142,6 @@ class Supervisor:
         self._front.beyond = port
         self._ports.append(port)
         self._gate = Gate(port, ring, self.scheduler, self.perform, self._log)
-
-    def _bind_back(self, endpoint: str) -> zmq.Socket[bytes]:
-        back = router(self._context)
-        back.setsockopt(zmq.SNDHWM, 10_000)
-        back.setsockopt(zmq.RCVHWM, 10_000)
-        bind_private(back, endpoint)
-        return back
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -196,7 +182,7 @@ class Supervisor:
     def _close(self) -> None:
         for port in self._ports:
             port.close()
-        self._back.close(linger=0)
+        self._back.close()
         self._zap.socket.close(linger=0)
         self._context.term()
         self._launcher.close()
@@ -216,12 +202,11 @@ class Supervisor:
         self._end_gone()
 
     def send_worker(self, worker: str, frame: bytes) -> None:
-        try:
-            send_to(self._back, self.fleet.replicas[worker].routing_id, frame)
-        except zmq.ZMQError:
+        replica = self.fleet.replicas[worker]
+        if not self._back.send(replica.routing_id, frame):
             # Not connected any more: its exit is about to be seen, and ends every request it held. A worker that is
             # 10,000 frames behind is beyond help and would lose a request silently.
-            self.fleet.kill(self.fleet.replicas[worker], "it cannot be reached")
+            self.fleet.kill(replica, "it cannot be reached")
 
     def worker_gone(self, worker: str) -> None:
         error = WireError(ErrorCode.WORKER_DIED, f"{worker}: the worker process ended before it could answer")
@@ -230,25 +215,6 @@ class Supervisor:
 
     def state_changed(self) -> None:
         self.reloads.advance_soon()
-
-    def reload(self, cause: str, how: How, only: str | None = None) -> int:
-        """See ``Reloads.reload``. Raises WireError for a models.yaml that cannot be used, and changes nothing then."""
-        try:
-            config = load_config(self.fleet.config.file)
-        except ConfigError as e:
-            told = "; ".join(map(str, e.problems))
-            self._log.error("%s: nothing is changed: %s", cause, told)
-            raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {told}") from None
-        before, after = self.fleet.config.supervisor, config.supervisor
-        if (before.listen, before.keys) != (after.listen, after.keys):
-            told = (
-                "supervisor.listen and supervisor.keys are applied at the next start only: put them back as they were"
-            )
-            raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {told}, or shut down and serve again")
-        if only is not None and only not in config.models and not self.fleet.of_model(only):
-            known = ", ".join(config.models)
-            raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {only[:64]!r} is configured: there is {known}")
-        return self.reloads.reload(config, cause, how, only)
 
     def now(self) -> float:
         return time.monotonic()
@@ -366,58 +332,46 @@ class Supervisor:
             "models": calls.answer(self, "models", pack_body({}), admin=False)["models"],
         }
 
-    def _on_back(self) -> bool:
+    def _on_workers(self) -> bool:
         """Take in workers' frames; whether there may be more."""
-        back = self._back
-        for taken in range(BACK_DRAIN_LIMIT):
-            if self._back_skipping:
-                self._back_skipping = not skip_parts(back)
-                if self._back_skipping:
-                    return True
-            if taken < ASKED_FIRST and not has_input(back):
-                return False
-            try:
-                routing_id = receive_now(back, DONT_WAIT)
-            except zmq.Again:
-                return False
-            frame = receive_now(back, DONT_WAIT)
+        for routing_id, frame in self._back.receive():
             replica = self.fleet.replica_of(routing_id)
-            if has_more(back):  # left unread, the rest would be taken for the next routing id
-                self._back_skipping = True
-                replica = None
-            if replica is None or replica.killed_for is not None:  # last words of a former generation, or of a mad one
-                self._worker_frames_dropped += 1
+            if frame is None or replica is None or replica.killed_for is not None:
+                self._worker_frames_dropped += 1  # last words of a former generation, or of a mad one
                 continue
             try:
-                message = decode_events(frame) if is_events(frame) else decode(frame, WORKER_TO_SUPERVISOR)
-                if isinstance(message, Events):
-                    if self._gate is not None:
-                        self._gate.charge(message)
-                    self.perform(self.scheduler.events(replica.name, frame, message, time.monotonic()))
-                    self.fleet.after_events(replica)
-                elif isinstance(message, Prefill):
-                    key = message.channel, message.request
-                    self.perform(self.scheduler.prefill(replica.name, key, message.done, message.total))
-                elif isinstance(message, Answer):
-                    unpack_body(message.body)  # a client could not read what is none
-                    asker = self._asks.answered(replica.name, message.ask)
-                    if asker is not None:
-                        self._reply(asker, message.body)
-                else:
-                    self.fleet.on_worker_message(replica, message)
+                self._on_worker_frame(replica, frame)
             except (FrameError, IllegalTransition) as e:
                 # Somebody's last event may have been in it, or the worker is out of its mind (READY before HELLO):
                 # going on would be waiting for ever. The other models need not suffer.
                 self._worker_frames_dropped += 1
                 self.fleet.kill(replica, f"it sent what cannot be: {e}")
-        return True
+        return self._back.more
+
+    def _on_worker_frame(self, replica: Replica, frame: bytes) -> None:
+        message = decode_events(frame) if is_events(frame) else decode(frame, WORKER_TO_SUPERVISOR)
+        if isinstance(message, Events):
+            if self._gate is not None:
+                self._gate.charge(message)
+            self.perform(self.scheduler.events(replica.name, frame, message, time.monotonic()))
+            self.fleet.after_events(replica)
+        elif isinstance(message, Prefill):
+            key = message.channel, message.request
+            self.perform(self.scheduler.prefill(replica.name, key, message.done, message.total))
+        elif isinstance(message, Answer):
+            unpack_body(message.body)  # a client could not read what is none
+            asker = self._asks.answered(replica.name, message.ask)
+            if asker is not None:
+                self._reply(asker, message.body)
+        else:
+            self.fleet.on_worker_message(replica, message)
 
     def _on_ends(self) -> None:
         if ended := self._launcher.ended():
             # What a worker sent before it died may lie in our socket: an answer that is complete there must not turn
             # into worker_died because the descriptor was looked at first.
             for _ in range(LAST_WORDS_TURNS):
-                if not self._on_back():
+                if not self._on_workers():
                     break
         for process in ended:
             self.fleet.on_exit(process)
@@ -470,38 +424,11 @@ class Supervisor:
             self._front.send(channel, frame)
         self._end_gone()
 
-    # --- signals ------------------------------------------------------------------------------------------------
-
-    def _catch_signals(self) -> socket.socket:
-        """Signals become bytes on a socket: what they mean is decided in the loop, not in a handler."""
-        receiver, sender = socket.socketpair()
-        receiver.setblocking(False)
-        sender.setblocking(False)
-        self._signal_sender = sender
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            ignored = signal.getsignal(number) is signal.SIG_IGN
-            if not (number == signal.SIGHUP and ignored):  # nohup: it is to outlive its terminal
-                signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        return receiver
-
     def _on_signals(self) -> None:
-        for number in self._signals.recv(64):
-            name = signal.Signals(number).name
-            if number in (signal.SIGINT, signal.SIGTERM) or (number == signal.SIGHUP and self._terminal_is_gone()):
-                self.begin_shutdown(name, now=self.shutting_down)
-            elif number == signal.SIGHUP and not self.shutting_down:
+        for number in self._signals.arrived():
+            ends = number != signal.SIGHUP or self._signals.terminal_is_gone()
+            if ends:
+                self.begin_shutdown(number.name, now=self.shutting_down)
+            elif not self.shutting_down:
                 with suppress(WireError):  # said in the log
-                    self.reload(name, How.AUTO)
-
-    def _terminal_is_gone(self) -> bool:
-        """The terminal's end sends the same signal as an operator who wants models.yaml read again."""
-        return self._has_terminal and not _has_terminal()
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
-    except OSError as e:
-        return e.errno in (errno.EMFILE, errno.ENFILE)  # not known, then: it counts as being there
-    return True
+                    self.reloads.read_again(number.name, How.AUTO)

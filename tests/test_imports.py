@@ -13,13 +13,13 @@ from protocol.questions import QUESTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("protocol", "model_worker", "supervisor")
-ROOMS = ("keys", "requests", "workers", "placement", "fleet")
+ROOMS = ("keys", "requests", "ports", "workers", "placement", "fleet")
 """Of supervisor, in the order in which they may import one another: each only those before it."""
 DECISIONS = (
     *(f"requests/{path.stem}" for path in sorted((ROOT / "supervisor/requests").glob("*.py"))),
     *(f"keys/{name}" for name in ("rights", "allowance", "records", "endpoint")),
     *(f"workers/{name}" for name in ("lifecycle", "restart", "stop_ladder", "exits", "last_words", "watch")),
-    "probes",
+    "ports/probes",
     *(f"placement/{name}" for name in ("policy", "gpu_shares", "sizes", "affinity", "eviction", "vram_return")),
 )
 """Modules of supervisor that decide: no sockets, no clock, no processes."""
@@ -63,9 +63,7 @@ def test_only_engine_modules_import_torch(path: Path) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_import_in_one_direction(room: str) -> None:
     allowed = {f"supervisor.{name}" for name in ROOMS[: ROOMS.index(room) + 1]}
-    closed = {
-        f"supervisor.{name}" for name in (*ROOMS, "cli", "loop", "calls", "client_port", "tcp_port", "gate")
-    } - allowed
+    closed = {f"supervisor.{name}" for name in (*ROOMS, "cli", "loop", "calls")} - allowed
     for path in modules(f"supervisor/{room}"):
         assert not [name for name in imports(path) if ".".join(name.split(".")[:2]) in closed], path
 

@@ -50,8 +50,8 @@ def serve(config: Path | None, detach: bool, quiet: bool, no_compile: bool, runt
     from protocol.runtime_paths import admin_endpoint
     from supervisor.logs import set_up_logging
     from supervisor.loop import Supervisor
+    from supervisor.ports.tcp_port import ListenError
     from supervisor.runtime_dir import AlreadyRunning, RuntimeDir, RuntimeDirError
-    from supervisor.tcp_port import ListenError
 
     try:
         admin_endpoint(runtime_dir)  # the longest of the socket paths; too long is a ValueError that says so

@@ -5,13 +5,15 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from supervisor.config import Config, ModelSpec
+from protocol.errors import ErrorCode, WireError
+from supervisor.config import Config, ModelSpec, load_config
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.turnover import Change, How, Plan, Step, Turnover, changes
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
+from supervisor.yaml_source import ConfigError
 
 
 class Reloads:
@@ -21,8 +23,30 @@ class Reloads:
         self._fleet = fleet
         self._scheduler = scheduler
         self._timers = timers
+        self._log = log
         self._advancing = False
         self.turnover = Turnover(fleet, log)
+
+    def read_again(self, cause: str, how: How, only: str | None = None) -> int:
+        """``reload`` with what models.yaml holds now. Raises WireError where that cannot be used, and changes nothing
+        then."""
+        before = self._fleet.config
+        try:
+            config = load_config(before.file)
+        except ConfigError as e:
+            told = "; ".join(map(str, e.problems))
+            self._log.error("%s: nothing is changed: %s", cause, told)
+            raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {told}") from None
+        fixed = [(settings.listen, settings.keys) for settings in (before.supervisor, config.supervisor)]
+        if fixed[0] != fixed[1]:
+            told = (
+                "supervisor.listen and supervisor.keys are applied at the next start only: put them back as they were"
+            )
+            raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {told}, or shut down and serve again")
+        if only is not None and only not in config.models and not self._fleet.of_model(only):
+            known = ", ".join(config.models)
+            raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {only[:64]!r} is configured: there is {known}")
+        return self.reload(config, cause, how, only)
 
     def reload(self, config: Config, cause: str, how: How, only: str | None = None) -> int:
         """Make it so: all models, or one, whose workers are then exchanged in any case. Returns the order's number.

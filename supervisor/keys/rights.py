@@ -1,6 +1,6 @@
 """What a key may do. Pure; the one place where it is decided.
 
-Whoever comes over ipc is the supervisor's own user (see ``supervisor.zap``) and may do everything.
+Whoever comes over ipc is the supervisor's own user (see ``supervisor.ports.zap``) and may do everything.
 """
 
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 from protocol.codec import encode
 from protocol.messages import TERMINAL, Events
-from supervisor.client_port import ClientPort
+from supervisor.ports.client_port import ClientPort
 from supervisor.requests import request_table
 from supervisor.requests.in_flight import InFlight
 from supervisor.requests.scheduler import Scheduler

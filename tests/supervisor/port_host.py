@@ -7,8 +7,8 @@ import zmq
 
 from protocol.codec import encode, pack_body
 from protocol.messages import Hello, Message, Ping, Pong, Welcome
-from supervisor.client_port import ClientPort, Connection
-from supervisor.zap import ZapHandler
+from supervisor.ports.client_port import ClientPort, Connection
+from supervisor.ports.zap import ZapHandler
 
 
 class Host:

@@ -12,7 +12,7 @@ import zmq
 
 from protocol.codec import encode
 from protocol.messages import Error, Ping, Pong, Welcome
-from supervisor.client_port import MAX_BAD_FRAMES, Connection
+from supervisor.ports.client_port import MAX_BAD_FRAMES, Connection
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until
 from tests.supervisor.port_host import PortHost

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import logging, os, resource
-from supervisor.descriptors import DescriptorBudget
+from supervisor.ports.descriptors import DescriptorBudget
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 budget = DescriptorBudget(logging.getLogger())
 print(budget.scarce(), budget.plenty())

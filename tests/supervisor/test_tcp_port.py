@@ -15,12 +15,12 @@ import zmq
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Hello, Ping, Pong, Welcome
-from supervisor.client_port import ClientPort
 from supervisor.keys.rights import Right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore
-from supervisor.tcp_port import MAX_CONNECTIONS_OF_KEY, ListenError, TcpPort
-from supervisor.zap import ZapHandler
+from supervisor.ports.client_port import ClientPort
+from supervisor.ports.tcp_port import MAX_CONNECTIONS_OF_KEY, ListenError, TcpPort
+from supervisor.ports.zap import ZapHandler
 from tests.keyed import free_port
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until
@@ -117,7 +117,7 @@ def test_a_descriptor_that_is_anothers_by_now_is_left_alone(host: TcpHost) -> No
 
 def test_a_key_has_so_many_connections_and_no_more(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_CONNECTIONS_OF_KEY > 16
-    monkeypatch.setattr("supervisor.tcp_port.MAX_CONNECTIONS_OF_KEY", 1)
+    monkeypatch.setattr("supervisor.ports.tcp_port.MAX_CONNECTIONS_OF_KEY", 1)
     with host.greet() as client, RawClient(host.endpoint, key=host.key) as second:
         wait_until(lambda: host.turn() and second.socket.poll(0))
         second.receive()

@@ -17,7 +17,7 @@ from protocol.client_key import ClientKey
 from protocol.codec import encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import Call, Cancel, Credit, Generate, Hello, Ping, Pong
-from supervisor.tcp_port import LOOK_S, MAX_UNREAD
+from supervisor.ports.tcp_port import LOOK_S, MAX_UNREAD
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed, free_port, misled, new_pair, stolen, stranger
 from tests.raw_client import RawClient

@@ -30,9 +30,10 @@ from protocol import limits
 from protocol.codec import encode, pack_error
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Error, Message
-from supervisor.client_port import MONITORED, ClientPort, Connection, Context, client_router
 from supervisor.keys.ring import KeyRing
-from supervisor.zap import TCP_DOMAIN
+from supervisor.ports.client_port import MONITORED, ClientPort, Connection, client_router
+from supervisor.ports.sockets import Context
+from supervisor.ports.zap import TCP_DOMAIN
 
 MAX_UNREAD = 2 * limits.SOCKET_MAX_FRAME
 """Bytes that a connection may send without a whole message coming of it."""

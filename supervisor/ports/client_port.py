@@ -12,13 +12,12 @@ from itertools import count
 
 import zmq
 
-from protocol import limits
 from protocol.codec import decode, encode, pack_error
 from protocol.errors import ErrorCode, FrameError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
 from protocol.socket_calls import has_input, monitor_event, send_to
 from supervisor.keys.rights import OWNER, Identity
-from supervisor.zap import ZAP_DOMAIN
+from supervisor.ports.sockets import Context, bind_private, path_of, router, skip_parts
 
 MAX_BAD_FRAMES = 16
 """Malformed frames of one connection that are answered; further ones are only counted."""
@@ -29,14 +28,9 @@ PAUSED = ".paused"
 DRAIN_LIMIT = 64
 """Frames taken per turn of the loop, so that one busy client cannot keep it from the others."""
 
-PARTS_LIMIT = 2048
-"""Parts of a message of several that are read and dropped per turn of the loop: one may have millions."""
-
 MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _channels = count(1)
-
-Context = zmq.Context[zmq.Socket[bytes]]
 
 
 @dataclass(slots=True)
@@ -104,13 +98,13 @@ class ClientPort:
         The socket's file is moved away. Unbinding would not do: libzmq ends what a listener has accepted with it.
         """
         if self.listening:
-            os.rename(_path(self.endpoint), _path(self.endpoint) + PAUSED)
+            os.rename(path_of(self.endpoint), path_of(self.endpoint) + PAUSED)
             self.listening = False
 
     def resume(self) -> None:
         """Take connections again."""
         if not self.listening:
-            os.rename(_path(self.endpoint) + PAUSED, _path(self.endpoint))
+            os.rename(path_of(self.endpoint) + PAUSED, path_of(self.endpoint))
             self.listening = True
 
     def receive(self) -> Iterator[tuple[Connection, Message]]:
@@ -309,38 +303,3 @@ def client_router(context: Context, backlog: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.BACKLOG, backlog)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
     return socket
-
-
-def skip_parts(socket: zmq.Socket[bytes]) -> bool:
-    """Read and drop what is left of a message of several parts; whether that was all. Its first part has been read."""
-    for _ in range(PARTS_LIMIT):
-        if not socket.getsockopt(zmq.RCVMORE):
-            return True
-        socket.recv(zmq.NOBLOCK)
-    return not socket.getsockopt(zmq.RCVMORE)
-
-
-def router(context: Context) -> zmq.Socket[bytes]:
-    """A ROUTER that says when a peer is gone, gives no peer another's frames, and cuts off frames beyond 16 MiB."""
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, limits.SOCKET_MAX_FRAME)
-    return socket
-
-
-def bind_private(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Bind an ipc socket that only our own user can connect to: mode 0600, and the ZAP domain for the uid check."""
-    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    previous = os.umask(0o177)
-    try:
-        socket.bind(endpoint)
-    finally:
-        os.umask(previous)
-    os.chmod(_path(endpoint), 0o600)
-
-
-def _path(endpoint: str) -> str:
-    return endpoint.removeprefix("ipc://")

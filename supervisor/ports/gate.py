@@ -12,13 +12,13 @@ from typing import Any
 from protocol.codec import encode, pack_body, pack_error
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Call, Error, Events, Generate, Message, Reply
-from supervisor.client_port import Connection
 from supervisor.keys.rights import check_right
 from supervisor.keys.ring import KeyRing
+from supervisor.ports.client_port import Connection
+from supervisor.ports.tcp_port import TcpPort
 from supervisor.requests.in_flight import Effect
 from supervisor.requests.model_queue import BYTES_PER_TOKEN
 from supervisor.requests.scheduler import Scheduler
-from supervisor.tcp_port import TcpPort
 
 REVOKE_S = 0.5
 """Between looks at the list for those who are connected."""

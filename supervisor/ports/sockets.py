@@ -1,0 +1,49 @@
+"""What all ROUTERs of the supervisor have in common."""
+
+import os
+
+import zmq
+
+from protocol import limits
+from supervisor.ports.zap import ZAP_DOMAIN
+
+PARTS_LIMIT = 2048
+"""Parts of a message of several that are read and dropped per turn of the loop: one may have millions."""
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def skip_parts(socket: zmq.Socket[bytes]) -> bool:
+    """Read and drop what is left of a message of several parts; whether that was all. Its first part has been read."""
+    for _ in range(PARTS_LIMIT):
+        if not socket.getsockopt(zmq.RCVMORE):
+            return True
+        socket.recv(zmq.NOBLOCK)
+    return not socket.getsockopt(zmq.RCVMORE)
+
+
+def router(context: Context) -> zmq.Socket[bytes]:
+    """A ROUTER that says when a peer is gone, gives no peer another's frames, and cuts off frames beyond 16 MiB."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.SOCKET_MAX_FRAME)
+    return socket
+
+
+def bind_private(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Bind an ipc socket that only our own user can connect to: mode 0600, and the ZAP domain for the uid check."""
+    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    previous = os.umask(0o177)
+    try:
+        socket.bind(endpoint)
+    finally:
+        os.umask(previous)
+    os.chmod(path_of(endpoint), 0o600)
+
+
+def path_of(endpoint: str) -> str:
+    """The file of an ipc endpoint."""
+    return endpoint.removeprefix("ipc://")
