@@ -426,9 +426,9 @@ class Supervisor:
 
     def _on_signals(self) -> None:
         for number in self._signals.arrived():
-            ends = number != signal.SIGHUP or self._signals.terminal_is_gone()
-            if ends:
+            hangup = number == signal.SIGHUP
+            if number in (signal.SIGINT, signal.SIGTERM) or (hangup and self._signals.terminal_is_gone()):
                 self.begin_shutdown(number.name, now=self.shutting_down)
-            elif not self.shutting_down:
+            elif hangup and not self.shutting_down:
                 with suppress(WireError):  # said in the log
                     self.reloads.read_again(number.name, How.AUTO)
