@@ -25,10 +25,15 @@ class Timers:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
+        self._clear_at = 256
 
     def at(self, when: float, callback: Callable[[], None]) -> Timer:
         timer = Timer(when, callback)
         heapq.heappush(self._heap, (when, next(self._order), timer))
+        if len(self._heap) > self._clear_at:  # one that is cancelled would stay until its time, which may be a day
+            self._heap = [entry for entry in self._heap if not entry[2].cancelled]
+            heapq.heapify(self._heap)
+            self._clear_at = max(256, 2 * len(self._heap))
         return timer
 
     def due(self, now: float) -> list[Timer]:

@@ -14,6 +14,7 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import Call, Error, Events, Generate, Message, Reply
 from supervisor.keys.rights import check_right
 from supervisor.keys.ring import KeyRing
+from supervisor.keys.unfinished import Unfinished
 from supervisor.ports.client_port import Connection
 from supervisor.ports.tcp_port import TcpPort
 from supervisor.requests.in_flight import Effect
@@ -40,8 +41,8 @@ class Gate:
         self._scheduler = scheduler
         self._perform = perform
         self._log = log
-        self._unfinished: dict[str, set[tuple[int, int]]] = {}
-        """By public key: requests that were accepted. Those that ended are found out when a limit is reached."""
+        self._unfinished: dict[str, Unfinished] = {}
+        """By public key, of those that have a limit."""
         self.forbidden = 0
 
     def admits(self, connection: Connection, message: Message) -> bool:
@@ -67,7 +68,9 @@ class Gate:
         if self._scheduler.holds(*key):
             identity = connection.identity
             if identity.max_in_flight is not None:
-                self._unfinished.setdefault(identity.public_key, set()).add(key)
+                if (own := self._unfinished.get(identity.public_key)) is None:
+                    own = self._unfinished[identity.public_key] = Unfinished(self._scheduler.holds)
+                own.add(*key)
             now = time.monotonic()
             self._ring.allowance(identity, now).charge(1 + len(message.body) // BYTES_PER_TOKEN, now)
 
@@ -112,12 +115,7 @@ class Gate:
 
     def _in_flight(self, public_key: str, limit: int | None) -> int:
         unfinished = self._unfinished.get(public_key)
-        if unfinished is None or limit is None:
-            return 0
-        if len(unfinished) >= limit:
-            unfinished = {key for key in unfinished if self._scheduler.holds(*key)}
-            self._unfinished[public_key] = unfinished
-        return len(unfinished)
+        return 0 if unfinished is None or limit is None else unfinished.count(limit)
 
     def _refuse(self, connection: Connection, message: Message, error: WireError) -> bool:
         if isinstance(message, Call):

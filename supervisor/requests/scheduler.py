@@ -18,7 +18,7 @@ from supervisor.requests.held import HeldEvents
 from supervisor.requests.in_flight import Effect, InFlight, Phase, ToClient
 from supervisor.requests.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
 from supervisor.requests.route import read_route
-from supervisor.requests.seats import Seat
+from supervisor.requests.seats import Affinity, Seat
 from supervisor.requests.strikes import StrikePolicy
 from supervisor.requests.worker_events import WorkerEvents, report
 
@@ -58,7 +58,8 @@ class Scheduler(WorkerEvents):
 
     def remove_model(self, name: str) -> None:
         """A model whose workers are all removed is not configured any more."""
-        self._models[name].removed = True
+        queue = self._models[name]
+        queue.removed, queue.affinity = True, Affinity()  # the latter may take megabytes
 
     def set_limits(self, model: str, limits: QueueLimits) -> None:
         """From the next request on."""

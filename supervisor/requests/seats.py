@@ -72,8 +72,10 @@ class Affinity:
 def affinity_key(request: InFlight) -> bytes:
     """What stands for the request's conversation: its affinity, else the beginning of its prompt."""
     if request.route.affinity is not None:
-        return b"k" + request.route.affinity.encode(errors="surrogatepass")
-    return b"p" + blake2b(_beginning(request.body), digest_size=16).digest()
+        kind, told = b"k", request.route.affinity.encode(errors="surrogatepass")
+    else:
+        kind, told = b"p", _beginning(request.body)
+    return kind + blake2b(told, digest_size=16).digest()  # many are remembered, and an affinity may have 1 KB
 
 
 def _beginning(body: bytes) -> bytes:

@@ -19,6 +19,7 @@ from supervisor.keys.records import KeysProblem, check_limit, check_name, format
 from supervisor.keys.rights import OWNER, Identity, Right, check_right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import CLIENTS, SERVER, KeyStore
+from supervisor.keys.unfinished import CLEAR_AT, Unfinished
 
 PUBLIC = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 """Of RFC 26."""
@@ -119,6 +120,18 @@ def test_requests_in_flight() -> None:
     assert raised.value.retryable
     assert raised.value.retry_after_ms == 1000
     assert allowance.refused == 1
+
+
+def test_what_has_ended_is_neither_counted_nor_kept() -> None:
+    live: set[tuple[int, int]] = set()
+    unfinished = Unfinished(lambda channel, request: (channel, request) in live)
+    for number in range(10_000):
+        live = {(1, n) for n in range(max(0, number - 40), number + 1)}
+        unfinished.add(1, number)
+        assert len(unfinished) <= 2 * CLEAR_AT
+    assert unfinished.count(limit=41) == 41
+    live.clear()
+    assert unfinished.count(limit=41) == 0
 
 
 def test_tokens_a_minute() -> None:

@@ -236,6 +236,20 @@ def test_cancelled_timers_are_not_waited_for() -> None:
     assert [timer.cancelled for timer in due] == [True]
 
 
+def test_cancelled_timers_do_not_pile_up() -> None:
+    """A request that may take a day, and many whose time is over sooner: each of these puts off the day's timer."""
+    timers, ran = Timers(), []
+    for second in range(5000):
+        day = timers.at(86_400.0, lambda: ran.append("day"))
+        if second != 4999:
+            day.cancel()
+    assert len(timers._heap) <= 256
+    for timer in timers.due(90_000.0):
+        if not timer.cancelled:
+            timer.callback()
+    assert ran == ["day"]
+
+
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=50), st.floats(0, 100))
 def test_due_takes_out_exactly_what_is_due(entries: list[tuple[float, bool]], now: float) -> None:
     timers = Timers()
