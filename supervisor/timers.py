@@ -4,6 +4,10 @@ import heapq
 import itertools
 from collections.abc import Callable
 
+CLEAR_AT = 256
+"""Pending calls from which on those that were cancelled are thrown out, whenever there are twice as many as were left.
+One would stay until its time else, which may be a day; and each short deadline cancels the call at a longer one."""
+
 
 class Timer:
     """A pending call. ``cancel`` is idempotent, and works also between becoming due and being run."""
@@ -25,15 +29,15 @@ class Timers:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
-        self._clear_at = 256
+        self._clear_at = CLEAR_AT
 
     def at(self, when: float, callback: Callable[[], None]) -> Timer:
         timer = Timer(when, callback)
         heapq.heappush(self._heap, (when, next(self._order), timer))
-        if len(self._heap) > self._clear_at:  # one that is cancelled would stay until its time, which may be a day
+        if len(self._heap) > self._clear_at:
             self._heap = [entry for entry in self._heap if not entry[2].cancelled]
             heapq.heapify(self._heap)
-            self._clear_at = max(256, 2 * len(self._heap))
+            self._clear_at = max(CLEAR_AT, 2 * len(self._heap))
         return timer
 
     def due(self, now: float) -> list[Timer]:

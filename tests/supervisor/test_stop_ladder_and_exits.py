@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 from supervisor import logs
-from supervisor.timers import Timers
+from supervisor.timers import CLEAR_AT, Timers
 from supervisor.workers.exits import MAX_LINES, MAX_MESSAGE, classify, not_spawned
 from supervisor.workers.stop_ladder import IMPATIENT, PATIENT, LadderTimes, Rung, plan
 
@@ -243,7 +243,7 @@ def test_cancelled_timers_do_not_pile_up() -> None:
         day = timers.at(86_400.0, lambda: ran.append("day"))
         if second != 4999:
             day.cancel()
-    assert len(timers._heap) <= 256
+    assert len(timers._heap) <= CLEAR_AT
     for timer in timers.due(90_000.0):
         if not timer.cancelled:
             timer.callback()
