@@ -7,23 +7,11 @@ started, each with its line. Nothing is clamped and nothing is ignored.
 import difflib
 import re
 from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel, ValidationError
 
 from protocol import limits
 from protocol.worker_spec import EngineSpec
-from supervisor.config_schema import (
-    ENGINE_KEYS,
-    FileConfig,
-    LoraConfig,
-    ModelConfig,
-    PoisonConfig,
-    RestartConfig,
-    StopConfig,
-    SupervisorConfig,
-    WatchConfig,
-)
+from supervisor.config_schema import ENGINE_KEYS, FileConfig, ModelConfig, SupervisorConfig
+from supervisor.fitting import Unfit, fit
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir
 from supervisor.requests.model_queue import QueueLimits
@@ -130,9 +118,9 @@ def load_config(file: Path) -> Config:
     """Read and check a models.yaml. Raises ConfigError with every problem found; starts nothing, changes nothing."""
     source = YamlSource(file)
     try:
-        parsed = FileConfig.model_validate(source.data)
-    except ValidationError as e:
-        raise ConfigError([_problem(source, error) for error in e.errors(include_url=False)]) from None
+        parsed = fit(FileConfig, source.data)
+    except Unfit as e:
+        raise ConfigError([source.problem(flaw.path, flaw.message) for flaw in e.flaws]) from None
     problems: list[Problem] = []
     models = {}
     if not parsed.models:
@@ -273,35 +261,3 @@ def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:
         if config.lora:
             problems.append(("lora", "does not work with tensor_parallel; remove one of them"))
     return problems
-
-
-_KNOWN: dict[str, type[BaseModel]] = {
-    "": FileConfig,
-    "models": ModelConfig,
-    "lora": LoraConfig,
-    "supervisor": SupervisorConfig,
-    "restart": RestartConfig,
-    "stop": StopConfig,
-    "poison": PoisonConfig,
-    "watch": WatchConfig,
-}
-
-
-def _problem(source: YamlSource, error: Any) -> Problem:
-    path: KeyPath = tuple(error["loc"])
-    if error["type"] == "extra_forbidden":
-        parents = path[:-1]
-        section = str(parents[-1]) if parents else ""
-        if parents[:1] == ("models",):
-            section = "lora" if parents[2:3] == ("lora",) else "models"
-        known = list(_KNOWN[section].model_fields)
-        near = difflib.get_close_matches(str(path[-1]), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-        return source.problem(path, f"unknown key; {hint}")
-    if error["type"] == "missing":
-        return source.problem(path, "is missing; add it")
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        message = "must be a mapping (key: value lines)"
-    shown = repr(error["input"])
-    return source.problem(path, f"is {shown if len(shown) <= 60 else type(error['input']).__name__}: {message}")

@@ -2,11 +2,11 @@
 
 import math
 import re
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-
 from protocol.beat import DEFAULT_LEASES, MAX_LEASE_S, Leases
+from supervisor.fitting import Read, Within
 from supervisor.keys.endpoint import parse_listen
 from supervisor.placement.sizes import Limit, parse_limit, parse_size
 from supervisor.requests.deliveries import HoldLimits
@@ -121,38 +121,33 @@ def parse_lease(value: object) -> float:
     return seconds
 
 
-Duration = Annotated[float, BeforeValidator(parse_duration)]
-Ttl = Annotated[float | None, BeforeValidator(parse_ttl)]
-Lease = Annotated[float, BeforeValidator(parse_lease)]
-Listen = Annotated[str | None, BeforeValidator(parse_listen)]
-Gpu = Annotated[Any, BeforeValidator(parse_gpu)]
-Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
-Vram = Annotated[Any, BeforeValidator(parse_vram)]
-VramLimit = Annotated[Any, BeforeValidator(parse_vram_limit)]
-
-_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
-
+Duration = Annotated[float, Read(parse_duration)]
+Ttl = Annotated[float | None, Read(parse_ttl)]
+Lease = Annotated[float, Read(parse_lease)]
+Listen = Annotated[str | None, Read(parse_listen)]
+Gpu = Annotated[Any, Read(parse_gpu)]
+Tokens = Annotated[int, Within(1, 1 << 24)]
+Vram = Annotated[Any, Read(parse_vram)]
+VramLimit = Annotated[Any, Read(parse_vram_limit)]
 
 _QUEUE = QueueLimits()
 CacheMode = Literal["FP16", "Q8", "Q6", "Q4"]
-Factor = Annotated[float, Field(gt=0, le=1e6)]
+Factor = Annotated[float, Within(0, 1e6, above=True)]
 
 
-class LoraConfig(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
     """One entry under ``lora``."""
-
-    model_config = _STRICT
 
     dir: str
     """Directory with adapter_config.json and adapter_model.safetensors, absolute or relative to the file."""
-    scaling: Annotated[float, Field(ge=-1000, le=1000)] = 1.0
+    scaling: Annotated[float, Within(-1000, 1000)] = 1.0
     """Factor on what the adapter adds, beside the one it has itself."""
 
 
-class ModelConfig(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
     """One entry under ``models``. The keys are those that EXL2 users know from elsewhere."""
-
-    model_config = _STRICT
 
     model_dir: str
     """Directory of the model: absolute, relative to the file, or demo:NAME for a model that is shipped."""
@@ -165,7 +160,7 @@ class ModelConfig(BaseModel):
     engines that have none. One size, divided evenly among several GPUs, or a list with one for each."""
     max_seq_len: Tokens | None = None
     """Tokens of context; the model's own by default."""
-    max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
+    max_batch_size: Annotated[int, Within(1, 1024)] = 8
     """Requests decoded together."""
     cache_size: Tokens | None = None
     """exllamav2: tokens of all running requests together; by default the larger of the context and 256 a request."""
@@ -177,9 +172,9 @@ class ModelConfig(BaseModel):
     """exllamav2: positions are divided by it (linear scaling); the model's own by default."""
     rope_alpha: Factor | None = None
     """exllamav2: NTK scaling of the rotary base; 1 by default."""
-    gpu_split: list[Annotated[float, Field(gt=0, le=1e6)]] | None = None
+    gpu_split: list[Annotated[float, Within(0, 1e6, above=True)]] | None = None
     """exllamav2 on several GPUs: GB of weights on each; split automatically by default."""
-    autosplit_reserve: list[Annotated[int, Field(ge=0, le=1 << 20)]] | None = None
+    autosplit_reserve: list[Annotated[int, Within(0, 1 << 20)]] | None = None
     """exllamav2 on several GPUs: MB that the automatic split leaves free on each; 256 by default."""
     tensor_parallel: bool | None = None
     """exllamav2 on several GPUs: every layer is split among them (EXL2 weights, some architectures)."""
@@ -190,19 +185,19 @@ class ModelConfig(BaseModel):
     draft_rope_scale: Factor | None = None
     draft_rope_alpha: Factor | None = None
     """exllamav2: as rope_scale and rope_alpha, of the draft model."""
-    draft_tokens: Annotated[int, Field(ge=1, le=16)] | None = None
+    draft_tokens: Annotated[int, Within(1, 16)] | None = None
     """exllamav2: tokens speculated per step; 4 by default."""
     ngram_draft: bool | None = None
     """exllamav2: speculate from what the text repeats, without a draft model."""
     lora: list[LoraConfig] | None = None
     """exllamav2: adapters that apply to every request."""
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    threads: Annotated[int, Within(1, 1024)] | None = None
     """transformers on the CPU: 1 by default, so that several models do not fight for the cores."""
-    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    replicas: Annotated[int, Within(1, 64)] = 1
     """Workers that serve this model, each a process with its own weights and cache on the same devices."""
-    max_queue: Annotated[int, Field(ge=1, le=100_000)] = _QUEUE.requests
+    max_queue: Annotated[int, Within(1, 100_000)] = _QUEUE.requests
     """Requests that may wait for this model; more are refused as overloaded."""
-    max_queue_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = _QUEUE.tokens
+    max_queue_tokens: Annotated[int, Within(1, 1 << 30)] = _QUEUE.tokens
     """Tokens of all prompts that may wait for this model, estimated at four bytes each."""
     sampling: dict[str, Any] | None = None
     """What a request leaves out: sampling parameters by name, and ``preset: steady`` against loops of small models."""
@@ -220,7 +215,7 @@ class ModelConfig(BaseModel):
     """lazy: unload after so long without a request; never by default."""
     pinned: bool = False
     """lazy: stay loaded once it is, whoever needs the memory."""
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    priority: Annotated[int, Within(-1000, 1000)] = 0
     """lazy: models of a lower priority are unloaded before it."""
     options: dict[str, Any] | None = None
     """For an engine named by an import string: its own settings."""
@@ -229,21 +224,19 @@ class ModelConfig(BaseModel):
 _RESTART = RestartPolicy()
 
 
-class RestartConfig(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class RestartConfig:
     """When to give up on a model that keeps ending."""
 
-    model_config = _STRICT
-
-    limit: Annotated[int, Field(ge=1, le=1000)] = _RESTART.limit
+    limit: Annotated[int, Within(1, 1000)] = _RESTART.limit
     window: Duration = _RESTART.window_s
     initial: Duration = _RESTART.initial_s
     max: Duration = _RESTART.max_s
 
 
-class StopConfig(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class StopConfig:
     """How long each rung of the stop ladder is given."""
-
-    model_config = _STRICT
 
     drain: Duration = 30.0
     shutdown: Duration = PATIENT.shutdown_s
@@ -253,23 +246,21 @@ class StopConfig(BaseModel):
 _POISON = StrikePolicy()
 
 
-class PoisonConfig(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class PoisonConfig:
     """When a request is to blame for the deaths of the workers that were computing it."""
 
-    model_config = _STRICT
-
-    limit: Annotated[int, Field(ge=1, le=1000)] = _POISON.limit
+    limit: Annotated[int, Within(1, 1000)] = _POISON.limit
     window: Duration = _POISON.window_s
 
 
 _WATCH = DEFAULT_LEASES
 
 
-class WatchConfig(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig:
     """How long a worker may go without a sign of progress before it is taken to hang, and killed. A reload changes it
     for workers that are started from then on."""
-
-    model_config = _STRICT
 
     start: Lease = _WATCH.start_s
     """From its spawning to its first line: Python starts, and the files of this package are read."""
@@ -283,15 +274,14 @@ class WatchConfig(BaseModel):
     prompt. A whole prefill may take as long as it likes."""
 
 
-class SupervisorConfig(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class SupervisorConfig:
     """The ``supervisor`` section."""
 
-    model_config = _STRICT
-
-    restart: RestartConfig = RestartConfig()
-    stop: StopConfig = StopConfig()
-    poison: PoisonConfig = PoisonConfig()
-    watch: WatchConfig = WatchConfig()
+    restart: RestartConfig = field(default_factory=RestartConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
+    poison: PoisonConfig = field(default_factory=PoisonConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     listen: Listen = None
     """tcp://ADDRESS:PORT, open to holders of a key that `modelctl keys new` made; nothing listens by default."""
     keys: str | None = None
@@ -323,10 +313,9 @@ class SupervisorConfig(BaseModel):
         return LadderTimes(shutdown_s=self.stop.shutdown, sigterm_s=self.stop.sigterm)
 
 
-class FileConfig(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class FileConfig:
     """The whole file."""
 
-    model_config = _STRICT
-
     models: dict[str, ModelConfig]
-    supervisor: SupervisorConfig = SupervisorConfig()
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)

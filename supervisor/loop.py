@@ -7,7 +7,6 @@ It only carries: what a frame means for requests is decided in ``scheduler``, wh
 import gc
 import logging
 import os
-import secrets
 import signal
 import time
 from contextlib import suppress
@@ -92,7 +91,7 @@ class Supervisor:
         self._runtime = runtime
         self._started = time.monotonic()
         self._descriptors = DescriptorBudget(log)
-        self._session = secrets.token_hex(8)
+        self._session = os.urandom(8).hex()  # the module secrets loads OpenSSL, which takes 3.5 MB
         self._reactor = Reactor()
         settings = config.supervisor
         self.scheduler = Scheduler(holds=HoldLimits(stall_s=settings.stall), strikes=settings.strike_policy)

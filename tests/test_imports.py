@@ -17,9 +17,10 @@ ROOMS = ("keys", "requests", "ports", "workers", "placement", "fleet")
 """Of supervisor, in the order in which they may import one another: each only those before it."""
 DECISIONS = (
     *(f"requests/{path.stem}" for path in sorted((ROOT / "supervisor/requests").glob("*.py"))),
-    *(f"keys/{name}" for name in ("rights", "allowance", "records", "endpoint")),
+    *(f"keys/{name}" for name in ("rights", "allowance", "records", "endpoint", "unfinished")),
     *(f"workers/{name}" for name in ("lifecycle", "restart", "stop_ladder", "exits", "last_words", "watch")),
     "ports/probes",
+    "fitting",
     *(f"placement/{name}" for name in ("policy", "gpu_shares", "sizes", "affinity", "eviction", "vram_return")),
 )
 """Modules of supervisor that decide: no sockets, no clock, no processes."""
@@ -113,6 +114,7 @@ print(*sys.modules)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = {*done.stdout.split()}
     assert not {"asyncio", "pynvml", "protocol.chat", "protocol.request", "protocol.client", "torch"} & loaded
+    assert not {"pydantic", "_hashlib"} & loaded, "11 and 3.5 MB for as long as it runs"
 
 
 def test_the_supervisor_knows_the_questions_that_workers_answer() -> None:

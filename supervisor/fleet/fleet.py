@@ -7,7 +7,6 @@ driven by the loop: worker messages, exits and timers come in; frames for client
 import logging
 import os
 import random
-import secrets
 import signal
 import time
 from dataclasses import replace
@@ -304,7 +303,7 @@ class Fleet(Roster):
         self._take_spec(replica)
         self._generations[replica.label] += 1
         replica.generation = self._generations[replica.label]
-        replica.routing_id = b"W" + secrets.token_bytes(16)
+        replica.routing_id = b"W" + os.urandom(16)
         replica.info, replica.progress, replica.killed_for, replica.watched = {}, {}, None, None
         spec = WorkerSpec(
             engine=replica.spec.engine_spec,

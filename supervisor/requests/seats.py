@@ -3,10 +3,10 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from protocol.codec import unpack_body
 from protocol.errors import FrameError, WireError
+from supervisor.requests.digest import digest
 from supervisor.requests.in_flight import InFlight
 
 MOST_PREFIXES = 10_000
@@ -75,7 +75,7 @@ def affinity_key(request: InFlight) -> bytes:
         kind, told = b"k", request.route.affinity.encode(errors="surrogatepass")
     else:
         kind, told = b"p", _beginning(request.body)
-    return kind + blake2b(told, digest_size=16).digest()  # many are remembered, and an affinity may have 1 KB
+    return kind + digest(told)  # many are remembered, and an affinity may have 1 KB
 
 
 def _beginning(body: bytes) -> bytes:

@@ -5,7 +5,8 @@ Counted by payload, not by request: a client that sends the same again does not 
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from hashlib import blake2b
+
+from supervisor.requests.digest import digest
 
 MOST = 10_000
 """Payloads remembered; the oldest are forgotten first."""
@@ -65,4 +66,4 @@ class Strikes:
 
 
 def _digest(model: str, body: bytes) -> bytes:
-    return blake2b(body, digest_size=16, key=model.encode()).digest()
+    return digest(body, model.encode())

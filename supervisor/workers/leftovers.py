@@ -11,7 +11,6 @@ only processes of the same user can read.
 import json
 import logging
 import os
-import secrets
 import signal
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -100,7 +99,7 @@ class Leftovers:
         self._workers: dict[int, Recorded] = {}
         self._failed = False
         self._former = self._read()
-        mark = secrets.token_hex(16)
+        mark = os.urandom(16).hex()
         self._marks: tuple[str, ...] = (mark,)
         os.environ[MARK] = mark  # for whatever this process starts from now on
 

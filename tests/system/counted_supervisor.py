@@ -22,8 +22,9 @@ def tell(*_: object) -> None:
 
 
 if __name__ == "__main__":  # workers import this file again as their __mp_main__
-    from supervisor import client_port, timers
+    from supervisor import timers
     from supervisor.keys import unfinished
+    from supervisor.ports import client_port
 
     # what is kept for a while, within bounds: for less
     client_port.MAX_LEFT = timers.CLEAR_AT = unfinished.CLEAR_AT = 4
