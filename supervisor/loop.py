@@ -46,6 +46,7 @@ from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.turnover import How
+from supervisor.heap import TRIM_S, trim
 from supervisor.keys.opening import Opening
 from supervisor.keys.rights import OWNER
 from supervisor.keys.ring import KeyRing
@@ -164,6 +165,7 @@ class Supervisor:
             self._reactor.every(REVOKE_S, gate.look)
             self._reactor.every(TCP_LOOK_S, lambda: gate.port.look(time.monotonic()))
         self._reactor.every(RATE_WINDOW_S, self._sample)
+        self._reactor.every(TRIM_S, trim)
         gc.collect()
         gc.freeze()
         while not self._is_done:
