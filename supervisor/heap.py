@@ -5,13 +5,17 @@ resident for ever. Giving it back takes 0.1 ms where there is little, and 1 ms f
 """
 
 import ctypes
+from collections.abc import Callable
 
 TRIM_S = 60.0
 """Between two times."""
+_malloc_trim: Callable[[ctypes.c_size_t], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Where the C library is not GNU's, there is none."""
+_KEEP = ctypes.c_size_t(0)
+"""Bytes at its end that it need not ask for again."""
 
 
 def trim() -> None:
-    """Give back whole pages that nobody uses. Nothing happens where the C library is not GNU's, which has this."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(ctypes.c_size_t(0))
+    """Give back whole pages that nobody uses."""
+    if _malloc_trim is not None:
+        _malloc_trim(_KEEP)
