@@ -29,6 +29,9 @@ def main(spec: WorkerSpec, page: int | None = None) -> None:
     page  descriptor of the page that it is watched by, see ``protocol.beat``
     """
     code = EXIT_ENGINE_FAULT
+    # What is imported stays, and grows to hundreds of thousands of objects of torch and transformers. The garbage
+    # collector would look through them hundreds of times on the way to the first token, which takes half a second.
+    gc.disable()
     try:
         if not die_with(spec.supervisor_pid):
             os._exit(EXIT_ASKED)
@@ -135,7 +138,9 @@ def run(spec: WorkerSpec, beat: Beat) -> int:
 
     started = time.monotonic()
     try:
-        engine = build_engine(spec.engine)
+        engine = build_engine(spec.engine)  # imports its module, and so torch
+        gc.freeze()
+        gc.enable()  # a load may leave cycles that hold tensors
         engine.load(progress)
         if name := not_offered(spec.sampling, engine.capabilities.offered):
             raise LoadError(f"sampling.{name} is not offered by this model's engine: remove it")
@@ -145,8 +150,8 @@ def run(spec: WorkerSpec, beat: Beat) -> int:
         return EXIT_CONFIG
     beat.loading()
     loop = WorkerLoop(engine, link, spec.sampling, spec.limits, beat)
-    # What is loaded stays. Left to the garbage collector, a look through it (hundreds of thousands of objects of torch
-    # and transformers) stops every stream for some 160 ms, whenever enough new objects have gathered.
+    # What is loaded stays, too. Left to the garbage collector, a look through all of it stops every stream for some
+    # 160 ms, whenever enough new objects have gathered.
     gc.collect()
     gc.freeze()
     link.ready(engine.capabilities, load_seconds=time.monotonic() - started, max_jobs=loop.max_jobs)
