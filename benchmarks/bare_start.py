@@ -1,10 +1,12 @@
 """The first token of a model without any serving: an engine in a process of its own, and nothing else.
 
-    python -m benchmarks.bare_start ENGINE MODEL_DIR DEVICE PROMPT
+    python -m benchmarks.bare_start ENGINE MODEL_DIR DEVICE PROMPT [kept]
 
-Prints one line when the token is there, then leaves. Imports what that takes.
+Prints one line when the token is there, then leaves. Imports what that takes. ``kept``: what is imported and loaded is
+kept from the garbage collector as a worker does it, which scripts do not do by themselves.
 """
 
+import gc
 import os
 import sys
 
@@ -14,10 +16,18 @@ from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
 
 
-def main(engine: str, directory: str, device: str, prompt: str) -> None:
+def main(engine: str, directory: str, device: str, prompt: str, kept: str = "") -> None:
+    if kept:
+        gc.disable()
     spec = EngineSpec("m", engine, directory, device=device, max_seq_len=None, max_batch_size=8, options={})
     made = build_engine(spec)
+    if kept:
+        gc.freeze()
+        gc.enable()
     made.load(lambda *_: None)
+    if kept:
+        gc.collect()
+        gc.freeze()
     made.submit(Job(0, tuple(made.encode(prompt)), 8, SamplingParams(temperature=0.0)))
     while not any(not isinstance(event, Prefilling) and event.token_ids for event in made.step()):
         pass
