@@ -1,6 +1,7 @@
 import fcntl
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,6 +14,9 @@ import pytest
 from tests.serving import Serving, describe, marked_processes, wait_until
 
 SESSION_MARK = "MODELCTL_TEST_SESSION"
+# Every process that is started would compile all that it imports: half a second of each test that serves something.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 for number in (signal.SIGINT, signal.SIGHUP):
     # nohup, or a shell's background, has them ignored, and what tests start and interrupt would inherit that
     if signal.getsignal(number) is signal.SIG_IGN:
