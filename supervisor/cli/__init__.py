@@ -14,6 +14,11 @@ def main() -> int:
             file=sys.stderr,
         )
         return 78
+    import os
+
+    # Plugins of pydantic are looked for among all that is installed, and run in whoever imports it. None is wanted
+    # where requests and keys pass, and looking for them takes longer the more is installed.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         from supervisor.cli.root import run
 
