@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+import transformers.modeling_utils  # the library would import it, and much else, in the middle of the first load
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
