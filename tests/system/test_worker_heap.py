@@ -1,4 +1,5 @@
-"""A worker's garbage collector leaves alone what was loaded: going through it would stop every stream for a while."""
+"""A worker's garbage collector leaves alone what was imported and loaded: going through it again and again would delay
+the first token, and later stop every stream for a while."""
 
 import gc
 import re
@@ -7,6 +8,8 @@ from model_worker.engine import Job, ProgressCallback
 from tests.deterministic_engine import DeterministicEngine
 from tests.serving import Serving
 
+IMPORTED = [[number] for number in range(10_000)]
+COLLECTED_AT_IMPORT = gc.isenabled()
 LOADED = 100_000
 
 
@@ -15,6 +18,8 @@ class LoadsMuch(DeterministicEngine):
 
     def load(self, progress: ProgressCallback) -> None:
         super().load(progress)
+        set_aside = gc.get_freeze_count() > len(IMPORTED)
+        print(f"collected at import {COLLECTED_AT_IMPORT}, in the load {gc.isenabled()}, set aside {set_aside}")
         self.heap: list[list[object]] = [[self] for _ in range(LOADED)]
         for _ in range(LOADED):
             cycle: list[object] = []
@@ -29,7 +34,9 @@ def test_what_was_loaded_is_not_looked_through_again() -> None:
     model = {"model_dir": ".", "engine": f"{__name__}:{LoadsMuch.__name__}"}
     with Serving({"m": model}) as serving, serving.client() as client:
         client.generate("m", "x", max_tokens=10).complete()
-        said = re.search(r"set aside (\d+), looked through (\d+)", serving.log("m"))
+        log = serving.log("m")
+    assert "collected at import False, in the load True, set aside True" in log
+    said = re.search(r"set aside (\d+), looked through (\d+)", log)
     assert said is not None
     set_aside, looked_through = map(int, said.groups())
     assert LOADED < set_aside < 2 * LOADED, "what was loaded, without the garbage"
