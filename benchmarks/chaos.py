@@ -37,7 +37,6 @@ def main() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: run.terminate())
         told = run.communicate()[0].splitlines()
-    print("\n".join(told[:-1]), flush=True)
     report = json.loads(told[-1])
     results = [
         Result("violations of the laws", len(report["violations"]), "times", "<= 0"),
@@ -53,6 +52,7 @@ def main() -> None:
         *(Result(f"ended as {name}", count, "requests") for name, count in sorted(report["ends"].items())),
     ]
     write("chaos", results, arguments.out)
+    print("\n".join(told[:-1]), flush=True)  # last, where it is seen: violations were told at length as they came
 
 
 if __name__ == "__main__":

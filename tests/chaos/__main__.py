@@ -110,6 +110,7 @@ def _run_lanes(arguments: argparse.Namespace) -> Report:
                 report.merge(json.loads(out.splitlines()[-1]))
             except (IndexError, ValueError):
                 report.violations.append(f"a lane ended with code {lane.returncode} and no report")
+                report.brief.append(f"  {report.violations[-1]}")
     finally:
         for lane in lanes:
             if lane.poll() is None:

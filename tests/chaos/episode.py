@@ -14,7 +14,7 @@ from tests.chaos import laws, vitals
 from tests.chaos.faults import Faults
 from tests.chaos.laws import Happened, Violation
 from tests.chaos.load import Answer, ChaosClient, Party, party
-from tests.chaos.plan import BlockPlan, EpisodePlan, FaultPlan
+from tests.chaos.plan import RESTART_WINDOW_S, BlockPlan, EpisodePlan, FaultPlan
 from tests.serving import Serving
 
 GONE_S = 0.5
@@ -136,6 +136,8 @@ class Episode:
                 self._turn_until(lambda: time.monotonic() > self._began + 0.1, 1.0)
                 self._happened.leaving = True
                 patient = self._faults.end(self._plan.final)
+                for name, model in self._faults.gave_up.items():
+                    self._see_why(name, model)
                 self._happened.killed = not patient
                 self._end_of_supervisor(patient)
             else:
@@ -156,19 +158,21 @@ class Episode:
         return outcome
 
     def _broken(self, law: str, told: str) -> None:
-        self._outcome.violations.append(Violation(law, told))
+        if (violation := Violation(law, told)) not in self._outcome.violations:
+            self._outcome.violations.append(violation)
 
     def _come_to_rest(self) -> None:
         def over() -> bool:
+            # a raw client is not told of that end, and would be said to wait for ever
+            assert self._serving.process.poll() is None, "it has ended"
             return not self._timeline and all(each.is_over for each in self._parties)
 
         if not self._turn_until(over, self._patience_s):
             self._tell_unended()
             return
         self._faults.undo()
-        self._bring_back()
-        self._await_rest()
-        self._barrier()
+        if self._await_models() and self._await_rest():
+            self._barrier()
 
     def _tell_unended(self) -> None:
         """Break the law that every request ends, by those that have not. By closing them they become lost."""
@@ -179,36 +183,46 @@ class Episode:
             if not waiting and not each.is_over:
                 self._broken("every request ends", f"client {each.plan.number}, {each.plan.kind}, is not over")
 
-    def _bring_back(self) -> None:
-        """Start what an operator has stopped, or the restart policy given up; the latter only for a reason."""
+    def _await_models(self) -> bool:
+        """Wait until every model has got to where it stays, left to itself, and hangs are noticed."""
 
         def settled() -> bool:
             overview = self._overview()
             models[:] = overview["models"]
-            return all(m["state"] in ("ready", "sleeping", "stopped", "failed") for m in models) and not any(
-                turnover["running"] for turnover in overview["supervisor"]["turnovers"]
+            return (
+                all(target.is_gone for target in self._faults.doomed)
+                and all(m["state"] in ("ready", "sleeping", "stopped", "failed") for m in models)
+                and not any(turnover["running"] for turnover in overview["supervisor"]["turnovers"])
             )
 
         models: list[dict[str, Any]] = []
-        if not self._turn_until(settled, self._patience_s, POLL_S):
-            self._broken("models come back", f"{[(m['name'], m['state']) for m in models]}")
-            return
-        for model in models:
-            name, state = model["name"], model["state"]
-            wound = self._happened.wounds[model["model"]]
-            if state == "stopped" and not wound.ordered:
-                self._broken("only an operator stops a model", f"{name}: {model['last_exit']}")
-            if state == "failed":
-                ends = laws.failures(self._serving.log(), name)
-                reason = (model["last_exit"] or {}).get("reason")
-                if reason != "config" and len(ends) < self._block.restart_limit:
-                    self._broken("a model fails for the stated reason", f"{name}: {model['last_exit']}, {ends}")
-                wound.refused = True
-                self._faults.mend()
-            if state in ("stopped", "failed"):
-                self._faults.order("start", model=name)
+        has_settled = self._turn_until(settled, self._patience_s, POLL_S)
+        if not has_settled:
+            hanging = [target.name for target in self._faults.doomed if not target.is_gone]
+            states = [(m["name"], m["state"]) for m in models]
+            self._broken("everything comes to rest" if hanging else "models come back", f"{hanging} hang, {states}")
+        return has_settled
 
-    def _await_rest(self) -> None:
+    def _bring_back(self, models: list[dict[str, Any]]) -> None:
+        """Start what an operator has stopped, or the restart policy given up; the latter only for a reason."""
+        for model in models:
+            if model["state"] == "stopped" and not self._happened.wounds[model["model"]].ordered:
+                self._broken("only an operator stops a model", f"{model['name']}: {model['last_exit']}")
+            if model["state"] == "failed":
+                self._see_why(model["name"], model["model"], (model["last_exit"] or {}).get("reason"))
+                self._faults.mend()
+            if model["state"] in ("stopped", "failed"):
+                self._faults.order("start", model=model["name"])
+
+    def _see_why(self, name: str, model: str, reason: str | None = None) -> None:
+        """A worker was not tried again: it ended too often, or cannot be loaded."""
+        log = self._serving.log().rpartition(f", pid {self._serving.pid}, serving")[2]  # of this supervisor
+        ends = laws.ends_of(log, name, RESTART_WINDOW_S)
+        if reason != "config" and not (ends and ends[-1].recent >= self._block.restart_limit):
+            self._broken("a model fails for the stated reason", f"{name}: {reason}, {ends}")
+        self._happened.wounds[model].refused = True
+
+    def _await_rest(self) -> bool:
         told: list[str] = []
 
         def at_rest() -> bool:
@@ -217,6 +231,7 @@ class Episode:
 
         if not self._turn_until(at_rest, self._patience_s, POLL_S):
             self._broken("everything comes to rest", "; ".join(told))
+        return not told
 
     def _overview(self) -> dict[str, Any]:
         return self._serving.overview()
@@ -232,6 +247,7 @@ class Episode:
         if self._faults.turns_away():
             return ["nobody can connect"]
         overview = self._overview()
+        self._bring_back(overview["models"])
         told, workers, lazy = [], [], 0
         for m in overview["models"]:
             engine = m["engine_stats"]
@@ -324,5 +340,11 @@ class Episode:
         for answer in self._outcome.answers:
             self._outcome.violations += laws.check(answer, self._happened, self._block)
         self._outcome.ends = self._happened.codes
+        log = self._serving.log()[self._log_begin :]
+        for name in self._generations:
+            wound = self._happened.wounds[name.partition(":")[0]]
+            if not wound.restarted:
+                ends = laws.ends_of(log, name, RESTART_WINDOW_S)
+                self._outcome.violations += laws.tried_too_often(ends, self._block.restart_limit)
         if self._outcome.violations:
-            self._outcome.log = self._serving.log()[self._log_begin :]
+            self._outcome.log = log

@@ -16,6 +16,8 @@ from tests.chaos.plan import EpisodePlan, FaultPlan
 from tests.serving import Serving, wait_until
 
 FLOOD_PACE = 16
+TURNS_WITHIN_S = 1.0
+AGAIN_S = 0.02
 Log = Callable[[str], None]
 Later = Callable[[float, Callable[[], None]], None]
 
@@ -72,6 +74,8 @@ class Faults:
         self._troubles: list[Path] = []
         self._at_end: list[Callable[[], None]] = []
         self._calls = 0
+        self.gave_up: dict[str, str] = {}
+        """Workers that were not tried again when one was to come up, and whose they are."""
         self.paused_s = 0.0
         """How long the supervisor was stopped for, in all."""
         self._paused = False
@@ -149,8 +153,13 @@ class Faults:
     def _pause_worker(self, fault: FaultPlan) -> None:
         if target := self.aim(fault, ready=True):
             target.signal(signal.SIGSTOP)
-            self._later(fault.lasts_s, lambda: target.signal(signal.SIGCONT))
-            self._undo.append(lambda: target.signal(signal.SIGCONT))
+
+            def go_on() -> None:
+                if target.pid not in {doomed.pid for doomed in self.doomed}:  # stopped for good, before or since
+                    target.signal(signal.SIGCONT)
+
+            self._later(fault.lasts_s, go_on)
+            self._undo.append(go_on)
 
     def _load_trouble(self, fault: FaultPlan) -> None:
         left = [self._serving.directory / f"load-trouble-{fault.model}-{i}" for i in range(fault.count)]
@@ -182,10 +191,11 @@ class Faults:
     def _descriptors(self, fault: FaultPlan) -> None:
         """The supervisor gets no descriptor while a worker's successor is to be spawned.
 
-        Nobody connects meanwhile: against clients it is on its guard by the limit that it was started with.
+        Nobody connects meanwhile: against clients it is on its guard by the limit that it was started with, and no
+        system lowers that below what is in use.
         """
         states = set() if self._paused else {m["state"] for m in self._serving.overview()["models"]}
-        if self._connecting() or not states or not states <= {"ready", "sleeping", "stopped", "failed"}:
+        if self._connecting() or self.flooded or not states or not states <= {"ready", "sleeping", "stopped", "failed"}:
             self._log("  not now: somebody is about to connect")
             return
         self.closed = True
@@ -218,6 +228,9 @@ class Faults:
 
     def _flood(self, fault: FaultPlan) -> None:
         """Connections that say nothing, as many as there can be."""
+        if self.closed:
+            self._later(AGAIN_S, lambda: self._flood(fault))
+            return
         self.flooded = True
         flood: list[socket.socket] = []
         self._undo.append(lambda: [connection.close() for connection in flood] and None)
@@ -227,11 +240,22 @@ class Faults:
                 connection.settimeout(1.0)
                 flood.append(connection)
                 connection.connect(str(self._serving.runtime_dir / "front"))
-                if number % FLOOD_PACE == 0:
-                    time.sleep(0.002)  # faster than any leak, slower than a loop that is kept waiting
+                if number % FLOOD_PACE == 0 and not self._turns():
+                    break
         except OSError:
             self._log(f"  refused after {len(flood)}")
         self._later(fault.lasts_s, self.undo)
+
+    def _turns(self) -> bool:
+        """Wait for the supervisor's loop to come round, unless it is paused. With as few descriptors as it has here, it
+        is safe from those only who are no faster than that."""
+        before = self._admin.pongs
+        self._admin.ping()
+        deadline = time.monotonic() + TURNS_WITHIN_S
+        while self._admin.pongs == before and not self._paused and time.monotonic() < deadline:
+            self._admin.socket.poll(10)
+            self._admin.drain()
+        return self._paused or self._admin.pongs > before
 
     # --- operators ------------------------------------------------------------------------------------------------
 
@@ -295,7 +319,7 @@ class Faults:
         elif "comes up" in how:
             self.undo()  # who is paused cannot tell that one does
             self._kill(FaultPlan("kill", 0.0, "a", 0))
-            wait_until(lambda: any(m["state"] == "starting" for m in serving.overview()["models"]), what="a successor")
+            wait_until(self._one_comes_up, what="a successor")
         elif "guard" in how:
             guard = serving.guard()
             os.kill(serving.pid, signal.SIGSTOP)  # it cannot replace the guard meanwhile
@@ -305,6 +329,15 @@ class Faults:
         if not patient:
             os.kill(serving.pid, signal.SIGKILL)
         return patient
+
+    def _one_comes_up(self) -> bool:
+        """Whether there is a worker on its way; where the restart policy has had enough, an operator starts it."""
+        models = self._serving.overview()["models"]
+        for m in models:
+            if m["state"] == "failed" and m["name"] not in self.gave_up:
+                self.gave_up[m["name"]] = m["model"]
+                self.order("start", model=m["name"])
+        return any(m["state"] == "starting" for m in models)
 
 
 def begin_limited(directory: Path, descriptors: int, mutant: str = "") -> Path | None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from protocol.errors import ErrorCode
 from supervisor.requests.scheduler import CONFIRM_S
@@ -197,17 +198,41 @@ def _in_time(answer: Answer, happened: Happened) -> Iterable[Violation]:
 
 
 _VERDICT = re.compile(r": pid \S+: (?P<why>.*); (?P<verdict>not tried again|next try in .*|it was being stopped)$")
-_BEGUN = re.compile(r"INFO +\S+: \S+ -> starting \((start ordered|restart ordered|started again)\)")
+_FORGIVEN = re.compile(r"INFO +\S+: \S+ -> (stopped|sleeping|starting) \((?!pause over\))")
+"""An order, or a request for what sleeps: earlier ends do not count any more."""
 
 
-def failures(log: str, worker: str) -> list[tuple[str, str]]:
-    """(why, verdict) of each unexpected end of a worker since an order started it, by the supervisor's log."""
-    found: list[tuple[str, str]] = []
+@dataclass(frozen=True)
+class End:
+    """An unexpected one of a worker, as the supervisor's log has it. ``at``: seconds since the epoch; ``recent``: how
+    many there were by then within the policy's window and since an order, this one included."""
+
+    at: float
+    why: str
+    verdict: str
+    recent: int
+
+
+def ends_of(log: str, worker: str, window_s: float) -> list[End]:
+    """All in this part of the log."""
+    found: list[End] = []
+    since = 0
     for line in log.splitlines():
         if f" {worker}:" not in line:
             continue
         if match := _VERDICT.search(line):
-            found.append((match["why"], match["verdict"]))
-        elif _BEGUN.search(line):
-            found.clear()
+            at = datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            recent = sum(end.at >= at - window_s - CLOCKS_S for end in found[since:])
+            found.append(End(at, match["why"], match["verdict"], 1 + recent))
+        elif _FORGIVEN.search(line):
+            since = len(found)
     return found
+
+
+def tried_too_often(ends: list[End], limit: int) -> Iterable[Violation]:
+    """A worker that ends again and again is given up. ``ends`` of one worker that nobody has exchanged meanwhile."""
+    for end in ends:
+        if end.recent >= limit and end.verdict.startswith("next try"):
+            yield Violation(
+                "a crash loop is given up", f"{end.recent} ends within the window, {end.verdict}: {end.why}"
+            )

@@ -219,14 +219,17 @@ class Party:
 
     def drain(self) -> None:
         if self.raw is not None:
-            began, waiting = time.monotonic(), [answer for answer in self.answers.values() if not answer.is_over]
-            self.raw.drain()
-            passed_s = time.monotonic() - self._read_at
-            self._read_at = began
-            for answer in waiting:
-                answer.unread_s = max(answer.unread_s, passed_s)
+            self._take_in(self.raw)
             if self._proxy is not None and self._proxy.was_cut:
                 self.close()
+
+    def _take_in(self, raw: ChaosClient) -> None:
+        began, waiting = time.monotonic(), [answer for answer in self.answers.values() if not answer.is_over]
+        raw.drain()
+        passed_s = time.monotonic() - self._read_at
+        self._read_at = began
+        for answer in waiting:
+            answer.unread_s = max(answer.unread_s, passed_s)
 
     @property
     def is_connecting(self) -> bool:
@@ -240,7 +243,7 @@ class Party:
     def close(self) -> None:
         """Leave. What has not ended by then will not be heard."""
         if self.raw is not None:
-            self.raw.drain()
+            self._take_in(self.raw)
             self.raw.close()
             self.raw = None
         if self._proxy is not None:

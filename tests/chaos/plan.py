@@ -130,6 +130,7 @@ class BlockPlan:
 SHORT_STALL, SHORT_STALL_S = "1s", 1.0
 GRANTS_EVERY_S = 0.1
 """How often a slow client says that it has read something: often enough."""
+RESTART_WINDOW_S = 60.0
 WATCH = {"start": 15, "load": 2, "idle": 1.5, "step": 1}
 STOP = {"drain": "2s", "shutdown": "500ms", "sigterm": "300ms"}
 
@@ -149,7 +150,7 @@ def plan_block(seed: int, number: int) -> BlockPlan:
     return BlockPlan(
         number,
         models,
-        restart={"limit": limits[at], "window": "1m", "initial": "10ms", "max": "100ms"},
+        restart={"limit": limits[at], "window": f"{RESTART_WINDOW_S:g}s", "initial": "10ms", "max": "100ms"},
         poison={"limit": poison[at], "window": "10m"},
         descriptors=descriptors[at],
         stall=stalls[at],

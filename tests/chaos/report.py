@@ -8,6 +8,10 @@ from typing import Any
 from tests.chaos.episode import Outcome
 from tests.chaos.laws import Violation
 
+BRIEF = 160
+STORY_ENDS = 20
+"""Lines that are told of what a client heard, first and last."""
+
 
 @dataclass
 class Report:
@@ -24,6 +28,8 @@ class Report:
     longest_s: float = 0.0
     gone_s: list[float] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    brief: list[str] = field(default_factory=list)
+    """A line for each of them."""
 
     def add(self, outcome: Outcome) -> None:
         plan = outcome.plan
@@ -45,6 +51,7 @@ class Report:
         if outcome.gone_s is not None:
             self.gone_s.append(outcome.gone_s)
         self.violations += [_described(outcome, violation) for violation in outcome.violations]
+        self.brief += [_brief(outcome, violation) for violation in outcome.violations]
 
     def merge(self, other: dict[str, Any]) -> None:
         """Take in what another lane has sent."""
@@ -53,6 +60,7 @@ class Report:
         self.longest_s = max(self.longest_s, other["longest_s"])
         self.gone_s += other["gone_s"]
         self.violations += other["violations"]
+        self.brief += other["brief"]
         self.faults.update(other["faults"])
         self.ends.update(other["ends"])
 
@@ -73,6 +81,7 @@ class Report:
             mean = self.seconds / self.episodes
             lines.append(f"time     {mean:.2f} s an episode, the longest {self.longest_s:.1f} s")
         lines.append(f"{len(self.violations)} violations")
+        lines += sorted(self.brief)
         return "\n".join(lines)
 
 
@@ -89,6 +98,11 @@ def _counted(counter: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counter.most_common())
 
 
+def _brief(outcome: Outcome, violation: Violation) -> str:
+    first = violation.told.partition("\n")[0]
+    return f"  episode {outcome.plan.number}: {violation.law}: {first[:BRIEF]}"
+
+
 def _described(outcome: Outcome, violation: Violation) -> str:
     plan = outcome.plan
     lines = [
@@ -101,7 +115,10 @@ def _described(outcome: Outcome, violation: Violation) -> str:
     if violation.answer is not None:
         answer = violation.answer
         lines.append(f"request {answer.ask.request} of client {answer.client.number} ({answer.client.kind}):")
-        lines += [f"  {at - outcome.began:7.3f}  {told}" for at, told in answer.story]
+        story = [f"  {at - outcome.began:7.3f}  {told}" for at, told in answer.story]
+        if len(story) > 2 * STORY_ENDS:
+            story[STORY_ENDS:-STORY_ENDS] = [f"  ... {len(story) - 2 * STORY_ENDS} more"]
+        lines += story
     else:
         lines.append("requests:")
         lines += [
