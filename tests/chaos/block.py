@@ -43,7 +43,9 @@ def run(
             waiting = list(numbers)
             while waiting:
                 serving = _start(block, serving, mutant)
-                while waiting:
+                had: set[int] = set()
+                while waiting and waiting[0] not in had:  # prompts that have killed workers before would be poisoned
+                    had.add(waiting[0])
                     outcome = _one(serving, plan_episode(seed, waiting.pop(0), only), block, patience_s)
                     yield outcome
                     if outcome.violations or outcome.plan.final:
