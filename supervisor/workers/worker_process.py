@@ -112,9 +112,9 @@ class WorkerProcess:
         """Collect the exit status and free the pidfd, once that is readable.
 
         Returns the exit code, or minus the number of the signal that ended the process. Only ``join`` reaps; a
-        ``waitpid`` of our own would leave multiprocessing believing in a living child for ever.
+        ``waitpid`` of our own would leave multiprocessing believing in a living child for ever. ``exitcode`` does what
+        ``Process.join(0)`` would, which imports a module for it: where no descriptor is left, that fails.
         """
-        self._process.join(0)
         code = self._process.exitcode
         self._page.close()
         os.close(self.pidfd)

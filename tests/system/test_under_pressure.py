@@ -1,6 +1,7 @@
 """When the machine gives no more: descriptors, a paused supervisor, a full disk, an impatient operator."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -55,6 +56,23 @@ def test_few_descriptors_are_lived_with(serve: Serve, tmp_path: Path) -> None:
     with serving.client() as client:
         assert client.complete("a", "again", max_tokens=5).text == answer("again", 5)
     assert "no new connections" in serving.log()
+
+
+def test_no_descriptor_at_all_is_lived_with(serve: Serve) -> None:
+    """None left when a worker dies for the first time: what is imported or read only then must not be missed."""
+    serving = serve({"a": engine()}, restart={"limit": 1000, "initial": "10ms", "max": "50ms"})
+    pid = serving.status("a")["pid"]
+    before = resource.prlimit(serving.pid, resource.RLIMIT_NOFILE)
+    few = len(os.listdir(f"/proc/{serving.pid}/fd")) // 2  # what its worker's end gives back is no good, either
+    resource.prlimit(serving.pid, resource.RLIMIT_NOFILE, (few, before[1]))
+    try:
+        os.kill(serving.pid, signal.SIGHUP)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: "cannot start a process" in serving.log(), what="it to have tried")
+        wait_until(lambda: "nothing is changed" in serving.log(), what="models.yaml to have been wanted")
+    finally:
+        resource.prlimit(serving.pid, resource.RLIMIT_NOFILE, before)
+    assert serving.wait_state("a", "ready")["pid"] != pid
 
 
 def test_a_paused_supervisor_loses_nothing(serve: Serve) -> None:
