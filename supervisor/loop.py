@@ -91,7 +91,7 @@ class Supervisor:
         self._log = log
         self._runtime = runtime
         self._started = time.monotonic()
-        self._descriptors = DescriptorBudget(log)
+        self._descriptors = DescriptorBudget(log, ports=2 if opening is None else 3)
         self._session = os.urandom(8).hex()  # the module secrets loads OpenSSL, which takes 3.5 MB
         self._reactor = Reactor()
         settings = config.supervisor

@@ -17,6 +17,7 @@ from protocol.errors import ErrorCode, FrameError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
 from protocol.socket_calls import has_input, monitor_event, send_to
 from supervisor.keys.rights import OWNER, Identity
+from supervisor.ports.monitors import open_monitor
 from supervisor.ports.sockets import Context, bind_private, path_of, router, skip_parts
 
 MAX_BAD_FRAMES = 16
@@ -88,7 +89,7 @@ class ClientPort:
         socket = client_router(context, backlog)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)  # a frozen client (SIGSTOP) is cut off after the time-out
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
-        monitor = socket.get_monitor_socket(MONITORED)
+        monitor = open_monitor(context, socket, MONITORED)
         bind_private(socket, endpoint)
         return ClientPort(endpoint, socket, monitor)
 
@@ -202,6 +203,7 @@ class ClientPort:
 
     def close(self) -> None:
         """Give the last frames half a second to leave."""
+        self.watch()  # see ``open_monitor``
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=500)

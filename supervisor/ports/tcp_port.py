@@ -32,6 +32,7 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import Error, Message
 from supervisor.keys.ring import KeyRing
 from supervisor.ports.client_port import MONITORED, ClientPort, Connection, client_router
+from supervisor.ports.monitors import open_monitor
 from supervisor.ports.sockets import Context
 from supervisor.ports.zap import TCP_DOMAIN
 
@@ -85,7 +86,7 @@ class TcpPort(ClientPort):
         # the time-out must exceed the transfer of the largest frame, or heartbeats kill it
         router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        monitor = router.get_monitor_socket(MONITORED | zmq.EVENT_LISTENING)
+        monitor = open_monitor(context, router, MONITORED | zmq.EVENT_LISTENING)
         first = _next_number(context, router)
         try:
             router.bind(endpoint)

@@ -1,0 +1,27 @@
+"""The monitor of a listening socket, opened so that libzmq cannot get far ahead of us in taking connections.
+
+libzmq's own thread takes connections as they come, whether our thread runs or not, and aborts the process when one over
+ipc finds no descriptor left. But it waits where its events are not read: its end of a monitor's pipe holds 1,000 of
+them, and ours as many more as we allow. So no more connections than that are ever taken behind our back, however fast
+they come and however long we are kept from looking.
+"""
+
+import zmq
+
+from supervisor.ports.sockets import Context
+
+UNSEEN = 1000 + 1
+"""Connections that are taken before their events are read, at most: libzmq's default mark, and ours below."""
+_OURS = 1
+
+
+def open_monitor(context: Context, socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """The socket to read its events from. ``socket.disable_monitor`` ends it, once what there is has been read: it
+    waits for libzmq's thread, which may wait for us."""
+    endpoint = f"inproc://monitor-{id(socket)}"
+    socket.monitor(endpoint, events)
+    monitor = context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.RCVHWM, _OURS)
+    monitor.setsockopt(zmq.LINGER, 0)
+    monitor.connect(endpoint)
+    return monitor
