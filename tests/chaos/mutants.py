@@ -16,6 +16,7 @@ from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.worker_events import WorkerEvents
 from supervisor.workers import worker_process
 from supervisor.workers.guard import Guard
+from supervisor.workers.restart import RestartHistory
 from supervisor.workers.watch import Verdict, Watched
 
 
@@ -161,6 +162,23 @@ def _wound_others() -> None:
     Fleet.on_exit = broken  # type: ignore[method-assign]
 
 
+def _try_for_ever() -> None:
+    """A worker that ends again and again is started again and again."""
+    original = RestartHistory.failed
+    RestartHistory.failed = lambda self, now, chance: original(self, now, chance) or 0.1  # type: ignore[method-assign]
+
+
+def _give_up_soon() -> None:
+    """A worker is given up for less than was allowed."""
+    original = RestartHistory.failed
+
+    def broken(self: RestartHistory, now: float, chance: float) -> float | None:
+        again = original(self, now, chance)
+        return None if self.recent == 2 else again
+
+    RestartHistory.failed = broken  # type: ignore[method-assign]
+
+
 MUTANTS: dict[str, Callable[[], None]] = {
     "forget resume": _forget_resume,
     "repeat end": _repeat_end,
@@ -174,6 +192,8 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "leave orphans": _leave_orphans,
     "miss deadlines": _miss_deadlines,
     "wound others": _wound_others,
+    "try for ever": _try_for_ever,
+    "give up soon": _give_up_soon,
 }
 CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "forget resume": ("kill", ("every request ends",)),
@@ -188,6 +208,8 @@ CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "leave orphans": ("trouble", ("everything comes to rest",)),
     "miss deadlines": ("kill guard", ("deadlines are kept",)),
     "wound others": ("kill", ("other models are unharmed",)),
+    "try for ever": ("load trouble", ("a crash loop is given up",)),
+    "give up soon": ("kill", ("a model fails for the stated reason",)),
 }
 """By which faults, and the breach of which law, each is found. The client library says itself what follows an end."""
 PROOF_SEED = 3
