@@ -202,10 +202,8 @@ class ClientPort:
         return channel in self._by_channel
 
     def close(self) -> None:
-        """Give the last frames half a second to leave."""
-        self.watch()  # see ``open_monitor``
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
+        """Give the last frames half a second to leave, once the context is terminated."""
+        self.monitor.close(linger=0)  # and not disabled, see ``open_monitor``
         self.socket.close(linger=500)
 
     # what only a port over TCP wants to know, see ``tcp_port``

@@ -16,8 +16,11 @@ _OURS = 1
 
 
 def open_monitor(context: Context, socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
-    """The socket to read its events from. ``socket.disable_monitor`` ends it, once what there is has been read: it
-    waits for libzmq's thread, which may wait for us."""
+    """The socket to read its events from.
+
+    It is closed, and never disabled: ``disable_monitor`` waits for libzmq's thread, which may be waiting for us to read
+    on. What is left of it goes with the context's ``term``, which wakes that thread.
+    """
     endpoint = f"inproc://monitor-{id(socket)}"
     socket.monitor(endpoint, events)
     monitor = context.socket(zmq.PAIR)
