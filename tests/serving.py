@@ -242,8 +242,11 @@ class Serving:
     def guard(self) -> psutil.Process | None:
         """The guard; None while there is none."""
         for child in psutil.Process(self.pid).children():
-            if is_alive(child) and any("guard.py" in argument for argument in child.cmdline()):
-                return child
+            try:
+                if is_alive(child) and any("guard.py" in argument for argument in child.cmdline()):
+                    return child
+            except psutil.NoSuchProcess:
+                continue  # gone meanwhile
         return None
 
     def kill(self, number: int = signal.SIGKILL) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import zmq
 
 from protocol.errors import ConnectionLost
@@ -142,7 +143,7 @@ class Episode:
                 self._end_of_supervisor(patient)
             else:
                 self._come_to_rest()
-        except (ConnectionLost, TimeoutError, AssertionError, ProcessLookupError) as e:
+        except (ConnectionLost, TimeoutError, AssertionError, ProcessLookupError, FileNotFoundError, psutil.Error) as e:
             code = self._serving.process.poll()
             told = f"{type(e).__name__}: {e}; exit code {code}\n{self._serving.stderr()[-4000:]}"
             self._broken("the supervisor goes on and answers", told)

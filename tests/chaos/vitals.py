@@ -46,9 +46,16 @@ def take(serving: Serving) -> Vitals:
         sum(link.startswith("socket:") for link in links),
         maps.count("/memfd:beat"),
         process.num_threads(),
-        sum(child.status() == psutil.STATUS_ZOMBIE for child in process.children()),
+        sum(map(_is_zombie, process.children())),
         process.memory_info().rss,
     )
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False  # reaped meanwhile
 
 
 def strangers(serving: Serving, workers: list[int]) -> str:
