@@ -198,7 +198,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
 CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "forget resume": ("kill", ("every request ends",)),
     "repeat end": ("kill guard", ("nothing follows the end", "every end has a reason")),
-    "lose event": ("kill guard", ("events are numbered without a gap",)),
+    "lose event": ("kill guard", ("events are numbered without a gap", "every end has a reason")),
     "repeat tokens": ("kill", ("every token is its own",)),
     "mix streams": ("kill guard", ("every token is its own",)),
     "keep gone": ("kill guard", ("everything comes to rest",)),
@@ -208,10 +208,11 @@ CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "leave orphans": ("trouble", ("everything comes to rest",)),
     "miss deadlines": ("stop", ("deadlines are kept",)),  # a hang lasts longer than they
     "wound others": ("kill", ("other models are unharmed",)),
-    "try for ever": ("load trouble", ("a crash loop is given up",)),
+    "try for ever": ("descriptors", ("a crash loop is given up",)),
     "give up soon": ("kill", ("a model fails for the stated reason",)),
 }
-"""By which faults, and the breach of which law, each is found. The client library says itself what follows an end."""
+"""By which faults, and the breach of which law, each is found. The client library says itself what
+follows an end, and what is missing."""
 PROOF_SEED = 3
 """Its first episodes have what each mutant is found by: a client that leaves, streams in one frame, ..."""
 PATIENCE_S = 8
