@@ -1,4 +1,4 @@
-"""How far libzmq gets ahead of a thread that does not look: no further than ``UNSEEN`` events, and it waits for us then."""
+"""How far libzmq gets ahead of a thread that does not look: by ``UNSEEN`` events, and then it waits for us."""
 
 import subprocess
 import sys
