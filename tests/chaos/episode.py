@@ -305,7 +305,10 @@ class Episode:
         serving, began = self._serving, time.monotonic()
         if not patient:
             late_s = 0.0  # what this machine did not let the test itself run for
+            queues: dict[int, list[float]] = {}  # how long each of those left has waited for a processor
             while left := serving.processes():
+                for process in left:
+                    queues.setdefault(process.pid, []).append(vitals.waited_s(process.pid))
                 looked = time.monotonic()
                 if looked - began > LEAVES_S:
                     break
@@ -313,7 +316,8 @@ class Episode:
                 serving.process.poll()
                 late_s += max(0.0, time.monotonic() - looked - LOOK_S)
             self._outcome.gone_s = time.monotonic() - began
-            if self._outcome.gone_s > GONE_S + late_s or left:
+            starved_s = max((max(waited) - waited[0] for waited in queues.values()), default=0.0)
+            if self._outcome.gone_s > GONE_S + late_s + starved_s or left:
                 told = f"after {self._outcome.gone_s:.2f} s: {vitals.describe(left)}"
                 self._broken("no process outlives the supervisor", told)
             serving.process.wait(LEAVES_S)

@@ -58,6 +58,14 @@ def _is_zombie(process: psutil.Process) -> bool:
         return False  # reaped meanwhile
 
 
+def waited_s(pid: int) -> float:
+    """How long a process has been ready to run while others ran instead, since it began; 0 where nobody knows."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 def strangers(serving: Serving, workers: list[int]) -> str:
     """Processes of a supervisor that are neither itself nor its guard, tracker or workers, for people."""
     known = {serving.pid, *workers}
