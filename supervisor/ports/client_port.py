@@ -176,6 +176,8 @@ class ClientPort:
                 self._accepted(value)
             elif kind == zmq.EVENT_LISTENING:
                 self._listens(value)
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._shook_hands()
             elif kind == zmq.EVENT_DISCONNECTED:
                 self.counters.disconnected += 1
                 self._disconnected(value)
@@ -212,6 +214,9 @@ class ClientPort:
         pass
 
     def _accepted(self, fd: int) -> None:
+        pass
+
+    def _shook_hands(self) -> None:
         pass
 
     def _disconnected(self, fd: int) -> None:

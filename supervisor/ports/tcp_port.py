@@ -8,15 +8,19 @@
 * libzmq gathers a message of many parts whole before it gives us any, however long it grows, and no option limits that.
   The kernel counts the bytes of each connection (TCP_INFO): one that sends MAX_UNREAD without a message being complete
   is cut off. A peer without a key gets nowhere near: it has no session to gather for.
-* libzmq numbers its connections, from a number of 32 bits that it draws, and aborts the process when the next number is
-  taken: by a peer that chose its routing id to look like one. So what we were given first is noted before anybody can
-  connect, and an id beyond as many as were accepted since is a chosen one, and cut off at once.
+* libzmq numbers its connections, from a number of 32 bits that it draws (the same in each process, unless the C
+  library's generator is seeded), and aborts the process when the next number is taken: by a peer that chose its routing
+  id to look like one. So we seed the generator, and note what we were given first before anybody can connect. An id
+  beyond as many as have shaken hands since (a number is given after that, so strangers do not count) is a chosen one,
+  and cut off at once. An id shows with the first message only: who sends none is cut off after HELLO_S, and connections
+  come at a bounded rate, which leaves a peer with a key a guess among 2**32 now and then.
 * When descriptors are scarce, a filter on the listening socket drops what wants to connect; kernels of clients try
   again by themselves. (Unbinding would end the connections that are there.)
 """
 
 import ctypes
 import os
+import secrets
 import socket
 import struct
 import time
@@ -42,6 +46,12 @@ MAX_CONNECTIONS_OF_KEY = 256
 LAST_WORD_S = 0.5
 """Between the ERROR that tells a client why, and the end of its connection."""
 LOOK_S = 0.2
+HELLO_S = 5.0
+"""Between a connection and its first message, HELLO, at most. Counted in looks: a loop that is stopped hears nobody."""
+NEWCOMERS = 1000
+"""Handshakes with a key, of all keys, that may come together, ..."""
+NEWCOMERS_PER_S = 100
+"""... and how many more each second. Beyond, those who want to connect wait."""
 
 T = TypeVar("T")
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
@@ -55,10 +65,12 @@ class ListenError(Exception):
 
 @dataclass(slots=True)
 class Wire:
-    """An accepted descriptor. ``peer``: its other end; ``read``: bytes received when last a message was complete."""
+    """An accepted descriptor. ``peer``: its other end; ``read``: bytes received when last a message was complete;
+    ``silent``: looks since it was accepted, while no message came."""
 
     peer: object
     read: int = 0
+    silent: int = 0
 
 
 @dataclass(slots=True)
@@ -72,10 +84,16 @@ class TcpPort(ClientPort):
     _listener: int = -1
     _first: int = 0
     """The number that libzmq gave out before anybody could connect."""
+    _handshakes: int = 0
+    """That succeeded."""
+    _newcomers: float = NEWCOMERS
+    """Handshakes that may still come; negative while too many came, and newcomers are held off."""
+    _held_off: bool = False
 
     @staticmethod
     def listen(context: Context, endpoint: str, secret_key: str, ring: KeyRing, backlog: int) -> "TcpPort":
         """Open the port. Raises ListenError."""
+        ctypes.CDLL(None).srand(secrets.randbits(32))
         router = client_router(context, backlog)
         router.setsockopt(zmq.RCVHWM, 100)  # of up to 16 MiB each; a peer that is ahead of us by more has to wait
         router.curve_server = True
@@ -86,7 +104,8 @@ class TcpPort(ClientPort):
         # the time-out must exceed the transfer of the largest frame, or heartbeats kill it
         router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        monitor = open_monitor(context, router, MONITORED | zmq.EVENT_LISTENING)
+        events = MONITORED | zmq.EVENT_LISTENING | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        monitor = open_monitor(context, router, events)
         first = _next_number(context, router)
         try:
             router.bind(endpoint)
@@ -110,12 +129,14 @@ class TcpPort(ClientPort):
         """Take no new connections; those there are go on."""
         if self.listening:
             self.watch()  # which descriptor listens
-            self._filter(_SO_ATTACH_FILTER, _drop_everything())
+            if not self._held_off:
+                self._filter(_SO_ATTACH_FILTER, _drop_everything())
             self.listening = False
 
     def resume(self) -> None:
         if not self.listening:
-            self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
+            if not self._held_off:
+                self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
             self.listening = True
 
     def receive(self) -> Iterator[tuple[Connection, Message]]:
@@ -139,7 +160,9 @@ class TcpPort(ClientPort):
         self._leave(connection)
 
     def look(self, now: float) -> None:
-        """Cut off who sends without end, and end the connections of those who were told. Every LOOK_S."""
+        """Cut off who sends without end, or does not say a word, and end the connections of those who were told. Every
+        LOOK_S."""
+        self._hold_off()
         due = [entry for entry in self._dying if entry[0] <= now]
         self._dying = [entry for entry in self._dying if entry[0] > now]
         for _, fd, peer in due:
@@ -156,6 +179,23 @@ class TcpPort(ClientPort):
                 if connection is not None:
                     self._leave(connection)
                 _shut_down(fd, wire.peer)
+            if connection is None:
+                wire.silent += 1
+                if wire.silent == round(HELLO_S / LOOK_S):
+                    self.cut_off += 1
+                    _shut_down(fd, wire.peer)
+
+    def _hold_off(self) -> None:
+        """Take no newcomers while more came than may."""
+        self._newcomers = min(float(NEWCOMERS), self._newcomers + NEWCOMERS_PER_S * LOOK_S)
+        if self._held_off != (self._newcomers < 0):
+            self._held_off = not self._held_off
+            if not self.listening:  # for want of descriptors: the filter stays
+                return
+            if self._held_off:
+                self._filter(_SO_ATTACH_FILTER, _drop_everything())
+            else:
+                self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
 
     def _listens(self, fd: int) -> None:
         self._listener = fd
@@ -163,13 +203,17 @@ class TcpPort(ClientPort):
     def _accepted(self, fd: int) -> None:
         self._wires[fd] = Wire(_peer(fd))
 
+    def _shook_hands(self) -> None:
+        self._handshakes += 1
+        self._newcomers -= 1
+
     def _disconnected(self, fd: int) -> None:
         self._wires.pop(fd, None)
 
     def _admit(self, connection: Connection, part: zmq.Frame) -> bool:
         assert self.ring is not None
         number = (int.from_bytes(connection.routing_id[1:], "big") - self._first) % (1 << 32)
-        if not 0 < number <= self.counters.accepted:
+        if not 0 < number <= self._handshakes:
             self.counters.bad_frames += 1
             self.cut_off += 1
             wire = self._wires.get(connection.fd)

@@ -1,5 +1,6 @@
 """What the port over TCP does with its connections, in one process; and who is let in over ipc."""
 
+import ctypes
 import logging
 import os
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -130,31 +132,87 @@ def test_a_port_that_is_taken(host: TcpHost) -> None:
         TcpPort.listen(host.context, host.endpoint, host.store.server_pair()[1], host.ring, backlog=64)
 
 
+@contextmanager
+def forger(host: TcpHost, number: int) -> Iterator["zmq.Socket[bytes]"]:
+    """A connection with a key whose routing id looks like one of libzmq's own."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.reconnect_ivl = -1
+    dealer.curve_serverkey, dealer.curve_publickey = host.key.server_key.encode(), host.key.public_key.encode()
+    dealer.curve_secretkey = host.key.secret_key.encode()
+    dealer.routing_id = b"\0" + (number % (1 << 32)).to_bytes(4, "big")
+    dealer.connect(host.endpoint)
+    try:
+        yield dealer
+    finally:
+        dealer.close()
+        context.term()
+
+
 def test_a_chosen_name_that_looks_like_libzmqs_own_is_cut_off(host: TcpHost) -> None:
     """Left alone, it would end the process as soon as libzmq's numbers come to it (an assertion in libzmq 4.3.5)."""
     with host.greet() as client:
         (connection,) = host.port.connections()
         number = int.from_bytes(connection.routing_id[1:], "big")
-        for ahead in (3, 1000, 1 << 31):
-            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            forger = context.socket(zmq.DEALER)
-            forger.linger = 0
-            forger.reconnect_ivl = -1
-            forger.curve_serverkey, forger.curve_publickey = host.key.server_key.encode(), host.key.public_key.encode()
-            forger.curve_secretkey = host.key.secret_key.encode()
-            forger.routing_id = b"\0" + ((number + ahead) % (1 << 32)).to_bytes(4, "big")
-            forger.connect(host.endpoint)
-            forger.send(encode(Hello(pack_body({}))))
+        for _ in range(20):  # who shakes no hands is given no number
+            socket.create_connection(("127.0.0.1", host.number)).close()
+        wait_until(lambda: host.turn() and host.port.counters.disconnected >= 20)
+        for ahead in (3, 10, 1000, 1 << 31):
             before, left = host.port.cut_off, host.port.counters.disconnected
-            wait_until(lambda before=before: host.turn() and host.port.cut_off == before + 1)  # type: ignore[misc]
-            wait_until(lambda left=left: host.turn() and host.port.counters.disconnected == left + 1)  # type: ignore[misc]
-            assert not forger.poll(0)
-            forger.close()
-            context.term()
+            with forger(host, number + ahead) as dealer:
+                dealer.send(encode(Hello(pack_body({}))))
+                wait_until(lambda before=before: host.turn() and host.port.cut_off == before + 1)  # type: ignore[misc]
+                wait_until(lambda left=left: host.turn() and host.port.counters.disconnected == left + 1)  # type: ignore[misc]
+                assert not dealer.poll(0)
         assert host.port.connections() == [connection]
         with host.greet() as other:  # whose number is the next
             assert host.is_answered(other, 1)
         assert host.is_answered(client, 2)
+
+
+def test_whoever_says_nothing_is_cut_off(host: TcpHost) -> None:
+    """A chosen name shows with the first message, and what has none is no client; the next number is free again."""
+    with host.greet() as client:
+        (connection,) = host.port.connections()
+        with forger(host, int.from_bytes(connection.routing_id[1:], "big") + 1):
+            wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
+            assert host.port.cut_off == 1
+            with host.greet() as other:
+                assert host.is_answered(other, 1)
+        assert host.is_answered(client, 2), "one that has said HELLO may be silent for as long as it likes"
+
+
+def test_nobody_knows_the_numbers(host: TcpHost) -> None:
+    """Without a seed they are the same in every process."""
+    firsts = set()
+    for _ in range(3):
+        ctypes.CDLL(None).srand(1)
+        endpoint = f"tcp://127.0.0.1:{free_port()}"
+        port = TcpPort.listen(host.context, endpoint, host.store.server_pair()[1], host.ring, backlog=64)
+        firsts.add(port._first)
+        port.close()
+    assert len(firsts) == 3
+
+
+def test_newcomers_beyond_a_rate_wait(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("supervisor.tcp_port.NEWCOMERS_PER_S", 0)
+    host.port._newcomers = 1
+    with host.greet() as client, host.greet() as second:
+        wait_until(lambda: host.turn() and host.port._held_off)
+        with socket.socket() as late:
+            late.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                late.connect(("127.0.0.1", host.number))
+        host.port.pause()
+        host.port.resume()  # descriptors are another matter
+        assert host.port._held_off
+        assert host.is_answered(client, 1)
+        assert host.is_answered(second, 2)
+        monkeypatch.undo()
+        wait_until(lambda: host.turn() and not host.port._held_off)
+        with host.greet() as third:
+            assert host.is_answered(third, 3)
 
 
 # ipc
