@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 
+from tests.orphans import end_with_us
 from tests.serving import Serving, describe, marked_processes, wait_until
 
 SESSION_MARK = "MODELCTL_TEST_SESSION"
@@ -37,6 +38,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def no_process_survives() -> Iterator[None]:
     """Whatever tests start inherits the mark; when the last test is over, no process may carry it."""
+    end_with_us()
     mark = os.environ[SESSION_MARK] = uuid4().hex
     yield
     try:

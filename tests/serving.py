@@ -19,6 +19,7 @@ import yaml
 
 from protocol import Client
 from protocol.errors import ConnectionLost
+from tests.orphans import end_with_us
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = "tests.deterministic_engine"
@@ -129,6 +130,7 @@ class Serving:
             **({} if keys is None else {"keys": str(keys)}),
         }
         self.write_models(models)
+        end_with_us()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.environment = {**os.environ, MARK: self._mark, "PYTHONPATH": path}
         program = ["-m", "supervisor"] if script is None else [str(script)]

@@ -6,14 +6,17 @@ How long that takes is measured by ``benchmarks.orphans``.
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 
 from protocol.errors import ConnectionLost
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
-from tests.serving import WITHIN, Serving, describe, engine, is_alive, wait_until
+from tests.serving import ROOT, WITHIN, Serving, describe, engine, is_alive, wait_until
 from tests.system.test_worker_death import forked_child
 
 LONG = 100_000
@@ -167,3 +170,27 @@ def test_signals_to_the_whole_foreground_group_leave_the_guard(serve: Serve) -> 
     assert os.getsid(guard.pid) != os.getsid(serving.pid)
     serving.overview()
     assert is_alive(guard)
+
+
+def test_what_tests_have_started_ends_with_them() -> None:
+    """Also if nobody is left who could clean up."""
+    program = (
+        "import subprocess, sys, time\n"
+        "from tests.orphans import end_with_us\n"
+        "end_with_us()\n"
+        "sleep = [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)']\n"
+        "print(subprocess.Popen(sleep, start_new_session=True).pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as tests:
+        assert tests.stdout is not None
+        started = psutil.Process(int(tests.stdout.readline()))
+        assert is_alive(started)
+        tests.kill()
+    wait_until(lambda: not is_alive(started), what="its end")
