@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Final
 
 import zmq
@@ -22,6 +23,7 @@ from protocol.client_key import ClientKey
 from protocol.errors import ErrorCode, WireError
 from protocol.line import LINGER_MS, Line, Sockets
 from protocol.liveness import DEFAULT_SILENCE_S, Liveness, Verdict
+from protocol.private_paths import check_runtime_dir
 from protocol.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint, ipc_path
 from protocol.session import ClientSession
 
@@ -42,8 +44,8 @@ class Connection:
                  HELLO is sent before WELCOME, so no request is ever sent twice
     silence      seconds, see ``protocol.liveness``
 
-    Raises ValueError for a socket path that is too long, a key file that cannot be used, and a key without an endpoint
-    over TCP; ``pump`` for what is no endpoint.
+    Raises ValueError for a socket path that is too long, a runtime directory of another user's, a key file that cannot
+    be used, and a key without an endpoint over TCP; ``pump`` for what is no endpoint.
     """
 
     lock: AbstractContextManager[Any] = nullcontext()
@@ -62,7 +64,9 @@ class Connection:
     ) -> None:
         if endpoint is None:
             find = admin_endpoint if admin else front_endpoint
-            endpoint = find(default_runtime_dir() if runtime_dir is None else runtime_dir)
+            directory = Path(default_runtime_dir() if runtime_dir is None else runtime_dir)
+            check_runtime_dir(directory)
+            endpoint = find(directory)
         self.endpoint = check_endpoint(endpoint)
         # Over TCP one socket takes requests and orders: what a key may do is a matter of its rights.
         self.admin = admin and ipc_path(self.endpoint) is not None

@@ -5,6 +5,8 @@ import os
 import stat
 from pathlib import Path
 
+from protocol.private_paths import NotPrivate, check_place, check_private, make_private
+
 
 class RuntimeDirError(Exception):
     """The directory cannot be used, or somebody else uses it. One line that says what to do."""
@@ -42,7 +44,7 @@ class RuntimeDir:
     @staticmethod
     def _make_private(path: Path) -> None:
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path)
             status = path.lstat()
         except OSError as e:
             raise RuntimeDirError(
@@ -50,13 +52,11 @@ class RuntimeDir:
             ) from None
         if not stat.S_ISDIR(status.st_mode):
             raise RuntimeDirError(f"the runtime directory {path} is no directory; remove it or give --runtime-dir")
-        if status.st_uid != os.getuid():
-            raise RuntimeDirError(f"the runtime directory {path} belongs to uid {status.st_uid}; give --runtime-dir")
-        if status.st_mode & 0o077:
-            raise RuntimeDirError(
-                f"the runtime directory {path} has mode {stat.S_IMODE(status.st_mode):04o}, so others could reach the "
-                f"sockets; run `chmod 700 {path}`"
-            )
+        try:
+            check_private(path, status, or_roots=False)
+            check_place(path)
+        except (NotPrivate, OSError) as e:
+            raise RuntimeDirError(f"the runtime directory {e}, or give another --runtime-dir") from None
 
     def release(self) -> None:
         """Remove the sockets and give the directory up. The lock file stays: removing it would race with the next."""

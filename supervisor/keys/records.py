@@ -8,14 +8,14 @@ import json
 import re
 from typing import Any
 
-from protocol.client_key import Z85_KEY
+from protocol.client_key import KEY_NAME, is_key
 from supervisor.keys.rights import Identity, Right
 
-NAME_PATTERN = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}$")
 MAX_KEYS = 10_000
 MAX_IN_FLIGHT = 100_000
 MAX_TOKENS_PER_MINUTE = 1 << 40
 _REQUIRED = ("name", "public_key", "rights", "created")
+_TIME = re.compile(r"^[0-9TZ:.+-]{1,40}$")
 _LIMITS = {"max_in_flight": MAX_IN_FLIGHT, "tokens_per_minute": MAX_TOKENS_PER_MINUTE}
 
 
@@ -25,7 +25,7 @@ class KeysProblem(ValueError):
 
 def check_name(name: str) -> str:
     """Raises KeysProblem."""
-    if not NAME_PATTERN.fullmatch(name):
+    if not KEY_NAME.fullmatch(name):
         raise KeysProblem(
             f"{name[:64]!r} is no name of a key: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a "
             "letter or digit"
@@ -48,14 +48,16 @@ def check_limit(name: str, value: Any) -> int | None:
     if value is None:
         return None
     if type(value) is not int or not 1 <= value <= _LIMITS[name]:
-        raise KeysProblem(f"{name} is {str(value)[:32]}: must be an integer from 1 to {_LIMITS[name]}")
+        raise KeysProblem(f"{name} is {str(value)[:32]!a}: must be an integer from 1 to {_LIMITS[name]}")
     return value
 
 
 def parse_clients(text: str) -> dict[str, Identity]:
     """Public key → identity. Raises KeysProblem for anything that is not as ``format_clients`` writes it."""
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_once)
+    except KeysProblem:
+        raise
     except (ValueError, RecursionError) as e:
         raise KeysProblem(
             f"is not JSON ({type(e).__name__}): `modelctl keys` writes it, edit nothing by hand"
@@ -64,14 +66,16 @@ def parse_clients(text: str) -> dict[str, Identity]:
     if not isinstance(entries, list) or len(entries) > MAX_KEYS:
         raise KeysProblem(f"must be an object with one list, clients, of at most {MAX_KEYS}")
     found: dict[str, Identity] = {}
+    names: set[str | None] = set()
     for number, entry in enumerate(entries):
         try:
             identity = _identity(entry)
         except KeysProblem as e:
             raise KeysProblem(f"entry {number + 1}: {e}") from None
-        if identity.public_key in found or any(other.name == identity.name for other in found.values()):
+        if identity.public_key in found or identity.name in names:
             raise KeysProblem(f"entry {number + 1}: {identity.name!r} or its public key stands there twice")
         found[identity.public_key] = identity
+        names.add(identity.name)
     return found
 
 
@@ -93,21 +97,31 @@ def entry_of(identity: Identity, created: str) -> dict[str, Any]:
     return entry
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a field that stands there twice, one reader takes the first and another the last."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise KeysProblem("a field stands twice in one entry")
+    return fields
+
+
 def _identity(entry: Any) -> Identity:
     if not isinstance(entry, dict):
         raise KeysProblem("is no object")
     for name in entry:
         if name not in _REQUIRED and name not in _LIMITS:  # a limit that is misspelt would be none
-            raise KeysProblem(f"unknown field {str(name)[:32]!r}")
+            raise KeysProblem(f"unknown field {name[:32]!a}")
     for name in _REQUIRED:
         if name not in entry:
             raise KeysProblem(f"{name} is missing")
     name, public_key, rights = entry["name"], entry["public_key"], entry["rights"]
     if not isinstance(name, str):
         raise KeysProblem("name is no text")
-    if not isinstance(public_key, str) or not Z85_KEY.fullmatch(public_key):
+    if not is_key(public_key):
         raise KeysProblem("public_key is no key: 40 characters of Z85")
     if not isinstance(rights, list) or not all(isinstance(right, str) for right in rights) or not rights:
         raise KeysProblem("rights must be a list that names at least one right")
+    if not isinstance(entry["created"], str) or not _TIME.fullmatch(entry["created"]):  # it is shown on terminals
+        raise KeysProblem("created is no time such as 2026-01-31T12:00:00Z")
     limits = {limit: check_limit(limit, entry.get(limit)) for limit in _LIMITS}
     return Identity(check_name(name), public_key, parse_rights(",".join(rights)), **limits)

@@ -16,6 +16,9 @@ from supervisor.keys.records import KeysProblem
 from supervisor.keys.rights import Identity, Right
 from supervisor.keys.store import KeyStore
 
+MOST_NAMED = 20
+"""Keys that one line of the log names."""
+
 
 class KeyRing:
     """Times are monotonic seconds."""
@@ -45,13 +48,17 @@ class KeyRing:
         before = self._identities
         try:
             self._identities = self._store.clients()
-        except KeysProblem as e:
+        except KeysProblem as e:  # what keys have used is not forgotten for that
             self._identities = {}
-            self._log.error("no key is admitted any more: %s", e)
+            self._log.error("no key is admitted: %s", e)
+            return bool(before)
         if self._identities == before:
             return False
-        names = ", ".join(str(identity.name) for identity in self._identities.values())
-        self._log.info("keys that are admitted: %s", names or "none")
+        came = [identity.name for key, identity in self._identities.items() if before.get(key) != identity]
+        left = [identity.name for key, identity in before.items() if key not in self._identities]
+        self._log.info(
+            "keys: %d are admitted; new or changed: %s; gone: %s", len(self._identities), _few(came), _few(left)
+        )
         for public_key in self._allowances.keys() - self._identities.keys():
             del self._allowances[public_key]
         return True
@@ -82,3 +89,8 @@ class KeyRing:
                 }
             )
         return told
+
+
+def _few(names: list[str | None]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(map(str, names[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "") or "none"

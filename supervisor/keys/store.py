@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from protocol.client_key import Z85_KEY, ClientKey, read_private
+from protocol.client_key import ClientKey, is_key, read_private
+from protocol.private_paths import NotPrivate, check_place, check_private, make_private
 from supervisor.keys.records import KeysProblem, check_name, entry_of, format_clients, parse_clients
 from supervisor.keys.rights import Identity, Right
 
@@ -52,9 +53,9 @@ class KeyStore:
         try:
             content = json.loads(text)
             pair = content["public_key"], content["secret_key"]
-        except (ValueError, KeyError, TypeError):
-            raise KeysProblem(f"{path} is no key pair; remove it, and give every client a new key") from None
-        if not all(isinstance(key, str) and Z85_KEY.fullmatch(key) for key in pair):
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pair = "", ""
+        if not all(map(is_key, pair)) or _public_of(pair[1]) != pair[0]:
             raise KeysProblem(f"{path} is no key pair; remove it, and give every client a new key")
         return pair
 
@@ -145,20 +146,17 @@ class KeyStore:
             ) from None
         if not stat.S_ISDIR(status.st_mode):
             raise KeysProblem(f"the keys' directory {directory} is no directory; move that file away")
-        if status.st_uid not in (os.getuid(), 0):
-            raise KeysProblem(f"the keys' directory {directory} belongs to uid {status.st_uid}; make one of your own")
-        if status.st_mode & 0o077:
-            mode = stat.S_IMODE(status.st_mode)
-            raise KeysProblem(
-                f"the keys' directory {directory} has mode {mode:04o}, so others can reach it; "
-                f"run `chmod 700 {directory}`"
-            )
+        try:
+            check_private(directory, status)
+            check_place(directory)
+        except (NotPrivate, OSError) as e:
+            raise KeysProblem(f"the keys' directory {e}") from None
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """One command at a time reads, changes and writes."""
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self.directory)
             descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as e:
             raise KeysProblem(f"the keys' directory {self.directory}: {e.strerror}") from None
@@ -175,6 +173,12 @@ def _new_pair() -> tuple[str, str]:
 
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
+
+
+def _public_of(secret: str) -> str:
+    import zmq
+
+    return zmq.curve_public(secret.encode()).decode()
 
 
 def _read(path: Path) -> str:
@@ -206,7 +210,7 @@ def _write_new(path: Path, text: str) -> None:
 
 def _replace(path: Path, text: str) -> None:
     """Whole, or not at all; kept by a crash of the machine."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.new")  # one that was left by a kill is ours: the directory is locked
     beside.unlink(missing_ok=True)
     _write_new(beside, text)
     try:

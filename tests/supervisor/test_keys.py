@@ -220,14 +220,26 @@ def test_the_list_is_read_as_it_was_written() -> None:
                 entry(max_inflight=3),
             )
         ),
+        *(
+            format_clients([broken])
+            for broken in (
+                entry(public_key="#" * 40),
+                entry(max_in_flight=float("nan")),
+                entry(max_in_flight="\ud800"),
+                entry(created=["x"]),
+                entry(created="\x1b[2J"),
+            )
+        ),
+        format_clients([entry()]).replace('"rights"', '"rights": ["admin"], "rights"'),
         format_clients([entry(), entry(name="b")]),
         format_clients([entry(), entry(public_key=PUBLIC[::-1])]),
     ],
-    ids=range(25),
+    ids=range(31),
 )
 def test_a_list_with_anything_wrong_in_it_is_none(text: str) -> None:
-    with pytest.raises(KeysProblem):
+    with pytest.raises(KeysProblem) as raised:
         parse_clients(text)
+    str(raised.value).encode()  # it goes to logs and terminals
 
 
 @pytest.mark.parametrize("name", ["", "-a", "A", "a/b", "..", "a" * 65, "a\n", "ü"])
@@ -306,7 +318,17 @@ def test_a_port_is_opened_only_with_keys_that_are_safe(tmp_path: Path) -> None:
         check_opening(endpoint, store.directory)
 
     secret = (store.directory / SERVER).read_text()
-    for broken in ("", "{}", "[]", '{"public_key": "x", "secret_key": "y"}', secret.replace('": "', '": "\\u0000')):
+    other = json.dumps(dict(zip(("public_key", "secret_key"), (PUBLIC, PUBLIC), strict=True)))
+    for broken in (
+        "",
+        "{}",
+        "[]",
+        "[" * 5000,
+        other,
+        other.replace(PUBLIC, "#" * 40),
+        '{"public_key": "x", "secret_key": "y"}',
+        secret.replace('": "', '": "\\u0000'),
+    ):
         (store.directory / SERVER).write_text(broken)
         assert "is no key pair" in told()
         assert opening.secret_key not in told()
@@ -317,6 +339,27 @@ def test_a_port_is_opened_only_with_keys_that_are_safe(tmp_path: Path) -> None:
     assert "no key is on the list" in told()
     (store.directory / CLIENTS).unlink()
     assert "No such file" in told()
+
+
+def test_a_directory_that_everybody_can_exchange_is_not_used(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    (shared / "deep").mkdir(parents=True)
+    store = KeyStore(shared / "deep" / "keys")
+    store.add("a", INFER, tmp_path / "a.key")
+    shared.chmod(0o777)
+    with pytest.raises(KeysProblem, match=f"run `chmod o-w {shared}`"):
+        check_opening("tcp://127.0.0.1:5570", store.directory)
+    shared.chmod(0o1777)  # as /tmp is: nobody can rename what is another's
+    check_opening("tcp://127.0.0.1:5570", store.directory)
+
+
+def test_what_a_kill_left_behind_is_in_nobodys_way(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    store.add("a", INFER, tmp_path / "a.key")
+    (store.directory / f".{CLIENTS}.new").write_text("half a li")
+    store.add("b", INFER, tmp_path / "b.key")
+    assert [identity.name for identity in store.clients().values()] == ["a", "b"]
+    assert sorted(path.name for path in store.directory.iterdir()) == [CLIENTS, SERVER]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="gives files away")
@@ -343,6 +386,11 @@ def test_files_of_another_user_are_not_used(tmp_path: Path) -> None:
             "secret_key is no key",
         ),
         ("x" * 5000, "is longer than"),
+        ("[" * 4000, "is not JSON"),
+        (
+            json.dumps({"name": "\x1b[2J", "server_key": PUBLIC, "public_key": PUBLIC, "secret_key": PUBLIC}),
+            "name is no name",
+        ),
     ],
 )
 def test_key_files_that_are_none(tmp_path: Path, content: str, told: str) -> None:
@@ -382,6 +430,9 @@ def test_a_list_that_cannot_be_used_any_more_admits_nobody(tmp_path: Path) -> No
     assert ring.admits(key.public_key)
     os.rename(store.directory / CLIENTS, store.directory / "away")
     assert not ring.admits(key.public_key)
+    (store.directory / CLIENTS).mkdir()
+    assert not ring.admits(key.public_key)
+    (store.directory / CLIENTS).rmdir()
     os.rename(store.directory / "away", store.directory / CLIENTS)
     assert ring.admits(key.public_key)
     store.directory.chmod(0o770)
@@ -399,6 +450,11 @@ def test_what_a_key_has_used_is_kept_while_the_key_is(tmp_path: Path) -> None:
     store.add("b", INFER, tmp_path / "b.key")
     assert ring.look()
     assert not ring.look()
+    (store.directory / CLIENTS).chmod(0o644)
+    assert ring.look()
+    assert ring.find(key.public_key) is None
+    (store.directory / CLIENTS).chmod(0o600)
+    assert ring.look()
     again = ring.find(key.public_key)
     assert again is not None
     assert ring.allowance(again, 0.0).tokens_left(0.0) == -940

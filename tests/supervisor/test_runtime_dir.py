@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol import Client
 from supervisor.runtime_dir import AlreadyRunning, RuntimeDir, RuntimeDirError
 from tests.serving import ROOT
 
@@ -67,6 +68,13 @@ def test_a_loose_mode_is_refused_with_the_remedy(tmp_path: Path, loose: int) -> 
     assert mode(tmp_path / "run") == loose, "it is not ours to change"
 
 
+def test_a_place_where_everybody_could_exchange_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    with pytest.raises(RuntimeDirError, match="run `chmod o-w "):
+        RuntimeDir(tmp_path / "shared" / "run")
+
+
 def test_a_symlink_is_refused_even_to_a_private_directory(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "run").symlink_to(tmp_path / "real")
@@ -98,3 +106,5 @@ def test_another_users_directory_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path / "run", 65534, 65534)
     with pytest.raises(RuntimeDirError, match="belongs to uid 65534"):
         RuntimeDir(tmp_path / "run")
+    with pytest.raises(ValueError, match="whoever listens there is not your supervisor"):
+        Client(runtime_dir=tmp_path / "run")
