@@ -319,6 +319,11 @@ class Connection:
             # The last try may have begun just now: unless somebody took the call, the one before it tells more.
             taken = self.line is not None and self.line.connected
             silent = f"the supervisor at {self.endpoint} did not answer within {self._patience:.3g} s"
+            if not taken and ipc_path(self.endpoint) is None:
+                silent = (
+                    f"nobody took the connection to {self.endpoint} within {self._patience:.3g} s: the address or its "
+                    "name is wrong, or a firewall is between"
+                )
             why = silent if taken or self._failure is None else self._failure
             touched += session.bar(why) if self._barred and why is self._failure else session.lose(why)
         elif session.broken is None and session.welcome is not None:

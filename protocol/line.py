@@ -178,6 +178,8 @@ class Sockets:
 
 def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     ipc = endpoint.startswith("ipc://")
+    # Not always: with it, a name of both kinds of address is tried as the newer kind only, where nobody may listen.
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     # A new connection is a new session, so libzmq must not reconnect. But told so outright (RECONNECT_IVL=-1), or with
     # IMMEDIATE=1, it discards at the end of the connection what had arrived and was not read yet, perhaps whole
     # answers. So it is told to wait eleven days, and ``pump`` disconnects once it has read everything.

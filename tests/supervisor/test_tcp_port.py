@@ -16,6 +16,7 @@ import zmq
 
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, WireError
+from protocol.line import Line
 from protocol.messages import Hello, Ping, Pong, Welcome
 from supervisor.keys.rights import Right
 from supervisor.keys.ring import KeyRing
@@ -34,12 +35,12 @@ class TcpHost(Host):
 
     port: TcpPort
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, address: str = "127.0.0.1") -> None:
         self.store = KeyStore(directory / "keys")
         self.key = self.store.add("a", frozenset({Right.INFER}), directory / "a.key")
         self.ring = KeyRing(self.store, logging.getLogger("test"))
         self.number = free_port()
-        self.endpoint = f"tcp://127.0.0.1:{self.number}"
+        self.endpoint = f"tcp://{address}:{self.number}"
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         zap = ZapHandler(context, os.getuid(), self.ring.admits)
         port = TcpPort.listen(context, self.endpoint, self.store.server_pair()[1], self.ring, backlog=64)
@@ -77,6 +78,24 @@ def test_a_connection_is_its_keys(host: TcpHost) -> None:
         assert connection.identity.rights == {Right.INFER}
     wait_until(lambda: host.turn() and host.gone == [connection.channel])
     assert not host.port._wires
+
+
+@pytest.mark.parametrize("address", ["[::1]", "[::]"])
+def test_over_ipv6(tmp_path: Path, address: str) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    host = TcpHost(tmp_path, address)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    line = Line(context, f"tcp://[::1]:{host.number}", encode(Hello(pack_body({}))), host.key)
+    wait_until(lambda: host.turn() and line.has_input)
+    (connection,) = host.port.connections()
+    host.port.cut(connection, WireError(ErrorCode.UNAUTHORIZED, "its descriptor is found there, too"))
+    wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
+    line.hang_up(0)
+    context.term()
+    host.close()
 
 
 def test_while_it_pauses_nobody_comes_and_nobody_has_to_go(host: TcpHost) -> None:
