@@ -5,6 +5,7 @@ import sys
 
 import click
 
+from protocol.core_dumps import forbid_core_dumps
 from supervisor.cli import exit_codes
 from supervisor.cli.errors import report
 from supervisor.cli.streams import drop_unwritten, open_missing
@@ -57,6 +58,7 @@ def cli() -> None:
 def run() -> int:
     """Run the command line. Errors become one line on stderr and an exit code."""
     open_missing()
+    forbid_core_dumps()  # of the supervisor and what it starts, and of commands with a prompt or a key in memory
     try:
         code = _call()
         sys.stdout.flush()

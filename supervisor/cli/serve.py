@@ -22,12 +22,10 @@ from supervisor.cli.options import runtime_dir_option
 @runtime_dir_option
 def serve(config: Path | None, detach: bool, quiet: bool, no_compile: bool, runtime_dir: Path) -> int:
     """Run the supervisor and start the models that are to start with it."""
-    from protocol.core_dumps import forbid_core_dumps
     from supervisor.config import load_config
     from supervisor.listening import opening_of
     from supervisor.yaml_source import ConfigError
 
-    forbid_core_dumps()
     try:
         loaded = load_config(find_config(config))
         opening = opening_of(loaded)

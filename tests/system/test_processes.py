@@ -3,6 +3,8 @@
 import os
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import psutil
 import pytest
 
 from tests.deterministic_engine import answer
-from tests.serving import Serving, engine, wait_until
+from tests.serving import ROOT, Serving, engine, wait_until
 
 HEAVY = {"asyncio", "torch", "transformers", "exllamav2", "numpy", "tokenizers", "safetensors", "jinja2", "pickle5"}
 MEMORY_LIMIT = 60_000_000
@@ -101,6 +103,18 @@ def test_no_core_dump_can_hold_a_prompt(serving: Serving) -> None:
     for process in processes:
         assert process.rlimit(psutil.RLIMIT_CORE) == (0, 0), process.cmdline()
         assert int(Path(f"/proc/{process.pid}/coredump_filter").read_text(), 16) == 0, process.cmdline()
+
+
+def test_no_core_dump_of_a_command_can_hold_a_prompt_or_a_key() -> None:
+    program = (
+        "import resource, sys\n"
+        "sys.argv = ['modelctl', '--version']\n"
+        "from supervisor.cli.root import run\n"
+        "run()\n"
+        "print(resource.getrlimit(resource.RLIMIT_CORE), int(open('/proc/self/coredump_filter').read(), 16))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ended.stdout.splitlines()[-1] == "(0, 0) 0", ended.stderr
 
 
 def test_a_worker_inherits_no_descriptor_of_the_supervisor(serving: Serving) -> None:
