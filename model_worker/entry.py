@@ -118,6 +118,7 @@ def pin_devices(visible_devices: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
     # Model directories are local; a library that wants to fetch something should fail, not wait for a network.
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["USE_HUB_KERNELS"] = "NO"  # code, which config.json may name, and an earlier download may have left
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

@@ -12,7 +12,8 @@ import tokenizers
 from model_worker.engine import ChatTemplate, LoadError
 from model_worker.engines.model_dir import MOST_IDS, ModelDir, token_text
 from model_worker.engines.token_pieces import NoPieces, read_pieces
-from model_worker.engines.vetting import TEMPLATE_BYTES, read_bytes
+from model_worker.engines.tokenizer_growth import check_growth
+from model_worker.engines.vetting import TEMPLATE_BYTES, is_panic, read_bytes
 from model_worker.template_child import environment
 from model_worker.text import Pieces, TextStream
 from protocol.errors import RequestError
@@ -32,6 +33,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(directory.tokenizer_path))
         except Exception as e:  # the library raises bare Exception
             raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
+        check_growth(self._tokenizer, directory.tokenizer_path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -84,6 +86,12 @@ class Tokenizer:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         except (TypeError, UnicodeEncodeError):  # a lone surrogate is a str, but no text
             raise RequestError(f"{field} is not valid Unicode text", field=field) from None
+        except BaseException as e:
+            # The library raises bare Exception, and panics where a pattern takes too long. What it says may quote.
+            if type(e) is not Exception and not is_panic(e):
+                raise
+            told = f"the model's tokenizer fails on this text ({type(e).__name__})"
+            raise RequestError(f"{field}: {told}", field=field) from None
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -149,13 +149,25 @@ def check_shard_names(file: Path, names: Any) -> set[str]:
     return set(map(str, names.values()))
 
 
+_OVER_CONTENTS = (
+    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError
+)  # fmt: skip
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up. Its exception is no ``Exception``, and cannot be imported."""
+    return type(error).__name__ == "PanicException"
+
+
 @contextlib.contextmanager
 def understood(directory: object) -> Iterator[None]:
     """What is raised over contents that nobody has thought of, as a LoadError: the model fails, once, and says so.
     A traceback goes to the log."""
     try:
         yield
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError) as e:
+    except BaseException as e:
+        if not isinstance(e, _OVER_CONTENTS) and not is_panic(e):
+            raise
         traceback.print_exc()
         told = " ".join(str(e).split())[:300] or "no more is known"
         raise LoadError(f"{directory} holds what cannot be understood ({type(e).__name__}: {told})") from e

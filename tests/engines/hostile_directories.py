@@ -29,7 +29,7 @@ from tests.engines.random_model import edit_json
 from tests.serving import ROOT
 
 DEMO = ROOT / "model_worker" / "demo_models" / "letters"
-TIB = 1 << 40
+MIB, TIB = 1 << 20, 1 << 40
 Made = Callable[[Path, Path], object]
 """Changes the model's directory (first), with what lies outside of it (second): secret.safetensors, secret.json, ..."""
 LOADS = None
@@ -166,6 +166,14 @@ def huge_id(model: Path, _: Path) -> None:
     (model / "tokenizer.json").write_text(json.dumps(value))
 
 
+def step_of_tokenizer(part: str, **step: Any) -> Made:
+    def make(model: Path, _: Path) -> None:
+        value = json.loads((model / "tokenizer.json").read_text())
+        (model / "tokenizer.json").write_text(json.dumps({**value, part: step}))
+
+    return make
+
+
 def adapter_elsewhere(model: Path, outside: Path) -> None:
     (model / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(outside)})
@@ -178,6 +186,7 @@ def linked_templates(model: Path, outside: Path) -> None:
     (model / "additional_chat_templates").symlink_to(outside / "templates")
 
 
+LONGER = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
 DEEP = '{"a":' * 200_000
 WIDE = "[" + "[]," * 3_000_000 + "[]]"
 CASES: dict[str, tuple[Made, list[str] | None]] = {
@@ -267,7 +276,20 @@ CASES: dict[str, tuple[Made, list[str] | None]] = {
     "a model much larger than its weights": (config(vocab_size=1 << 22, hidden_size=4096), []),
     "layer types of maps": (config(layer_types=[{}, {}], rope_scaling={"type": "yarn"}), []),
     "a token with the id 4,000,000,000": (huge_id, ["tokenizer.json has a token with the id 4000000000"]),
+    # steps of the tokenizer
+    "a text a million times as long": (
+        step_of_tokenizer("normalizer", type="Sequence", normalizers=[LONGER] * 6),
+        ["normalizer makes a text 1e+06 times as long"],
+    ),
+    "a text behind a megabyte": (
+        step_of_tokenizer("normalizer", type="Prepend", prepend="x" * MIB), ["longer by 1048576 characters"]
+    ),
+    "a step that panics": (
+        step_of_tokenizer("normalizer", type="Precompiled", precompiled_charsmap="AAAA"), ["PanicException"]
+    ),
     # code
+    "code of the hub": (config(_attn_implementation="evil/kernel"), ["_attn_implementation", "remove that key"]),
+    "code of the hub, deeper": (config(x={"experts_implementation": {"": "evil/kernel"}}), ["experts_implementation"]),
     "code and pickles beside the weights": (traps, LOADS),
     "code and pickles only": (traps_only, ["pickled weights only", "never loaded"]),
     "code for a type of its own": (foreign_type, ["EvilForCausalLM"]),

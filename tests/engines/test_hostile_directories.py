@@ -3,6 +3,7 @@ nothing outside read. Each on both engines, in a process of its own (``hostile_d
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.lora import check_adapter
 from model_worker.engines.exllamav2.options import Adapter
 from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.tokenizer import Tokenizer
+from protocol.errors import RequestError
 from tests.engines.hostile_directories import CASES, DEEP, DEMO
 from tests.serving import ROOT
 
@@ -22,6 +25,8 @@ NOT_READ = {
     "exllamav2": {
         "weights named elsewhere",  # a key that the package does not look for
         "an adapter of a model elsewhere",  # a file likewise
+        "code of the hub",
+        "code of the hub, deeper",
         "a model much larger than its weights",  # which its own load would say, and the arithmetic of memory before
     },
     "embedded": set[str](),
@@ -67,6 +72,27 @@ def test_a_directory_of_hugging_faces_cache_is_taken(tmp_path: Path) -> None:
             (blobs / f"{number:064x}").write_bytes(file.read_bytes())
             (snapshot / file.name).symlink_to(Path("../../blobs") / f"{number:064x}")
     assert ModelDir(str(snapshot)).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}},
+        {"model": {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "?"}},
+    ],
+    ids=["a pattern without end", "a word that there is not"],
+)
+def test_a_tokenizer_that_fails_costs_the_request(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """It is no Exception in the first case, and would end the worker."""
+    shutil.copytree(DEMO, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None, **changes}))
+    tokenizer = Tokenizer(ModelDir(str(tmp_path / "model")))
+    secret = "a" * 2000 + " hello!"
+    with pytest.raises(RequestError, match="the model's tokenizer fails on this text") as refused:
+        tokenizer.encode(secret)
+    assert refused.value.field == "prompt"
+    assert "hello" not in str(refused.value)
 
 
 def test_adapters_are_vetted_too(tmp_path: Path) -> None:

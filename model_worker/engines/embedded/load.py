@@ -1,7 +1,7 @@
 """Loading a model with the transformers library: what is refused, and how far it is."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ def _check_supported(directory: ModelDir, context: int) -> None:
         )
     if "transformers_weights" in directory.config:
         raise LoadError(f"{directory.path}/config.json names its weights (transformers_weights): remove that key")
+    _check_no_kernels(directory.config, f"{directory.path}/config.json")
     config, name = directory.text_config, directory.architecture
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise LoadError(
@@ -104,6 +105,16 @@ def _check_supported(directory: ModelDir, context: int) -> None:
             )
 
 
+def _check_no_kernels(config: Mapping[str, Any], where: str) -> None:
+    """The library takes OWNER/NAME for code of the Hugging Face hub that computes attention or experts, and runs it."""
+    for key, value in config.items():
+        values = value.values() if isinstance(value, Mapping) else [value]
+        if key.endswith("_implementation") and any("/" in str(each) for each in values):
+            raise LoadError(f"{where}: {key} is {value!r:.80}, which names code to run: remove that key")
+        if isinstance(value, Mapping):
+            _check_no_kernels(value, where)
+
+
 def _check_size(directory: ModelDir) -> None:
     """Raise LoadError for a config.json that describes a much larger model than the weights are: the library would make
     room for all of it, and fill it, before it sees what is missing."""
@@ -113,7 +124,7 @@ def _check_size(directory: ModelDir) -> None:
         )
         with torch.device("meta"):
             skeleton: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, trust_remote_code=False
+                config, attn_implementation="sdpa", trust_remote_code=False
             )
         described = sum(parameter.numel() for parameter in skeleton.parameters())
     except Exception as e:  # as in load_model
