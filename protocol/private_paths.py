@@ -17,9 +17,12 @@ def check_private(path: Path, status: os.stat_result, *, or_roots: bool = True) 
             f"{path} belongs to uid {status.st_uid}, not to you; make one of your own, or run as its owner"
         )
     if status.st_mode & 0o077:
-        right = "700" if stat.S_ISDIR(status.st_mode) else "600"
-        mode = stat.S_IMODE(status.st_mode)
-        raise NotPrivate(f"{path} has mode {mode:04o}, so others can reach it; run `chmod {right} {path}`")
+        is_directory = stat.S_ISDIR(status.st_mode)
+        remedy = f"run `chmod {'700' if is_directory else '600'} {path}`"
+        raise NotPrivate(
+            f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so others can reach it; {remedy}"
+            + (", if it is for this alone" if is_directory else "")
+        )
 
 
 def make_private(directory: Path) -> None:
