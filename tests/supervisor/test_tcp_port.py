@@ -215,7 +215,7 @@ def test_nobody_knows_the_numbers(host: TcpHost) -> None:
 
 
 def test_newcomers_beyond_a_rate_wait(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("supervisor.tcp_port.NEWCOMERS_PER_S", 0)
+    monkeypatch.setattr("supervisor.ports.tcp_port.NEWCOMERS_PER_S", 0)
     host.port._newcomers = 1
     with host.greet() as client, host.greet() as second:
         wait_until(lambda: host.turn() and host.port._held_off)
