@@ -26,6 +26,8 @@ _BITS = {
 _MOST_DIMENSIONS = 16
 LONGEST_CONTEXT = 1 << 31
 """Tokens."""
+MOST_TENSORS = 1 << 18
+"""Of a safetensors file; the largest models have some 200,000 in all their files."""
 MOST_IDS = 1 << 22
 """Of a vocabulary; the largest have some 260,000. Tables are as long as the highest id."""
 
@@ -207,6 +209,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
                 raise ValueError("header is longer than the file")
             header = parse_json(f.read(length))
         header.pop("__metadata__", None)
+        if len(header) > MOST_TENSORS:
+            raise ValueError(f"it has {len(header)} tensors, at most {MOST_TENSORS} are read")
         tensors: dict[str, Tensor] = {}
         places: list[tuple[int, int, str]] = []
         for name, entry in header.items():

@@ -106,12 +106,19 @@ def read_json(file: Path, limit: int | None = None) -> dict[str, Any]:
 def parse_json(text: bytes) -> dict[str, Any]:
     """The object in a JSON text. Raises ValueError for anything else, also for what is nested without end."""
     try:
-        value = json.loads(text.decode(), parse_int=_integer)
+        value = json.loads(text.decode(), parse_int=_integer, parse_constant=_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("it must hold a JSON object")
     return value
+
+
+def _constant(name: str) -> float:
+    """Infinity is what some models' configurations hold; NaN would get into everything that is computed."""
+    if name == "NaN":
+        raise ValueError("NaN, which is no number")
+    return float(name)
 
 
 def _integer(digits: str) -> int:

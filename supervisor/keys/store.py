@@ -104,6 +104,8 @@ class KeyStore:
             entries = self.entries()
             if any(entry["name"] == name for entry in entries):
                 raise KeysProblem(f"there is a key {name!r} already; revoke it first, or choose another name")
+            if out.absolute() in (self.directory / CLIENTS, self.directory / SERVER):  # which may not be there yet
+                raise KeysProblem(f"{out} is the supervisor's own file; give another --out")
             own_public, own_secret = _new_pair()
             key = ClientKey(name, public, own_public, own_secret)
             identity = Identity(name, own_public, rights, max_in_flight, tokens_per_minute)

@@ -244,6 +244,10 @@ CASES: dict[str, tuple[Made, list[str] | None]] = {
     "an unknown dtype": (header({"a": tensor(dtype="EVIL")}), ["dtype"]),
     "a dtype that is a list": (header({"a": tensor(dtype=[])}), ["dtype"]),
     "more data than there is": (header({"a": tensor(0, 1 << 40, (1 << 39,))}), ["cut off"]),
+    "a million tensors": (
+        lambda model, _: write_header(model / "model.safetensors", dict.fromkeys(map(str, range(MIB)), 0)),
+        ["tensors, at most"],
+    ),
     "a number without end": (header(b'{"a":' + b"9" * 100_000 + b"}"), ["digits"]),
     # JSON
     "a config that nests": (text("config.json", DEEP), ["config.json", "nested too deeply"]),
@@ -254,6 +258,9 @@ CASES: dict[str, tuple[Made, list[str] | None]] = {
     "a generation config of lists": (text("generation_config.json", WIDE), ["generation_config.json"]),
     "a config that is a list": (text("config.json", "[]"), ["must hold a JSON object"]),
     "a config that is no text": (text("config.json", b"\xff\xfe\x00{"), ["config.json cannot be read"]),
+    "a base that is no number": (
+        text("config.json", (DEMO / "config.json").read_text().replace("{", '{"rope_theta": NaN, ', 1)), ["NaN"]
+    ),
     "a config with a number without end": (text("config.json", '{"a": ' + "9" * 5000 + "}"), ["5000 digits"]),
     "an index that is a list": (text("model.safetensors.index.json", '{"weight_map": []}'), ["weight_map"]),
     # values

@@ -279,6 +279,8 @@ def test_the_server_keeps_no_secret_of_a_client(tmp_path: Path) -> None:
 
 def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
     store = store_in(tmp_path)
+    with pytest.raises(KeysProblem, match="is the supervisor's own file"):
+        store.add("a", INFER, store.directory / CLIENTS)
     store.add("a", INFER, tmp_path / "a.key")
     before = (tmp_path / "a.key").read_text(), (store.directory / CLIENTS).read_text()
     with pytest.raises(KeysProblem, match="there is a key 'a' already"):
