@@ -22,6 +22,10 @@ from supervisor.ports.sockets import Context, bind_private, path_of, router, ski
 
 MAX_BAD_FRAMES = 16
 """Malformed frames of one connection that are answered; further ones are only counted."""
+RECEIVE_MARK = 16
+"""Frames of a client that wait to be read, before libzmq reads no more of it. If such a client is killed, and a
+heartbeat is due before we have read half of them, libzmq 4.3.5 aborts the process (an assertion on _io_error): the
+fewer, the sooner they are read. Over TCP there is no mark, see ``tcp_port``."""
 MAX_LEFT = 1024
 """Ended connections that are remembered, because frames they sent may still be read."""
 PAUSED = ".paused"
@@ -87,8 +91,9 @@ class ClientPort:
         backlog  connections that the kernel may have ready for us
         """
         socket = client_router(context, backlog)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)  # a frozen client (SIGSTOP) is cut off after the time-out
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
+        # A frozen client (SIGSTOP) is cut off after both. Heartbeats are rare, see RECEIVE_MARK.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 2500)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2500)
         monitor = open_monitor(context, socket, MONITORED)
         bind_private(socket, endpoint)
         return ClientPort(endpoint, socket, monitor)
@@ -304,7 +309,7 @@ def client_router(context: Context, backlog: int) -> zmq.Socket[bytes]:
     socket = router(context)
     # Credit bounds what a stream can have on the way; the marks are only the last fuse.
     socket.setsockopt(zmq.SNDHWM, 100_000)
-    socket.setsockopt(zmq.RCVHWM, 1000)
+    socket.setsockopt(zmq.RCVHWM, RECEIVE_MARK)
     socket.setsockopt(zmq.BACKLOG, backlog)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
     return socket

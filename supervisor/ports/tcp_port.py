@@ -8,6 +8,10 @@
 * libzmq gathers a message of many parts whole before it gives us any, however long it grows, and no option limits that.
   The kernel counts the bytes of each connection (TCP_INFO): one that sends MAX_UNREAD without a message being complete
   is cut off. A peer without a key gets nowhere near: it has no session to gather for.
+* libzmq keeps what a peer does not read, up to a number of frames, however large each is. Of the bytes that were given
+  to it for a connection, the kernel knows how many have arrived: whoever is MAX_BEHIND behind is cut off.
+* What a peer sends faster than we read, libzmq keeps as well (it must not stop reading, see ``listen``): who is
+  MAX_AHEAD of us is cut off.
 * libzmq numbers its connections, from a number of 32 bits that it draws (the same in each process, unless the C
   library's generator is seeded), and aborts the process when the next number is taken: by a peer that chose its routing
   id to look like one. So we seed the generator, and note what we were given first before anybody can connect. An id
@@ -34,6 +38,7 @@ from protocol import limits
 from protocol.codec import encode, pack_error
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Error, Message
+from protocol.socket_calls import has_input
 from supervisor.keys.ring import KeyRing
 from supervisor.ports.client_port import MONITORED, ClientPort, Connection, client_router
 from supervisor.ports.monitors import open_monitor
@@ -42,6 +47,12 @@ from supervisor.ports.zap import TCP_DOMAIN
 
 MAX_UNREAD = 2 * limits.SOCKET_MAX_FRAME
 """Bytes that a connection may send without a whole message coming of it."""
+MAX_AHEAD = 64 << 20
+"""Bytes of whole messages that one connection may have sent before we have read them."""
+MAX_BEHIND = 64 << 20
+"""Bytes that may wait for one connection to read them, ..."""
+MAX_BEHIND_OF_KEY = 4 * MAX_BEHIND
+"""... and for all of a key. Streams alone are kept to less by their credit."""
 MAX_CONNECTIONS_OF_KEY = 256
 LAST_WORD_S = 0.5
 """Between the ERROR that tells a client why, and the end of its connection."""
@@ -55,8 +66,11 @@ NEWCOMERS_PER_S = 100
 
 T = TypeVar("T")
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-_TCP_INFO, _BYTES_RECEIVED = 11, 128
-"""linux/tcp.h: tcpi_bytes_received, a u64, is 128 bytes into struct tcp_info (since Linux 4.1)."""
+_AROUND = 35
+"""Bytes that a message of CURVE takes at least besides what is in it."""
+_TCP_INFO, _BYTES_ACKED = 11, 120
+"""linux/tcp.h: tcpi_bytes_acked and behind it tcpi_bytes_received, each a u64, are 120 bytes into struct tcp_info
+(since Linux 4.1)."""
 
 
 class ListenError(Exception):
@@ -66,11 +80,21 @@ class ListenError(Exception):
 @dataclass(slots=True)
 class Wire:
     """An accepted descriptor. ``peer``: its other end; ``read``: bytes received when last a message was complete;
-    ``silent``: looks since it was accepted, while no message came."""
+    ``silent``: looks since it was accepted, while no message came; ``given``: bytes that libzmq was given for it;
+    ``base``: bytes received when last nothing of anybody's was unread; ``taken``: of those since, what was read."""
 
     peer: object
     read: int = 0
     silent: int = 0
+    given: int = 0
+    base: int = 0
+    taken: int = 0
+
+    def behind(self, arrived: int) -> int:
+        """Bytes that are on their way, where ``arrived`` have arrived since the beginning. What arrives is more than
+        was given (encryption, heartbeats): that is not saved up to hide behind."""
+        self.given = max(self.given, arrived)
+        return self.given - arrived
 
 
 @dataclass(slots=True)
@@ -95,7 +119,9 @@ class TcpPort(ClientPort):
         """Open the port. Raises ListenError."""
         ctypes.CDLL(None).srand(secrets.randbits(32))
         router = client_router(context, backlog)
-        router.setsockopt(zmq.RCVHWM, 100)  # of up to 16 MiB each; a peer that is ahead of us by more has to wait
+        # No mark: at the mark libzmq stops reading, and when such a connection ends while heartbeats are due, aborts
+        # the process (libzmq 4.3.5, an assertion on _io_error). Who is ahead of us by too much is cut off instead.
+        router.setsockopt(zmq.RCVHWM, 0)
         router.curve_server = True
         router.curve_secretkey = secret_key.encode()
         router.setsockopt(zmq.ZAP_DOMAIN, TCP_DOMAIN)
@@ -143,7 +169,16 @@ class TcpPort(ClientPort):
         # a dataclass with slots is another class than the one that super() without arguments means
         for connection, message in ClientPort.receive(self):
             connection.heard = True
+            if (wire := self._wires.get(connection.fd)) is not None:
+                wire.taken += _AROUND + len(getattr(message, "body", b""))
             yield connection, message
+
+    def send(self, channel: int, frame: bytes) -> bool:
+        sent = ClientPort.send(self, channel, frame)
+        connection = self._by_channel.get(channel)
+        if sent and connection is not None and (wire := self._wires.get(connection.fd)) is not None:
+            wire.given += len(frame)
+        return sent
 
     def connections(self) -> list[Connection]:
         return list(self._by_channel.values())
@@ -167,9 +202,24 @@ class TcpPort(ClientPort):
         self._dying = [entry for entry in self._dying if entry[0] > now]
         for _, fd, peer in due:
             _shut_down(fd, peer)
+        behind_of_key: dict[str, int] = {}
+        all_read = not has_input(self.socket)
         for fd, wire in list(self._wires.items()):
-            received = _bytes_received(fd)
+            arrived, received = _bytes_both_ways(fd)
             connection = self._by_fd.get(fd)
+            behind = wire.behind(arrived)
+            if all_read:
+                wire.base, wire.taken = received, 0
+            elif connection is not None and received - wire.base - wire.taken > MAX_AHEAD:
+                self._end(connection, fd, wire)
+                continue
+            if connection is not None and behind:
+                key = connection.identity.public_key
+                behind_of_key[key] = behind_of_key.get(key, 0) + behind
+                if behind > MAX_BEHIND or behind_of_key[key] > MAX_BEHIND_OF_KEY:
+                    behind_of_key[key] -= behind
+                    self._end(connection, fd, wire)
+                    continue
             if connection is not None and connection.heard:
                 connection.heard = False
                 wire.read = received
@@ -184,6 +234,11 @@ class TcpPort(ClientPort):
                 if wire.silent == round(HELLO_S / LOOK_S):
                     self.cut_off += 1
                     _shut_down(fd, wire.peer)
+
+    def _end(self, connection: Connection, fd: int, wire: Wire) -> None:
+        self.cut_off += 1
+        self._leave(connection)
+        _shut_down(fd, wire.peer)
 
     def _hold_off(self) -> None:
         """Take no newcomers while more came than may."""
@@ -261,8 +316,9 @@ def _next_number(context: Context, router: zmq.Socket[bytes]) -> int:
 def _on(fd: int, act: Callable[[socket.socket], T]) -> T | None:
     """What ``act`` returns for libzmq's descriptor; None if it was closed meanwhile, or its peer has left."""
     try:
-        # with its kind given, little is asked of the kernel
-        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
+        # With its kind given, little is asked of the kernel. The longer of the two kinds: as the other, an address of
+        # IPv6 would be cut short, and what is behind it differ from look to look.
+        borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
     except OSError:
         return None
     try:
@@ -273,11 +329,13 @@ def _on(fd: int, act: Callable[[socket.socket], T]) -> T | None:
         borrowed.detach()
 
 
-def _bytes_received(fd: int) -> int:
+def _bytes_both_ways(fd: int) -> tuple[int, int]:
+    """Of this connection: bytes that have arrived at its other end, and those that came from there."""
     info = _on(fd, lambda borrowed: borrowed.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 192))
-    if info is None or len(info) < _BYTES_RECEIVED + 8:
-        return 0
-    return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0])
+    if info is None or len(info) < _BYTES_ACKED + 16:
+        return 0, 0
+    arrived, received = struct.unpack_from("=QQ", info, _BYTES_ACKED)
+    return int(arrived), int(received)
 
 
 def _peer(fd: int) -> object:

@@ -17,7 +17,7 @@ import zmq
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.line import Line
-from protocol.messages import Hello, Ping, Pong, Welcome
+from protocol.messages import Call, Hello, Ping, Pong, Welcome
 from supervisor.keys.rights import Right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore
@@ -61,6 +61,12 @@ class TcpHost(Host):
         client.send(Ping(nonce))
         wait_until(lambda: self.turn() and client.socket.poll(0))
         return client.receive() == Pong(nonce)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn looks each time, and HELLO_S is counted in looks."""
+    monkeypatch.setattr("supervisor.ports.tcp_port.HELLO_S", 1e6)
 
 
 @pytest.fixture
@@ -190,16 +196,69 @@ def test_a_chosen_name_that_looks_like_libzmqs_own_is_cut_off(host: TcpHost) -> 
         assert host.is_answered(client, 2)
 
 
-def test_whoever_says_nothing_is_cut_off(host: TcpHost) -> None:
+def test_whoever_says_nothing_is_cut_off(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chosen name shows with the first message, and what has none is no client; the next number is free again."""
     with host.greet() as client:
         (connection,) = host.port.connections()
+        monkeypatch.setattr("supervisor.ports.tcp_port.HELLO_S", 5.0)
         with forger(host, int.from_bytes(connection.routing_id[1:], "big") + 1):
             wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
             assert host.port.cut_off == 1
+            monkeypatch.setattr("supervisor.ports.tcp_port.HELLO_S", 1e6)
             with host.greet() as other:
                 assert host.is_answered(other, 1)
         assert host.is_answered(client, 2), "one that has said HELLO may be silent for as long as it likes"
+
+
+@pytest.mark.parametrize("limit", ["MAX_BEHIND", "MAX_BEHIND_OF_KEY"])
+def test_whoever_does_not_read_is_cut_off(host: TcpHost, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """libzmq would keep 100,000 frames for it, each of up to 3 MiB."""
+    monkeypatch.setattr(f"supervisor.ports.tcp_port.{limit}", 8 << 20)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with host.greet() as reader, context.socket(zmq.DEALER) as deaf:
+        (good,) = host.port.connections()
+        deaf.setsockopt(zmq.LINGER, 0)
+        deaf.setsockopt(zmq.RCVHWM, 1)
+        deaf.setsockopt(zmq.RCVBUF, 1 << 16)
+        deaf.setsockopt(zmq.RECONNECT_IVL, -1)
+        deaf.curve_serverkey, deaf.curve_publickey = host.key.server_key.encode(), host.key.public_key.encode()
+        deaf.curve_secretkey = host.key.secret_key.encode()
+        deaf.connect(host.endpoint)
+        deaf.send(encode(Hello(pack_body({}))))
+        wait_until(lambda: host.turn() and len(host.port.connections()) == 2)
+        (bad,) = (connection for connection in host.port.connections() if connection is not good)
+        for number in range(40):  # 20 MiB for each of them
+            assert host.port.send(bad.channel, encode(Pong(number)) + bytes(1 << 19))
+            host.port.send(good.channel, encode(Pong(number)) + bytes(1 << 19))
+            wait_until(lambda: host.turn() and reader.socket.poll(0))
+            reader.socket.recv()
+            if bad not in host.port.connections():
+                break
+        wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
+        assert host.port.cut_off == 1
+        assert host.port.connections() == [good]
+        assert host.is_answered(reader, 1)
+    context.term()
+
+
+def test_whoever_is_too_far_ahead_is_cut_off(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no mark at which libzmq would stop reading: it aborts if such a connection ends at the wrong time."""
+    assert host.port.socket.get(zmq.RCVHWM) == 0
+    monkeypatch.setattr("supervisor.ports.tcp_port.MAX_AHEAD", 4 << 20)
+    question = encode(Call(1, "tokenize", pack_body({"prompt": bytes(1 << 19)})))
+    with host.greet() as client, host.greet() as other:
+        for _ in range(32):  # as many bytes, but they are read
+            client.socket.send(question)
+            wait_until(lambda: host.turn() and isinstance(host.received[-1][1], Call))
+            host.received.clear()
+            host.received.append((host.port.connections()[0], Ping(0)))
+        assert not host.port.cut_off
+        for _ in range(32):
+            client.socket.send(question)
+        wait_until(lambda: host.port.look(time.monotonic()) or host.port.cut_off == 1)
+        wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
+        assert len(host.port.connections()) == 1
+        assert host.is_answered(other, 1)
 
 
 def test_nobody_knows_the_numbers(host: TcpHost) -> None:
