@@ -24,7 +24,6 @@
 
 import ctypes
 import os
-import secrets
 import socket
 import struct
 import time
@@ -117,7 +116,7 @@ class TcpPort(ClientPort):
     @staticmethod
     def listen(context: Context, endpoint: str, secret_key: str, ring: KeyRing, backlog: int) -> "TcpPort":
         """Open the port. Raises ListenError."""
-        ctypes.CDLL(None).srand(secrets.randbits(32))
+        ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
         router = client_router(context, backlog)
         # No mark: at the mark libzmq stops reading, and when such a connection ends while heartbeats are due, aborts
         # the process (libzmq 4.3.5, an assertion on _io_error). Who is ahead of us by too much is cut off instead.
