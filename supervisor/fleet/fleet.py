@@ -280,7 +280,7 @@ class Fleet(Roster):
                     told = f"model {replica.model!r}: the worker process ended ({reason})"
                     error = WireError(ErrorCode.WORKER_DIED, told)
                 self._outlet.perform(self._scheduler.worker_gone(name, error, now, struck=not asked))
-                if replica.state is WorkerState.STOPPED:
+                if replica.state is WorkerState.STOPPED and not replica.comes_again:
                     self._outlet.perform(self._scheduler.release_held(name, now))
             case Effect.WATCH_DRAIN:
                 replica.drain_timer = self._timers.at(

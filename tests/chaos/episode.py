@@ -58,6 +58,8 @@ class Episode:
         self._patience_s = patience_s
         self._serving, self._plan, self._block, self._before = serving, plan, block, before
         self._timeline: list[tuple[float, int, Callable[[], None]]] = []
+        self._put_off: list[Callable[[], None]] = []
+        """What clients would have done while nobody might connect, in its order: none may leave before it has come."""
         self._order = itertools.count()
         self._outcome = Outcome(plan)
         self._admin = ChaosClient(serving.runtime_dir / "admin", {}, admin=True)
@@ -83,6 +85,8 @@ class Episode:
         began = time.monotonic()
         while self._timeline and self._timeline[0][0] <= time.monotonic():
             heapq.heappop(self._timeline)[2]()
+        while self._put_off and not self._faults.closed:
+            self._put_off.pop(0)()
         wait = TICK_S
         if self._timeline:
             wait = min(wait, max(0.0, self._timeline[0][0] - time.monotonic()))
@@ -109,10 +113,9 @@ class Episode:
 
     def _act(self, action: Callable[[], None]) -> None:
         """Of a client; later, while nobody may connect."""
-        if self._faults.closed:
-            self._later(TICK_S, lambda: self._act(action))
-        else:
-            action()
+        self._put_off.append(action)
+        while self._put_off and not self._faults.closed:
+            self._put_off.pop(0)()
 
     def _inflict(self, fault: FaultPlan) -> None:
         if not self._happened.leaving:  # who would be asked is going
@@ -166,7 +169,7 @@ class Episode:
         def over() -> bool:
             # a raw client is not told of that end, and would be said to wait for ever
             assert self._serving.process.poll() is None, "it has ended"
-            return not self._timeline and all(each.is_over for each in self._parties)
+            return not (self._timeline or self._put_off) and all(each.is_over for each in self._parties)
 
         if not self._turn_until(over, self._patience_s):
             self._tell_unended()
@@ -341,11 +344,14 @@ class Episode:
             self._broken("no process outlives the supervisor", vitals.describe(left))
 
     def _judge(self) -> None:
+        log = self._serving.log()[self._log_begin :]
+        for model, wound in self._happened.wounds.items():
+            # given up, and started again by the exchange of all workers that was under way
+            wound.refused = wound.refused or (wound.restarted and laws.given_up(log, model))
         self._outcome.answers = [answer for each in self._parties for answer in each.answers.values()]
         for answer in self._outcome.answers:
             self._outcome.violations += laws.check(answer, self._happened, self._block)
         self._outcome.ends = self._happened.codes
-        log = self._serving.log()[self._log_begin :]
         for name in self._generations:
             wound = self._happened.wounds[name.partition(":")[0]]
             if not wound.restarted:

@@ -76,6 +76,8 @@ class Faults:
         self._calls = 0
         self.gave_up: dict[str, str] = {}
         """Workers that were not tried again when one was to come up, and whose they are."""
+        self._started = False
+        """A model whose worker was to come up had been stopped, and was started again."""
         self.paused_s = 0.0
         """How long the supervisor was stopped for, in all."""
         self._paused = False
@@ -331,12 +333,16 @@ class Faults:
         return patient
 
     def _one_comes_up(self) -> bool:
-        """Whether there is a worker on its way; where the restart policy has had enough, an operator starts it."""
+        """Whether there is a worker on its way; where the restart policy has had enough, or an operator had stopped
+        them all, an operator starts it."""
         models = self._serving.overview()["models"]
         for m in models:
             if m["state"] == "failed" and m["name"] not in self.gave_up:
                 self.gave_up[m["name"]] = m["model"]
                 self.order("start", model=m["name"])
+        if not self._started and all(m["state"] == "stopped" for m in models if m["model"] == "a"):
+            self._started = True
+            self.order("start", model="a")
         return any(m["state"] == "starting" for m in models)
 
 

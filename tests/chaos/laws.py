@@ -213,6 +213,13 @@ class End:
     recent: int
 
 
+def given_up(log: str, model: str) -> bool:
+    """Whether a worker of the model was not tried again, whatever it was called then."""
+    return (
+        re.search(rf" {re.escape(model)}(:\d+)?(~\d+)?: pid \S+: .*; not tried again$", log, re.MULTILINE) is not None
+    )
+
+
 def ends_of(log: str, worker: str, window_s: float) -> list[End]:
     """All in this part of the log."""
     found: list[End] = []

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from protocol.errors import ErrorCode, WireError
+from protocol.limits import STREAM_WINDOW
+from protocol.messages import Credit
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.nvml_box import GIB, Box
@@ -51,6 +53,21 @@ def test_it_leaves_when_nobody_asks_and_comes_back(serve: Serve) -> None:
         row = serving.modelctl("ps").stdout.splitlines()[1].split()
         assert row[:2] == ["a", "sleeping"]
     assert serving.status("b")["generation"] == 1
+
+
+def test_who_has_not_read_an_answer_may_still_do_so_when_it_has_left(serve: Serve) -> None:
+    serving = serve({"a": lazy(ttl="100ms", step_s=0)}, wait=False)
+    with RawClient(serving.runtime_dir) as client:
+        client.generate(1, "a", "held", max_tokens=600)
+        serving.wait_state("a", "ready", 30)
+        serving.wait_state("a", "sleeping", 30)
+        client.barrier()
+        assert client.heard[1].seqs == list(range(STREAM_WINDOW)), "no more than there was credit for"
+        client.send(Credit(1, 600))
+        client.send(Credit(1, 600))
+        client.read_until_ended(1)
+        assert client.heard[1].text == answer("held", 600)
+        assert client.heard[1].ends == ["length"]
 
 
 def test_a_request_that_comes_while_it_leaves_is_served(serve: Serve) -> None:
