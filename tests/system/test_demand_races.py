@@ -14,9 +14,9 @@ def lazy(kind: str = "DeterministicEngine", **keys: Any) -> dict[str, Any]:
     return engine(kind, **{"lazy": True, **keys})
 
 
-def holds(serving: Serving, box: Box, model: str) -> int:
-    """The model is loaded, and NVML lists its worker."""
-    pid: int = serving.wait_state(model, "ready", 30)["pid"]
+def holds(serving: Serving, box: Box, model: str, state: str = "ready") -> int:
+    """The model is in this state, and NVML lists its worker."""
+    pid: int = serving.wait_state(model, state, 30)["pid"]
     box.holds(0, pid, 50 * GIB)
     return pid
 
@@ -36,10 +36,10 @@ def test_two_models_in_one_place_take_turns(serve: Serve, box: Box) -> None:
         first = holds(serving, box, "a")
         b = client.generate("b", "b", max_tokens=3)
         leaves(serving, box, "a", first)
-        serving.wait_state("b", "loading", 30)
+        second = holds(serving, box, "b", "loading")  # when it is ready, NVML alone is believed
         a = client.generate("a", "a", max_tokens=3)
         assert b.complete().text == answer("b", 3)
-        leaves(serving, box, "b", holds(serving, box, "b"))
+        leaves(serving, box, "b", second)
         assert a.complete().text == answer("a", 3)
 
 
