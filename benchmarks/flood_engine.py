@@ -56,7 +56,8 @@ class FloodEngine(DeterministicEngine):
         if self._kind == "paced":
             self._pace.wait()
             text = stamp()
-        elif self._made[first] >= self._taken.steps + self._window:
+        elif self._made[next(reversed(self._made))] >= self._taken.steps + self._window:
+            # of the last that came: the first may have run ahead before there were others, and is read no faster
             time.sleep(WAIT_S)
             return []
         self.steps += 1
