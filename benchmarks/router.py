@@ -3,11 +3,12 @@
     python -m benchmarks.router [--quick] [--out DIR]
 
 A supervisor, a worker with its own loop and an engine that computes nothing; this process reads, as plainly as it
-reads from the other two: raw DEALER to DEALER, and ``zmq.proxy`` (ROUTER and DEALER, in C, a process of its own),
-both over ipc with messages as long as an EVENTS frame of one token. All in turns, several rounds; figures are medians,
-ratios are of one round. Nothing is bound to a CPU. Three processes are busy with the supervisor (worker, supervisor,
-reader) and with the proxy (sender, proxy, reader), two without a router: on two cores the worker's loop and its
-encoding, which are part of the supervisor's figures and not of the others', compete with the supervisor for them.
+reads from the others: raw DEALER to DEALER, ``zmq.proxy`` (ROUTER and DEALER, in C, a process of its own), and the
+same as a loop in Python that hands messages on and looks at none, which is what no router in Python can exceed; all
+over ipc with messages as long as an EVENTS frame of one token, in turns, several rounds. Figures are medians, ratios
+are of one round. Nothing is bound to a CPU. Three processes are busy with the supervisor (worker, supervisor, reader)
+and with the proxy (sender, proxy, reader), two without a router: on two cores the worker's loop and its encoding,
+which are part of the supervisor's figures and not of the others', compete with the supervisor for them.
 
 Events are forwarded one a frame (64 streams of one connection, whose tokens come one by one; and, for what it is, of
 16 connections), or 16 a frame (16 streams of one connection). The reader grants credit as clients do, the supervisor
@@ -34,6 +35,7 @@ from benchmarks.report import Result, write
 from protocol import limits
 from protocol.codec import EventWriter, encode, pack_body
 from protocol.messages import Credit, EventEntry, Generate, Hello, Kind
+from protocol.socket_calls import DONT_WAIT, receive_now, send_to
 
 STREAMS, SINGLE = 16, 64
 """Of one connection, whose tokens come together, or one by one."""
@@ -94,10 +96,32 @@ def proxy(front: str, back: str, ready: Event) -> None:
     zmq.proxy(inner, outer)
 
 
-class Without:
-    """A sender and this reader; between them nothing, or the proxy. A context manager."""
+def forward(front: str, back: str, ready: Event) -> None:
+    """As ``proxy``, in Python: everything that is there is taken and passed on, in one direction."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inner, outer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    for socket, endpoint in ((inner, back), (outer, front)):
+        socket.setsockopt(zmq.SNDHWM, MARK)
+        socket.setsockopt(zmq.RCVHWM, MARK)
+        socket.bind(endpoint)
+    ready.set()
+    while True:
+        inner.poll()
+        with suppress(zmq.Again):
+            while True:
+                sender, frame = receive_now(inner, DONT_WAIT), receive_now(inner, DONT_WAIT)
+                try:
+                    send_to(outer, sender, frame)
+                except zmq.Again:  # the reader is behind by as much as may be
+                    outer.poll(flags=zmq.POLLOUT)
+                    send_to(outer, sender, frame)
 
-    def __init__(self, *, proxied: bool) -> None:
+
+class Without:
+    """A sender and this reader; between them nothing, or what ``between`` does in a process of its own (``proxy``,
+    ``forward``). A context manager."""
+
+    def __init__(self, between: Callable[[str, str, Event], None] | None = None) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._scratch = tempfile.TemporaryDirectory(prefix="modelctl-bench-")
         front, back = (f"ipc://{self._scratch.name}/{name}" for name in ("front", "back"))
@@ -105,19 +129,19 @@ class Without:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVHWM, MARK)
         self._wanted: multiprocessing.Queue[Sent | None] = spawn.Queue()
-        self._sender = spawn.Process(target=send, args=(back if proxied else front, self._wanted))
-        self._proxy = None
-        if proxied:
+        self._sender = spawn.Process(target=send, args=(front if between is None else back, self._wanted))
+        self._between = None
+        if between is not None:
             ready = spawn.Event()
-            self._proxy = spawn.Process(target=proxy, args=(front, back, ready))
-            self._proxy.start()
+            self._between = spawn.Process(target=between, args=(front, back, ready))
+            self._between.start()
             ready.wait()
             self._socket.connect(front)
             # a DEALER hands what comes on to whoever is there: a ROUTER's message has the sender's identity before it
         else:
             self._socket.bind(front)
         self._sender.start()
-        self._parts = 2 if proxied else 1
+        self._parts = 1 if between is None else 2
 
     def __enter__(self) -> "Without":
         self.flood(1000)
@@ -126,9 +150,9 @@ class Without:
     def __exit__(self, *_: object) -> None:
         self._wanted.put(None)
         self._sender.join()
-        if self._proxy is not None:
-            self._proxy.terminate()
-            self._proxy.join()
+        if self._between is not None:
+            self._between.terminate()
+            self._between.join()
         self._socket.close(linger=0)
         self._context.term()
         self._scratch.cleanup()
@@ -275,6 +299,7 @@ class Round:
 
     raw: float
     proxy: float
+    python: float
     single: float
     batched: float
     many: float
@@ -286,7 +311,9 @@ class Round:
     latency_proxy: float
 
 
-def one_round(server: Server, taken: Taken, raw: Without, proxied: Without, scale: float, seed: int) -> Round:
+def one_round(
+    server: Server, taken: Taken, raw: Without, proxied: Without, forwarded: Without, scale: float, seed: int
+) -> Round:
     supervisor = psutil.Process(server.overview()["supervisor"]["pid"])
     worker = psutil.Process(server.status("m")["pid"])
 
@@ -301,7 +328,7 @@ def one_round(server: Server, taken: Taken, raw: Without, proxied: Without, scal
         return rate, *each, frames / (events * scale)
 
     single, cpu, cpu_worker, single_frames = through("one", EVENTS, 1, SINGLE)
-    raw_rate, proxy_rate = raw.flood(int(MESSAGES * scale)), proxied.flood(int(MESSAGES * scale))
+    raw_rate, proxy_rate, python_rate = (each.flood(int(MESSAGES * scale)) for each in (raw, proxied, forwarded))
     batched, cpu_batched, _, _ = through("all", 2 * EVENTS)
     many, _, _, _ = through("all", EVENTS, STREAMS, 1)
     latencies: list[float] = []
@@ -310,7 +337,7 @@ def one_round(server: Server, taken: Taken, raw: Without, proxied: Without, scal
     reader.close()
     server.wait_idle("m")
     return Round(
-        raw_rate, proxy_rate, single, batched, many, cpu, cpu_batched, cpu_worker, single_frames,
+        raw_rate, proxy_rate, python_rate, single, batched, many, cpu, cpu_batched, cpu_worker, single_frames,
         statistics.median(latencies),
         statistics.median(proxied.latencies(int(PACED * scale), RATE, seed)),
     )  # fmt: skip
@@ -326,12 +353,13 @@ def main() -> None:
         entry = {"model_dir": ".", "engine": "benchmarks.flood_engine:FloodEngine", "options": options}
         with (
             Server({"m": {**entry, "max_batch_size": SINGLE}}) as server,
-            Without(proxied=False) as raw,
-            Without(proxied=True) as proxied,
+            Without() as raw,
+            Without(proxy) as proxied,
+            Without(forward) as forwarded,
         ):
             taken = Taken(file.name)
-            one_round(server, taken, raw, proxied, 0.05, 0)
-            found = [one_round(server, taken, raw, proxied, scale, seed) for seed in range(rounds)]
+            one_round(server, taken, raw, proxied, forwarded, 0.05, 0)
+            found = [one_round(server, taken, raw, proxied, forwarded, scale, seed) for seed in range(rounds)]
 
     def median(of: Callable[[Round], float]) -> float:
         return statistics.median(map(of, found))
@@ -341,6 +369,8 @@ def main() -> None:
         [
             Result("raw DEALER to DEALER", median(lambda r: r.raw), "/s"),
             Result("zmq.proxy", median(lambda r: r.proxy), "/s"),
+            Result("a loop in Python that only forwards", median(lambda r: r.python), "/s"),
+            Result("the same, over zmq.proxy", median(lambda r: r.python / r.proxy), "ratio"),
             Result("one event a frame", median(lambda r: r.single), "/s"),
             Result("one event a frame: frames for each event", median(lambda r: r.single_frames), "ratio"),
             Result("one event a frame, over zmq.proxy", median(lambda r: r.single / r.proxy), "ratio", ">= 0.55"),
