@@ -112,6 +112,7 @@ class TcpPort(ClientPort):
     _newcomers: float = NEWCOMERS
     """Handshakes that may still come; negative while too many came, and newcomers are held off."""
     _held_off: bool = False
+    _is_shut: bool = False
 
     @staticmethod
     def listen(context: Context, endpoint: str, secret_key: str, ring: KeyRing, backlog: int) -> "TcpPort":
@@ -131,16 +132,13 @@ class TcpPort(ClientPort):
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         events = MONITORED | zmq.EVENT_LISTENING | zmq.EVENT_HANDSHAKE_SUCCEEDED
         monitor = open_monitor(context, router, events)
-        first = _next_number(context, router)
+        port = TcpPort(endpoint, router, monitor, ring=ring, _first=_next_number(context, router))
         try:
             router.bind(endpoint)
         except zmq.ZMQError as e:
-            router.disable_monitor()
-            monitor.close(linger=0)
-            router.close(linger=0)
+            port.close()
             told = f"cannot listen on {endpoint} (supervisor.listen): {os.strerror(e.errno or 0)}"
             raise ListenError(f"{told}; choose another port, or an address of this machine") from None
-        port = TcpPort(endpoint, router, monitor, ring=ring, _first=first)
         try:
             port.pause()  # it has to work when it is needed
             port.resume()
@@ -154,15 +152,13 @@ class TcpPort(ClientPort):
         """Take no new connections; those there are go on."""
         if self.listening:
             self.watch()  # which descriptor listens
-            if not self._held_off:
-                self._filter(_SO_ATTACH_FILTER, _drop_everything())
             self.listening = False
+            self._shut_or_open()
 
     def resume(self) -> None:
         if not self.listening:
-            if not self._held_off:
-                self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
             self.listening = True
+            self._shut_or_open()
 
     def receive(self) -> Iterator[tuple[Connection, Message]]:
         # a dataclass with slots is another class than the one that super() without arguments means
@@ -242,14 +238,17 @@ class TcpPort(ClientPort):
     def _hold_off(self) -> None:
         """Take no newcomers while more came than may."""
         self._newcomers = min(float(NEWCOMERS), self._newcomers + NEWCOMERS_PER_S * LOOK_S)
-        if self._held_off != (self._newcomers < 0):
-            self._held_off = not self._held_off
-            if not self.listening:  # for want of descriptors: the filter stays
-                return
-            if self._held_off:
-                self._filter(_SO_ATTACH_FILTER, _drop_everything())
-            else:
-                self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
+        self._held_off = self._newcomers < 0
+        self._shut_or_open()
+
+    def _shut_or_open(self) -> None:
+        """Whoever wants to connect is dropped while descriptors are scarce, or too many came."""
+        shut = self._held_off or not self.listening
+        if shut and not self._is_shut:
+            self._filter(_SO_ATTACH_FILTER, _drop_everything())
+        elif self._is_shut and not shut:
+            self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
+        self._is_shut = shut
 
     def _listens(self, fd: int) -> None:
         self._listener = fd
