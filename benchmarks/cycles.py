@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.orphans import EMBEDDED, LOAD_S
 from benchmarks.report import RESULTS, Result, write
-from tests.serving import Serving, engine, wait_until
+from tests.serving import Serving, engine, opened, wait_until
 
 MODELS = ("a", "b")
 WARM_UP = 10
@@ -49,12 +49,7 @@ class Held:
 
 def held(serving: Serving) -> Held:
     process = psutil.Process(serving.pid)
-    links = []
-    for fd in os.listdir(f"/proc/{serving.pid}/fd"):
-        try:
-            links.append(os.readlink(f"/proc/{serving.pid}/fd/{fd}"))
-        except FileNotFoundError:
-            continue  # closed meanwhile
+    links = opened(serving.pid)
     children = process.children()
     zombies = sum(child.status() == psutil.STATUS_ZOMBIE for child in children)
     sockets = sum(link.startswith("socket:") for link in links)

@@ -84,26 +84,27 @@ def send(endpoint: str, wanted: "multiprocessing.Queue[Sent | None]") -> None:
                     socket.send(head + stamp().encode())
 
 
-def proxy(front: str, back: str, ready: Event) -> None:
-    """A process that is libzmq's proxy, until it is terminated."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+def between(front: str, back: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """(of the sender, of the reader) of whoever stands between them."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     inner, outer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     for socket, endpoint in ((inner, back), (outer, front)):
         socket.setsockopt(zmq.SNDHWM, MARK)
         socket.setsockopt(zmq.RCVHWM, MARK)
         socket.bind(endpoint)
+    return inner, outer
+
+
+def proxy(front: str, back: str, ready: Event) -> None:
+    """A process that is libzmq's proxy, until it is terminated."""
+    inner, outer = between(front, back)
     ready.set()
     zmq.proxy(inner, outer)
 
 
 def forward(front: str, back: str, ready: Event) -> None:
     """As ``proxy``, in Python: everything that is there is taken and passed on, in one direction."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inner, outer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
-    for socket, endpoint in ((inner, back), (outer, front)):
-        socket.setsockopt(zmq.SNDHWM, MARK)
-        socket.setsockopt(zmq.RCVHWM, MARK)
-        socket.bind(endpoint)
+    inner, outer = between(front, back)
     ready.set()
     while True:
         inner.poll()
@@ -118,10 +119,10 @@ def forward(front: str, back: str, ready: Event) -> None:
 
 
 class Without:
-    """A sender and this reader; between them nothing, or what ``between`` does in a process of its own (``proxy``,
+    """A sender and this reader; between them nothing, or what ``middle`` does in a process of its own (``proxy``,
     ``forward``). A context manager."""
 
-    def __init__(self, between: Callable[[str, str, Event], None] | None = None) -> None:
+    def __init__(self, middle: Callable[[str, str, Event], None] | None = None) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._scratch = tempfile.TemporaryDirectory(prefix="modelctl-bench-")
         front, back = (f"ipc://{self._scratch.name}/{name}" for name in ("front", "back"))
@@ -129,19 +130,19 @@ class Without:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVHWM, MARK)
         self._wanted: multiprocessing.Queue[Sent | None] = spawn.Queue()
-        self._sender = spawn.Process(target=send, args=(front if between is None else back, self._wanted))
-        self._between = None
-        if between is not None:
+        self._sender = spawn.Process(target=send, args=(front if middle is None else back, self._wanted))
+        self._middle = None
+        if middle is not None:
             ready = spawn.Event()
-            self._between = spawn.Process(target=between, args=(front, back, ready))
-            self._between.start()
+            self._middle = spawn.Process(target=middle, args=(front, back, ready))
+            self._middle.start()
             ready.wait()
             self._socket.connect(front)
             # a DEALER hands what comes on to whoever is there: a ROUTER's message has the sender's identity before it
         else:
             self._socket.bind(front)
         self._sender.start()
-        self._parts = 1 if between is None else 2
+        self._parts = 1 if middle is None else 2
 
     def __enter__(self) -> "Without":
         self.flood(1000)
@@ -150,9 +151,9 @@ class Without:
     def __exit__(self, *_: object) -> None:
         self._wanted.put(None)
         self._sender.join()
-        if self._between is not None:
-            self._between.terminate()
-            self._between.join()
+        if self._middle is not None:
+            self._middle.terminate()
+            self._middle.join()
         self._socket.close(linger=0)
         self._context.term()
         self._scratch.cleanup()

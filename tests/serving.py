@@ -63,6 +63,17 @@ def marked_processes(mark: str, value: str | None = None) -> list[psutil.Process
     return found
 
 
+def opened(pid: int) -> list[str]:
+    """What each descriptor of a process is."""
+    found = []
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+        except FileNotFoundError:
+            continue  # closed meanwhile
+    return found
+
+
 def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

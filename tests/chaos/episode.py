@@ -85,8 +85,7 @@ class Episode:
         began = time.monotonic()
         while self._timeline and self._timeline[0][0] <= time.monotonic():
             heapq.heappop(self._timeline)[2]()
-        while self._put_off and not self._faults.closed:
-            self._put_off.pop(0)()
+        self._catch_up()
         wait = TICK_S
         if self._timeline:
             wait = min(wait, max(0.0, self._timeline[0][0] - time.monotonic()))
@@ -114,6 +113,9 @@ class Episode:
     def _act(self, action: Callable[[], None]) -> None:
         """Of a client; later, while nobody may connect."""
         self._put_off.append(action)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
         while self._put_off and not self._faults.closed:
             self._put_off.pop(0)()
 

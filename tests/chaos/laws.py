@@ -197,7 +197,10 @@ def _in_time(answer: Answer, happened: Happened) -> Iterable[Violation]:
         yield Violation("who cancels is told soon", told, answer)
 
 
-_VERDICT = re.compile(r": pid \S+: (?P<why>.*); (?P<verdict>not tried again|next try in .*|it was being stopped)$")
+_VERDICT = re.compile(
+    r" (?P<model>[^\s:]+)(:\d+)?(~\d+)?: pid \S+: (?P<why>.*); "
+    r"(?P<verdict>not tried again|next try in .*|it was being stopped)$"
+)
 _FORGIVEN = re.compile(r"INFO +\S+: \S+ -> (stopped|sleeping|starting) \((?!pause over\))")
 """An order, or a request for what sleeps: earlier ends do not count any more."""
 
@@ -215,9 +218,8 @@ class End:
 
 def given_up(log: str, model: str) -> bool:
     """Whether a worker of the model was not tried again, whatever it was called then."""
-    return (
-        re.search(rf" {re.escape(model)}(:\d+)?(~\d+)?: pid \S+: .*; not tried again$", log, re.MULTILINE) is not None
-    )
+    verdicts = filter(None, map(_VERDICT.search, log.splitlines()))
+    return any(v["model"] == model and v["verdict"] == "not tried again" for v in verdicts)
 
 
 def ends_of(log: str, worker: str, window_s: float) -> list[End]:

@@ -8,7 +8,7 @@ import psutil
 
 from tests.chaos.laws import Violation
 from tests.chaos.plan import SECRET
-from tests.serving import Serving, describe
+from tests.serving import Serving, describe, opened
 
 MEMORY_MIB = 24
 """By which a supervisor may grow over a block."""
@@ -32,12 +32,7 @@ class Vitals:
 def take(serving: Serving) -> Vitals:
     pid = serving.pid
     connections = serving.overview()["supervisor"]["connections"]
-    links = []
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            links.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-        except FileNotFoundError:
-            continue  # closed meanwhile
+    links = opened(pid)
     maps = Path(f"/proc/{pid}/maps").read_text()
     process = psutil.Process(pid)
     return Vitals(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.deterministic_engine import answer
-from tests.serving import ROOT, Serving, engine, wait_until
+from tests.serving import ROOT, Serving, engine, opened, wait_until
 
 HEAVY = {"asyncio", "torch", "transformers", "exllamav2", "numpy", "tokenizers", "safetensors", "jinja2", "pickle5"}
 MEMORY_LIMIT = 60_000_000
@@ -125,9 +125,9 @@ def test_a_worker_inherits_no_descriptor_of_the_supervisor(serving: Serving) -> 
     for process in serving.processes():
         if process.pid in (serving.pid, guard.pid):
             continue
-        opened = {os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")}
-        assert pipe not in opened
-        assert lock not in opened
+        held = opened(process.pid)
+        assert pipe not in held
+        assert lock not in held
 
 
 def test_nothing_leaks_over_restarts(serving: Serving) -> None:
