@@ -64,6 +64,7 @@ from supervisor.requests.asks import Asker, Asks
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.in_flight import Effect, ToClient, ToWorker
 from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.seats import Seat
 from supervisor.runtime_dir import RuntimeDir
 from supervisor.signals import Signals
 from supervisor.timers import Timer
@@ -127,6 +128,7 @@ class Supervisor:
         self.demand = Demand(self.fleet, self.scheduler, log)
         self.fleet.admission.make_room = self.demand.make_room
         self.reloads = Reloads(self.fleet, self.scheduler, self._reactor.timers, log)
+        self._back.relay_to(self._front, self._seat_of)
         self._reactor.watch(self._zap.socket, self._zap.handle)
         self._reactor.watch(self._back.socket, self._on_workers, busy=True)
         for port in self._ports:
@@ -348,6 +350,11 @@ class Supervisor:
                 self._worker_frames_dropped += 1
                 self.fleet.kill(replica, f"it sent what cannot be: {e}")
         return self._back.more
+
+    def _seat_of(self, routing_id: bytes) -> Seat | None:
+        """Whose usual events are passed on without a look at them here."""
+        replica = self.fleet.replica_of(routing_id)
+        return None if replica is None or replica.killed_for is not None else self.scheduler.seat(replica.name)
 
     def _on_worker_frame(self, replica: Replica, frame: bytes) -> None:
         message = decode_events(frame) if is_events(frame) else decode(frame, WORKER_TO_SUPERVISOR)

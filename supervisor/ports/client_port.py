@@ -205,6 +205,11 @@ class ClientPort:
     def channels(self) -> list[int]:
         return [*self._by_channel, *(() if self.beyond is None else self.beyond.channels())]
 
+    @property
+    def connections_by_channel(self) -> dict[int, Connection]:
+        """Those of this port, as they come and go. Not to be changed."""
+        return self._by_channel
+
     def owns(self, channel: int) -> bool:
         return channel in self._by_channel
 

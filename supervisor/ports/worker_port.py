@@ -1,12 +1,19 @@
 """The ROUTER that workers connect to. Each has the routing id that it was started with; what another sends is dropped
 by whoever knows them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import zmq
 
+from protocol.compiled import find
 from protocol.socket_calls import DONT_WAIT, has_input, has_more, receive_now, send_to
+from supervisor.ports.client_port import ClientPort
 from supervisor.ports.sockets import Context, bind_private, router, skip_parts
+from supervisor.requests.seats import Seat
+
+if TYPE_CHECKING:
+    from supervisor.ports.relay import Relay
 
 DRAIN_LIMIT = 256
 """Frames taken per turn of the loop."""
@@ -29,10 +36,37 @@ class WorkerPort:
         self.more = False
         self._skipping = False
         """Parts of a message of several are still to be read."""
+        self._relay: Relay | None = None
+
+    def relay_to(self, port: ClientPort, seat_of: Callable[[bytes], Seat | None]) -> None:
+        """From now on ``receive`` passes on itself what is usual, if what does that is compiled.
+
+        seat_of  routing id → the seat of the worker that has it, None if its frames are not to be passed on
+        """
+        if compiled := find("supervisor.ports.relay"):
+            self._relay = compiled.Relay(self.socket, port.socket, port.connections_by_channel, seat_of)
 
     def receive(self) -> Iterator[tuple[bytes, bytes | None]]:
         """What waits, at most DRAIN_LIMIT: the sender's routing id, and the frame; None for one of several parts, which
-        no worker sends: they are read and dropped."""
+        no worker sends: they are read and dropped. Each is to be handled before the next is asked for."""
+        return self._receive() if self._relay is None else self._receive_unusual(self._relay)
+
+    def _receive_unusual(self, relay: "Relay") -> Iterator[tuple[bytes, bytes | None]]:
+        self.more, left = True, DRAIN_LIMIT
+        while left:
+            if self._skipping:
+                self._skipping = not skip_parts(self.socket)
+                if self._skipping:
+                    return
+            taken, routing_id, frame, self._skipping = relay.take(left)
+            left -= taken
+            if routing_id is not None:
+                yield routing_id, frame
+            elif left:
+                self.more = False
+                return
+
+    def _receive(self) -> Iterator[tuple[bytes, bytes | None]]:
         socket, self.more = self.socket, True
         for taken in range(DRAIN_LIMIT):
             if self._skipping:
@@ -54,6 +88,11 @@ class WorkerPort:
         else:
             return
         self.more = False
+
+    @property
+    def relays(self) -> bool:
+        """Whether what is usual is passed on without Python."""
+        return self._relay is not None
 
     def send(self, routing_id: bytes, frame: bytes) -> bool:
         """Put a frame on its way. False if the worker is not connected any more, or MARK frames behind."""

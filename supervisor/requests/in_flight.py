@@ -1,11 +1,12 @@
 """The records that scheduling works on, and its effects: plain data."""
 
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import InitVar, dataclass, field
 
 from supervisor.requests.fair_queue import Account
 from supervisor.requests.held import HeldEvents
+from supervisor.requests.phase import Phase
 from supervisor.requests.route import Route
+from supervisor.requests.stream import Stream
 
 
 @dataclass(slots=True)  # not frozen: that makes it three times as dear, and there is one for every token
@@ -34,26 +35,14 @@ class Wake:
 Effect = ToClient | ToWorker | Wake
 
 
-class Phase(Enum):
-    WAITING = "waiting"
-    """In the model's queue: new, or to go on after the death of its worker."""
-    RUNNING = "running"
-    """A worker has its job."""
-    ENDED = "ended"
-    """The client has its terminal event, or is gone; the worker still has to let go of the job."""
-    HELD = "held"
-    """The worker has finished; the client still has to grant credit for the last events."""
-
-
 @dataclass(slots=True, eq=False)
-class InFlight:
-    """One accepted request. ``sent`` events have gone to the client; ``held`` ones wait for credit, in order.
+class InFlight(Stream):
+    """One accepted request. ``sent`` events have gone to the client; ``held`` ones wait for credit, in order. What
+    changes with every event is Stream's.
 
     accepted, started  monotonic seconds: of acceptance, and of the first time that a worker was given it
     cost               tokens of the prompt, estimated from its bytes
-    holds              whether ``held`` has any (asked for every event)
-    ids                what the answer consists of so far (u32 little endian), held included, if it may be resumed
-    unpaid             tokens that its account has not been charged for yet
+    window             events that may go to the client before it grants any
     resumes            how often it went on in another worker
     strikes            deaths of workers that were computing it, or a request just like it
     """
@@ -66,23 +55,19 @@ class InFlight:
     cost: int
     account: Account
     accepted: float
-    credit: int
+    window: InitVar[int]
     held: HeldEvents = field(repr=False)
-    phase: Phase = Phase.WAITING
     worker: str = ""
     started: float | None = None
-    sent: int = 0
-    delivered_tokens: int = 0
-    has_tokens: bool = False
-    holds: bool = False
-    unpaid: int = 0
     cancelled: bool = False
-    ids: bytearray = field(default_factory=bytearray, repr=False)
     resumes: int = 0
     strikes: int = 0
     alone: bool = False
     reported: int = -1
     """The queue position last reported."""
+
+    def __post_init__(self, window: int) -> None:
+        Stream.__init__(self, window, self.route.resume)
 
     @property
     def key(self) -> tuple[int, int]:

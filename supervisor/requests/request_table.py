@@ -11,8 +11,9 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import TERMINAL, CancelJob, EventFlag, JobMessage
 from supervisor.requests.deliveries import Deliveries, HoldLimits
 from supervisor.requests.due import DueTimes
-from supervisor.requests.in_flight import Effect, InFlight, Phase, ToWorker, Wake
+from supervisor.requests.in_flight import Effect, InFlight, ToWorker, Wake
 from supervisor.requests.model_queue import ModelQueue
+from supervisor.requests.phase import Phase
 from supervisor.requests.seats import Seat
 from supervisor.requests.strikes import StrikePolicy, Strikes
 
@@ -47,6 +48,11 @@ class RequestTable:
         """(requests that a worker has, tokens that it and its predecessors have generated)."""
         seat = self._of_worker[worker].seats[worker]
         return len(seat.running), seat.tokens
+
+    def seat(self, worker: str) -> Seat | None:
+        """Where a worker's requests are; None for one that was removed."""
+        queue = self._of_worker.get(worker)
+        return None if queue is None else queue.seats.get(worker)
 
     def totals(self, model: str) -> dict[str, int]:
         """Counts since the supervisor's start: tokens generated, requests finished, ended with an error, resumed."""

@@ -15,8 +15,9 @@ from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Accepted, Error, Generate
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.held import HeldEvents
-from supervisor.requests.in_flight import Effect, InFlight, Phase, ToClient
+from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
+from supervisor.requests.phase import Phase
 from supervisor.requests.route import read_route
 from supervisor.requests.seats import Affinity, Seat
 from supervisor.requests.strikes import StrikePolicy
@@ -136,7 +137,7 @@ class Scheduler(WorkerEvents):
             request.strikes = self._strikes.count(request.model, request.body, now)
             if self._strikes.poisons(request.strikes):
                 return self._end(request, self._poisoned(request.strikes))
-        if not request.route.resume or not queue.accepts:
+        if not request.resumable or not queue.accepts:
             return self._end(request, error)
         request.phase, request.worker = Phase.WAITING, ""
         request.resumes += 1
@@ -170,7 +171,7 @@ class Scheduler(WorkerEvents):
         effects: list[Effect] = []
         told = f"model {queue.name!r} is being stopped; the request was ended before its time"
         for request in queue.seats[worker].running.values():
-            if request.phase is Phase.RUNNING and not (queue.accepts and request.route.resume):
+            if request.phase is Phase.RUNNING and not (queue.accepts and request.resumable):
                 effects += self._abandon(request)
                 effects += self._end_running(request, WireError(ErrorCode.DRAINING, told))
         return effects
@@ -223,7 +224,7 @@ class Scheduler(WorkerEvents):
             cost,
             queue.line.account(channel, route.priority),
             accepted=now,
-            credit=self._deliveries.window,
+            window=self._deliveries.window,
             held=HeldEvents(),
             strikes=strikes,
         )

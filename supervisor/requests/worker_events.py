@@ -3,7 +3,8 @@
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, FrameError
 from protocol.messages import TERMINAL, EventEntry, Events, Report
-from supervisor.requests.in_flight import Effect, InFlight, Phase, ToClient
+from supervisor.requests.in_flight import Effect, InFlight, ToClient
+from supervisor.requests.phase import Phase
 from supervisor.requests.request_table import RequestTable
 from supervisor.requests.seats import Seat
 
@@ -42,7 +43,7 @@ class WorkerEvents(RequestTable):
                     tokens_in_all += tokens
                     request.unpaid += tokens
                     request.delivered_tokens += tokens
-                    if request.route.resume:
+                    if request.resumable:
                         request.ids += body[at : at + 4 * tokens]
                 at += length
                 request.sent = seq + 1
@@ -58,7 +59,7 @@ class WorkerEvents(RequestTable):
         """What the answer consists of, for the worker that may have to go on with it."""
         request.has_tokens = True
         request.unpaid += tokens
-        if request.route.resume:
+        if request.resumable:
             request.ids += ids
 
     @staticmethod

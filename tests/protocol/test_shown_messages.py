@@ -16,5 +16,6 @@ def test_bodies_are_not_shown() -> None:
         fields = message_class.__dataclass_fields__
         assert "body" not in fields or not fields["body"].repr, message_class.__name__
     body, ids, account = SECRET.encode(), bytearray(SECRET.encode()), FairQueue().account(1, "normal")
-    request = InFlight(1, 1, "a", read_route({}), body, 1, account, 0.0, 1, HeldEvents(), ids=ids)
+    request = InFlight(1, 1, "a", read_route({}), body, 1, account, 0.0, 1, HeldEvents())
+    request.ids = ids
     assert SECRET not in repr(request)

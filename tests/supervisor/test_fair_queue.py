@@ -9,7 +9,7 @@ from supervisor.requests.route import Route
 def push(line: FairQueue, channel: int, number: int, *, priority: str = "normal", cost: int = 10) -> InFlight:
     route = Route(priority=priority)
     account = line.account(channel, priority)
-    request = InFlight(channel, number, "m", route, b"", cost, account, accepted=0.0, credit=1, held=HeldEvents())
+    request = InFlight(channel, number, "m", route, b"", cost, account, accepted=0.0, window=1, held=HeldEvents())
     line.push(request)
     return request
 

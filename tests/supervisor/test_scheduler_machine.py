@@ -17,8 +17,8 @@ from protocol.messages import WORKER_TO_SUPERVISOR, EventEntry, EventFlag, Event
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.held import EVENT_COST
 from supervisor.requests.in_flight import Effect, InFlight, ToClient
-from supervisor.requests.in_flight import Phase as RequestPhase
 from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.phase import Phase as RequestPhase
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.strikes import StrikePolicy
 from tests.supervisor.scheduler_model import FakeClient, FakeWorker

@@ -1,0 +1,51 @@
+"""The compiled roads of tokens: whether they are here, and fit the Python beside them.
+
+They are optional. Each does the usual case of something that also exists in Python, which does the rest, and all of it
+where they are missing: no compiler at installation, or switched off by MODELCTL_COMPILED=0. Which it is, is said at the
+supervisor's start and in ``status``.
+"""
+
+import os
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+from zlib import crc32
+
+MODULES: Final = (
+    "protocol.libzmq",
+    "supervisor.requests.usual_events",
+    "supervisor.ports.relay",
+)
+"""In the order in which they need one another."""
+SWITCH: Final = "MODELCTL_COMPILED"
+ROOT: Final = Path(__file__).resolve().parent.parent
+
+
+@cache
+def checksum() -> int | None:
+    """Of what they are compiled from; None where no source lies beside them, as in an installed package."""
+    paths = [ROOT / f"{name.replace('.', '/')}{ending}" for name in MODULES for ending in (".pxd", ".pyx")]
+    found = [path.read_bytes() for path in paths if path.exists()]
+    return crc32(b"\0".join(found)) if found else None
+
+
+@cache
+def look(name: str) -> tuple[ModuleType | None, str]:
+    """(one of MODULES or None, why not)."""
+    if os.environ.get(SWITCH) == "0":
+        return None, f"switched off by {SWITCH}=0"
+    try:
+        module = import_module(name)
+    except ImportError as e:
+        return None, f"not built at installation: {e}"
+    # In a checkout, sources change under what was compiled from them: then half of a decision would be an old one.
+    if (now := checksum()) is not None and now != module.SOURCES:
+        return None, "built from other sources than those beside it: install again"
+    return module, ""
+
+
+def find(name: str) -> ModuleType | None:
+    """One of MODULES, if it can be used."""
+    return look(name)[0]

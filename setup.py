@@ -1,0 +1,28 @@
+"""Builds what is compiled (see protocol/compiled.py). Where no compiler is, or Python's headers are missing, setuptools
+says so and installs the rest."""
+
+import sys
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+from protocol.compiled import MODULES, checksum  # noqa: E402
+
+extensions = [
+    Extension(
+        name,
+        [f"{name.replace('.', '/')}.pyx"],
+        define_macros=[("MODELCTL_SOURCES", f"{checksum()}u")],
+        extra_compile_args=["-O2"],
+        optional=True,
+    )
+    for name in MODULES
+]
+setup(
+    ext_modules=cythonize(
+        extensions, build_dir="build", language_level=3, compiler_directives={"boundscheck": True, "wraparound": False}
+    )
+)

@@ -1,0 +1,107 @@
+"""From workers to clients without Python: frames that ``usual_events`` knows are passed on as libzmq received them.
+
+The order in which a worker's frames are handled is that in which they came: at the first one that is not usual, this
+stops and hands it over, and goes on when it is called again.
+"""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_GetItem
+from cpython.object cimport PyObject
+from libc.errno cimport EINTR, errno
+from libc.string cimport memcmp
+
+import zmq
+
+from protocol.libzmq cimport DONT_WAIT, MORE_FOLLOWS, Message, calls, handle_of
+from supervisor.requests.usual_events cimport Usual
+
+cdef extern from *:
+    """
+    #ifndef MODELCTL_SOURCES
+    #define MODELCTL_SOURCES 0
+    #endif
+    """
+    const unsigned int MODELCTL_SOURCES
+
+SOURCES = MODELCTL_SOURCES
+
+
+cdef class Relay:
+    """Of one worker port and one client port, for one thread."""
+
+    cdef object _back, _front, _seat_of
+    cdef dict _connections
+    cdef Usual _usual
+
+    def __init__(self, back, front, dict connections not None, seat_of):
+        self._back, self._front, self._connections, self._seat_of = back, front, connections, seat_of
+        self._usual = Usual()
+
+    def take(self, int limit):
+        cdef void *back = handle_of(self._back)
+        cdef void *front = handle_of(self._front)
+        cdef Message sender, frame
+        cdef bytes routing_id = None
+        cdef object seat = None
+        cdef int taken = 0
+        calls.init(&sender)
+        calls.init(&frame)
+        try:
+            while taken < limit:
+                if not _receive(&sender, back, True):
+                    return taken, None, None, False
+                _receive(&frame, back, False)
+                taken += 1
+                if calls.more(&frame):
+                    return taken, _bytes(&sender), None, True
+                if routing_id is None or not _equals(&sender, routing_id):
+                    routing_id = _bytes(&sender)
+                    # Asked in each call: between two of them workers come and go, within one nothing can happen.
+                    seat = self._seat_of(routing_id)
+                if seat is None or not self._pass_on(&frame, front, seat):
+                    return taken, routing_id, _bytes(&frame), False
+            return taken, None, None, False
+        finally:
+            calls.close(&sender)
+            calls.close(&frame)
+
+    cdef bint _pass_on(self, Message *frame, void *front, object seat) except -1:
+        """Whether it was usual and its client could be reached. If not, nothing has happened."""
+        cdef PyObject *connection
+        cdef bytes client
+        if not self._usual.fits(<const unsigned char *>calls.data(frame), calls.size(frame), seat):
+            return False
+        connection = PyDict_GetItem(self._connections, self._usual.frame.channel)
+        if connection is NULL:
+            return False
+        client = (<object>connection).routing_id
+        # The first part finds the client or refuses: EHOSTUNREACH where it is gone, EAGAIN where it is far behind.
+        while calls.send_bytes(front, PyBytes_AS_STRING(client), PyBytes_GET_SIZE(client), DONT_WAIT | MORE_FOLLOWS) < 0:
+            if errno != EINTR:
+                return False
+        # Noted before it is sent: the message is libzmq's from then on, and with it the body that is noted.
+        self._usual.passed(seat)
+        while calls.send(frame, front, DONT_WAIT) < 0:
+            if errno != EINTR:
+                raise zmq.ZMQError(errno)
+        return True
+
+
+cdef bint _receive(Message *message, void *socket, bint may_be_none) except -1:
+    """Whether a part was there."""
+    while calls.receive(message, socket, DONT_WAIT) < 0:
+        if errno == EINTR:
+            continue
+        if may_be_none and errno == zmq.EAGAIN:
+            return False
+        raise zmq.ZMQError(errno)
+    return True
+
+
+cdef bytes _bytes(Message *message):
+    return PyBytes_FromStringAndSize(<const char *>calls.data(message), calls.size(message))
+
+
+cdef bint _equals(Message *message, bytes other) noexcept:
+    cdef size_t size = calls.size(message)
+    return size == <size_t>PyBytes_GET_SIZE(other) and memcmp(calls.data(message), PyBytes_AS_STRING(other), size) == 0

@@ -1,0 +1,33 @@
+"""What changes of a request with every event. Compiled, if that is to be had (see ``protocol.compiled``): the fields
+are then C's own, and ``usual_events`` reads and writes them without Python.
+
+resumable         whether another worker may go on with it: ``ids`` are kept
+credit            events that may go to the client before it grants more
+sent              events that have gone to the client
+delivered_tokens  tokens in them
+unpaid            tokens that its account has not been charged for yet
+has_tokens        whether any token has come
+holds             whether events wait for the client's credit (asked for every event)
+ids               what the answer consists of so far (u32 little endian), held events included, if it is resumable
+"""
+
+from typing import TYPE_CHECKING
+
+from protocol.compiled import find
+from supervisor.requests.phase import Phase
+
+
+class PlainStream:
+    __slots__ = ("credit", "delivered_tokens", "has_tokens", "holds", "ids", "phase", "resumable", "sent", "unpaid")
+
+    def __init__(self, credit: int, resumable: bool) -> None:
+        self.phase, self.ids, self.credit, self.resumable = Phase.WAITING, bytearray(), credit, resumable
+        self.sent = self.delivered_tokens = self.unpaid = 0
+        self.has_tokens = self.holds = False
+
+
+if TYPE_CHECKING:
+    from supervisor.requests.usual_events import Stream
+else:
+    compiled = find("supervisor.requests.usual_events")
+    Stream = PlainStream if compiled is None else compiled.Stream

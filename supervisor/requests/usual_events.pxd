@@ -1,0 +1,25 @@
+cdef enum:
+    MOST_EVENTS = 256  # of a frame that is looked at here
+    MOST_BYTES = 65536
+
+cdef struct Entry:
+    unsigned long long request, seq, flags, tokens, length
+
+cdef struct Frame:
+    unsigned long long channel, generation
+    Py_ssize_t count
+    const unsigned char *body
+    Entry entries[MOST_EVENTS]
+
+cdef class Stream:
+    cdef public object phase, ids
+    cdef public unsigned long long sent, delivered_tokens, unpaid
+    cdef public long long credit
+    cdef public bint resumable, has_tokens, holds
+    cdef unsigned long long looked_at
+
+cdef class Usual:
+    cdef void *streams[MOST_EVENTS]
+    cdef Frame frame
+    cdef bint fits(self, const unsigned char *data, size_t size, object seat) except -1
+    cdef int passed(self, object seat) except -1

@@ -1,0 +1,173 @@
+"""The usual case of ``WorkerEvents.events``, compiled: what it decides here, it would decide there.
+
+Usual is a frame of EVENTS, written as EventWriter writes it, of a worker's present generation, whose every event is
+the one that is due of a running request that has credit for the whole frame, holds nothing and does not end. Nothing
+else is decided here, nor refused: it is left as it was, for the code in Python.
+"""
+
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE, PyByteArray_Resize
+from cpython.dict cimport PyDict_GetItem
+from cpython.object cimport PyObject
+from libc.string cimport memcpy
+
+from protocol.messages import TERMINAL, VERSION, Kind
+from supervisor.requests.phase import Phase
+
+cdef extern from *:
+    """
+    #ifndef MODELCTL_SOURCES
+    #define MODELCTL_SOURCES 0
+    #endif
+    """
+    const unsigned int MODELCTL_SOURCES
+
+SOURCES = MODELCTL_SOURCES
+
+cdef object _RUNNING = Phase.RUNNING
+cdef unsigned char _VERSION = VERSION
+cdef unsigned char _EVENTS = int(Kind.EVENTS)
+cdef unsigned long long _TERMINAL = int(TERMINAL)
+cdef unsigned long long _looks = 0
+
+
+cdef class Stream:
+    """What changes of a request with every event. See ``stream`` for what it means."""
+
+    def __init__(self, long long credit, bint resumable):
+        self.phase, self.ids, self.credit, self.resumable = Phase.WAITING, bytearray(), credit, resumable
+        self.sent = self.delivered_tokens = self.unpaid = self.looked_at = 0
+        self.has_tokens = self.holds = False
+
+
+cdef const unsigned char *_unsigned(
+    const unsigned char *at, const unsigned char *end, unsigned long long *value
+) noexcept nogil:
+    """Behind an unsigned integer of msgpack; NULL if there is none. Never reads at or behind ``end``."""
+    cdef int length
+    cdef unsigned long long found = 0
+    if at is NULL or at >= end:
+        return NULL
+    if at[0] < 0x80:
+        value[0] = at[0]
+        return at + 1
+    if not 0xCC <= at[0] <= 0xCF:
+        return NULL
+    length = 1 << (at[0] - 0xCC)
+    if end - at <= length:
+        return NULL
+    for i in range(1, length + 1):
+        found = found << 8 | at[i]
+    value[0] = found
+    return at + length + 1
+
+
+cdef bint _read(const unsigned char *at, size_t size, Frame *frame) noexcept nogil:
+    """Whether it is a usual frame, which is then taken apart. Everything is within ``size`` bytes."""
+    cdef const unsigned char *end = at + size
+    cdef unsigned long long total = 0, length
+    cdef Entry *entry
+    if not 3 < size <= MOST_BYTES or at[0] != 0x96 or at[1] != _VERSION or at[2] != _EVENTS:
+        return False
+    at = _unsigned(_unsigned(at + 3, end, &frame.channel), end, &frame.generation)
+    if at is NULL or at >= end:
+        return False
+    if 0x90 <= at[0] <= 0x9F:
+        frame.count = at[0] & 0x0F
+        at += 1
+    elif at[0] == 0xDC and end - at > 3:
+        frame.count = at[1] << 8 | at[2]
+        at += 3
+    else:
+        return False
+    if not 0 < frame.count <= MOST_EVENTS:
+        return False
+    for i in range(frame.count):
+        if at >= end or at[0] != 0x95:
+            return False
+        entry = &frame.entries[i]
+        at = _unsigned(_unsigned(at + 1, end, &entry.request), end, &entry.seq)
+        at = _unsigned(_unsigned(at, end, &entry.flags), end, &entry.tokens)
+        at = _unsigned(at, end, &entry.length)
+        # bounded one by one, so that no sum or product of theirs can overflow
+        if at is NULL or entry.flags > 255 or entry.length > MOST_BYTES or entry.tokens > entry.length // 4:
+            return False
+        if entry.flags & _TERMINAL:
+            return False
+        total += entry.length
+    if end - at >= 2 and at[0] == 0xC4:
+        length, at = at[1], at + 2
+    elif end - at >= 3 and at[0] == 0xC5:
+        length, at = at[1] << 8 | at[2], at + 3
+    else:
+        return False
+    frame.body = at
+    return length == total and <unsigned long long>(end - at) == total
+
+
+cdef class Usual:
+    """Looks at one frame after the other."""
+
+    cdef bint fits(self, const unsigned char *data, size_t size, object seat) except -1:
+        """Whether it is a usual frame of this seat. Nothing is changed. ``data`` stays valid until ``passed``."""
+        global _looks
+        cdef PyObject *found
+        cdef object channel
+        cdef Stream stream
+        cdef dict running = seat.running
+        if not _read(data, size, &self.frame) or self.frame.generation != seat.generation:
+            return False
+        _looks += 1
+        channel = self.frame.channel
+        for i in range(self.frame.count):
+            entry = &self.frame.entries[i]
+            found = PyDict_GetItem(running, (channel, entry.request))
+            if found is NULL:
+                return False
+            stream = <object>found
+            if (
+                stream.looked_at == _looks  # two events of one request
+                or stream.sent != entry.seq
+                or stream.credit < self.frame.count
+                or stream.holds
+                or stream.phase is not _RUNNING
+            ):
+                return False
+            stream.looked_at = _looks
+            self.streams[i] = found  # borrowed of ``running``, which nothing can change before ``passed``
+        return True
+
+    cdef int passed(self, object seat) except -1:
+        """The frame that fitted is on its way to its client: note what was in it."""
+        cdef const unsigned char *at = self.frame.body
+        cdef unsigned long long tokens = 0
+        cdef Stream stream
+        for i in range(self.frame.count):
+            entry = &self.frame.entries[i]
+            stream = <object><PyObject *>self.streams[i]
+            stream.sent += 1
+            stream.credit -= 1
+            if entry.tokens:
+                tokens += entry.tokens
+                stream.has_tokens = True
+                stream.unpaid += entry.tokens
+                stream.delivered_tokens += entry.tokens
+                if stream.resumable:
+                    _append(stream.ids, at, 4 * entry.tokens)
+            at += entry.length
+        seat.tokens += tokens
+        return 0
+
+    def look(self, bytes frame not None, seat):
+        """The channel that a frame goes to whole, if it is a usual one of this seat, and the seat's requests know it
+        for sent; else None, and nothing has changed. (What ``relay`` does between the two, for tests.)"""
+        if not self.fits(frame, len(frame), seat):
+            return None
+        self.passed(seat)
+        return self.frame.channel
+
+
+cdef int _append(bytearray ids, const unsigned char *data, Py_ssize_t size) except -1:
+    cdef Py_ssize_t before = PyByteArray_GET_SIZE(ids)
+    PyByteArray_Resize(ids, before + size)
+    memcpy(PyByteArray_AS_STRING(ids) + before, data, size)
+    return 0
