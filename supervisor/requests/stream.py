@@ -27,7 +27,7 @@ class PlainStream:
 
 
 if TYPE_CHECKING:
-    from supervisor.requests.usual_events import Stream
+    from supervisor.requests.usual_events import Stream as Stream
 else:
     compiled = find("supervisor.requests.usual_events")
     Stream = PlainStream if compiled is None else compiled.Stream
