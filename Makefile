@@ -16,6 +16,7 @@ TEST_JOBS ?= 2
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test serve lint bench clean
@@ -39,7 +40,7 @@ bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.report
 
-$(VENV)/.run: pyproject.toml constraints.txt tools/make_venv.py
+$(VENV)/.run: pyproject.toml setup.py constraints.txt tools/make_venv.py $(COMPILED)
 	test -x $(BIN)/pip || $(PYTHON) tools/make_venv.py $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) --editable .
@@ -47,7 +48,7 @@ $(VENV)/.run: pyproject.toml constraints.txt tools/make_venv.py
 
 $(VENV)/.test: $(VENV)/.run
 	$(PIP) --editable ".[test]"
-	$(PIP) --no-deps exllamav2==0.3.2 # its Python runs in the tests, on the CPU; nothing is compiled
+	$(PIP) --no-deps exllamav2==0.3.2 # its Python runs in the tests, on the CPU; nothing of it is compiled
 	touch $@
 
 clean:

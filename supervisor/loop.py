@@ -17,6 +17,7 @@ import zmq
 
 from protocol import __version__, limits
 from protocol.codec import decode, decode_events, encode, is_events, pack_body, pack_error, unpack_body
+from protocol.compiled import look
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import (
     QUESTION_VERBS,
@@ -57,7 +58,7 @@ from supervisor.ports.probes import PROBE_INTERVAL_S, Probes
 from supervisor.ports.sockets import Context
 from supervisor.ports.tcp_port import LOOK_S as TCP_LOOK_S
 from supervisor.ports.tcp_port import TcpPort
-from supervisor.ports.worker_port import WorkerPort
+from supervisor.ports.worker_port import RELAY, WorkerPort
 from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import Reactor
 from supervisor.requests.asks import Asker, Asks
@@ -156,6 +157,8 @@ class Supervisor:
             self.fleet.config.file,
             self._runtime.path,
         )
+        if not self._back.relays:
+            self._log.warning("tokens are forwarded by Python, which takes longer: %s", look(RELAY)[1])
         self._launcher.sweep(self.fleet.vram.holders())
         self.demand.begin()
         self._reactor.every(PROBE_INTERVAL_S, self._probe)
@@ -234,6 +237,7 @@ class Supervisor:
             "shutting_down": self.shutting_down,
             "turnovers": self.reloads.turnover.describe(),
             "held_bytes": self.scheduler.held_bytes,
+            "forwarding": "compiled" if self._back.relays else f"Python ({look(RELAY)[1]})",
             "connections": len(self._front.channels()) + len(self._admin.channels()),
             "tcp": None if self._gate is None else self._gate.describe(),
             "counters": {

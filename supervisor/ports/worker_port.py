@@ -15,6 +15,8 @@ from supervisor.requests.seats import Seat
 if TYPE_CHECKING:
     from supervisor.ports.relay import Relay
 
+RELAY = "supervisor.ports.relay"
+"""What passes on the usual frames, if it is compiled."""
 DRAIN_LIMIT = 256
 """Frames taken per turn of the loop."""
 ASKED_FIRST = 4
@@ -43,7 +45,7 @@ class WorkerPort:
 
         seat_of  routing id → the seat of the worker that has it, None if its frames are not to be passed on
         """
-        if compiled := find("supervisor.ports.relay"):
+        if compiled := find(RELAY):
             self._relay = compiled.Relay(self.socket, port.socket, port.connections_by_channel, seat_of)
 
     def receive(self) -> Iterator[tuple[bytes, bytes | None]]:

@@ -7,6 +7,7 @@ from itertools import groupby
 
 import psutil
 
+from protocol.compiled import SWITCH
 from tests.chaos import vitals
 from tests.chaos.episode import Episode, Outcome
 from tests.chaos.faults import begin_limited
@@ -26,6 +27,7 @@ def _start(block: BlockPlan, former: Serving | None, mutant: str) -> Serving:
     """A supervisor for a block, in the directories of the former one, if there was one."""
     if former is None:
         former = Serving(block.models, options=["--quiet"], begin=False)
+    former.environment[SWITCH] = "1" if block.compiled else "0"
     script = begin_limited(former.directory, block.descriptors, mutant)
     former.start_again(block.models, script, stall=block.stall, **_sections(block))
     return former

@@ -117,6 +117,8 @@ class BlockPlan:
     descriptors: int
     stall: str
     """How long a client may leave its stream unread."""
+    compiled: bool
+    """Whether what is compiled is used, or the Python beside it."""
 
     @property
     def poison_limit(self) -> int:
@@ -142,6 +144,7 @@ def plan_block(seed: int, number: int) -> BlockPlan:
     descriptors = draw.sample([0, 0, 0, 512, 512], 5)
     stalls = draw.sample([SHORT_STALL, SHORT_STALL, SHORT_STALL, "60s", "60s"], 5)
     lazy = draw.randrange(5)
+    compiled = draw.sample([True, True, True, False, False], 5)
     at = number % (DECK // BLOCK)
     entry = engine(step_s=0.001, max_batch_size=4, context=20_000) | {"engine": "tests.chaos.engine:Troublesome"}
     models = {"a": entry | {"replicas": 2}, "b": dict(entry)}
@@ -154,6 +157,7 @@ def plan_block(seed: int, number: int) -> BlockPlan:
         poison={"limit": poison[at], "window": "10m"},
         descriptors=descriptors[at],
         stall=stalls[at],
+        compiled=compiled[at],
     )
 
 

@@ -1,0 +1,160 @@
+"""The compiled road of usual events against the code in Python that it stands for: the same frames to two schedulers.
+
+A failure prints the seed; TEST_SEED repeats it.
+"""
+
+import random
+from collections import Counter
+from typing import Any
+
+from protocol.codec import decode_events, encode, is_events, pack_event
+from protocol.errors import ErrorCode, FrameError, WireError
+from protocol.messages import EventEntry, EventFlag, Events, Generate
+from supervisor.requests.in_flight import Effect, ToClient
+from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.scheduler import Scheduler
+from tests.compiled_roads import needs_compiled
+from tests.fuzzing.mutating import Mutator
+from tests.fuzzing.running import SEED
+
+pytestmark = needs_compiled
+DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
+FRAMES, MUTATED = 6000, 10_000
+CHANNELS, STREAMS, WINDOW = (1, 300), 20, 40
+NOW = 1000.0
+
+
+def a_scheduler() -> Scheduler:
+    scheduler = Scheduler(window=WINDOW)
+    scheduler.add_model("m", QueueLimits(100, 10**6))
+    scheduler.add_worker("m", "m", DOWN)
+    scheduler.accept_new("m")
+    scheduler.open("m", 1, 1000, NOW)
+    for channel in CHANNELS:
+        for request in range(1, STREAMS + 1):
+            submit(scheduler, channel, request)
+    return scheduler
+
+
+def submit(scheduler: Scheduler, channel: int, request: int) -> None:
+    route = {} if request % 3 else {"resume": False}
+    scheduler.submit(channel, Generate(request, "m", route, b"\x80"), NOW)
+
+
+def state(scheduler: Scheduler) -> Any:
+    seat = scheduler.seat("m")
+    assert seat is not None
+    streams = {
+        key: (r.phase, r.sent, r.credit, r.holds, r.has_tokens, r.unpaid, r.delivered_tokens, bytes(r.ids), len(r.held))
+        for key, r in scheduler._live.items()
+    }
+    return streams, list(seat.running), seat.tokens, scheduler.held_bytes, scheduler.dropped_frames
+
+
+def plain(scheduler: Scheduler, frame: bytes) -> list[Effect] | str:
+    """What the code in Python makes of a frame that begins as EVENTS do."""
+    try:
+        return scheduler.events("m", frame, decode_events(frame), NOW)
+    except FrameError as e:
+        return str(e)
+
+
+def usual_or_plain(usual: Any, scheduler: Scheduler, frame: bytes) -> tuple[bool, list[Effect] | str]:
+    channel = usual.look(frame, scheduler.seat("m"))
+    return (False, plain(scheduler, frame)) if channel is None else (True, [ToClient(channel, frame)])
+
+
+def a_usual() -> Any:
+    from supervisor.requests.usual_events import Usual
+
+    return Usual()
+
+
+def a_frame(chance: random.Random, scheduler: Scheduler) -> bytes:
+    """Mostly what a worker sends; one thing about it may be wrong, or out of the ordinary."""
+    channel = chance.choice(CHANNELS)
+    numbers = chance.sample(range(1, STREAMS + 1), chance.choice((1, 1, 1, 2, 5, 16, 20)))
+    index, body = [], b""
+    for number in numbers:
+        request = scheduler._live.get((channel, number))
+        ids = [chance.randrange(1 << 32) for _ in range(chance.choice((0, 1, 1, 1, 3)))]
+        event = pack_event(ids, {"text": "x" * chance.choice((0, 1, 8, 300))})
+        seq = request.next_seq if request is not None else 0
+        index.append(EventEntry(number, seq, int(EventFlag.FIRST) if not seq else 0, len(ids), len(event)))
+        body += event
+    generation, odd, what = 1, chance.randrange(len(index)), chance.random()
+    entry = index[odd]
+    if what < 0.03:
+        index[odd] = entry._replace(seq=entry.seq + chance.choice((1, 5, 2**40)))
+    elif what < 0.06:
+        index[odd] = entry._replace(request=chance.choice((0, 99, 2**33, 2**64 - 1)))
+    elif what < 0.12:
+        index[odd] = entry._replace(flags=int(chance.choice((EventFlag.FINISHED, EventFlag.ERROR))))
+    elif what < 0.14:
+        index[odd] = entry._replace(flags=chance.choice((64, 255, 256, 2**32)))
+    elif what < 0.16:
+        index[odd] = entry._replace(tokens=chance.choice((entry.length, 2**30, 2**62, 2**64 - 1)))
+    elif what < 0.18:
+        index[odd] = entry._replace(length=chance.choice((0, entry.length + 1, 2**32, 2**64 - 1)))
+    elif what < 0.20:
+        generation = chance.choice((0, 2, 2**64 - 1))
+    elif what < 0.22:
+        channel = chance.choice((0, 2, 2**63))
+    elif what < 0.25:
+        index.append(entry._replace(seq=entry.seq + 1))
+        body = body + body[sum(e.length for e in index[:odd]) :][: entry.length]
+    return encode(Events(channel, generation, index, body))
+
+
+def test_it_decides_and_notes_what_python_would() -> None:
+    print(f"TEST_SEED={SEED}")
+    chance, found = random.Random(SEED), Counter[str]()
+    one, other, usual = a_scheduler(), a_scheduler(), a_usual()
+    for _ in range(FRAMES):
+        frame = a_frame(chance, other)
+        was_usual, told = usual_or_plain(usual, one, frame)
+        assert told == plain(other, frame), frame.hex()
+        found["usual" if was_usual else "refused" if isinstance(told, str) else "other"] += 1
+        if chance.random() < 0.5:
+            channel, request, events = chance.choice(CHANNELS), chance.randint(1, STREAMS), chance.choice((1, WINDOW))
+            assert one.credit(channel, request, events, NOW) == other.credit(channel, request, events, NOW)
+        for channel in CHANNELS:
+            for request in range(1, STREAMS + 1):
+                if not other.holds(channel, request):
+                    submit(one, channel, request), submit(other, channel, request)
+        if not was_usual or chance.random() < 0.1:
+            assert state(one) == state(other), frame.hex()
+    assert state(one) == state(other)
+    assert min(found["usual"], found["refused"], found["other"]) > FRAMES // 50, found
+
+
+def test_it_believes_no_frame_that_python_does_not() -> None:
+    print(f"TEST_SEED={SEED}")
+    chance = random.Random(SEED)
+    fresh = a_scheduler()
+    mutator = Mutator([a_frame(chance, fresh) for _ in range(200)], SEED)
+    one, other, usual = a_scheduler(), a_scheduler(), a_usual()
+    believed = 0
+    for _ in range(MUTATED):
+        frame = mutator.frame()
+        channel = usual.look(frame, one.seat("m"))
+        if channel is not None:
+            believed += 1
+            assert is_events(frame)
+            assert plain(other, frame) == [ToClient(channel, frame)], frame.hex()
+            assert state(one) == state(other), frame.hex()
+            one, other = a_scheduler(), a_scheduler()
+    assert state(one) == state(a_scheduler()), "a frame that was not believed has changed something"
+    assert believed > MUTATED // 1000, believed
+
+
+def test_a_frame_cut_anywhere_is_not_usual() -> None:
+    """Nothing is read behind its end: each length is a buffer of its own, which a sanitizer watches the end of."""
+    scheduler, usual = a_scheduler(), a_usual()
+    event = pack_event([7], {"text": "x" * 300})
+    index = [EventEntry(request, 0, 0, 1, len(event)) for request in range(1, 18)]
+    whole = encode(Events(300, 1, index, event * 17))
+    for size in range(len(whole)):
+        assert usual.look(whole[:size], scheduler.seat("m")) is None
+    assert usual.look(whole + b"\0", scheduler.seat("m")) is None
+    assert usual.look(whole, scheduler.seat("m")) == 300
