@@ -16,7 +16,7 @@ extensions = [
         name,
         [f"{name.replace('.', '/')}.pyx"],
         define_macros=[("MODELCTL_SOURCES", f"{checksum()}u")],
-        extra_compile_args=["-O2"],
+        extra_compile_args=["-O2", "-g0"],
         optional=True,
     )
     for name in MODULES
