@@ -11,18 +11,20 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 from protocol.compiled import MODULES, checksum  # noqa: E402
 
-extensions = [
-    Extension(
-        name,
-        [f"{name.replace('.', '/')}.pyx"],
-        define_macros=[("MODELCTL_SOURCES", f"{checksum()}u")],
-        extra_compile_args=["-O2", "-g0"],
-        optional=True,
-    )
-    for name in MODULES
-]
-setup(
-    ext_modules=cythonize(
-        extensions, build_dir="build", language_level=3, compiler_directives={"boundscheck": True, "wraparound": False}
-    )
+extensions = cythonize(
+    [
+        Extension(
+            name,
+            [f"{name.replace('.', '/')}.pyx"],
+            define_macros=[("MODELCTL_SOURCES", f"{checksum()}u")],
+            extra_compile_args=["-O2", "-g0"],
+        )
+        for name in MODULES
+    ],
+    build_dir="build",
+    language_level=3,
+    compiler_directives={"boundscheck": True, "wraparound": False},
 )
+for extension in extensions:
+    extension.optional = True  # cythonize makes new ones, without what it does not know
+setup(ext_modules=extensions)
