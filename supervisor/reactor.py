@@ -32,7 +32,7 @@ class Reactor:
         self._busy: list[tuple[AnySocket, Handler]] = []
         self._others: list[tuple[AnySocket, Handler]] = []
         self._descriptors: dict[int, Handler] = {}
-        """Of what is none of ZeroMQ's."""
+        """Of what is called when its descriptor tells of something: busy sockets, and what is none of ZeroMQ's."""
         self._busy_descriptors: set[int] = set()
         self._look = True
         self._look_at = 0.0
@@ -40,14 +40,15 @@ class Reactor:
     def watch(self, source: Any, handler: Handler, *, busy: bool = False) -> None:
         """Call ``handler`` whenever a socket, or anything with a descriptor, is readable (level-triggered).
 
-        busy  (ZeroMQ's only) asked in each turn. Of sockets that are not, whoever uses one elsewhere than in a handler
-              of its own or a timer calls ``look`` afterwards
+        busy  (ZeroMQ's only) asked in each turn; its handler may be called when there is nothing. Of sockets that are
+              not, whoever uses one elsewhere than in a handler of its own or a timer calls ``look`` afterwards
         """
         if isinstance(source, zmq.Socket):
             (self._busy if busy else self._others).append((source, handler))
             descriptor = int(source.get(zmq.FD))
             if busy:
                 self._busy_descriptors.add(descriptor)
+                self._descriptors[descriptor] = handler
         else:
             descriptor = source if isinstance(source, int) else source.fileno()
             self._descriptors[descriptor] = handler
@@ -78,10 +79,10 @@ class Reactor:
             handled = handled or self._look
         wait = 0 if handled else self.timers.wait_s(now)
         for descriptor, _ in self._epoll.poll(wait):
+            # Of a busy socket not asked first: a token that comes alone is on its way the sooner.
             if (handler := self._descriptors.get(descriptor)) is not None:
                 handler()
-                self._look = True
-            elif descriptor not in self._busy_descriptors:
+            if descriptor not in self._busy_descriptors:
                 self._look = True
         for timer in self.timers.due(time.monotonic()):
             self._look = True

@@ -1,14 +1,18 @@
 """The wheel: what is in it, and that it runs outside the tree. Built and installed for real."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
+
+from protocol.compiled import MODULES, SWITCH, look
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPECTED_DATA = {
@@ -66,6 +70,17 @@ def test_the_wheel_holds_the_packages_and_the_demo_models(wheel: Path) -> None:
         )
         assert names >= set(tracked.stdout.split())
     assert not [name for name in names if name.endswith((".pkl", ".pt", ".bin", ".pth"))]
+
+
+@pytest.mark.skipif(os.environ.get(SWITCH) == "0", reason=f"switched off by {SWITCH}=0")
+def test_what_can_be_compiled_is_here_and_in_the_wheel(wheel: Path) -> None:
+    """It is optional where no compiler is; with one, its tests would be skipped for a mistake of ours."""
+    if shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("no compiler, or no Python.h: what can be compiled is not")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for name in MODULES:
+        assert look(name)[1] == "", name
+        assert names & {name.replace(".", "/") + ending for ending in EXTENSION_SUFFIXES}, name
 
 
 def test_the_wheel_serves_outside_the_tree(installed: Path, tmp_path: Path) -> None:
