@@ -103,6 +103,7 @@ def _status(host: Host, params: Params) -> Result:
     return {
         "supervisor": host.describe(),
         "gpus": host.fleet.vram.describe_gpus(),
+        "gpus_unknown": host.fleet.vram.trouble,
         "models": [_described(host, replica) for replica in replicas],
     }
 

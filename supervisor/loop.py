@@ -191,6 +191,7 @@ class Supervisor:
         self._back.close()
         self._zap.socket.close(linger=0)
         self._context.term()
+        self.fleet.vram.close()
         self._launcher.close()
         self._runtime.release()
 

@@ -9,7 +9,8 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from supervisor.placement.gpus import Gpu, Nvml
+from supervisor.placement.gpu_reader import read_once
+from supervisor.placement.gpus import Gpu
 
 WHERE = Path(__file__).parent / "recorded_boxes"
 
@@ -30,7 +31,7 @@ def read_box(name: str, **held: dict[int, int]) -> list[Gpu]:
 
 
 def main() -> None:
-    gpus = [asdict(gpu) | {"cpus": sorted(gpu.cpus), "nodes": sorted(gpu.nodes)} for gpu in Nvml().read()]
+    gpus = [asdict(gpu) | {"cpus": sorted(gpu.cpus), "nodes": sorted(gpu.nodes)} for gpu in read_once()]
     json.dump({"about": f"recorded on {os.uname().machine}", "gpus": gpus}, sys.stdout, indent=1)
 
 

@@ -41,6 +41,11 @@ class Box:
         self._told["init_error" if at_init else "error"] = error
         self._write()
 
+    def driver(self, **how: Any) -> None:
+        """It misbehaves: hangs=True, says=text or ends=code, see the stand-in; None for no more."""
+        self._told |= how
+        self._write()
+
     def _write(self) -> None:
         fresh = self._path.with_suffix(".new")
         fresh.write_text(json.dumps(self._told))

@@ -109,12 +109,13 @@ def _made_up(sizes: Sequence[int]) -> "list[Gpu]":
 
 def _this_box(candidates: "Sequence[Candidate]", runtime_dir: Path) -> "list[Gpu]":
     """This box's GPUs, without what the models of a running supervisor hold. Raises Failure."""
-    from supervisor.placement.gpus import GpusUnknown, Nvml
+    from supervisor.placement.gpu_reader import read_once
+    from supervisor.placement.gpus import GpusUnknown
 
     if all(candidate.wish is None for candidate in candidates):
         return []
     try:
-        box = Nvml().read()
+        box = read_once()
     except GpusUnknown as e:
         told = f"this box's GPUs are not known: NVML: {e}; say which are meant with --gpus 24G,24G"
         raise Failure(exit_codes.CONFIG, "no_gpus", told) from None

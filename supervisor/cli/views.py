@@ -41,6 +41,8 @@ def status(model: str | None, as_json: bool, runtime_dir: Path) -> None:
         _print_part("supervisor", answer["supervisor"])
         for gpu in answer.get("gpus", []):
             click.echo(f"gpu {gpu['index']}\n  {_gpu(gpu)}")
+        if why := answer.get("gpus_unknown"):
+            click.echo(f"gpus\n  cannot be read: {why}")
     for entry in answer["models"]:
         _print_part(entry.pop("name"), entry)
 

@@ -31,6 +31,8 @@ IDLE_WAIT_S = 60.0
 """How long a start waits for busy models to become idle, where there would be room without them. The time in which one
 of them is loaded does not count."""
 IDLE_LOOK_S = 0.25
+READING_WAIT_S = 30.0
+"""How long a start waits for GPUs whose answer is late: admitted without a look, it may take what others count on."""
 Limits = Mapping[str, Limit] | Limit | None
 Spawn = Callable[[str, tuple[int, ...]], int | None]
 """(CUDA_VISIBLE_DEVICES, CPUs to keep to) → pid; None if there is no process after all."""
@@ -63,6 +65,8 @@ class _Asked:
     """Others leave for it: what they held is its, and not theirs again at the next request for them."""
     since: float | None = None
     """When it was found first that there is no room."""
+    unread_since: float | None = None
+    """When it was found first that the GPUs answer late."""
 
     @property
     def order(self) -> tuple[bool, int]:
@@ -74,7 +78,8 @@ class _Asked:
             return False
         if self.claims or other.claims:
             return self.claims and (not other.claims or self.order < other.order)
-        return self.order < other.order and self.estimated is None
+        pinned_waits = self.unread_since is not None and self.wish.pins is not None and other.wish.pins is None
+        return self.order < other.order and (self.estimated is None or pinned_waits)
 
     def may_want(self, other: "_Asked") -> bool:
         """Whether the two may want the same GPU."""
@@ -262,6 +267,10 @@ class Admission:
         assert asked.estimated is not None
         worker, needs = asked.worker, asked.estimated.needs
         reading = self.vram.reading()
+        late = reading is None and self.vram.late
+        if late and self._reading_comes(asked):
+            return
+        asked.unread_since = None
         if reading is None:
             self._say_unseen()
             verdict = place_unseen(asked.wish, self._outer)
@@ -274,8 +283,8 @@ class Admission:
         if isinstance(verdict, Refused) and verdict.missing and self._room_comes(asked, verdict):
             return
         if isinstance(verdict, Refused):
-            reason = "no room" if verdict.missing else "config"
-            report = not_admitted(reason, verdict.message, retry=bool(verdict.missing) and not asked.last)
+            reason = "no room" if verdict.missing else "unreadable" if late else "config"
+            report = not_admitted(reason, verdict.message, retry=reason != "config" and not asked.last)
             self._at_next_turn(lambda: self._refuse(asked, report))
             return
         del self._asked[worker]
@@ -305,6 +314,17 @@ class Admission:
         if any(h.loading and h.placed.keys() & verdict.missing.keys() for h in self._holdings.values()):
             asked.since = now  # who loads cannot be idle yet, and a large model may take longer than that
         if now - asked.since >= IDLE_WAIT_S:
+            return False
+        self._timers.at(now + IDLE_LOOK_S, lambda: self._look_again(asked))
+        return True
+
+    def _reading_comes(self, asked: _Asked) -> bool:
+        """Whether to wait for a reading; then this is decided again."""
+        now = time.monotonic()
+        if asked.unread_since is None:
+            asked.unread_since = now
+            self._log.info("%s: waits for the GPUs to be read: %s", asked.worker, self.vram.trouble)
+        if now - asked.unread_since >= READING_WAIT_S:
             return False
         self._timers.at(now + IDLE_LOOK_S, lambda: self._look_again(asked))
         return True

@@ -1,14 +1,12 @@
-"""The GPUs of this box as NVML tells of them: the one place that asks it.
+"""The GPUs of this box, as those who place models and wait for memory see them.
 
-NVML counts GPUs as nvidia-smi does, whatever this process's own CUDA_VISIBLE_DEVICES says, and so do the pins of
-models.yaml: workers get CUDA_DEVICE_ORDER=PCI_BUS_ID.
+They are counted as nvidia-smi does, whatever this process's own CUDA_VISIBLE_DEVICES says, and so do the pins of
+models.yaml: workers get CUDA_DEVICE_ORDER=PCI_BUS_ID. NVML, which tells of them, is asked by ``gpu_reader``.
 """
 
-import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 EVERY = "GPU-"
 """A pin that means each GPU: the beginning of all UUIDs."""
@@ -40,7 +38,15 @@ class Gpu:
 
 
 class GpusUnknown(Exception):
-    """NVML is not here, or does not answer. The message says why."""
+    """The GPUs cannot be read now. The message says why."""
+
+
+class GpusAbsent(GpusUnknown):
+    """Nor will they ever be: the package or the driver is missing."""
+
+
+class GpusLate(GpusUnknown):
+    """The answer is not there yet. Another try, later, may have it; nobody needs to wait for that in between."""
 
 
 class Gpus(Protocol):
@@ -49,85 +55,5 @@ class Gpus(Protocol):
     def read(self, only: Collection[int] | None = None) -> list[Gpu]:
         """All GPUs as they are now, or those of these indices. Raises GpusUnknown."""
 
-
-_MASK_WORDS = 64
-"""Of 64 bits each: 4096 CPUs, or nodes."""
-
-
-class Nvml:
-    """The GPUs by ``nvidia-ml-py``, which is imported here. The constructor raises GpusUnknown if that or the driver is
-    missing. A reading takes a few calls into the driver for each GPU: nothing for every turn of a loop."""
-
-    def __init__(self) -> None:
-        try:
-            import pynvml
-        except ImportError as e:
-            raise GpusUnknown(f"the package nvidia-ml-py cannot be imported: {e}") from None
-        self._nvml: ModuleType = pynvml
-        try:
-            pynvml.nvmlInit()
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            self._handles: list[tuple[Any, str]] = [(h, _text(pynvml.nvmlDeviceGetUUID(h))) for h in handles]
-            self._near = [(self._cpus(handle), self._nodes(handle)) for handle in handles]
-        except pynvml.NVMLError as e:
-            raise GpusUnknown(str(e)) from None
-
-    def read(self, only: Collection[int] | None = None) -> list[Gpu]:
-        nvml = self._nvml
-        try:
-            return [
-                self._gpu(index, handle, uuid)
-                for index, (handle, uuid) in enumerate(self._handles)
-                if only is None or index in only
-            ]
-        except nvml.NVMLError as e:
-            raise GpusUnknown(str(e)) from None
-
-    def _gpu(self, index: int, handle: Any, uuid: str) -> Gpu:
-        # In this order: what a process takes between the two calls is then missing from what is free, and counts once
-        # more as what it is about to take. The other way round it would count as free, and be promised to another.
-        processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-        cpus, nodes = self._near[index]
-        return Gpu(
-            index, uuid, memory.total, memory.used, memory.free, {p.pid: p.usedGpuMemory for p in processes},
-            self._is_divided(handle), cpus, nodes,
-        )  # fmt: skip
-
-    # Not every GPU and driver tells the following: then it is not known.
-
-    def _is_divided(self, handle: Any) -> bool:
-        try:
-            return bool(self._nvml.nvmlDeviceGetMigMode(handle)[0] == 1)
-        except self._nvml.NVMLError:
-            return False
-
-    def _cpus(self, handle: Any) -> frozenset[int]:
-        try:
-            return _set_bits(self._nvml.nvmlDeviceGetCpuAffinity(handle, _MASK_WORDS))
-        except self._nvml.NVMLError:
-            return frozenset()
-
-    def _nodes(self, handle: Any) -> frozenset[int]:
-        scope = self._nvml.NVML_AFFINITY_SCOPE_NODE
-        try:
-            return _set_bits(self._nvml.nvmlDeviceGetMemoryAffinity(handle, _MASK_WORDS, scope))
-        except self._nvml.NVMLError:
-            return frozenset()
-
-
-def open_gpus(log: logging.Logger) -> Gpus | None:
-    """NVML; None, said in the log, if it is not to be had: then nobody waits for VRAM, and status does not show any."""
-    try:
-        return Nvml()
-    except GpusUnknown as e:
-        log.warning("VRAM is not watched: NVML: %s", e)
-        return None
-
-
-def _set_bits(words: Iterable[int]) -> frozenset[int]:
-    return frozenset(64 * n + bit for n, word in enumerate(words) for bit in range(64) if word >> bit & 1)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value  # old releases of the package return bytes
+    def close(self) -> None:
+        """Nothing is read any more."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from supervisor.placement.gpus import Gpu, Gpus, GpusUnknown, open_gpus
+from supervisor.placement.gpu_reader import GpuReader
+from supervisor.placement.gpus import Gpu, Gpus, GpusAbsent, GpusLate, GpusUnknown
 from supervisor.placement.vram_return import Return, VramReturns, listing
 from supervisor.timers import Timers
 
@@ -14,6 +15,8 @@ POLL_S = 0.02
 """Between readings while a dead process's memory is awaited."""
 FRESH_S = 1.0
 """How old a reading may be that ``status`` shows."""
+LOOK_S = 0.25
+"""Between looks whether an answer that is late has come."""
 
 
 @dataclass
@@ -32,7 +35,7 @@ class _Watched:
 
 class Vram:
     """All workers' VRAM. Runs on the supervisor's one thread, by the loop's timers; never sleeps. Without NVML nobody
-    waits, and nothing is shown."""
+    waits, and nothing is shown. While NVML answers late, memory is waited for as long as if it were not back."""
 
     def __init__(self, timers: Timers, log: logging.Logger) -> None:
         self._gpus: Gpus | None = None
@@ -43,18 +46,39 @@ class Vram:
         self._returns = VramReturns()
         self._last: tuple[float, list[Gpu]] | None = None
         self._polling = False
+        self._looking = False
+        self._trouble: tuple[float, GpusUnknown] | None = None
+        """Since when there is no reading, and why."""
         self._models: dict[str, _Watched] = {}
 
     def watch(self, model: str, pins: Collection[str]) -> None:
-        """A worker that is pinned to GPUs, by its pins in models.yaml. NVML is opened for the first."""
+        """A worker that is pinned to GPUs, by its pins in models.yaml. For the first, NVML begins to be opened."""
         if not self._opened:
-            self._opened, self._gpus = True, open_gpus(self._log)
+            self._opened, self._gpus = True, GpuReader(self._log)
         self._models[model] = _Watched(pins)
-        self._read()
 
     def unwatch(self, model: str) -> None:
         """A worker that is stopped will not come back. What it held is still waited for."""
         self._models.pop(model, None)
+
+    def close(self) -> None:
+        """The supervisor leaves."""
+        if self._gpus is not None:
+            self._gpus.close()
+            self._gpus = None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the GPUs cannot be read, for people; None if they can be, or nobody uses them."""
+        if self._trouble is None:
+            return None
+        since, why = self._trouble
+        return f"NVML: {why}, since {time.monotonic() - since:.0f} s"
+
+    @property
+    def late(self) -> bool:
+        """Whether the last reading was none because the answer is late: another try may have it."""
+        return self._trouble is not None and isinstance(self._trouble[1], GpusLate)
 
     @property
     def awaited(self) -> bool:
@@ -76,7 +100,11 @@ class Vram:
         watched.returned = watched.returned_ms = None
         reading = self._read(watched.gpus)
         now = time.monotonic()
-        if reading is None or watched.gpus is None:
+        if watched.gpus is not None and self.late and (watched.seen == pid or watched.ready != pid):
+            self._returns.died_unseen(model, pid, watched.gpus, now)
+            watched.returned = "awaited"
+            self._poll_later(now)
+        elif reading is None or watched.gpus is None:
             watched.returned = "not watched"
         elif self._returns.died(model, pid, reading, now):
             watched.returned = "awaited"
@@ -94,6 +122,8 @@ class Vram:
     def when_free(self, model: str, spawn: Callable[[], None]) -> None:
         """Call ``spawn``: at once, or when no dead worker holds memory of the model's GPUs, or its time is over."""
         watched = self._models.get(model)
+        if watched is not None and watched.gpus is None:
+            self._read()
         pids = [] if watched is None else self._returns.pids_on(watched.gpus or ())
         if watched is None or not pids:
             spawn()
@@ -130,9 +160,10 @@ class Vram:
 
     def holders(self) -> dict[int, str]:
         """pid → what it holds of the GPUs that are used, as NVML lists it, in words."""
+        recent = self._recent()
         used = {index for watched in self._models.values() for index in watched.gpus or ()}
         told: dict[int, list[str]] = {}
-        for gpu in self._recent():
+        for gpu in recent:
             for pid, size in gpu.processes.items() if gpu.index in used else ():
                 told.setdefault(pid, []).append(
                     f"{'memory' if size is None else f'{size / (1 << 30):.1f} GiB'} of GPU {gpu.index}"
@@ -161,7 +192,10 @@ class Vram:
         self._polling = False
         reading = self._read(self._returns.gpus)
         now = time.monotonic()
-        over = self._returns.give_up(now) if reading is None else self._returns.read(reading, now)
+        if reading is not None:
+            over = self._returns.read(reading, now)
+        else:
+            over = self._returns.unread(now) if self.late else self._returns.give_up(now)
         for outcome in over:
             self._settled(outcome)
         if self._returns.gpus:
@@ -194,20 +228,40 @@ class Vram:
         return self._last[1] if self._last else []
 
     def _read(self, only: Collection[int] | None = None) -> list[Gpu] | None:
-        """The GPUs; None if they cannot be read, which is said once."""
+        """The GPUs; None if they cannot be read, which is said."""
         if self._gpus is None:
             return None
         try:
             reading = self._gpus.read(only)
         except GpusUnknown as e:
-            if only is None:
-                self._last = time.monotonic(), []  # not asked again for each model of a status
-            self._say_once("no reading", f"VRAM cannot be read: NVML: {e}")
+            self._unreadable(e, time.monotonic())
             return None
+        if self._trouble is not None:
+            self._log.info("VRAM can be read again, after %.1f s", time.monotonic() - self._trouble[0])
+            self._trouble = None
         if only is None:
             self._last = time.monotonic(), reading
             self._note(reading)
         return reading
+
+    def _unreadable(self, why: GpusUnknown, now: float) -> None:
+        before, since = (None, now) if self._trouble is None else (self._trouble[1], self._trouble[0])
+        self._trouble = since, why
+        self._last = now, []  # not asked again for each model of a status
+        if isinstance(why, GpusAbsent):
+            self._log.warning("VRAM is not watched: NVML: %s", why)
+            self.close()
+        elif before is None or (type(before), before.args) != (type(why), why.args):
+            self._log.warning("VRAM cannot be read: NVML: %s", why)
+        if isinstance(why, GpusLate) and not self._looking:
+            self._looking = True
+            self._timers.at(now + LOOK_S, self._look)
+
+    def _look(self) -> None:
+        """Whether an answer that was late has come: nobody else may ask for hours, and it is to be said."""
+        self._looking = False
+        if self.late:
+            self._read()
 
     def _note(self, reading: list[Gpu]) -> None:
         """Which GPUs the pins mean, where no reading has told yet, and which workers NVML lists alive."""

@@ -46,6 +46,10 @@ class VramReturns:
             self._awaited.append(_Awaited(model, pid, gpus, now))
         return bool(gpus)
 
+    def died_unseen(self, model: str, pid: int, gpus: frozenset[int], now: float) -> None:
+        """The same while the GPUs answer late. A later reading tells whether any of these lists it."""
+        self._awaited.append(_Awaited(model, pid, gpus, now))
+
     def read(self, reading: Sequence[Gpu], now: float) -> list[Return]:
         """A later reading of at least ``gpus``: what is back, and what is given up because its time is over."""
         over = []
@@ -55,6 +59,11 @@ class VramReturns:
             if back or after_s >= self._deadline_s:
                 over.append(Return(awaited.model, awaited.pid, awaited.gpus, back, after_s))
         return self._remove(over)
+
+    def unread(self, now: float) -> list[Return]:
+        """The GPUs answer late: what is given up because its time is over."""
+        late = [a for a in self._awaited if now - a.since >= self._deadline_s]
+        return self._remove([Return(a.model, a.pid, a.gpus, False, now - a.since) for a in late])
 
     def give_up(self, now: float) -> list[Return]:
         """The GPUs can no longer be read: everything that is awaited, as not back."""

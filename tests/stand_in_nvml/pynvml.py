@@ -1,12 +1,16 @@
-"""What placement.gpus uses of nvidia-ml-py, told by a JSON file instead of a driver: see tests/system/test_vram.py.
+"""What placement.nvml_child uses of nvidia-ml-py, told by a JSON file, no driver: see tests/system/test_vram.py.
 
 ``MODELCTL_TEST_BOX`` names the file: {"gpus": [{"uuid", "total", "processes": {pid: bytes}}], "error": text or null},
-a GPU with "mig": true, "cpus": [numbers] and "nodes": [numbers] where a test wants them.
-It is read anew at every call, so that a test can change the box by replacing the file.
+a GPU with "mig": true, "cpus": [numbers] and "nodes": [numbers] where a test wants them, and "free" for one that is not
+what is left of the total.
+It is read anew at every call, so that a test can change the box by replacing the file. The driver may misbehave:
+"hangs" is true for as long as calls do not return, "says" is what is written to standard input instead of an answer,
+"ends" is the exit code with which the process ends.
 """
 
 import json
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,23 +32,33 @@ class Process:
     usedGpuMemory: int | None
 
 
+def _told() -> dict[str, Any]:
+    while True:
+        with open(os.environ["MODELCTL_TEST_BOX"]) as f:
+            box: dict[str, Any] = json.load(f)
+        if not box.get("hangs"):
+            return box
+        time.sleep(0.005)
+
+
 def _box() -> dict[str, Any]:
-    with open(os.environ["MODELCTL_TEST_BOX"]) as f:
-        box: dict[str, Any] = json.load(f)
+    box = _told()
     if box["error"]:
         raise NVMLError(box["error"])
+    if says := box.get("says"):
+        os.write(0, says.encode())
+    if (code := box.get("ends")) is not None:
+        os._exit(code)
     return box
 
 
 def nvmlInit() -> None:
-    with open(os.environ["MODELCTL_TEST_BOX"]) as f:
-        if error := json.load(f).get("init_error"):
-            raise NVMLError(error)
+    if error := _told().get("init_error"):
+        raise NVMLError(error)
 
 
 def nvmlDeviceGetCount() -> int:
-    with open(os.environ["MODELCTL_TEST_BOX"]) as f:
-        return len(json.load(f)["gpus"])
+    return len(_told()["gpus"])
 
 
 def nvmlDeviceGetHandleByIndex(index: int) -> int:
@@ -52,14 +66,13 @@ def nvmlDeviceGetHandleByIndex(index: int) -> int:
 
 
 def nvmlDeviceGetUUID(handle: int) -> str:
-    with open(os.environ["MODELCTL_TEST_BOX"]) as f:
-        return str(json.load(f)["gpus"][handle]["uuid"])
+    return str(_told()["gpus"][handle]["uuid"])
 
 
 def nvmlDeviceGetMemoryInfo(handle: int) -> Memory:
     gpu = _box()["gpus"][handle]
     used = sum(size or 0 for size in gpu["processes"].values())
-    return Memory(gpu["total"], used, gpu["total"] - used)
+    return Memory(gpu["total"], used, gpu.get("free", gpu["total"] - used))
 
 
 def nvmlDeviceGetComputeRunningProcesses(handle: int) -> list[Process]:
@@ -84,8 +97,7 @@ def nvmlDeviceGetMemoryAffinity(handle: int, words: int, scope: int) -> list[int
 
 def _mask(handle: int, key: str, words: int) -> list[int]:
     """As the real ones: words of 64 bits."""
-    with open(os.environ["MODELCTL_TEST_BOX"]) as f:
-        numbers = json.load(f)["gpus"][handle].get(key)
+    numbers = _told()["gpus"][handle].get(key)
     if numbers is None:
         raise NVMLError("Not Supported")
     return [sum(1 << n % 64 for n in numbers if n // 64 == word) for word in range(words)]

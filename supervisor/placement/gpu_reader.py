@@ -1,0 +1,224 @@
+"""The GPUs as NVML tells of them, read by a process of its own (``nvml_child``) that is asked over a socket.
+
+A reading waits for ``PATIENCE_S`` at most, and if that was in vain, none waits until the driver answers quickly again:
+see ``patience``, which decides. Here is the process, and the socket.
+"""
+
+import importlib.util
+import logging
+import math
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
+from supervisor.placement.nvml_answers import MAX_ANSWER, Answer, Fixed, Nonsense, question, read_answer, read_greeting
+from supervisor.placement.patience import PATIENCE_S, Asking, Patience, Restarts
+
+START_S = 2.0
+"""How long the first reading of all waits for the driver to be opened, which may take seconds where nothing keeps it
+open (no persistence mode). Nothing is served yet; who is to be placed waits longer, without holding up the loop."""
+ONCE_S = 30.0
+"""The same for a command, and how long it waits for the answer: nothing else waits meanwhile."""
+LEAVE_S = 0.2
+"""How long the end of a process is waited for that was killed."""
+_PROGRAM = str(Path(__file__).with_name("nvml_child.py"))
+
+
+class _Ended(Exception):
+    """The process is gone, or has closed its socket."""
+
+
+class _Child:
+    """The process and the socket to it. ``fixed``: None until it has opened the driver. The constructor raises OSError
+    where there is no process or descriptor left."""
+
+    def __init__(self, where: str) -> None:
+        self.fixed: tuple[Fixed, ...] | None = None
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_ANSWER)
+            self._socket.setblocking(False)
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", _PROGRAM, str(os.getpid()), where],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C reaches every process of a terminal's group
+                cwd="/",
+            )
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+
+    def send(self, frame: bytes) -> None:
+        """Raises _Ended."""
+        try:
+            self._socket.send(frame)
+        except OSError:
+            raise _Ended from None
+
+    def receive(self, within_s: float) -> bytes | None:
+        """What it says next; None if that takes longer. Raises _Ended, Nonsense."""
+        if not self._poll.poll(math.ceil(within_s * 1000)):
+            return None
+        try:
+            frame, _, flags, _ = self._socket.recvmsg(MAX_ANSWER)
+        except BlockingIOError:
+            return None
+        except OSError:  # killed with a question unread
+            raise _Ended from None
+        if not frame:
+            raise _Ended
+        if flags & socket.MSG_TRUNC:
+            raise Nonsense(f"it is longer than {MAX_ANSWER} bytes")
+        return frame
+
+    def end(self) -> str:
+        """Kill it. Returns how it had ended, or what is known of that."""
+        self._socket.close()
+        self._process.kill()
+        try:
+            code = self._process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:  # it hangs in the driver, and dies when that lets it go
+            return "it does not die"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+class GpuReader:
+    """See ``gpus.Gpus``. Starts the process at once, and waits for it at the first reading. From the main thread only:
+    the process lives as long as the thread that started it.
+
+    patience_s  how long a reading waits for its answer
+    start_s     how long the first one waits for the driver to be opened
+    """
+
+    def __init__(self, log: logging.Logger, patience_s: float = PATIENCE_S, start_s: float = START_S) -> None:
+        self._log = log
+        self._patience_s = patience_s
+        self._start_s = start_s
+        self._patience = Patience(patience_s)
+        self._restarts = Restarts()
+        self._child: _Child | None = None
+        self._greeted = False
+        self._refusal: str | None = None
+        """Why a later process could not open the driver, which an earlier one could."""
+        self._number = 0
+        self._only: Collection[int] | None = None
+        self._where = _find()
+        if self._where is not None:
+            self._start(self._where)
+
+    def read(self, only: Collection[int] | None = None) -> list[Gpu]:
+        if self._where is None:
+            raise GpusAbsent("the package nvidia-ml-py is not installed")
+        if self._child is None:
+            self._start_again(self._where)
+        if self._child is None:
+            raise GpusUnknown(self._refusal) if self._refusal else GpusLate("the process that asks it is gone")
+        try:
+            self._open(self._child)
+            if self._patience.is_out:
+                self._hear(self._child, 0.0)
+            return self._ask(self._child, only)
+        except _Ended:
+            self._log.warning("the process that asks NVML ended (%s): it is started again", self._drop())
+            self._start_again(self._where)
+            raise GpusLate("the process that asks it ended") from None
+        except Nonsense as e:
+            self._drop()
+            self._log.error("the process that asks NVML said what cannot be (%s): killed, and started again", e)
+            self._start_again(self._where)
+            raise GpusLate("the process that asks it said what cannot be") from None
+
+    def close(self) -> None:
+        """End the process. One that hangs in the driver is not waited for."""
+        self._drop()
+
+    def _start_again(self, where: str) -> None:
+        """If it is time for that."""
+        if self._restarts.next(time.monotonic()):
+            self._start(where)
+
+    def _start(self, where: str) -> None:
+        try:
+            self._child = _Child(where)
+        except OSError as e:
+            self._log.error("the process that asks NVML cannot be started: %s; trying again", e.strerror or e)
+
+    def _open(self, child: _Child) -> None:
+        """See that the driver is open. Raises GpusUnknown, _Ended, Nonsense."""
+        if child.fixed is not None:
+            return
+        wait_s, self._start_s = self._start_s, 0.0
+        if (frame := child.receive(wait_s)) is None:
+            raise GpusUnknown(self._refusal) if self._refusal else GpusLate("the driver is still being opened")
+        greeting = read_greeting(frame)
+        self._refusal = greeting.absent
+        if greeting.absent is not None:
+            self._drop()
+            raise GpusUnknown(greeting.absent) if self._greeted else GpusAbsent(greeting.absent)
+        child.fixed, self._greeted = greeting.gpus, True
+
+    def _ask(self, child: _Child, only: Collection[int] | None) -> list[Gpu]:
+        late = GpusLate(f"the driver has not answered within {self._patience_s:g} s")
+        asking = self._patience.next(time.monotonic())
+        if asking is Asking.NOTHING:
+            raise late
+        self._number += 1
+        self._only = only
+        child.send(question(self._number, only))
+        self._patience.asked(asking)
+        if asking is Asking.PROBE:
+            raise late
+        answer = self._hear(child, self._patience_s)
+        if answer is None:
+            self._patience.gave_up()
+            raise late
+        if answer.error is not None:
+            raise GpusUnknown(answer.error)
+        return answer.gpus
+
+    def _hear(self, child: _Child, within_s: float) -> Answer | None:
+        """The next answer. What nobody waits for any more is old, and only tells how quick the driver is."""
+        frame = child.receive(within_s)
+        if frame is None:
+            return None
+        assert child.fixed is not None
+        answer = read_answer(frame, self._number, self._only, child.fixed)
+        self._patience.answered(answer.took_s, time.monotonic())
+        return answer
+
+    def _drop(self) -> str:
+        self._patience.forget()
+        child, self._child = self._child, None
+        return "" if child is None else child.end()
+
+
+def read_once() -> list[Gpu]:
+    """All GPUs, for a command that waits. Raises GpusUnknown."""
+    quiet = logging.Logger(__name__)  # of nobody's handlers: the exception says what there is to say
+    quiet.addHandler(logging.NullHandler())
+    reader = GpuReader(quiet, patience_s=ONCE_S, start_s=ONCE_S)
+    try:
+        return reader.read()
+    finally:
+        reader.close()
+
+
+def _find() -> str | None:
+    """The directory that has the package pynvml, which is not imported here; None if there is none."""
+    found = importlib.util.find_spec("pynvml")
+    if found is None or found.origin is None:
+        return None
+    file = Path(found.origin).absolute()
+    return str(file.parents[1 if found.submodule_search_locations else 0])

@@ -1,0 +1,137 @@
+"""A process that asks NVML, and does nothing else: it may hang with the driver, or be killed, at any moment.
+
+A GPU that has fallen off the bus makes calls into the driver take seconds, or for ever, and the driver's library alone
+takes 18 MB. Neither is to happen to the supervisor: ``gpu_reader.GpuReader`` starts this file as a program, with
+``python -I -S``, and asks it one question at a time. It imports the standard library and pynvml only.
+
+    python -I -S nvml_child.py PARENT WHERE
+
+PARENT  pid of the supervisor
+WHERE   directory in which pynvml is found; the end of what is looked through
+stdin   a SEQPACKET socket, both ways, whose messages are JSON, see ``nvml_answers``. Its end is the end of this.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_LONGEST_QUESTION = 1 << 14
+_MASK_WORDS = 64
+"""Of 64 bits each: 4096 CPUs, or nodes."""
+
+
+class _Nvml:
+    """The GPUs as nvidia-ml-py tells of them. Every call may raise its NVMLError, and may take for ever."""
+
+    def __init__(self, pynvml: Any) -> None:
+        self._nvml = pynvml
+        pynvml.nvmlInit()
+        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+
+    def fixed(self) -> list[dict[str, Any]]:
+        """What does not change of each."""
+        return [
+            {"uuid": _text(self._nvml.nvmlDeviceGetUUID(h)), "cpus": self._cpus(h), "nodes": self._nodes(h)}
+            for h in self._handles
+        ]
+
+    def now(self, only: list[int] | None) -> list[dict[str, Any]]:
+        """What does, of each or of these indices."""
+        wanted = range(len(self._handles)) if only is None else only
+        return [{"index": i, **self._gpu(handle)} for i, handle in enumerate(self._handles) if i in wanted]
+
+    def _gpu(self, handle: Any) -> dict[str, Any]:
+        # In this order: what a process takes between the two calls is then missing from what is free, and counts once
+        # more as what it is about to take. The other way round it would count as free, and be promised to another.
+        processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        return {
+            "total": memory.total,
+            "used": memory.used,
+            "free": memory.free,
+            "processes": [[p.pid, p.usedGpuMemory] for p in processes],
+            "mig": self._is_divided(handle),
+        }
+
+    # Not every GPU and driver tells the following: then it is not known.
+
+    def _is_divided(self, handle: Any) -> bool:
+        try:
+            return bool(self._nvml.nvmlDeviceGetMigMode(handle)[0] == 1)
+        except self._nvml.NVMLError:
+            return False
+
+    def _cpus(self, handle: Any) -> list[int]:
+        try:
+            return list(self._nvml.nvmlDeviceGetCpuAffinity(handle, _MASK_WORDS))
+        except self._nvml.NVMLError:
+            return []
+
+    def _nodes(self, handle: Any) -> list[int]:
+        scope = self._nvml.NVML_AFFINITY_SCOPE_NODE
+        try:
+            return list(self._nvml.nvmlDeviceGetMemoryAffinity(handle, _MASK_WORDS, scope))
+        except self._nvml.NVMLError:
+            return []
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value  # old releases of the package return bytes
+
+
+def _tell(message: dict[str, Any]) -> None:
+    try:
+        os.write(0, json.dumps(message).encode())
+    except OSError as e:
+        if e.errno != errno.EMSGSIZE:
+            raise
+        kept = {key: value for key, value in message.items() if key != "gpus"}
+        os.write(0, json.dumps({**kept, "error": "more processes hold memory than can be told"}).encode())
+
+
+def _serve(where: str) -> None:
+    sys.path.append(where)
+    try:
+        import pynvml
+    except ImportError as e:
+        _tell({"absent": f"the package nvidia-ml-py cannot be imported: {e}"})
+        return
+    try:
+        nvml = _Nvml(pynvml)
+        _tell({"gpus": nvml.fixed()})
+    except pynvml.NVMLError as e:
+        _tell({"absent": str(e)})
+        return
+    while question := os.read(0, _LONGEST_QUESTION):
+        asked = json.loads(question)
+        begun = time.monotonic()
+        try:
+            told: dict[str, Any] = {"gpus": nvml.now(asked["only"])}
+        except pynvml.NVMLError as e:
+            told = {"error": str(e)}
+        _tell({"number": asked["number"], "took_s": time.monotonic() - begun, **told})
+
+
+def _main() -> None:
+    # before anything of the driver: from then on this may hang, and see no end of the socket (as ``parent_death`` of
+    # the workers, which a program without our packages cannot import)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(sys.argv[1]):
+        return
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(ignored, signal.SIG_IGN)  # the supervisor decides when it is not needed any more
+    _serve(sys.argv[2])
+
+
+if __name__ == "__main__":
+    try:
+        _main()
+    except OSError:
+        pass  # nobody is there any more
+    os._exit(0)  # without the driver's own leave, which may hang as well

@@ -1,0 +1,81 @@
+"""When the GPUs are asked for, and whether the answer is waited for. Pure: times are arguments, monotonic seconds.
+
+Whoever asks is the supervisor's one thread, on which every token waits meanwhile. So a driver that hangs, or has become
+slow, may cost it PATIENCE_S once; then nobody waits for an answer until one has come quickly.
+"""
+
+from enum import Enum
+
+PATIENCE_S = 0.5
+"""How long an answer is waited for. It takes 1 to 30 ms."""
+QUIET_S = 2.0
+"""How long nothing is asked after an answer that was late: of a driver that hangs again and again, this and PATIENCE_S
+say how much of the time is lost."""
+RESTART_S = 5.0
+"""From one time that the process that asks the driver is started again to the next, at least."""
+
+
+class Asking(Enum):
+    """What may be done now."""
+
+    WAIT = "wait"
+    """Ask, and wait for the answer."""
+    PROBE = "probe"
+    """Ask, only to learn how long the driver takes: nobody waits."""
+    NOTHING = "nothing"
+    """There is a question out that nobody waits for any more, or it is too early for another."""
+
+
+class Patience:
+    """The questions to one process, of which one is out at a time."""
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
+        self._out: Asking | None = None
+        self._gave_up = False
+        self._slow = False
+        self._quiet_until = 0.0
+
+    def next(self, now: float) -> Asking:
+        if self._out is not None or (self._slow and now < self._quiet_until):
+            return Asking.NOTHING
+        return Asking.PROBE if self._slow else Asking.WAIT
+
+    def asked(self, asking: Asking) -> None:
+        """A question went out, as ``next`` said."""
+        self._out, self._gave_up = asking, False
+
+    def gave_up(self) -> None:
+        """Its time is over. Its answer, if one comes, is old."""
+        self._slow = self._gave_up = True
+
+    def answered(self, took_s: float, now: float) -> None:
+        """The answer came. ``took_s``: how long the driver took."""
+        if self._gave_up or (self._slow and took_s >= self._patience_s / 2):
+            self._quiet_until = now + QUIET_S
+        else:
+            self._slow = False
+        self._out, self._gave_up = None, False
+
+    def forget(self) -> None:
+        """The process is gone, and what was asked with it. The next one has not been slow yet."""
+        self._out, self._gave_up, self._slow = None, False, False
+
+    @property
+    def is_out(self) -> bool:
+        """Whether an answer is due."""
+        return self._out is not None
+
+
+class Restarts:
+    """Of a process that may end again and again. The first is at once."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+
+    def next(self, now: float) -> bool:
+        """Whether it is started again now."""
+        if self._last is not None and now - self._last < RESTART_S:
+            return False
+        self._last = now
+        return True

@@ -1,0 +1,304 @@
+"""The process that asks NVML: when it is asked, what is believed of its answers, and what becomes of the real one."""
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from supervisor.placement import patience
+from supervisor.placement.gpu_reader import GpuReader
+from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
+from supervisor.placement.nvml_answers import MAX_ANSWER, Fixed, Nonsense, question, read_answer, read_greeting
+from supervisor.placement.patience import Asking, Patience, Restarts
+from tests.nvml_box import GIB, Box
+from tests.serving import ROOT, is_alive, wait_until
+
+# --- when it is asked ------------------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_a_second_time_until_the_driver_is_quick_again() -> None:
+    asked = Patience(0.5)
+    assert asked.next(0.0) is Asking.WAIT
+    asked.asked(Asking.WAIT)
+    asked.gave_up()
+    assert {asked.next(at) for at in (0.5, 1.0, 1000.0)} == {Asking.NOTHING}, "it has not answered yet"
+    asked.answered(1000.0, 1000.0)
+    assert asked.next(1001.9) is Asking.NOTHING
+    assert asked.next(1002.0) is Asking.PROBE
+    asked.asked(Asking.PROBE)
+    assert asked.next(1002.0) is Asking.NOTHING
+    asked.answered(0.3, 1002.5)  # within the time, but not by much
+    assert [asked.next(at) for at in (1004.4, 1004.5)] == [Asking.NOTHING, Asking.PROBE]
+    asked.asked(Asking.PROBE)
+    asked.answered(0.02, 1005.0)
+    assert asked.next(1005.0) is Asking.WAIT
+
+
+def test_an_answer_in_time_changes_nothing_however_long_it_took() -> None:
+    asked = Patience(0.5)
+    asked.asked(Asking.WAIT)
+    assert asked.is_out
+    asked.answered(0.49, 0.49)
+    assert (asked.is_out, asked.next(0.5)) == (False, Asking.WAIT)
+
+
+def test_a_question_dies_with_its_process() -> None:
+    asked = Patience(0.5)
+    asked.asked(Asking.WAIT)
+    asked.gave_up()
+    asked.forget()
+    assert (asked.is_out, asked.next(1.0)) == (False, Asking.WAIT)
+
+
+def test_a_process_is_started_again_at_once_and_then_not_too_often() -> None:
+    restarts = Restarts()
+    assert [restarts.next(at) for at in (7.0, 7.1, 11.9, 12.0, 12.1)] == [True, False, False, True, False]
+
+
+# --- what is believed ------------------------------------------------------------------------------------------------
+
+FIXED = (Fixed("GPU-0", frozenset({0, 64}), frozenset()), Fixed("GPU-1", frozenset(), frozenset()))
+
+
+def reading(**other: Any) -> dict[str, Any]:
+    return {"index": 1, "total": 80, "used": 30, "free": 50, "processes": [[7, 30], [8, None]], "mig": False} | other
+
+
+def answer(*gpus: Any, **other: Any) -> bytes:
+    return json.dumps({"number": 3, "took_s": 0.01, "gpus": list(gpus)} | other).encode()
+
+
+def test_an_answer_becomes_gpus() -> None:
+    told = read_answer(answer(reading()), 3, [1, 9], FIXED)
+    assert (told.took_s, told.error) == (0.01, None)
+    assert told.gpus == [Gpu(1, "GPU-1", 80, 30, 50, {7: 30, 8: None})]
+    failed = json.dumps({"number": 3, "took_s": 0.0, "error": "GPU\nis \x1b[1mlost" + "!" * 999}).encode()
+    error = read_answer(failed, 3, None, FIXED).error
+    assert error is not None
+    assert (error[:17], len(error)) == ("GPU is  [1mlost!!", 200)
+    assert json.loads(question(3, {1, 0})) == {"number": 3, "only": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xff\x00",
+        b"[" * 100_000,
+        b"9" * 10_000,
+        b"[]",
+        b'{"number": 3}',
+        b" " * MAX_ANSWER + b"{}",
+        answer(reading(), number=2),
+        answer(reading(), number=True),
+        answer(reading(), took_s=-1.0),
+        answer(reading(), took_s=float("nan")),
+        answer(reading(), took_s="1"),
+        answer(reading(), error=5),
+        answer(),
+        answer(reading(index=0)),
+        answer(reading(), reading()),
+        answer(reading(index=2)),
+        answer(reading(index=-1)),
+        answer(7),
+        answer(reading(free=81)),
+        answer(reading(used=81)),
+        answer(reading(total=1 << 64)),
+        answer(reading(total=80.0)),
+        answer(reading(free=None)),
+        answer(reading(mig=0)),
+        answer(reading(processes=None)),
+        answer(reading(processes=[[7]])),
+        answer(reading(processes=[[7, -1]])),
+        answer(reading(processes=[["7", 1]])),
+        answer(reading(processes=[[1 << 32, 1]])),
+    ],
+)
+def test_what_cannot_be_is_refused(frame: bytes) -> None:
+    with pytest.raises(Nonsense):
+        read_answer(frame, 3, [1], FIXED)
+
+
+@pytest.mark.parametrize(
+    "gpus",
+    [
+        None,
+        [1],
+        [{"uuid": "", "cpus": [], "nodes": []}],
+        [{"uuid": "GPU-é", "cpus": [], "nodes": []}],
+        [{"uuid": "GPU-0", "cpus": [-1], "nodes": []}],
+        [{"uuid": "GPU-0", "cpus": [1] * 65, "nodes": []}],
+        [{"uuid": "GPU-0", "cpus": []}],
+        [{"uuid": "GPU-0", "cpus": [], "nodes": []}] * 257,
+    ],
+)
+def test_a_greeting_that_cannot_be_is_refused(gpus: object) -> None:
+    with pytest.raises(Nonsense):
+        read_greeting(json.dumps({"gpus": gpus}).encode())
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
+    path = tmp_path / "box.json"
+    monkeypatch.setenv("MODELCTL_TEST_BOX", str(path))
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "stand_in_nvml"))
+    return Box(path, [80, 48])
+
+
+@pytest.fixture
+def reader(box: Box) -> Iterator[GpuReader]:
+    """That waits for an answer as long as a busy machine may take."""
+    reader = GpuReader(logging.getLogger("reader"), patience_s=60.0, start_s=60.0)
+    yield reader
+    reader.close()
+    assert not processes()
+
+
+def processes() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if "nvml_child" in " ".join(p.cmdline())]
+
+
+def comes(reader: GpuReader) -> list[Gpu]:
+    """A reading, as soon as there is one."""
+
+    def now() -> list[Gpu] | None:
+        try:
+            return reader.read()
+        except GpusLate:
+            return None
+
+    return wait_until(now, what="a reading")
+
+
+def test_it_reads_what_is_asked_for(reader: GpuReader, box: Box) -> None:
+    box.becomes([80, 48], mig=[False, True], cpus=[[0, 1, 65], None], nodes=[[0], None])
+    box.holds(1, 7, 3 * GIB)
+    box.holds(1, 8, None)
+    first, second = reader.read()
+    assert (first.uuid, first.total, first.free) == ("GPU-0a2b3c4d-0000", 80 * GIB, 80 * GIB)
+    assert (first.cpus, first.nodes, first.mig) == ({0, 1, 65}, {0}, False)
+    assert (second.free, second.processes, second.mig, second.cpus) == (45 * GIB, {7: 3 * GIB, 8: None}, True, set())
+    assert [gpu.index for gpu in reader.read([1, 5])] == [1]
+    box.fails("GPU is lost")
+    with pytest.raises(GpusUnknown, match="GPU is lost"):
+        reader.read()
+    box.fails(None)
+    assert len(reader.read()) == 2
+    (process,) = processes()
+    assert os.getsid(process.pid) == process.pid, "no signal of our terminal's"
+    assert process.num_fds() == 3, "its socket, and twice nothing"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        process.send_signal(number)
+    assert len(reader.read()) == 2
+
+
+def test_a_driver_that_hangs_is_waited_for_once(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "QUIET_S", 0.2)
+    reader = GpuReader(logging.getLogger("reader"), start_s=60.0)
+    comes(reader)
+    box.driver(hangs=True)
+    begun = time.monotonic()
+    with pytest.raises(GpusLate, match=r"has not answered within 0\.5 s"):
+        reader.read()
+    assert time.monotonic() - begun >= patience.PATIENCE_S
+    begun = time.monotonic()
+    for _ in range(200):
+        with pytest.raises(GpusLate):
+            reader.read()
+    assert time.monotonic() - begun < 20 * patience.PATIENCE_S, "of 200 that would each have taken so long"
+    # its answer is old when it comes at last: what was so meanwhile is not told
+    box.driver(hangs=None)
+    time.sleep(0.05)  # not waited for: with this it is likelier that the answer lies there
+    box.holds(0, 7, GIB)
+    assert comes(reader)[0].processes == {7: GIB}
+    (process,) = processes()
+    box.driver(hangs=True)
+    with pytest.raises(GpusLate):
+        reader.read()
+    begun = time.monotonic()
+    reader.close()
+    assert time.monotonic() - begun < 30
+    assert not is_alive(process), "it is not waited for until the driver lets it go"
+
+
+def test_another_process_takes_the_place_of_one_that_ended(
+    reader: GpuReader, box: Box, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader.read()
+    (process,) = processes()
+    process.kill()
+    with pytest.raises(GpusLate):
+        reader.read()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the process that asks NVML ended (signal 9): it is started again"
+    ]
+    assert len(comes(reader)) == 2
+    assert processes() != [process]
+
+
+@pytest.mark.parametrize(
+    ("misbehave", "said"),
+    [
+        (lambda box: box.driver(says="nonsense"), "said what cannot be (it is no JSON): killed"),
+        (lambda box: box.driver(says="{" * (MAX_ANSWER + 1)), f"(it is longer than {MAX_ANSWER} bytes): killed"),
+        (lambda box: box.becomes([80, 48], free=[81 * GIB, GIB]), "(free is no whole number from 0 to"),
+        (lambda box: box.driver(ends=3), "ended (exit code 3): it is started again"),
+    ],
+    ids=["garbage", "too much", "more free than there is", "ends"],
+)
+def test_nothing_is_read_of_a_process_that_misbehaves(
+    misbehave: Callable[[Box], None], said: str, reader: GpuReader, box: Box, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader.read()
+    misbehave(box)
+    for _ in range(3):
+        with pytest.raises(GpusLate):
+            reader.read()
+    assert said in caplog.records[0].getMessage()
+    assert len(caplog.records) <= 2, "it is not started again and again"
+
+
+def test_without_a_driver_there_are_no_gpus_and_no_process(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.fails("Driver Not Loaded", at_init=True)
+    reader = GpuReader(logging.getLogger("reader"), start_s=60.0)
+    with pytest.raises(GpusAbsent, match="Driver Not Loaded"):
+        reader.read()
+    assert not processes()
+    monkeypatch.setattr("sys.path", [])
+    with pytest.raises(GpusAbsent, match="nvidia-ml-py is not installed"):
+        GpuReader(logging.getLogger("reader")).read()
+
+
+def test_a_driver_that_is_loaded_anew_is_tried_again(
+    reader: GpuReader, box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "RESTART_S", 0.05)
+    reader.read()
+    box.fails("Driver/library version mismatch", at_init=True)
+    processes()[0].kill()
+
+    def why() -> str:
+        try:
+            return str(reader.read())
+        except GpusUnknown as e:
+            return str(e)
+
+    wait_until(lambda: why() == "Driver/library version mismatch")
+    box.fails(None, at_init=True)
+
+    def again() -> bool:
+        told = why()
+        assert told == "Driver/library version mismatch" or told.startswith("[Gpu"), told
+        return told.startswith("[Gpu")
+
+    wait_until(again)
