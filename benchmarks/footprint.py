@@ -2,10 +2,11 @@
 
     python -m benchmarks.footprint [--gpu 0] [--quick] [--out DIR]
 
-The demo models of models.yaml, on the CPU, or with ``--gpu`` on a GPU, where the supervisor has NVML in its process.
-Memory is that of the supervisor's process once all models are ready and have answered: resident (RSS), and its own
-share (PSS: a page that several processes map is counted in parts). ``ps`` runs many times, in turns with
-``python -c pass``, below which nothing written in Python can be.
+The demo models of models.yaml, on the CPU, or with ``--gpu`` on a GPU, where a process of its own reads NVML for the
+supervisor. Memory is that of the supervisor's process once all models are ready and have answered: resident (RSS), and
+its own share (PSS: a page that several processes map is counted in parts); and the same of the process that reads NVML,
+where there is one. ``ps`` runs many times, in turns with ``python -c pass``, below which nothing written in Python can
+be. Where there is no GPU, ``--engine`` (an import string) and a stand-in for NVML try the script.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from benchmarks.harness import Server
 from benchmarks.report import RESULTS, Result, write
@@ -31,21 +34,37 @@ def memory(pid: int) -> tuple[float, float]:
     return rss, pss
 
 
+def nvml_reader(supervisor: int) -> int | None:
+    """The pid of the process that reads NVML; None if there is none."""
+    children = psutil.Process(supervisor).children()
+    return next((p.pid for p in children if any(a.endswith("nvml_child.py") for a in p.cmdline())), None)
+
+
 def python_seconds() -> float:
     begun = time.perf_counter()
     subprocess.run([sys.executable, "-c", "pass"], check=True)
     return time.perf_counter() - begun
 
 
+def reader_rows(rss: float, pss: float, supervisor_pss: float) -> list[Result]:
+    """What the process that reads NVML adds; bytes."""
+    return [
+        Result("memory of the process that reads NVML (RSS)", rss / MB, "MB"),
+        Result("its own share of it (PSS)", pss / MB, "MB"),
+        Result("own shares of the two together (PSS)", (supervisor_pss + pss) / MB, "MB"),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="cpu", help="an index as nvidia-smi counts, or cpu")
+    parser.add_argument("--engine", default="transformers", help="another than transformers, to try the script itself")
     parser.add_argument("--quick", action="store_true", help="tries the script itself")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
     arguments = parser.parse_args()
     gpu = arguments.gpu if arguments.gpu == "cpu" else int(arguments.gpu)
     models = {
-        name: {"model_dir": f"demo:{name}", "engine": "transformers", "gpu": gpu, "max_batch_size": 32}
+        name: {"model_dir": f"demo:{name}", "engine": arguments.engine, "gpu": gpu, "max_batch_size": 32}
         for name in NAMES
     }
     with Server(models) as server:
@@ -57,12 +76,17 @@ def main() -> None:
         server.modelctl("ps")
         rounds = [(server.modelctl("ps"), python_seconds()) for _ in range(3 if arguments.quick else RUNS)]
         rss, pss = memory(pid)
+        reader = nvml_reader(pid)
+        if gpu != "cpu" and reader is None:
+            raise RuntimeError("no process reads NVML, although models are on a GPU: see the supervisor's log")
+        of_reader = [] if reader is None else reader_rows(*memory(reader), pss)
     write(
         "footprint" if gpu == "cpu" else "footprint-nvml",
         [
             Result("supervisor's memory (RSS), models ready", idle / MB, "MB"),
             Result("supervisor's memory (RSS), after requests", rss / MB, "MB", "<= 60"),
             Result("supervisor's own share of it (PSS)", pss / MB, "MB"),
+            *of_reader,
             Result("modelctl ps", statistics.median(ps for ps, _ in rounds), "s", "<= 0.2"),
             Result("python -c pass", statistics.median(floor for _, floor in rounds), "s"),
             Result("modelctl ps, over python -c pass", statistics.median(ps / floor for ps, floor in rounds), "ratio"),

@@ -27,6 +27,7 @@ DECISIONS = (
     "ports/probes.py",
     "fitting.py",
     *(f"placement/{name}.py" for name in ("policy", "gpu_shares", "sizes", "affinity", "eviction", "vram_return")),
+    *(f"placement/{name}.py" for name in ("nvml_answers", "patience")),
 )
 """Modules of supervisor that decide: no sockets, no clock, no processes."""
 
@@ -85,6 +86,17 @@ def test_supervisor_and_worker_meet_in_one_place() -> None:
         if top(name) == "model_worker" and name != "model_worker.exit_codes"
     }
     assert meeting == {"workers/worker_process.py"}
+
+
+def test_a_process_of_its_own_asks_nvml() -> None:
+    """The driver may hang, and takes 22 MB: neither is the supervisor's, nor are our packages that process's."""
+    found = {path: {top(name) for name in imports(path)} for path in modules("supervisor")}
+    child = ROOT / "supervisor/placement/nvml_child.py"
+    assert [path for path, names in found.items() if "pynvml" in names] == [child]
+    assert found[child] - sys.stdlib_module_names == {"pynvml"}
+    for path in modules("supervisor"):
+        assert not [name for name in imports(path) if name.endswith("nvml_child")], path
+        assert "import nvml_child" not in path.read_text(), path
 
 
 @pytest.mark.parametrize("name", DECISIONS)
