@@ -21,13 +21,14 @@ LOOK_S = 0.25
 
 @dataclass
 class _Watched:
-    """One model's. ``gpus``: indices that its pins mean, None before a reading has told. ``seen``: pid of its last
-    worker that NVML listed alive."""
+    """One model's. ``gpus``: indices that its pins mean, None before a reading has told. ``ready``: pid of its last
+    worker that was loaded, ``looked``: for which NVML has been read since, ``seen``: which it listed alive then."""
 
     pins: Collection[str]
     gpus: frozenset[int] | None = None
     seen: int | None = None
     ready: int | None = None
+    looked: int | None = None
     returned: str | None = None
     returned_ms: float | None = None
     spawn: Callable[[], None] | None = field(default=None, repr=False)
@@ -100,7 +101,7 @@ class Vram:
         watched.returned = watched.returned_ms = None
         reading = self._read(watched.gpus)
         now = time.monotonic()
-        if watched.gpus is not None and self.late and (watched.seen == pid or watched.ready != pid):
+        if watched.gpus is not None and self.late and (watched.seen == pid or watched.looked != pid):
             self._returns.died_unseen(model, pid, watched.gpus, now)
             watched.returned = "awaited"
             self._poll_later(now)
@@ -111,7 +112,7 @@ class Vram:
             self._poll_later(now)
         elif watched.seen == pid:
             self._settled(Return(model, pid, watched.gpus, True, 0.0))
-        elif watched.ready == pid:
+        elif watched.looked == pid:
             watched.returned = "not watched"
             self._say_once(
                 "unknown pids",
@@ -269,8 +270,10 @@ class Vram:
             if watched.gpus is None:
                 meant = (gpu.index for gpu in reading for pin in watched.pins if gpu.is_meant(pin))
                 watched.gpus = frozenset(meant)
-            if watched.ready is not None and listing(reading, watched.ready):
-                watched.seen = watched.ready
+            if watched.ready is not None:
+                watched.looked = watched.ready
+                if listing(reading, watched.ready):
+                    watched.seen = watched.ready
 
     def _say_once(self, kind: str, text: str) -> None:
         if kind not in self._said:

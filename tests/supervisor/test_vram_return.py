@@ -36,6 +36,19 @@ def test_the_deadline_ends_the_wait_and_says_so() -> None:
     assert not returns.gpus
 
 
+def test_while_the_gpus_answer_late_only_time_ends_the_wait() -> None:
+    returns = VramReturns(10.0)
+    returns.died_unseen("a", 7, frozenset({0, 1}), 0.0)
+    returns.died_unseen("b", 8, frozenset({0}), 5.0)
+    assert returns.unread(9.99) == []
+    assert (returns.gpus, returns.pids_on({1})) == ({0, 1}, [7])
+    (over,) = returns.unread(10.0)
+    assert (over.model, over.back, over.after_s) == ("a", False, 10.0)
+    assert returns.read(box(g0={8: GIB}), 10.1) == []
+    (over,) = returns.read(box(), 10.2)
+    assert (over.model, over.back) == ("b", True)
+
+
 def test_a_pin_means_an_index_or_a_uuid() -> None:
     gpu = box()[1]
     assert gpu.is_meant("1")

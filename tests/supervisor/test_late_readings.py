@@ -1,0 +1,103 @@
+"""Who is to be placed while the driver hangs: nobody for a while, and then only who need not be placed."""
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisor.config import ModelSpec
+from supervisor.config_schema import ModelConfig
+from supervisor.placement import admission, patience
+from supervisor.placement.admission import Admission
+from supervisor.placement.vram import Vram
+from supervisor.placement.wishes import watched_pins
+from supervisor.timers import Timers
+from supervisor.workers.exits import ExitReport
+from tests.nvml_box import Box
+from tests.serving import ROOT, wait_until
+
+
+class Placing:
+    """An Admission in a loop of its own, beside a process that asks the stand-in."""
+
+    def __init__(self) -> None:
+        self._timers = Timers()
+        log = logging.getLogger("placing")
+        self.vram = Vram(self._timers, log)
+        self._admission = Admission(self.vram, None, range(4), self._timers, log)
+        self.placed: list[tuple[str, str]] = []
+        self.refused: dict[str, ExitReport] = {}
+
+    def watch(self, name: str, gpu: Any) -> ModelSpec:
+        spec = ModelSpec(name, ModelConfig(model_dir=".", engine="x:Y", gpu=gpu, vram=(10 << 30,)), Path("/models"))
+        self.vram.watch(name, watched_pins(spec))
+        return spec
+
+    def admit(self, spec: ModelSpec, *, last: bool = True) -> None:
+        def spawn(devices: str, cpus: tuple[int, ...]) -> int:
+            self.placed.append((spec.name, devices))
+            return 4_000_000
+
+        def refuse(report: ExitReport) -> None:
+            self.refused[spec.name] = report
+
+        self._admission.admit(spec.name, spec.name, spec, spawn, refuse, limits=None, last=last)
+
+    def turn(self) -> None:
+        for timer in self._timers.due(time.monotonic()):
+            if not timer.cancelled:
+                timer.callback()
+
+
+@pytest.fixture
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
+    monkeypatch.setenv("MODELCTL_TEST_BOX", str(tmp_path / "box.json"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "stand_in_nvml"))
+    return Box(tmp_path / "box.json")
+
+
+@pytest.fixture
+def placing(box: Box) -> Iterator[Placing]:
+    """With a driver that hangs after it was read once."""
+    placing = Placing()
+    placing.watch("first", 0)
+    wait_until(placing.vram.reading)
+    box.driver(hangs=True)
+    yield placing
+    placing.vram.close()
+
+
+def test_they_wait_and_the_pinned_go_first(placing: Placing, box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "QUIET_S", 0.1)
+    auto, pinned = placing.watch("auto", "auto"), placing.watch("pinned", 0)
+    placing.admit(auto)
+    placing.admit(pinned)
+    for _ in range(20):
+        placing.turn()
+    assert (placing.placed, placing.refused) == ([], {})
+    assert placing.vram.late
+    box.becomes([12, 11])  # what it is when it answers
+    box.driver(hangs=None)
+    wait_until(lambda: placing.turn() or len(placing.placed) == 2)
+    assert placing.placed == [("pinned", "0"), ("auto", "GPU-1a2b3c4d-0000")]
+    assert placing.vram.trouble is None
+
+
+def test_after_a_while_pins_are_obeyed_and_auto_is_refused(
+    placing: Placing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(admission, "READING_WAIT_S", 0.05)
+    for name, gpu, last in (("pinned", 1, True), ("ordered", "auto", True), ("crashed", "auto", False)):
+        placing.admit(placing.watch(name, gpu), last=last)
+    wait_until(lambda: placing.turn() or len(placing.refused) == 2)
+    assert placing.placed == [("pinned", "1")]
+    assert "pinned: waits for the GPUs to be read: NVML: the driver has not answered" in caplog.text
+    assert caplog.text.count("without a look at the GPUs") == 1
+    for name, retry in (("ordered", False), ("crashed", True)):
+        report = placing.refused[name]
+        assert (report.reason, report.retry) == ("unreadable", retry)
+        assert "gpu: auto needs NVML, which does not answer here" in report.message
