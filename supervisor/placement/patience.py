@@ -11,8 +11,9 @@ PATIENCE_S = 0.5
 QUIET_S = 2.0
 """How long nothing is asked after an answer that was late: of a driver that hangs again and again, this and PATIENCE_S
 say how much of the time is lost."""
-RESTART_S = 5.0
-"""From one time that the process that asks the driver is started again to the next, at least."""
+RESTART_S, RESTART_MAX_S = 5.0, 300.0
+"""From one time that the process that asks the driver is started again to the next, at least; twice as long after each
+of those that follow closely, such as where it ends whenever it opens the driver."""
 
 
 class Asking(Enum):
@@ -72,10 +73,14 @@ class Restarts:
 
     def __init__(self) -> None:
         self._last: float | None = None
+        self._pause_s = RESTART_S
 
     def next(self, now: float) -> bool:
         """Whether it is started again now."""
-        if self._last is not None and now - self._last < RESTART_S:
+        since = None if self._last is None else now - self._last
+        if since is not None and since < self._pause_s:
             return False
+        follows = since is not None and since < 2 * self._pause_s
+        self._pause_s = min(2 * self._pause_s, RESTART_MAX_S) if follows else RESTART_S
         self._last = now
         return True

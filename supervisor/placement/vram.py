@@ -184,13 +184,14 @@ class Vram:
             for gpu in self._recent()
         ]
 
-    def _poll_later(self, now: float) -> None:
+    def _poll_later(self, now: float, took_s: float = 0.0) -> None:
         if not self._polling:  # one timer for all that is awaited
             self._polling = True
-            self._timers.at(now + POLL_S, self._poll)
+            self._timers.at(now + max(POLL_S, 2 * took_s), self._poll)  # where the driver is slow, tokens go first
 
     def _poll(self) -> None:
         self._polling = False
+        begun = time.monotonic()
         reading = self._read(self._returns.gpus)
         now = time.monotonic()
         if reading is not None:
@@ -200,7 +201,7 @@ class Vram:
         for outcome in over:
             self._settled(outcome)
         if self._returns.gpus:
-            self._poll_later(now)
+            self._poll_later(now, now - begun)
         for watched in list(self._models.values()):  # a spawn may make others sleep, or wake
             if watched.spawn is not None and not self._returns.pids_on(watched.gpus or ()):
                 spawn, watched.spawn = watched.spawn, None
@@ -239,7 +240,7 @@ class Vram:
             return None
         if self._trouble is not None:
             self._log.info("VRAM can be read again, after %.1f s", time.monotonic() - self._trouble[0])
-            self._trouble = None
+            self._trouble = self._last = None
         if only is None:
             self._last = time.monotonic(), reading
             self._note(reading)
@@ -252,7 +253,7 @@ class Vram:
         if isinstance(why, GpusAbsent):
             self._log.warning("VRAM is not watched: NVML: %s", why)
             self.close()
-        elif before is None or (type(before), before.args) != (type(why), why.args):
+        elif type(before) is not type(why) or (before.args != why.args and not isinstance(why, GpusLate)):
             self._log.warning("VRAM cannot be read: NVML: %s", why)
         if isinstance(why, GpusLate) and not self._looking:
             self._looking = True

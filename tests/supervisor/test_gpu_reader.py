@@ -59,7 +59,10 @@ def test_a_question_dies_with_its_process() -> None:
 
 def test_a_process_is_started_again_at_once_and_then_not_too_often() -> None:
     restarts = Restarts()
-    assert [restarts.next(at) for at in (7.0, 7.1, 11.9, 12.0, 12.1)] == [True, False, False, True, False]
+    tried = 7.0, 7.1, 11.9, 12.0, 21.9, 22.0, 41.9, 42.0
+    assert [at for at in tried if restarts.next(at)] == [7.0, 12.0, 22.0, 42.0], "5, 10 and 20 s apart"
+    assert [at for at in range(43, 3000) if restarts.next(at)] == [82, 162, 322, *range(622, 3000, 300)]
+    assert [at for at in (5000, 5004, 5005) if restarts.next(at)] == [5000, 5005]
 
 
 # --- what is believed ------------------------------------------------------------------------------------------------
@@ -218,7 +221,9 @@ def test_a_driver_that_hangs_is_waited_for_once(box: Box, monkeypatch: pytest.Mo
     assert time.monotonic() - begun < 20 * patience.PATIENCE_S, "of 200 that would each have taken so long"
     # its answer is old when it comes at last: what was so meanwhile is not told
     box.driver(hangs=None)
-    time.sleep(0.05)  # not waited for: with this it is likelier that the answer lies there
+    child = reader._child
+    assert child is not None
+    wait_until(lambda: child._poll.poll(0), what="the answer to the first question")
     box.holds(0, 7, GIB)
     assert comes(reader)[0].processes == {7: GIB}
     (process,) = processes()

@@ -78,3 +78,4 @@ def test_a_driver_that_takes_long_to_open_is_waited_for_by_those_who_need_it(ser
     box.driver(hangs=None)
     assert serving.wait_state("a", "ready")["placed"] == [0]
     assert serving.wait_state("auto", "ready")["placed"] == [1], "after the one that is pinned"
+    box.driver(hangs=True)  # and so it is shut down
