@@ -47,6 +47,8 @@ WINDOW = 80
 """Tokens that a stream may be ahead of the reader: less than credit is granted for, or events would be held."""
 GRANT = limits.STREAM_WINDOW // 2
 """Events after which a client grants as many."""
+TELL = 16
+"""Events after which the engine is told how far the reader is."""
 PATIENCE_MS = 60_000
 MARK = 10_000
 """Messages that the sockets hold, as the worker's does."""
@@ -195,10 +197,13 @@ def age(frame: bytes) -> float:
 
 @dataclass(slots=True)
 class State:
-    """Of a connection that is read: CREDIT for each of its streams, and events since the last of them."""
+    """Of a connection that is read: CREDIT for each of its streams, events since the last of them, and where the index
+    of its frames begins (0: there was none yet)."""
 
+    socket: zmq.Socket[bytes]
     grants: list[bytes]
     owed: int = 0
+    index_at: int = 0
 
 
 class Through:
@@ -226,48 +231,52 @@ class Through:
         all_streams = streams * len(self._sockets)
         self._taken.steps = 0
         body = pack_body({"prompt": prompt, "max_tokens": each})
-        grants = []
+        states = []
         for socket in self._sockets:
             numbers = range(self._number + 1, self._number + 1 + streams)
             for number in numbers:
                 socket.send(encode(Generate(number, "m", {}, body)))
-            grants.append([encode(Credit(number, GRANT)) for number in numbers])
+            states.append(State(socket, [encode(Credit(number, GRANT)) for number in numbers]))
         self._number += streams
-        states = {socket: State(grant) for socket, grant in zip(self._sockets, grants, strict=True)}
         # Of one connection all streams get their events together: the count of one stream is that of all.
-        begun, frames, got, events_kind, total = 0.0, 0, 0, int(Kind.EVENTS), each * all_streams
-        for socket, frame in self._frames():
+        begun, frames, got, told, total = 0.0, 0, 0, 0, each * all_streams
+        granted, taken, events_kind = GRANT * streams, self._taken, int(Kind.EVENTS)
+        for state, frame in self._frames(states):
             if frame[2] != events_kind:
                 continue
             if found is not None and got < total - 1:  # the last ends with other fields
                 found.append(age(frame))
-            if not begun:
-                begun = time.perf_counter()
-            state = states[socket]
+            if not state.index_at:
+                begun, state.index_at = begun or time.perf_counter(), index_at(frame)
             frames += 1
-            count = index_length(frame)
+            count = frame[state.index_at]
+            count = count & 0x0F if count != 0xDC else frame[state.index_at + 1] << 8 | frame[state.index_at + 2]
             got += count
             state.owed += count
-            if state.owed >= GRANT * streams:
-                state.owed -= GRANT * streams
+            if state.owed >= granted:
+                state.owed -= granted
                 for grant in state.grants:
-                    socket.send(grant)
-            self._taken.steps = got // all_streams
-            if got >= total:
-                break
+                    state.socket.send(grant)
+            if got - told >= TELL or got >= total:
+                taken.steps, told = got // all_streams, got
+                if got >= total:
+                    break
         return (got - 1) / (time.perf_counter() - begun), frames
 
-    def _frames(self) -> Iterator[tuple[zmq.Socket[bytes], bytes]]:
+    def _frames(self, states: list[State]) -> Iterator[tuple[State, bytes]]:
         """What comes. Raises zmq.Again if nothing does for long: a stream has ended before its time."""
-        if len(self._sockets) == 1:
-            receive, socket = self._sockets[0].recv, self._sockets[0]
+        if len(states) == 1:
+            state = states[0]
+            receive = state.socket.recv
             while True:
-                yield socket, receive()
+                yield state, receive()
+        by_socket = {state.socket: state for state in states}
         while ready := self._poller.poll(PATIENCE_MS):
             for socket, _ in ready:
+                state = by_socket[socket]
                 with suppress(zmq.Again):
                     while True:
-                        yield socket, socket.recv(zmq.NOBLOCK)
+                        yield state, receive_now(socket, DONT_WAIT)
         raise zmq.Again
 
     def close(self) -> None:
@@ -276,16 +285,13 @@ class Through:
         self._context.term()
 
 
-def index_length(frame: bytes) -> int:
-    """Events in an EVENTS frame, without unpacking it."""
+def index_at(frame: bytes) -> int:
+    """Where the index of an EVENTS frame begins: the same in all of a connection and a worker."""
     at = 3
     for _ in range(2):  # channel and generation
         first = frame[at]
         at += 1 if first < 0x80 else {0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9}[first]
-    first = frame[at]
-    if first == 0xDC:
-        return int.from_bytes(frame[at + 1 : at + 3], "big")
-    return first & 0x0F
+    return at
 
 
 def spent(process: psutil.Process) -> float:

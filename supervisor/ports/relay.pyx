@@ -32,6 +32,8 @@ cdef class Relay:
     cdef object _back, _front, _seat_of
     cdef dict _connections
     cdef Usual _usual
+    cdef bytes _client  # of ``_channel``, once a call has asked for one; else None
+    cdef unsigned long long _channel
 
     def __init__(self, back, front, dict connections not None, seat_of):
         self._back, self._front, self._connections, self._seat_of = back, front, connections, seat_of
@@ -44,8 +46,11 @@ cdef class Relay:
         cdef bytes routing_id = None
         cdef object seat = None
         cdef int taken = 0
+        cdef unsigned long long tokens = 0
+        self._client = None
         calls.init(&sender)
         calls.init(&frame)
+        # Who has an identity, its requests and where its client is are asked once: within a call nothing can change.
         try:
             while taken < limit:
                 if not _receive(&sender, back, True):
@@ -55,32 +60,40 @@ cdef class Relay:
                 if calls.more(&frame):
                     return taken, _bytes(&sender), None, True
                 if routing_id is None or not _equals(&sender, routing_id):
+                    if tokens:
+                        seat.tokens += tokens
+                        tokens = 0
                     routing_id = _bytes(&sender)
-                    # Asked in each call: between two of them workers come and go, within one nothing can happen.
                     seat = self._seat_of(routing_id)
-                if seat is None or not self._pass_on(&frame, front, seat):
+                    if seat is not None:
+                        self._usual.of(seat)
+                if seat is None or not self._pass_on(&frame, front, &tokens):
                     return taken, routing_id, _bytes(&frame), False
             return taken, None, None, False
         finally:
             calls.close(&sender)
             calls.close(&frame)
+            if tokens:
+                seat.tokens += tokens
 
-    cdef bint _pass_on(self, Message *frame, void *front, object seat) except -1:
+    cdef bint _pass_on(self, Message *frame, void *front, unsigned long long *tokens) except -1:
         """Whether it was usual and its client could be reached. If not, nothing has happened."""
         cdef PyObject *connection
-        cdef bytes client
-        if not self._usual.fits(<const unsigned char *>calls.data(frame), calls.size(frame), seat):
+        if not self._usual.fits(<const unsigned char *>calls.data(frame), calls.size(frame)):
             return False
-        connection = PyDict_GetItem(self._connections, self._usual.frame.channel)
-        if connection is NULL:
-            return False
-        client = (<object>connection).routing_id
+        if self._client is None or self._usual.frame.channel != self._channel:
+            connection = PyDict_GetItem(self._connections, self._usual.frame.channel)
+            if connection is NULL:
+                return False
+            self._client, self._channel = (<object>connection).routing_id, self._usual.frame.channel
         # The first part finds the client or refuses: EHOSTUNREACH where it is gone, EAGAIN where it is far behind.
-        while calls.send_bytes(front, PyBytes_AS_STRING(client), PyBytes_GET_SIZE(client), DONT_WAIT | MORE_FOLLOWS) < 0:
+        while calls.send_bytes(
+            front, PyBytes_AS_STRING(self._client), PyBytes_GET_SIZE(self._client), DONT_WAIT | MORE_FOLLOWS
+        ) < 0:
             if errno != EINTR:
                 return False
         # Noted before it is sent: the message is libzmq's from then on, and with it the body that is noted.
-        self._usual.passed(seat)
+        tokens[0] += self._usual.passed()
         while calls.send(frame, front, DONT_WAIT) < 0:
             if errno != EINTR:
                 raise zmq.ZMQError(errno)

@@ -21,5 +21,8 @@ cdef class Stream:
 cdef class Usual:
     cdef void *streams[MOST_EVENTS]
     cdef Frame frame
-    cdef bint fits(self, const unsigned char *data, size_t size, object seat) except -1
-    cdef int passed(self, object seat) except -1
+    cdef dict running
+    cdef unsigned long long generation
+    cdef int of(self, object seat) except -1
+    cdef bint fits(self, const unsigned char *data, size_t size) except -1
+    cdef unsigned long long passed(self) except? 0xFFFFFFFFFFFFFFFF

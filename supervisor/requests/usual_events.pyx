@@ -107,20 +107,24 @@ cdef bint _read(const unsigned char *at, size_t size, Frame *frame) noexcept nog
 cdef class Usual:
     """Looks at one frame after the other."""
 
-    cdef bint fits(self, const unsigned char *data, size_t size, object seat) except -1:
-        """Whether it is a usual frame of this seat. Nothing is changed. ``data`` stays valid until ``passed``."""
+    cdef int of(self, object seat) except -1:
+        """The frames that follow are this seat's. To be said again whenever Python may have changed something."""
+        self.running, self.generation = seat.running, seat.generation
+        return 0
+
+    cdef bint fits(self, const unsigned char *data, size_t size) except -1:
+        """Whether it is a usual frame of the seat. Nothing is changed. ``data`` stays valid until ``passed``."""
         global _looks
         cdef PyObject *found
         cdef object channel
         cdef Stream stream
-        cdef dict running = seat.running
-        if not _read(data, size, &self.frame) or self.frame.generation != seat.generation:
+        if not _read(data, size, &self.frame) or self.frame.generation != self.generation:
             return False
         _looks += 1
         channel = self.frame.channel
         for i in range(self.frame.count):
             entry = &self.frame.entries[i]
-            found = PyDict_GetItem(running, (channel, entry.request))
+            found = PyDict_GetItem(self.running, (channel, entry.request))
             if found is NULL:
                 return False
             stream = <object>found
@@ -136,8 +140,8 @@ cdef class Usual:
             self.streams[i] = found  # borrowed of ``running``, which nothing can change before ``passed``
         return True
 
-    cdef int passed(self, object seat) except -1:
-        """The frame that fitted is on its way to its client: note what was in it."""
+    cdef unsigned long long passed(self) except? 0xFFFFFFFFFFFFFFFF:
+        """The frame that fitted is on its way to its client: note what was in it. Returns its tokens, for the seat."""
         cdef const unsigned char *at = self.frame.body
         cdef unsigned long long tokens = 0
         cdef Stream stream
@@ -154,15 +158,15 @@ cdef class Usual:
                 if stream.resumable:
                     _append(stream.ids, at, 4 * entry.tokens)
             at += entry.length
-        seat.tokens += tokens
-        return 0
+        return tokens
 
     def look(self, bytes frame not None, seat):
         """The channel that a frame goes to whole, if it is a usual one of this seat, and the seat's requests know it
         for sent; else None, and nothing has changed. (What ``relay`` does between the two, for tests.)"""
-        if not self.fits(frame, len(frame), seat):
+        self.of(seat)
+        if not self.fits(frame, len(frame)):
             return None
-        self.passed(seat)
+        seat.tokens += self.passed()
         return self.frame.channel
 
 
