@@ -3,19 +3,18 @@
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import zmq
 
 from model_worker.engine import Capabilities
 from model_worker.exit_codes import EXIT_ASKED, EXIT_DISCONNECTED
+from model_worker.sending import Outbox
 from protocol import __version__, limits
-from protocol.codec import EventWriter, decode, encode, pack_body
+from protocol.codec import decode, encode, pack_body
 from protocol.messages import (
     SUPERVISOR_TO_WORKER,
     Answer,
-    EventEntry,
     Hello,
     Message,
     Prefill,
@@ -23,7 +22,7 @@ from protocol.messages import (
     Ready,
     Stats,
 )
-from protocol.socket_calls import has_input, send_now
+from protocol.socket_calls import has_input
 from protocol.worker_spec import WorkerSpec
 
 PROGRESS_INTERVAL_S = 0.05
@@ -37,7 +36,6 @@ class SupervisorLink:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._generation = spec.generation
-        self._writer = EventWriter()
         self._supervisor_pid = spec.supervisor_pid
         self._context = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
@@ -51,8 +49,9 @@ class SupervisorLink:
         socket.connect(spec.endpoint)
         self._socket = socket
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
-        self._joined: dict[int, tuple[list[EventEntry], list[bytes]]] = {}
-        self._frames: deque[bytes] = deque()
+        self._outbox = outbox = Outbox(socket, spec.generation, MAX_FRAME_EVENTS, MAX_FRAME_BYTES)
+        self.steps, self.take, self.queue, self.flush = outbox.steps, outbox.take, outbox.queue, outbox.flush
+        """As they are there: no detour for what is called for every step."""
         self._last_progress = ("", 0.0)
 
     def hello(self) -> None:
@@ -117,48 +116,12 @@ class SupervisorLink:
 
     def answer(self, ask: int, body: bytes) -> None:
         """Answer an ASK. Waits behind events while the pipe is full, as they do."""
-        self._frames.append(encode(Answer(ask, body)))
-        self._send_frames()
-
-    def queue(self, channel: int, entry: EventEntry, event: bytes) -> None:
-        """Add an event to what the next ``flush`` sends to its channel."""
-        joined = self._joined.get(channel)
-        if joined is None:
-            joined = self._joined[channel] = ([], [])
-        joined[0].append(entry)
-        joined[1].append(event)
-
-    def flush(self) -> None:
-        """Send one frame per channel. While the pipe is full (the supervisor is paused, say) events are joined, and
-        become frames of bounded size once it is not: each event is encoded once, however long that takes."""
-        if not self._send_frames():
-            return
-        for channel, (index, chunks) in self._joined.items():
-            body = b"".join(chunks)
-            if len(chunks) <= MAX_FRAME_EVENTS and len(body) <= MAX_FRAME_BYTES:
-                self._frames.append(self._writer.frame(channel, self._generation, index, body))
-                continue
-            self._frames.extend(
-                self._writer.frame(channel, self._generation, index[first:last], b"".join(chunks[first:last]))
-                for first, last in _slices(chunks)
-            )
-        self._joined.clear()
-        self._send_frames()
-
-    def _send_frames(self) -> bool:
-        """Whether everything that is encoded could be sent."""
-        while self._frames:
-            try:
-                send_now(self._socket, self._frames[0])
-            except zmq.Again:
-                return False
-            self._frames.popleft()
-        return True
+        self._outbox.answer(encode(Answer(ask, body)))
 
     @property
     def unsent(self) -> bool:
         """Whether events are still to be sent."""
-        return bool(self._frames or self._joined)
+        return self._outbox.unsent
 
     def exit_if_orphaned(self) -> None:
         """Leave at once if the supervisor, or the connection to it, is gone.
@@ -178,14 +141,3 @@ class SupervisorLink:
         self._monitor.close(linger=0)
         self._socket.close(linger=500)
         self._context.term()
-
-
-def _slices(chunks: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-    """(first, last) of runs of events that make frames of at most MAX_FRAME_EVENTS and about MAX_FRAME_BYTES."""
-    first = size = 0
-    for i, chunk in enumerate(chunks):
-        if i > first and (i - first >= MAX_FRAME_EVENTS or size + len(chunk) > MAX_FRAME_BYTES):
-            yield first, i
-            first, size = i, 0
-        size += len(chunk)
-    yield first, len(chunks)

@@ -7,7 +7,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +16,7 @@ from model_worker.intake import Intake, prompt_field
 from model_worker.link import SupervisorLink
 from model_worker.questions import answer, failed
 from model_worker.rendering import Renderer
+from model_worker.sending import Tally
 from protocol.beat import Beat
 from protocol.codec import EventWriter
 from protocol.errors import WireError
@@ -43,16 +43,14 @@ SLACK_JOBS = 2
 """Jobs held beyond a full batch, so that a freed place is taken at the next step and not a round trip later."""
 
 
-@dataclass(slots=True)
-class _Tracked:
+class _Tracked(Tally):
     """A job of this worker as its client knows it."""
 
-    channel: int
-    request: int
-    prompt_tokens: int
-    seq: int = 0
-    tokens: int = 0
-    carry: dict[str, Any] = field(default_factory=dict)
+    __slots__ = ("carry", "prompt_tokens")
+
+    def __init__(self, channel: int, request: int, seq: int, tokens: int, carry: dict[str, Any]) -> None:
+        super().__init__(channel, request, seq, tokens)
+        self.prompt_tokens, self.carry = 0, carry
 
 
 class WorkerLoop:
@@ -111,13 +109,20 @@ class WorkerLoop:
                 self._beat.step()
                 self._rendered(key, outcome)
         if self._jobs:
-            self._beat.step()
-            for event in self._engine.step():
-                self._emit(event)
+            self._steps()
         if busy and not (self._jobs or self._chats):
             self._stats_due = 0.0  # say at once that the engine is empty, so that `status` never shows a stale job
         self._link.flush()
         self._report(time.monotonic())
+
+    def _steps(self) -> None:
+        """A step; several, if the supervisor's messages and the next report are all that could come between them."""
+        alone = not (self._asked or (self._renderer is not None and self._renderer.busy))
+        until = self._stats_due if alone else 0.0
+        events, at = self._link.steps(self._engine.step, self._beat.step, self._jobs, until)
+        while at < len(events):
+            self._emit(events[at])
+            at = self._link.take(events, at + 1, self._jobs)
 
     def _receive(self, rendering: bool) -> list[Message]:
         if self._jobs or self._asked:
@@ -141,7 +146,7 @@ class WorkerLoop:
     def _submit(self, channel: int, request: int, carry: dict[str, Any], body: bytes) -> None:
         job_id = next(self._ids)
         resumed = len(carry.get("token_ids", b"")) // 4
-        tracked = _Tracked(channel, request, 0, carry.get("seq", 0), resumed, carry)
+        tracked = _Tracked(channel, request, carry.get("seq", 0), resumed, carry)
         try:
             asked = self._intake.parse(body, resumed=bool(tracked.seq))
             conversation = self._intake.conversation(asked)

@@ -17,6 +17,7 @@ MODULES: Final = (
     "protocol.libzmq",
     "supervisor.requests.usual_events",
     "supervisor.ports.relay",
+    "model_worker.outbox",
 )
 """In the order in which they need one another."""
 SWITCH: Final = "MODELCTL_COMPILED"

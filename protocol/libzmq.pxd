@@ -9,6 +9,7 @@ ctypedef int (*OnSocket)(Message *, void *, int) noexcept nogil
 ctypedef int (*OnBytes)(void *, const void *, size_t, int) noexcept nogil
 ctypedef void *(*DataOf)(Message *) noexcept nogil
 ctypedef size_t (*SizeOf)(const Message *) noexcept nogil
+ctypedef int (*OptionOf)(void *, int, void *, size_t *) noexcept nogil
 
 cdef struct Calls:
     OnMessage init  # zmq_msg_init
@@ -20,11 +21,15 @@ cdef struct Calls:
     DataOf data  # zmq_msg_data
     SizeOf size  # zmq_msg_size
     int (*more)(const Message *) noexcept nogil  # zmq_msg_more
+    OptionOf option  # zmq_getsockopt
 
 cdef Calls calls
 
 cdef enum:
     DONT_WAIT = 1  # ZMQ_DONTWAIT
     MORE_FOLLOWS = 2  # ZMQ_SNDMORE
+    EVENTS = 15  # ZMQ_EVENTS
+    READABLE = 1  # ZMQ_POLLIN
 
 cdef void *handle_of(object socket) except NULL
+cdef bint is_readable(void *socket) except -1

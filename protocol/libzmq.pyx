@@ -1,5 +1,7 @@
 """libzmq's own calls as pyzmq's extension has loaded them: the same library, whose sockets these are."""
 
+from cpython.object cimport PyObject_GenericGetAttr
+from libc.errno cimport EINTR, errno
 from posix.dlfcn cimport RTLD_LAZY, dlerror, dlopen, dlsym
 
 import zmq
@@ -39,13 +41,30 @@ cdef _load():
     calls.data = <DataOf>_find(library, b"zmq_msg_data")
     calls.size = <SizeOf>_find(library, b"zmq_msg_size")
     calls.more = <int (*)(const Message *) noexcept nogil>_find(library, b"zmq_msg_more")
+    calls.option = <OptionOf>_find(library, b"zmq_getsockopt")
 
 
 cdef void *handle_of(object socket) except NULL:
     """Of a socket that is open. Raises ZMQError (ENOTSOCK) for one that is not."""
-    if socket.closed:
+    # Not as an attribute is usually got: zmq.Socket has a __getattr__, which makes that twice as dear.
+    cdef void *handle = <void *><size_t>PyObject_GenericGetAttr(socket, "underlying")
+    if handle is NULL:  # as close() leaves it
         raise zmq.ZMQError(zmq.ENOTSOCK)
-    return <void *><size_t>socket.underlying
+    return handle
+
+
+cdef bint is_readable(void *socket) except -1:
+    """Whether a message can be received now. Raises ZMQError."""
+    cdef int events = 0
+    cdef size_t size = sizeof(events)
+    while calls.option(socket, EVENTS, &events, &size) < 0:
+        if errno != EINTR:
+            raise zmq.ZMQError(errno)
+    return events & READABLE != 0
+
+
+def has_input(object socket):
+    return is_readable(handle_of(socket))
 
 
 _load()

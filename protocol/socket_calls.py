@@ -12,6 +12,8 @@ from typing import Any, Final
 import zmq
 import zmq.backend
 
+from protocol.compiled import find
+
 DONT_WAIT: Final = int(zmq.NOBLOCK)
 _MORE_FOLLOWS: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
@@ -37,9 +39,13 @@ def send_to(socket: AnySocket, routing_id: bytes, frame: bytes) -> None:
     _send(socket, frame, DONT_WAIT)
 
 
-def has_input(socket: AnySocket) -> bool:
+def plain_has_input(socket: AnySocket) -> bool:
     """Whether a message can be received now."""
     return bool(_option(socket, _EVENTS) & _POLLIN)
+
+
+_compiled = find("protocol.libzmq")
+has_input: Callable[[AnySocket], bool] = plain_has_input if _compiled is None else _compiled.has_input
 
 
 def has_more(socket: AnySocket) -> bool:
