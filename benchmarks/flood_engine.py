@@ -7,6 +7,8 @@ token), ``one`` (each step gives one job a token, in turns), both as fast as it 
 import mmap
 import random
 import time
+from collections.abc import Iterator
+from itertools import cycle, islice
 
 from model_worker.engine import Capabilities, Delta, EngineEvent, EngineStats, Finished, Job
 from protocol.worker_spec import EngineSpec
@@ -14,6 +16,7 @@ from tests.deterministic_engine import DeterministicEngine
 
 TEXT = "0123456789abcdef"
 """Of every token of a flood: as long as a time."""
+TOKEN = (1000,)
 WAIT_S = 2e-5
 """Of a flood that is ahead, until it looks again."""
 
@@ -35,6 +38,16 @@ class FloodEngine(DeterministicEngine):
         self._window = int(spec.options["window"])
         self._given: dict[int, Job] = {}
         self._made: dict[int, int] = {}
+        """Tokens of each job before the present plan."""
+        self._order: list[int] = []
+        """Whose turn is next, where jobs get tokens in turns."""
+        self._plan: Iterator[list[EngineEvent]] = iter(())
+        """What the next steps bring: no end, and nothing that the window does not allow. So a step costs next to
+        nothing, and what is measured is not this engine."""
+        self._turns: list[list[int]] = []
+        """Jobs of each step of a round of the plan."""
+        self._begun = 0
+        """``steps`` at its begin."""
         self._kind = ""
         self._pace = Pace(1.0, 0)
 
@@ -43,43 +56,78 @@ class FloodEngine(DeterministicEngine):
         return Capabilities(1 << 30, self.spec.max_batch_size, frozenset(), False, "none", "none")
 
     def submit(self, job: Job) -> None:
+        self._end_plan()
         self._kind, *numbers = bytes(job.prompt_ids).decode().split()
         if self._kind == "paced":
             self._pace = Pace(float(numbers[0]), int(numbers[1]))
         self._given[job.id], self._made[job.id] = job, 0
+        self._order.append(job.id)
 
     def step(self) -> list[EngineEvent]:
+        if (events := next(self._plan, None)) is not None:
+            self.steps += 1
+            return events
+        return self._next_plan()
+
+    def _next_plan(self) -> list[EngineEvent]:
+        """A step for which there is no plan, and the next one, if it can have one."""
+        self._end_plan()
         if not self._given:
             return []
-        first = next(iter(self._given))
-        text = TEXT
         if self._kind == "paced":
             self._pace.wait()
-            text = stamp()
-        elif self._made[next(reversed(self._made))] >= self._taken.steps + self._window:
-            # of the last that came: the first may have run ahead before there were others, and is read no faster
+            return self._unplanned(self._order[:1], stamp())
+        # each for itself: the first may have run ahead before there were others, and is read no faster
+        bound = self._taken.steps + self._window
+        if not (due := [number for number in self._order if self._made[number] < bound]):
             time.sleep(WAIT_S)
             return []
+        turns = [[number] for number in due] if self._kind == "one" else [due]
+        rounds = min(min(bound, self._given[number].max_new_tokens - 1) - self._made[number] for number in due)
+        if not rounds:
+            return self._unplanned(turns[0], TEXT)
+        events: list[list[EngineEvent]] = [[Delta(number, TOKEN, TEXT) for number in turn] for turn in turns]
+        self._plan, self._turns = islice(cycle(events), rounds * len(events)), turns
         self.steps += 1
-        if self._kind != "one":
-            return [self._token(number, text) for number in list(self._given)]
-        self._given[first] = self._given.pop(first)
-        return [self._token(first, text)]
+        return next(self._plan)
 
-    def _token(self, number: int, text: str) -> EngineEvent:
-        self._made[number] = made = self._made[number] + 1
-        most = self._given[number].max_new_tokens
-        if made < most:
-            return Delta(number, (self.steps,), text)
-        self.cancel(number)
-        return Finished(number, (self.steps,), text, "length", 1, most)
+    def _end_plan(self) -> None:
+        """Note what has come of it."""
+        if self._turns:
+            rounds, more = divmod(self.steps - self._begun, len(self._turns))
+            for i, turn in enumerate(self._turns):
+                for number in turn:
+                    self._made[number] += rounds + (i < more)
+                    if i < more:
+                        self._order.remove(number)
+                        self._order.append(number)
+        self._plan, self._turns, self._begun = iter(()), [], self.steps
+
+    def _unplanned(self, numbers: list[int], text: str) -> list[EngineEvent]:
+        """A token for each of these jobs, the last of some of them perhaps."""
+        events: list[EngineEvent] = []
+        self._order = [number for number in self._order if number not in numbers]
+        for number in numbers:
+            self._made[number] = made = self._made[number] + 1
+            if made < (most := self._given[number].max_new_tokens):
+                events.append(Delta(number, TOKEN, text))
+                self._order.append(number)
+            else:
+                del self._given[number], self._made[number]
+                events.append(Finished(number, TOKEN, text, "length", 1, most))
+        self.steps += 1
+        self._begun = self.steps
+        return events
 
     def cancel(self, job_id: int) -> None:
-        self._given.pop(job_id, None)
-        self._made.pop(job_id, None)
+        self._end_plan()
+        if self._given.pop(job_id, None):
+            del self._made[job_id]
+            self._order.remove(job_id)
 
     def reset(self) -> None:
-        self._given.clear()
+        for number in list(self._given):
+            self.cancel(number)
 
     def stats(self) -> EngineStats:
         return EngineStats(0, len(self._given), self.steps)

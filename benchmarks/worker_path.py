@@ -6,7 +6,8 @@ The worker's own loop and link, in this process, drive an engine that computes n
 one token for each stream; a second process stands for the supervisor and reads. The engine itself notes when its step
 returns and when it is called again: what lies between is what serving adds to a step, and the bare generator's loop
 does not have: in processor time of the loop's thread, which other programs on the machine do not touch, and in wall
-time, for what it is.
+time, for what it is. And the same with steps that take no time, less what those cost when nobody serves: what serving
+costs when nothing has to wake up, and every cache is warm.
 
 At last, a pass of the garbage collector through a worker with a model, which stops every stream while it lasts: with
 what was loaded, and as a worker runs, with that set aside.
@@ -35,12 +36,14 @@ from model_worker.engines.tokenizer import Tokenizer
 from model_worker.link import SupervisorLink
 from model_worker.loop import WorkerLoop
 from model_worker.text import TextStream
-from protocol.codec import decode, encode, pack_body
+from protocol.codec import decode, encode, is_events, pack_body
 from protocol.messages import TERMINAL, WORKER_TO_SUPERVISOR, Events, Hello, JobMessage, Shutdown
+from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec, WorkerSpec
 
 STREAMS = (1, 8, 32)
 STEPS = 1500
+RESTLESS_STEPS = 200_000
 STEP_SECONDS = {1: 3.7e-3, 8: 5.3e-3, 32: 8.6e-3}
 """A step of a 1B model on an H200."""
 CLIENTS = 1
@@ -48,10 +51,11 @@ CLIENTS = 1
 
 
 class PacedEngine:
-    """Gives every job a token at each step, which takes ``step_s`` seconds of computing nothing."""
+    """Gives each of ``streams`` jobs a token at each step, once all are there; a step takes ``step_s`` seconds of
+    computing nothing."""
 
-    def __init__(self, texts: Sequence[str], step_s: float) -> None:
-        self._texts, self._step_s = texts, step_s
+    def __init__(self, texts: Sequence[str], step_s: float, streams: int) -> None:
+        self._texts, self._step_s, self._streams = texts, step_s, streams
         self._jobs: dict[int, Job] = {}
         self._steps = 0
         self.called: list[tuple[float, float]] = []
@@ -88,6 +92,8 @@ class PacedEngine:
         self._jobs[job.id] = job
 
     def step(self) -> list[EngineEvent]:
+        if len(self._jobs) < self._streams:
+            return []
         begun = perf_counter()
         self.called.append((begun, thread_time()))
         text = self._texts[self._steps % len(self._texts)]
@@ -112,6 +118,28 @@ class PacedEngine:
     def close(self) -> None: ...
 
 
+class RestlessEngine(PacedEngine):
+    """The same token for every job at each of ``steps`` steps, and then the end."""
+
+    def __init__(self, streams: int, steps: int) -> None:
+        super().__init__((), 0.0, streams)
+        self._last, self._events = steps, list[EngineEvent]()
+        self.used = 0.0
+        """Processor time of its thread, seconds: from the first step to the end."""
+
+    def step(self) -> list[EngineEvent]:
+        if len(self._jobs) < self._streams:
+            return []
+        self._steps = step = self._steps + 1
+        if step == 1:
+            self._events = [Delta(job, (1000,), " token") for job in self._jobs]
+            self.used = -thread_time()
+        elif step == self._last:
+            self.used += thread_time()
+            return [Finished(job, (1000,), " token", "length", 1, step) for job in self._jobs]
+        return self._events
+
+
 def stand_in(endpoint: str, streams: int, done: Event) -> None:
     """The supervisor's end, in a process of its own: hands out the jobs, reads to the last event of each, says stop."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -120,9 +148,11 @@ def stand_in(endpoint: str, streams: int, done: Event) -> None:
         ended = 0
         while ended < streams:
             sender, frame = socket.recv_multipart()
+            if is_events(frame) and b"finish_reason" not in frame:
+                continue  # as fast as they come
             message = decode(frame, WORKER_TO_SUPERVISOR)
             if isinstance(message, Hello):
-                body = pack_body({"prompt": "x", "max_tokens": STEPS})
+                body = pack_body({"prompt": "x", "max_tokens": RESTLESS_STEPS})
                 for number in range(streams):
                     job = JobMessage(number % CLIENTS, 1 + number, {}, body)
                     socket.send_multipart([sender, encode(job)])
@@ -132,8 +162,8 @@ def stand_in(endpoint: str, streams: int, done: Event) -> None:
         done.wait()  # a connection that ends is the end of a worker
 
 
-def added(streams: int, step_s: float, texts: Sequence[str]) -> tuple[list[float], list[float]]:
-    """Seconds between the return of each step and the call of the next, ``streams`` running: wall, processor."""
+def serve(engine: PacedEngine, streams: int) -> None:
+    """The loop and its link around this engine, until all of the streams have ended."""
     with tempfile.TemporaryDirectory(prefix="modelctl-bench-") as scratch:
         endpoint = f"ipc://{scratch}/back"
         spawn = multiprocessing.get_context("spawn")
@@ -144,7 +174,6 @@ def added(streams: int, step_s: float, texts: Sequence[str]) -> tuple[list[float
             time.sleep(0.01)
         spec = WorkerSpec(EngineSpec("m", "", "/"), 1, "", endpoint, b"w", "", os.getppid())
         link = SupervisorLink(spec)
-        engine = PacedEngine(texts, step_s)
         loop = WorkerLoop(engine, link)
         link.hello()
         link.ready(engine.capabilities, load_seconds=0.0, max_jobs=loop.max_jobs)
@@ -152,10 +181,26 @@ def added(streams: int, step_s: float, texts: Sequence[str]) -> tuple[list[float
         done.set()
         link.close()
         reader.join()
-    begun = max(0, STEPS - len(engine.called) + 50)  # jobs arrive one by one
-    between = zip(engine.returned[begun:-1], engine.called[begun + 1 :], strict=True)
+
+
+def added(streams: int, step_s: float, texts: Sequence[str]) -> tuple[list[float], list[float]]:
+    """Seconds between the return of each step and the call of the next, ``streams`` running: wall, processor."""
+    engine = PacedEngine(texts, step_s, streams)
+    serve(engine, streams)
+    between = zip(engine.returned[50:-1], engine.called[51:], strict=True)
     wall, processor = zip(*((c[0] - r[0], c[1] - r[1]) for r, c in between), strict=True)
     return list(wall), list(processor)
+
+
+def added_at_once(streams: int) -> float:
+    """Seconds of processor time that are added to a step which takes none."""
+    served, alone = RestlessEngine(streams, RESTLESS_STEPS), RestlessEngine(streams, RESTLESS_STEPS)
+    serve(served, streams)
+    for number in range(streams):
+        alone.submit(Job(number, (1,), RESTLESS_STEPS, SamplingParams()))
+    for _ in range(RESTLESS_STEPS):
+        alone.step()
+    return (served.used - alone.used) / RESTLESS_STEPS
 
 
 def text_seconds(tokenizer: Tokenizer, stops: Sequence[str]) -> float:
@@ -206,6 +251,8 @@ def main() -> None:
             Result(f"{streams} streams: the same in wall time, p99", 1e6 * statistics.quantiles(wall, n=100)[98], "µs"),
             Result(f"{streams} streams: share of a step of a 1B model", median / STEP_SECONDS[streams], "ratio"),
         ]
+        at_once, target = 1e6 * added_at_once(streams), f"<= {2.5 + 0.3 * (streams - 1):.1f}"
+        results.append(Result(f"{streams} streams: added to a step that takes no time", at_once, "µs", target))
     whole, set_aside = collector_seconds()
     results += [
         Result("garbage collector, all of a loaded worker", 1e3 * whole, "ms"),

@@ -1,10 +1,14 @@
 """What the benchmarks of many streams and of long runs are made of: an even load, and how its figures are judged."""
 
+import os
+import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from benchmarks import scale, soak
+from benchmarks import flood_engine, scale, soak
+from benchmarks.flood_engine import FloodEngine, Taken
 from benchmarks.paced_engine import PacedEngine
 from model_worker.engine import Delta, Finished, Job
 from protocol.request import SamplingParams
@@ -32,6 +36,47 @@ def test_the_paced_engine_gives_every_job_as_many_tokens_in_turn() -> None:
     assert tokens[1] - tokens[3] in (0, 1)
     assert (times[-1] - times[0]) / 1e9 >= 49 * 0.001 * 0.99, "two workers share 2000 tokens a second"
     assert isinstance(next(event for event in reversed(events) if event.job == 5), Finished)
+
+
+@pytest.mark.parametrize("kind", ["one", "all"])
+def test_the_flood_gives_every_job_what_it_asked_for_and_is_never_ahead_by_more_than_its_window(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flood_engine, "WAIT_S", 0.0)
+    seed = int(os.environ.get("TEST_SEED", random.getrandbits(32)))
+    print(f"TEST_SEED={seed}")
+    draw, window = random.Random(seed), 5
+    engine = FloodEngine(EngineSpec("m", "", "/", options={"taken": str(tmp_path / "taken"), "window": window}))
+    taken = Taken(str(tmp_path / "taken"))
+    asked: dict[int, int] = {}
+    made: Counter[int] = Counter()
+    ended: set[int] = set()
+    for step in range(4000):
+        chance = draw.random()
+        if chance < 0.02 and step < 3000:
+            number = len(asked) + 1
+            asked[number] = draw.randrange(1, 60)
+            engine.submit(Job(number, tuple(kind.encode()), asked[number], SamplingParams()))
+        elif chance < 0.03 and len(ended) < len(asked):
+            number = draw.choice([number for number in asked if number not in ended])
+            engine.cancel(number)
+            ended.add(number)
+        elif chance < 0.3:
+            taken.steps = max([taken.steps, *(made[number] for number in asked if number not in ended)])
+        events = engine.step()
+        assert kind == "all" or len(events) <= 1
+        for event in events:
+            assert isinstance(event, Delta | Finished)
+            assert event.job not in ended
+            assert (event.token_ids, event.text) == (flood_engine.TOKEN, flood_engine.TEXT)
+            made[event.job] += 1
+            assert made[event.job] <= min(asked[event.job], taken.steps + window)
+            assert isinstance(event, Finished) == (made[event.job] == asked[event.job])
+            if isinstance(event, Finished):
+                ended.add(event.job)
+        assert engine.stats().active == len(asked) - len(ended)
+    assert len(asked) > 10
+    assert len(ended) == len(asked), "nobody was forgotten"
 
 
 @pytest.mark.parametrize("size", scale.SIZES, ids=str)
