@@ -48,6 +48,9 @@ class FloodEngine(DeterministicEngine):
         """Jobs of each step of a round of the plan."""
         self._begun = 0
         """``steps`` at its begin."""
+        self._waits = False
+        """Every job is as far ahead as it may be, and goes on when half of the window is free: as libzmq has it with a
+        full pipe, so that nobody is woken up for single tokens."""
         self._kind = ""
         self._pace = Pace(1.0, 0)
 
@@ -60,7 +63,7 @@ class FloodEngine(DeterministicEngine):
         self._kind, *numbers = bytes(job.prompt_ids).decode().split()
         if self._kind == "paced":
             self._pace = Pace(float(numbers[0]), int(numbers[1]))
-        self._given[job.id], self._made[job.id] = job, 0
+        self._given[job.id], self._made[job.id], self._waits = job, 0, False
         self._order.append(job.id)
 
     def step(self) -> list[EngineEvent]:
@@ -77,11 +80,15 @@ class FloodEngine(DeterministicEngine):
         if self._kind == "paced":
             self._pace.wait()
             return self._unplanned(self._order[:1], stamp())
+        taken = self._taken.steps
+        bound = taken + self._window
         # each for itself: the first may have run ahead before there were others, and is read no faster
-        bound = self._taken.steps + self._window
-        if not (due := [number for number in self._order if self._made[number] < bound]):
+        due = [number for number in self._order if self._made[number] < bound]
+        if not due or (self._waits and max(self._made.values()) > taken + self._window // 2):
+            self._waits = True
             time.sleep(WAIT_S)
             return []
+        self._waits = False
         turns = [[number] for number in due] if self._kind == "one" else [due]
         rounds = min(min(bound, self._given[number].max_new_tokens - 1) - self._made[number] for number in due)
         if not rounds:
