@@ -290,6 +290,12 @@ def test_a_long_event_arrives_whole(size: int) -> None:
         assert [ids for ids, _ in events] == [(1,), (), ids, (2,)]
 
 
+def without(name: str) -> Delta:
+    delta = Delta(1, (1,), "x")
+    delattr(delta, name)
+    return delta
+
+
 @pytest.mark.parametrize(
     ("event", "error"),
     [
@@ -305,9 +311,12 @@ def test_a_long_event_arrives_whole(size: int) -> None:
         (Delta(1, (1.0,), "x"), AttributeError),  # type: ignore[arg-type]
         (Delta(1, None, "x"), TypeError),  # type: ignore[arg-type]
         (Delta(1, ("1", "2"), "x"), Exception),  # type: ignore[arg-type]
+        (without("job"), AttributeError),
+        (without("token_ids"), AttributeError),
+        (without("text"), AttributeError),
+        (without("logprobs"), AttributeError),
         (None, AttributeError),
     ],
-    ids=repr,
 )
 def test_what_ends_the_process_does_so_on_either_road(event: Any, error: type[Exception]) -> None:
     roads = []
