@@ -17,7 +17,7 @@ from tests.deterministic_engine import DeterministicEngine
 TEXT = "0123456789abcdef"
 """Of every token of a flood: as long as a time."""
 TOKEN = (1000,)
-WAIT_S = 2e-5
+WAIT_S = 1e-4
 """Of a flood that is ahead, until it looks again."""
 
 
