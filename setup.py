@@ -9,13 +9,16 @@ from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
-from protocol.compiled import MODULES, checksum  # noqa: E402
+from protocol.compiled import MODULES, checksum, sources  # noqa: E402
+
+SOURCES = [str(path.relative_to(ROOT)) for path in sources()]
 
 extensions = cythonize(
     [
         Extension(
             name,
             [f"{name.replace('.', '/')}.pyx"],
+            depends=SOURCES,  # whose checksum each of them holds
             define_macros=[("MODELCTL_SOURCES", f"{checksum()}u")],
             extra_compile_args=["-O2", "-g0"],
         )

@@ -24,11 +24,16 @@ SWITCH: Final = "MODELCTL_COMPILED"
 ROOT: Final = Path(__file__).resolve().parent.parent
 
 
+def sources() -> list[Path]:
+    """What they are compiled from, as far as it lies beside them."""
+    paths = (ROOT / f"{name.replace('.', '/')}{ending}" for name in MODULES for ending in (".pxd", ".pyx"))
+    return [path for path in paths if path.exists()]
+
+
 @cache
 def checksum() -> int | None:
-    """Of what they are compiled from; None where no source lies beside them, as in an installed package."""
-    paths = [ROOT / f"{name.replace('.', '/')}{ending}" for name in MODULES for ending in (".pxd", ".pyx")]
-    found = [path.read_bytes() for path in paths if path.exists()]
+    """Of the sources; None where there are none, as they may be missing from an installed package."""
+    found = [path.read_bytes() for path in sources()]
     return crc32(b"\0".join(found)) if found else None
 
 

@@ -92,11 +92,14 @@ cdef class Relay:
         ) < 0:
             if errno != EINTR:
                 return False
-        # Noted before it is sent: the message is libzmq's from then on, and with it the body that is noted.
-        tokens[0] += self._usual.passed()
-        while calls.send(frame, front, DONT_WAIT) < 0:
-            if errno != EINTR:
-                raise zmq.ZMQError(errno)
+        # Noted before it is sent: the message is libzmq's from then on, and with it the body that is noted. And sent
+        # even if there is no memory to note it: a first part alone would take the next frame to another's client.
+        try:
+            tokens[0] += self._usual.passed()
+        finally:
+            while calls.send(frame, front, DONT_WAIT) < 0:
+                if errno != EINTR:
+                    raise zmq.ZMQError(errno)
         return True
 
 
