@@ -119,7 +119,7 @@ class WorkerLoop:
         """A step; several, if the supervisor's messages and the next report are all that could come between them."""
         alone = not (self._asked or (self._renderer is not None and self._renderer.busy))
         until = self._stats_due if alone else 0.0
-        events, at = self._link.steps(self._engine.step, self._beat.step, self._jobs, until)
+        events, at = self._link.steps(self._engine.step, self._beat, self._jobs, until)
         while at < len(events):
             self._emit(events[at])
             at = self._link.take(events, at + 1, self._jobs)

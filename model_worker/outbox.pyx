@@ -25,6 +25,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 import zmq
 
 from model_worker.engine import Delta
+from protocol.beat import Beat
 from protocol.libzmq cimport DONT_WAIT, Message, calls, handle_of, is_readable
 from protocol.messages import VERSION, EventFlag, Kind
 
@@ -68,6 +69,7 @@ cdef double LOOK_S = 20e-6
 
 ctypedef unsigned long long u64
 
+cdef object _BEAT = Beat
 cdef object _DELTA = Delta
 cdef Py_ssize_t _JOB = _slot("job")
 cdef Py_ssize_t _TOKEN_IDS = _slot("token_ids")
@@ -179,8 +181,13 @@ cdef class Outbox:
     def steps(self, step, beat, dict jobs not None, double until):
         cdef Py_ssize_t at
         cdef double looked = _now(), now
+        cdef u64[::1] words = beat.words if type(beat) is _BEAT else None
+        cdef u64 bits = beat.step_bits
         while True:
-            beat()
+            if words is None:
+                beat.step()
+            else:
+                words[0] = ((words[0] >> 32) + 1) << 32 | bits
             events = step()
             at = self._take(events, 0, jobs)
             if at < len(events):

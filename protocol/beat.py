@@ -107,30 +107,32 @@ class Beat:
     """The worker's end. One call before each thing that cannot be interrupted; each takes a fraction of a microsecond.
 
     descriptor  of the page, which is closed here; None where nobody watches (then beats go nowhere)
+
+    ``words`` and ``step_bits`` are for who writes what ``step`` does without calling it: the first word, with one more
+    in its counter, and these bits.
     """
 
     def __init__(self, leases: Leases = DEFAULT_LEASES, descriptor: int | None = None) -> None:
         if descriptor is None:
-            self._words = memoryview(bytearray(8)).cast("Q")
+            self.words = memoryview(bytearray(8)).cast("Q")
         else:
-            self._words = memoryview(mmap.mmap(descriptor, PAGE_BYTES)).cast("Q")
+            self.words = memoryview(mmap.mmap(descriptor, PAGE_BYTES)).cast("Q")
             os.close(descriptor)  # what the worker starts must not inherit it; the mapping stays
-        self._count = 0
         self._loading = _low_bits(Phase.LOADING, leases.load_s)
         self._idle = _low_bits(Phase.IDLE, leases.idle_s)
-        self._step = _low_bits(Phase.STEP, leases.step_s)
+        self.step_bits = _low_bits(Phase.STEP, leases.step_s)
 
     def loading(self) -> None:
         """A part of the load follows."""
-        self._count = count = self._count + 1 & 0xFFFFFFFF
-        self._words[0] = count << 32 | self._loading
+        self._write(self._loading)
 
     def idle(self) -> None:
         """A wait for messages follows."""
-        self._count = count = self._count + 1 & 0xFFFFFFFF
-        self._words[0] = count << 32 | self._idle
+        self._write(self._idle)
 
     def step(self) -> None:
         """A step of the engine, or the work on one message, follows."""
-        self._count = count = self._count + 1 & 0xFFFFFFFF
-        self._words[0] = count << 32 | self._step
+        self._write(self.step_bits)
+
+    def _write(self, bits: int) -> None:
+        self.words[0] = ((self.words[0] >> 32) + 1 & 0xFFFFFFFF) << 32 | bits

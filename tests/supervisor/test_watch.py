@@ -129,7 +129,7 @@ def test_a_page_shows_what_the_worker_wrote() -> None:
 def test_the_count_wraps_around() -> None:
     page = WatchedPage(1.0)
     beat = Beat(LEASES, os.dup(page.descriptor))
-    beat._count = 2**32 - 2
+    beat.words[0] = (2**32 - 2) << 32
     words = []
     for _ in range(4):
         beat.step()
@@ -176,7 +176,7 @@ def test_a_page_leaves_no_descriptor_behind_and_needs_none_of_the_workers_childr
     listing = "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if int(n) > 2])"
     seen = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, close_fds=False).stdout
     assert "beat" not in seen
-    beat._words.release()
+    beat.words.release()
     del beat
     page.close()
     assert set(os.listdir("/proc/self/fd")) == before

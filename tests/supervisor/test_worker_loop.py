@@ -10,6 +10,7 @@ import pytest
 
 from model_worker.engine import Capabilities, Delta, EngineEvent, Finished, Job, TokenLogprob
 from model_worker.loop import SLACK_JOBS, WorkerLoop
+from protocol.beat import Beat
 from protocol.codec import pack_body, unpack_body, unpack_event
 from protocol.messages import TERMINAL, CancelJob, EventEntry, EventFlag, JobMessage, Message, Shutdown
 from protocol.request import GenerateRequest
@@ -53,9 +54,9 @@ class ScriptedLink:
         self.events.append((channel, entry, fields, ids))
 
     def steps(
-        self, step: Callable[[], list[EngineEvent]], beat: Callable[[], None], jobs: object, until: float
+        self, step: Callable[[], list[EngineEvent]], beat: Beat, jobs: object, until: float
     ) -> tuple[list[EngineEvent], int]:
-        beat()
+        beat.step()
         return step(), 0
 
     def take(self, events: list[EngineEvent], first: int, jobs: object) -> int:
