@@ -1,7 +1,7 @@
 """The usual case of ``WorkerEvents.events``, compiled: what it decides here, it would decide there.
 
 Usual is a frame of EVENTS, written as EventWriter writes it, of a worker's present generation, whose every event is
-the one that is due of a running request that has credit for the whole frame, holds nothing and does not end. Nothing
+the one that is due of a running request that has credit, holds nothing and does not end, one of each. Nothing
 else is decided here, nor refused: it is left as it was, for the code in Python.
 """
 
@@ -131,7 +131,7 @@ cdef class Usual:
             if (
                 stream.looked_at == _looks  # two events of one request
                 or stream.sent != entry.seq
-                or stream.credit < self.frame.count
+                or stream.credit < 1
                 or stream.holds
                 or stream.phase is not _RUNNING
             ):

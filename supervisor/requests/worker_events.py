@@ -73,7 +73,7 @@ class WorkerEvents(RequestTable):
             if (
                 request is None
                 or seq != request.sent
-                or request.credit < count
+                or request.credit < 1
                 or request.holds
                 or request.phase is not Phase.RUNNING
             ):
