@@ -20,6 +20,12 @@ MODULES: Final = (
     "model_worker.outbox",
 )
 """In the order in which they need one another."""
+NEEDS: Final = {
+    "supervisor.ports.relay": ("protocol.libzmq", "supervisor.requests.usual_events"),
+    "model_worker.outbox": ("protocol.libzmq",),
+}
+"""What each of them reads in another's structures. One that is left from a build before (the last was interrupted, or
+the compiler killed, which setuptools forgives) has its fields elsewhere."""
 SWITCH: Final = "MODELCTL_COMPILED"
 ROOT: Final = Path(__file__).resolve().parent.parent
 
@@ -42,10 +48,15 @@ def look(name: str) -> tuple[ModuleType | None, str]:
     """(one of MODULES or None, why not)."""
     if os.environ.get(SWITCH) == "0":
         return None, f"switched off by {SWITCH}=0"
+    for needed in NEEDS.get(name, ()):
+        if why := look(needed)[1]:
+            return None, f"{needed}: {why}"
     try:
         module = import_module(name)
     except ImportError as e:
         return None, f"not built at installation: {e}"
+    except (AttributeError, TypeError, ValueError) as e:  # what Cython raises where one does not fit another
+        return None, f"built from other sources than those that it needs ({e}): install again"
     # In a checkout, sources change under what was compiled from them: then half of a decision would be an old one.
     if (now := checksum()) is not None and now != module.SOURCES:
         return None, "built from other sources than those beside it: install again"

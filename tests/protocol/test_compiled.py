@@ -1,0 +1,55 @@
+"""Which of what is compiled may be used, where some of it is left from a build before."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from protocol import compiled
+from protocol.compiled import MODULES, SWITCH, look
+
+
+@pytest.fixture
+def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Let these be what is imported, or raised, for what is compiled; everything else is up to date."""
+    monkeypatch.delenv(SWITCH, raising=False)
+
+    def put(found: dict[str, Any]) -> None:
+        def import_module(name: str) -> Any:
+            module = found.get(name, SimpleNamespace(SOURCES=7))
+            if isinstance(module, Exception):
+                raise module
+            return module
+
+        monkeypatch.setattr(compiled, "import_module", import_module)
+        monkeypatch.setattr(compiled, "checksum", lambda: 7)
+        look.cache_clear()
+
+    yield put
+    look.cache_clear()
+
+
+def used() -> set[str]:
+    return {name for name in MODULES if look(name)[0] is not None}
+
+
+def test_nothing_is_used_of_which_a_part_is_of_another_build(imports: Callable[[dict[str, Any]], None]) -> None:
+    """The relay writes to fields of ``Usual``, whose places another build has elsewhere."""
+    imports({"supervisor.requests.usual_events": SimpleNamespace(SOURCES=6)})
+    assert used() == {"protocol.libzmq", "model_worker.outbox"}
+    assert "usual_events" in look("supervisor.ports.relay")[1]
+    imports({"protocol.libzmq": SimpleNamespace(SOURCES=6)})
+    assert used() == {"supervisor.requests.usual_events"}
+    imports({})
+    assert used() == set(MODULES)
+
+
+@pytest.mark.parametrize("raised", [TypeError("wrong signature"), ValueError("size changed"), AttributeError("gone")])
+def test_what_does_not_fit_what_it_needs_is_not_used(
+    imports: Callable[[dict[str, Any]], None], raised: Exception
+) -> None:
+    """An old relay beside new modules: Cython finds out while it is imported, and that must not end the process."""
+    imports({"supervisor.ports.relay": raised})
+    assert used() == set(MODULES) - {"supervisor.ports.relay"}
+    assert str(raised) in look("supervisor.ports.relay")[1]
