@@ -160,6 +160,7 @@ class Supervisor:
         if not self._back.relays:
             self._log.warning("tokens are forwarded by Python, which takes longer: %s", look(RELAY)[1])
         self._launcher.sweep(self.fleet.vram.holders())
+        self.fleet.vram.serves()
         self.demand.begin()
         self._reactor.every(PROBE_INTERVAL_S, self._probe)
         self._reactor.every(DESCRIPTORS_INTERVAL_S, self._mind_descriptors)

@@ -22,7 +22,8 @@ from supervisor.placement.patience import PATIENCE_S, Asking, Patience, Restarts
 
 START_S = 2.0
 """How long the first reading of all waits for the driver to be opened, which may take seconds where nothing keeps it
-open (no persistence mode). Nothing is served yet; who is to be placed waits longer, without holding up the loop."""
+open (no persistence mode). Before anything is served only; who is to be placed waits longer, without holding up the
+loop."""
 ONCE_S = 30.0
 """The same for a command, and how long it waits for the answer: nothing else waits meanwhile."""
 LEAVE_S = 0.2

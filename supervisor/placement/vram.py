@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from supervisor.placement.gpu_reader import GpuReader
+from supervisor.placement.gpu_reader import START_S, GpuReader
 from supervisor.placement.gpus import Gpu, Gpus, GpusAbsent, GpusLate, GpusUnknown
 from supervisor.placement.vram_return import Return, VramReturns, listing
 from supervisor.timers import Timers
@@ -40,7 +40,7 @@ class Vram:
 
     def __init__(self, timers: Timers, log: logging.Logger) -> None:
         self._gpus: Gpus | None = None
-        self._opened = False
+        self._opened = self._serves = False
         self._timers = timers
         self._log = log
         self._said: set[str] = set()
@@ -55,8 +55,13 @@ class Vram:
     def watch(self, model: str, pins: Collection[str]) -> None:
         """A worker that is pinned to GPUs, by its pins in models.yaml. For the first, NVML begins to be opened."""
         if not self._opened:
-            self._opened, self._gpus = True, GpuReader(self._log)
+            self._opened, self._gpus = True, GpuReader(self._log, start_s=0.0 if self._serves else START_S)
         self._models[model] = _Watched(pins)
+
+    def serves(self) -> None:
+        """From now on tokens wait meanwhile: a driver that is opened later, for a model that a reload has brought, is
+        not waited for."""
+        self._serves = True
 
     def unwatch(self, model: str) -> None:
         """A worker that is stopped will not come back. What it held is still waited for."""

@@ -11,6 +11,7 @@ import pytest
 from supervisor.config import ModelSpec
 from supervisor.config_schema import ModelConfig
 from supervisor.placement import admission, patience
+from supervisor.placement import vram as vram_module
 from supervisor.placement.admission import Admission
 from supervisor.placement.vram import Vram
 from supervisor.placement.wishes import watched_pins
@@ -101,3 +102,22 @@ def test_after_a_while_pins_are_obeyed_and_auto_is_refused(
         report = placing.refused[name]
         assert (report.reason, report.retry) == ("unreadable", retry)
         assert "gpu: auto needs NVML, which does not answer here" in report.message
+
+
+def test_a_driver_that_is_opened_while_others_are_served_is_not_waited_for(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reload has brought the first model on a GPU: every token of the others would wait as long."""
+    monkeypatch.setattr(vram_module, "START_S", 20.0)
+    box.driver(hangs=True)
+    vram = Vram(Timers(), logging.getLogger("vram"))
+    vram.serves()
+    vram.watch("later", ["0"])
+    try:
+        begun = time.monotonic()
+        assert (vram.reading(), vram.late) == (None, True)
+        assert time.monotonic() - begun < 10.0
+        box.driver(hangs=False)
+        wait_until(vram.reading)
+    finally:
+        vram.close()
