@@ -1,6 +1,7 @@
 """The wheel: what is in it, and that it runs outside the tree. Built and installed for real."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -9,12 +10,16 @@ import venv
 import zipfile
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import setuptools
 
 from protocol.compiled import MODULES, SWITCH, look
 
 ROOT = Path(__file__).resolve().parent.parent
+PARTS = "model_worker", "protocol", "supervisor"
 EXPECTED_DATA = {
     f"model_worker/demo_models/{model}/{file}"
     for model in ("letters", "stories")
@@ -81,6 +86,25 @@ def test_what_can_be_compiled_is_here_and_in_the_wheel(wheel: Path) -> None:
     for name in MODULES:
         assert look(name)[1] == "", name
         assert names & {name.replace(".", "/") + ending for ending in EXTENSION_SUFFIXES}, name
+
+
+def test_what_is_compiled_is_built_anew_where_a_source_of_any_of_it_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each module says the checksum of all sources: one that is left as it was, in a tree that was built before, would
+    never be used again."""
+    built: list[Any] = []
+    build = ModuleType("Cython.Build")
+    build.cythonize = lambda extensions, **_: extensions  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "Cython.Build", build)
+    monkeypatch.setitem(sys.modules, "Cython", ModuleType("Cython"))
+    monkeypatch.setattr(setuptools, "setup", lambda ext_modules: built.extend(ext_modules))
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    runpy.run_path(str(ROOT / "setup.py"))
+    assert [extension.name for extension in built] == [*MODULES]
+    sources = {str(path.relative_to(ROOT)) for part in PARTS for path in (ROOT / part).rglob("*.p[xy][xd]")}
+    assert all(set(extension.depends) == sources for extension in built)
+    assert all(extension.optional for extension in built)
 
 
 def test_the_wheel_serves_outside_the_tree(installed: Path, tmp_path: Path) -> None:
