@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +89,8 @@ class Between:
     def probe_for_ever(self) -> None:
         """Until libzmq knows that the client has gone."""
         while True:
-            self.front.send_multipart([self.connection.routing_id, b"probe"], zmq.NOBLOCK)
+            with suppress(zmq.Again):  # the probes fill the pipe, where that takes longer
+                self.front.send_multipart([self.connection.routing_id, b"probe"], zmq.NOBLOCK)
 
     def close(self) -> None:
         for socket in (self.client, self.worker, self.front):
