@@ -225,7 +225,8 @@ class Episode:
         log = self._serving.log().rpartition(f", pid {self._serving.pid}, serving")[2]  # of this supervisor
         ends = laws.ends_of(log, name, RESTART_WINDOW_S)
         if reason != "config" and not (ends and ends[-1].recent >= self._block.restart_limit):
-            self._broken("a model fails for the stated reason", f"{name}: {reason}, {ends}")
+            told = "\n".join(line for line in log.splitlines() if f" {name}:" in line)
+            self._broken("a model fails for the stated reason", f"{name}: {reason}, {ends}\n{told[-6000:]}")
         self._happened.wounds[model].refused = True
 
     def _await_rest(self) -> bool:
@@ -297,8 +298,14 @@ class Episode:
 
     def _unharmed(self) -> None:
         """Models that nothing was done to have the workers that they had."""
+        log = self._serving.log()
+        before, now = (
+            log[: self._log_begin].rpartition(f", pid {self._serving.pid}, serving")[2],
+            log[self._log_begin :],
+        )
         for m in self._models():
             wound = self._happened.wounds[m["model"]]
+            wound.restarted = wound.restarted or laws.comes_late(before, now, m["model"])
             if wound.deaths or wound.ordered or wound.restarted or wound.refused or m["lazy"]:
                 continue
             if m["generation"] != self._generations.get(m["name"]):
@@ -350,6 +357,11 @@ class Episode:
         for model, wound in self._happened.wounds.items():
             # given up, and started again by the exchange of all workers that was under way
             wound.refused = wound.refused or (wound.restarted and laws.given_up(log, model))
+        if self._plan.final:  # nobody has looked at the models since
+            for name in self._generations:
+                ends, model = laws.ends_of(log, name, RESTART_WINDOW_S), name.partition(":")[0]
+                if ends and ends[-1].verdict == "not tried again" and not self._happened.wounds[model].refused:
+                    self._see_why(name, model)
         self._outcome.answers = [answer for each in self._parties for answer in each.answers.values()]
         for answer in self._outcome.answers:
             self._outcome.violations += laws.check(answer, self._happened, self._block)

@@ -222,6 +222,12 @@ def given_up(log: str, model: str) -> bool:
     return any(v["model"] == model and v["verdict"] == "not tried again" for v in verdicts)
 
 
+def comes_late(before: str, now: str, model: str) -> bool:
+    """Whether a reload changes a model (``now``) because an earlier one that was to do so failed (``before``)."""
+    failed = re.search(rf" ERROR +reload ordered: {model}\b", before)
+    return failed is not None and re.search(rf" INFO +reload ordered: .*\b{model} workers", now) is not None
+
+
 def ends_of(log: str, worker: str, window_s: float) -> list[End]:
     """All in this part of the log."""
     found: list[End] = []
