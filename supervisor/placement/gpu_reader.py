@@ -4,7 +4,6 @@ A reading waits for ``PATIENCE_S`` at most, and if that was in vain, none waits 
 see ``patience``, which decides. Here is the process, and the socket.
 """
 
-import importlib.util
 import logging
 import math
 import os
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
@@ -218,7 +218,7 @@ def read_once() -> list[Gpu]:
 
 def _find() -> str | None:
     """The directory that has the package pynvml, which is not imported here; None if there is none."""
-    found = importlib.util.find_spec("pynvml")
+    found = PathFinder.find_spec("pynvml")
     if found is None or found.origin is None:
         return None
     file = Path(found.origin).absolute()
