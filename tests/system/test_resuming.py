@@ -174,7 +174,8 @@ def test_positions_are_reported_to_who_asked(serve: Serve) -> None:
     serving = serve({"a": engine(step_s=0.01, max_batch_size=1)})
     with RawClient(serving.runtime_dir) as client:
         for request in range(1, 8):
-            client.generate(request, "a", f"line {request}", max_tokens=40, route={"progress": request in (5, 7)})
+            # longer than the half second between two looks at positions: none is passed over
+            client.generate(request, "a", f"line {request}", max_tokens=60, route={"progress": request in (5, 7)})
         client.read_until_ended(*range(1, 8))
         assert set(client.reports) == {5, 7}
         positions = [int(str(report["queue_position"])) for report in client.reports[7]]
