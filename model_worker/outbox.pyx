@@ -9,7 +9,7 @@ The frames are those that EventWriter makes, byte for byte.
 
 from collections import deque
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.dict cimport PyDict_GetItem
 from cpython.exc cimport PyErr_CheckSignals, PyErr_Clear
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
@@ -17,7 +17,7 @@ from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
-from libc.errno cimport EAGAIN, EINTR, errno
+from libc.errno cimport EAGAIN
 from libc.stdint cimport UINT32_MAX
 from libc.string cimport memcpy
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
@@ -26,19 +26,12 @@ import zmq
 
 from model_worker.engine import Delta
 from protocol.beat import Beat
-from protocol.libzmq cimport DONT_WAIT, Message, calls, handle_of, is_readable
+from protocol.libzmq cimport Message, bytes_of, calls, handle_of, is_readable, send_bytes, send_message
 from protocol.messages import VERSION, EventFlag, Kind
+from protocol.sources cimport MODELCTL_SOURCES
 
 cdef extern from "Python.h":
     const char *PyUnicode_AsUTF8AndSize(object text, Py_ssize_t *size)
-
-cdef extern from *:
-    """
-    #ifndef MODELCTL_SOURCES
-    #define MODELCTL_SOURCES 0
-    #endif
-    """
-    const unsigned int MODELCTL_SOURCES
 
 cdef extern from *:
     """
@@ -326,9 +319,9 @@ cdef class Outbox:
             self._write_frame(&message, pile.channel, &pile.entries[first], last - first, pile.body + bytes_before, size)
             try:
                 if not failed:
-                    failed = _send(&message, socket)
+                    failed = send_message(&message, socket)
                 if failed:
-                    self._frames.append(_bytes(&message))
+                    self._frames.append(bytes_of(&message))
             finally:
                 calls.close(&message)  # of one that was sent, nothing is left
             bytes_before += size
@@ -373,12 +366,11 @@ cdef class Outbox:
         socket = handle_of(self._socket)
         while self._frames:
             frame = self._frames[0]
-            while calls.send_bytes(socket, PyBytes_AS_STRING(frame), PyBytes_GET_SIZE(frame), DONT_WAIT) < 0:
-                failed = errno
-                if failed == EAGAIN:
-                    return False
-                if failed != EINTR:
-                    raise zmq.ZMQError(failed)
+            failed = send_bytes(socket, frame, 0)
+            if failed == EAGAIN:
+                return False
+            if failed:
+                raise zmq.ZMQError(failed)
             self._frames.popleft()
         return True
 
@@ -392,18 +384,6 @@ cdef double _now() noexcept:
     cdef timespec found
     clock_gettime(CLOCK_MONOTONIC, &found)
     return found.tv_sec + found.tv_nsec * 1e-9
-
-
-cdef bytes _bytes(Message *message):
-    return PyBytes_FromStringAndSize(<const char *>calls.data(message), calls.size(message))
-
-
-cdef int _send(Message *message, void *socket) noexcept:
-    """0, or errno; then the message is still the caller's."""
-    while calls.send(message, socket, DONT_WAIT) < 0:
-        if errno != EINTR:
-            return errno
-    return 0
 
 
 cdef bint _are_ids(object ids, Py_ssize_t count) except -1:

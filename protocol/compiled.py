@@ -32,7 +32,11 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 
 def sources() -> list[Path]:
     """What they are compiled from, as far as it lies beside them."""
-    paths = (ROOT / f"{name.replace('.', '/')}{ending}" for name in MODULES for ending in (".pxd", ".pyx"))
+    paths = (
+        ROOT / f"{name.replace('.', '/')}{ending}"
+        for name in (*MODULES, "protocol.sources")
+        for ending in (".pxd", ".pyx")
+    )
     return [path for path in paths if path.exists()]
 
 

@@ -33,3 +33,6 @@ cdef enum:
 
 cdef void *handle_of(object socket) except NULL
 cdef bint is_readable(void *socket) except -1
+cdef bytes bytes_of(Message *message)
+cdef int send_message(Message *message, void *socket) noexcept
+cdef int send_bytes(void *socket, bytes part, int flags) noexcept

@@ -1,5 +1,6 @@
 """libzmq's own calls as pyzmq's extension has loaded them: the same library, whose sockets these are."""
 
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject_GenericGetAttr
 from libc.errno cimport EINTR, errno
 from posix.dlfcn cimport RTLD_LAZY, dlerror, dlopen, dlsym
@@ -7,13 +8,7 @@ from posix.dlfcn cimport RTLD_LAZY, dlerror, dlopen, dlsym
 import zmq
 from zmq.backend.cython import _zmq
 
-cdef extern from *:
-    """
-    #ifndef MODELCTL_SOURCES
-    #define MODELCTL_SOURCES 0
-    #endif
-    """
-    const unsigned int MODELCTL_SOURCES
+from protocol.sources cimport MODELCTL_SOURCES
 
 SOURCES = MODELCTL_SOURCES
 
@@ -61,6 +56,30 @@ cdef bint is_readable(void *socket) except -1:
         if errno != EINTR:
             raise zmq.ZMQError(errno)
     return events & READABLE != 0
+
+
+cdef bytes bytes_of(Message *message):
+    """A copy of what is in it."""
+    return PyBytes_FromStringAndSize(<const char *>calls.data(message), calls.size(message))
+
+
+cdef int send_message(Message *message, void *socket) noexcept:
+    """Without waiting. 0, or errno; then the message is still the caller's."""
+    while calls.send(message, socket, DONT_WAIT) < 0:
+        if errno != EINTR:
+            return errno
+    return 0
+
+
+cdef int send_bytes(void *socket, bytes part, int flags) noexcept:
+    """Without waiting. 0, or errno.
+
+    flags  0, or MORE_FOLLOWS
+    """
+    while calls.send_bytes(socket, PyBytes_AS_STRING(part), PyBytes_GET_SIZE(part), DONT_WAIT | flags) < 0:
+        if errno != EINTR:
+            return errno
+    return 0
 
 
 def has_input(object socket):

@@ -4,24 +4,17 @@ The order in which a worker's frames are handled is that in which they came: at 
 stops and hands it over, and goes on when it is called again.
 """
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
 from cpython.object cimport PyObject
-from libc.errno cimport EINTR, errno
+from libc.errno cimport EAGAIN, EINTR, errno
 from libc.string cimport memcmp
 
 import zmq
 
-from protocol.libzmq cimport DONT_WAIT, MORE_FOLLOWS, Message, calls, handle_of
+from protocol.libzmq cimport DONT_WAIT, MORE_FOLLOWS, Message, bytes_of, calls, handle_of, send_bytes, send_message
+from protocol.sources cimport MODELCTL_SOURCES
 from supervisor.requests.usual_events cimport Usual
-
-cdef extern from *:
-    """
-    #ifndef MODELCTL_SOURCES
-    #define MODELCTL_SOURCES 0
-    #endif
-    """
-    const unsigned int MODELCTL_SOURCES
 
 SOURCES = MODELCTL_SOURCES
 
@@ -58,17 +51,17 @@ cdef class Relay:
                 _receive(&frame, back, False)
                 taken += 1
                 if calls.more(&frame):
-                    return taken, _bytes(&sender), None, True
+                    return taken, bytes_of(&sender), None, True
                 if routing_id is None or not _equals(&sender, routing_id):
                     if tokens:
                         seat.tokens += tokens
                         tokens = 0
-                    routing_id = _bytes(&sender)
+                    routing_id = bytes_of(&sender)
                     seat = self._seat_of(routing_id)
                     if seat is not None:
                         self._usual.of(seat)
                 if seat is None or not self._pass_on(&frame, front, &tokens):
-                    return taken, routing_id, _bytes(&frame), False
+                    return taken, routing_id, bytes_of(&frame), False
             return taken, None, None, False
         finally:
             calls.close(&sender)
@@ -87,19 +80,15 @@ cdef class Relay:
                 return False
             self._client, self._channel = (<object>connection).routing_id, self._usual.frame.channel
         # The first part finds the client or refuses: EHOSTUNREACH where it is gone, EAGAIN where it is far behind.
-        while calls.send_bytes(
-            front, PyBytes_AS_STRING(self._client), PyBytes_GET_SIZE(self._client), DONT_WAIT | MORE_FOLLOWS
-        ) < 0:
-            if errno != EINTR:
-                return False
+        if send_bytes(front, self._client, MORE_FOLLOWS):
+            return False
         # Noted before it is sent: the message is libzmq's from then on, and with it the body that is noted. And sent
         # even if there is no memory to note it: a first part alone would take the next frame to another's client.
         try:
             tokens[0] += self._usual.passed()
         finally:
-            while calls.send(frame, front, DONT_WAIT) < 0:
-                if errno != EINTR:
-                    raise zmq.ZMQError(errno)
+            if failed := send_message(frame, front):
+                raise zmq.ZMQError(failed)
         return True
 
 
@@ -108,14 +97,10 @@ cdef bint _receive(Message *message, void *socket, bint may_be_none) except -1:
     while calls.receive(message, socket, DONT_WAIT) < 0:
         if errno == EINTR:
             continue
-        if may_be_none and errno == zmq.EAGAIN:
+        if may_be_none and errno == EAGAIN:
             return False
         raise zmq.ZMQError(errno)
     return True
-
-
-cdef bytes _bytes(Message *message):
-    return PyBytes_FromStringAndSize(<const char *>calls.data(message), calls.size(message))
 
 
 cdef bint _equals(Message *message, bytes other) noexcept:

@@ -11,15 +11,8 @@ from cpython.object cimport PyObject
 from libc.string cimport memcpy
 
 from protocol.messages import TERMINAL, VERSION, Kind
+from protocol.sources cimport MODELCTL_SOURCES
 from supervisor.requests.phase import Phase
-
-cdef extern from *:
-    """
-    #ifndef MODELCTL_SOURCES
-    #define MODELCTL_SOURCES 0
-    #endif
-    """
-    const unsigned int MODELCTL_SOURCES
 
 SOURCES = MODELCTL_SOURCES
 
