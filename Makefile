@@ -7,17 +7,19 @@
 #   PYTHON=python3.12    which Python makes the environment (3.11 to 3.13)
 #   TORCH_INDEX=URL      package index for torch alone. PyPI's torch for Linux is a CUDA build of several GB; without a
 #                        GPU, https://download.pytorch.org/whl/cpu is enough; for another CUDA version see pytorch.org
+#   PIP_INSTALL="..."    further options of pip install
 #   TEST_JOBS=2          how many tests run beside one another; 0: one after another, in one process
 #   PYTEST_ARGS="-k x"   handed to pytest
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+PIP_INSTALL ?=
 TEST_JOBS ?= 2
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
 .PHONY: demo test serve lint bench clean
 
@@ -47,7 +49,8 @@ $(VENV)/.run: pyproject.toml setup.py constraints.txt tools/make_venv.py $(COMPI
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(PIP) --editable ".[test]"
+	$(BIN)/python tools/extra.py test > $(VENV)/test.txt # without the project: it would be built a second time
+	$(PIP) -r $(VENV)/test.txt
 	$(PIP) --no-deps exllamav2==0.3.2 # its Python runs in the tests, on the CPU; nothing of it is compiled
 	touch $@
 

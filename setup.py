@@ -30,4 +30,4 @@ extensions = cythonize(
 )
 for extension in extensions:
     extension.optional = True  # cythonize makes new ones, without what it does not know
-setup(ext_modules=extensions)
+setup(ext_modules=extensions, options={"build_ext": {"parallel": len(extensions)}})
