@@ -98,7 +98,7 @@ def test_what_is_compiled_is_built_anew_where_a_source_of_any_of_it_has_changed(
     build.cythonize = lambda extensions, **_: extensions  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "Cython.Build", build)
     monkeypatch.setitem(sys.modules, "Cython", ModuleType("Cython"))
-    monkeypatch.setattr(setuptools, "setup", lambda ext_modules: built.extend(ext_modules))
+    monkeypatch.setattr(setuptools, "setup", lambda ext_modules, options: built.extend(ext_modules))
     monkeypatch.setattr(sys, "path", sys.path.copy())
     runpy.run_path(str(ROOT / "setup.py"))
     assert [extension.name for extension in built] == [*MODULES]
