@@ -18,6 +18,8 @@ SESSION_MARK = "MODELCTL_TEST_SESSION"
 # Every process that is started would compile all that it imports: half a second of each test that serves something.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Tests run beside one another, and torch's threads spin while they wait for each other: a third of what its tests take.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 for number in (signal.SIGINT, signal.SIGHUP):
     # nohup, or a shell's background, has them ignored, and what tests start and interrupt would inherit that
     if signal.getsignal(number) is signal.SIG_IGN:
