@@ -8,7 +8,7 @@ import pytest
 from tests.fuzzing.running import fuzz
 
 
-@pytest.mark.parametrize(("direction", "count"), [("client_to_supervisor", 700_000), ("worker_to_supervisor", 500_000)])
+@pytest.mark.parametrize(("direction", "count"), [("client_to_supervisor", 700_000), ("worker_to_supervisor", 650_000)])
 def test_mutated_frames(direction: str, count: int) -> None:
     told = fuzz(direction, count)
     assert told["inputs"] >= count
