@@ -262,8 +262,9 @@ def test_a_signal_handler_that_would_wait_for_itself_is_refused(runtime_dir: Pat
 
 def test_one_thread_at_a_time_reads_a_stream(runtime_dir: Path) -> None:
     threads = Threads()
-    with ScriptedPeer(runtime_dir / "front", HoldingScript(first=0)) as peer, Client(peer.endpoint) as client:
+    with ScriptedPeer(runtime_dir / "front", HoldingScript(first=1)) as peer, Client(peer.endpoint) as client:
         stream = client.generate("letters", "x")
+        next(stream)  # else ACCEPTED would let the thread go for a moment, in which we could take its place
         threads.start(stream.complete)
         wait_until(lambda: waits(stream), "the thread to wait")
         with pytest.raises(RuntimeError, match="one thread at a time"):
