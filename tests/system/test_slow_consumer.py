@@ -78,18 +78,31 @@ def test_cancelling_releases_what_was_held(serving: Serving) -> None:
         assert client.heard[1].text == answer("held", 1_000)
 
 
-def test_memory_stays_bounded_whatever_is_not_read(serving: Serving) -> None:
-    """Of a worker that the supervisor keeps up with: what waits on its way from the worker is not what is held."""
+@pytest.mark.parametrize(
+    "model",
+    [
+        "paced",
+        pytest.param(
+            "a",
+            marks=pytest.mark.xfail(
+                strict=False,
+                reason="a worker that outruns the supervisor fills libzmq's pipes, which count frames and not bytes: "
+                "up to 71 MiB were seen on a busy machine",
+            ),
+        ),
+    ],
+)
+def test_memory_stays_bounded_whatever_is_not_read(serving: Serving, model: str) -> None:
     before = psutil.Process(serving.pid).memory_info().rss
-    errors = serving.status("paced")["totals"]["errors"]
+    errors = serving.status(model)["totals"]["errors"]
     with RawClient(serving.runtime_dir) as client:
         requests = range(1, 13)
         for request in requests:
-            client.generate(request, "paced", f"never reads {request}", max_tokens=ENDLESS)
+            client.generate(request, model, f"never reads {request}", max_tokens=ENDLESS)
         # nothing is received: not even what has credit
         # megabytes of tokens, one by one: some seconds of work, which a machine may have little time for
-        wait_until(lambda: serving.status("paced")["totals"]["errors"] >= errors + 12, 200, "12 streams cut off")
-        serving.wait_idle("paced")
+        wait_until(lambda: serving.status(model)["totals"]["errors"] >= errors + 12, 200, "12 streams cut off")
+        serving.wait_idle(model)
         grown = psutil.Process(serving.pid).memory_info().rss - before
         print(f"grown by {grown / (1 << 20):.1f} MiB")
         assert grown < 20 << 20, f"{grown >> 20} MiB"
