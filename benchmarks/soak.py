@@ -50,6 +50,9 @@ MODELS = {
     "letters": {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu", "max_batch_size": 4},
     "probe": engine(step_s=STEP_S),
 }
+FIRST, WHOLE, BARE = "first token", f"answer of {PROBE_TOKENS} tokens", "bare exchange beside them"
+TARGETS = {FIRST: "<= 1.05", WHOLE: "<= 1.05", BARE: None}
+"""Of the last tenth over the second."""
 Samples = list[tuple[float, float]]
 """(seconds since the beginning, what was measured)."""
 
@@ -101,9 +104,7 @@ class Watch:
         pids = {"supervisor": status["supervisor"]["pid"]} | {m["name"]: m["pid"] for m in status["models"]}
         self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
         self.memory: dict[str, Samples] = {name: [] for name in pids}
-        self.first: Samples = []
-        self.whole: Samples = []
-        self.bare: Samples = []
+        self.timed: dict[str, Samples] = {label: [] for label in TARGETS}
 
     def run(self, client: Client, bare: "zmq.Socket[bytes]", seconds: float) -> None:
         begun = time.perf_counter()
@@ -111,14 +112,14 @@ class Watch:
         while (at := time.perf_counter() - begun) < seconds:
             stream = client.generate("probe", f"probe {number}", max_tokens=PROBE_TOKENS)
             next(stream)
-            self.first.append((at, time.perf_counter() - begun - at))
+            self.timed[FIRST].append((at, time.perf_counter() - begun - at))
             for _ in stream:
                 pass
-            self.whole.append((at, time.perf_counter() - begun - at))
+            self.timed[WHOLE].append((at, time.perf_counter() - begun - at))
             asked = time.perf_counter()
             bare.send(b"x")
             bare.recv()
-            self.bare.append((at, time.perf_counter() - asked))
+            self.timed[BARE].append((at, time.perf_counter() - asked))
             if number % 5 == 0:
                 for name, process in self._processes.items():
                     self.memory[name].append((at, process.memory_info().rss / MIB))
@@ -128,17 +129,12 @@ class Watch:
 
 def judged(watch: Watch, seconds: float) -> list[Result]:
     results = []
-    for label, samples, target in (
-        ("first token", watch.first, "<= 1.05"),
-        (f"answer of {PROBE_TOKENS} tokens", watch.whole, "<= 1.05"),
-        ("bare exchange beside them", watch.bare, None),
-    ):
+    for label, samples in watch.timed.items():
         parts = medians(samples, seconds)
-        print(f"{label}, medians of tenths:", *(f"{1000 * part:.2f}" for part in parts), "ms")
         results += [
             Result(f"{label}: second tenth, median", 1000 * parts[1], "ms"),
             Result(f"{label}: last tenth, median", 1000 * parts[-1], "ms"),
-            Result(f"{label}: last tenth over the second", parts[-1] / parts[1], "ratio", target),
+            Result(f"{label}: last tenth over the second", parts[-1] / parts[1], "ratio", TARGETS[label]),
         ]
     for name, samples in watch.memory.items():
         parts = medians(samples, seconds)
@@ -180,6 +176,8 @@ def main(given: Sequence[str] | None = None) -> None:
         for worker in server.workers:
             server.wait_idle(worker, within=30)
         restarts = sum(m["restarts"] for m in server.overview()["models"])
+    for label, samples in watch.timed.items():
+        print(f"{label}, medians of tenths:", *(f"{1000 * part:.2f}" for part in medians(samples, seconds)), "ms")
     for kind, outcomes in told.items():
         print(f"{kind}: {outcomes}")
     results = [*judged(watch, seconds), *counted(told), Result("restarts of workers", restarts, "times", "<= 0")]

@@ -224,7 +224,8 @@ class Serving:
 
     def log(self, name: str = "supervisor") -> str:
         path = self.runtime_dir / "logs" / f"{name}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
+        text = path.read_text(errors="replace") if path.exists() else ""
+        return text[: text.rfind("\n") + 1]  # a line that crosses a page may be seen up to there while it is written
 
     def stderr(self) -> str:
         return (self.directory / "stderr").read_text(errors="replace")

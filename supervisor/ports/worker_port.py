@@ -22,8 +22,12 @@ DRAIN_LIMIT = 256
 ASKED_FIRST = 4
 """Frames of a turn, behind the first, before each of which it is asked whether there is one: the exception for "nothing
 there" costs more than to ask as often. Where more have come, there will be yet more."""
-MARK = 10_000
-"""Frames on the way to, or from, one worker."""
+SEND_MARK = 10_000
+"""Frames on the way to one worker."""
+RECEIVE_MARK = 1000
+"""Frames of one worker that libzmq has read and we have not: 4 MiB of events, see ``MAX_FRAME_BYTES`` of the worker's
+link. So many wait here whenever a worker is quicker than we are, as one without step times is while we have to wait for
+the processor; what else there is waits in the worker. 10,000 are no faster, 256 slower by a tenth."""
 
 
 class WorkerPort:
@@ -32,8 +36,8 @@ class WorkerPort:
     def __init__(self, context: Context, endpoint: str) -> None:
         """Bind a private ipc ROUTER. The runtime directory's lock must be held."""
         self.socket = router(context)
-        self.socket.setsockopt(zmq.SNDHWM, MARK)
-        self.socket.setsockopt(zmq.RCVHWM, MARK)
+        self.socket.setsockopt(zmq.SNDHWM, SEND_MARK)
+        self.socket.setsockopt(zmq.RCVHWM, RECEIVE_MARK)
         bind_private(self.socket, endpoint)
         self.more = False
         self._skipping = False
@@ -97,7 +101,7 @@ class WorkerPort:
         return self._relay is not None
 
     def send(self, routing_id: bytes, frame: bytes) -> bool:
-        """Put a frame on its way. False if the worker is not connected any more, or MARK frames behind."""
+        """Put a frame on its way. False if the worker is not connected any more, or SEND_MARK frames behind."""
         try:
             send_to(self.socket, routing_id, frame)
         except zmq.ZMQError:

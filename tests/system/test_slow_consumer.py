@@ -18,9 +18,7 @@ ENDLESS = 1_000_000
 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Serving]:
-    fast = engine(step_s=0, context=2 * ENDLESS, max_batch_size=8)
-    paced = engine(step_s=0.0002, context=2 * ENDLESS, max_batch_size=12)
-    with Serving({"a": fast, "paced": paced}) as serving:
+    with Serving({"a": engine(step_s=0, context=2 * ENDLESS, max_batch_size=8)}) as serving:
         yield serving
 
 
@@ -78,31 +76,18 @@ def test_cancelling_releases_what_was_held(serving: Serving) -> None:
         assert client.heard[1].text == answer("held", 1_000)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "paced",
-        pytest.param(
-            "a",
-            marks=pytest.mark.xfail(
-                strict=False,
-                reason="a worker that outruns the supervisor fills libzmq's pipes, which count frames and not bytes: "
-                "up to 71 MiB were seen on a busy machine",
-            ),
-        ),
-    ],
-)
-def test_memory_stays_bounded_whatever_is_not_read(serving: Serving, model: str) -> None:
+def test_memory_stays_bounded_whatever_is_not_read(serving: Serving) -> None:
+    """Nor behind a worker that is quicker than the supervisor."""
     before = psutil.Process(serving.pid).memory_info().rss
-    errors = serving.status(model)["totals"]["errors"]
+    errors = serving.status("a")["totals"]["errors"]
     with RawClient(serving.runtime_dir) as client:
         requests = range(1, 13)
         for request in requests:
-            client.generate(request, model, f"never reads {request}", max_tokens=ENDLESS)
+            client.generate(request, "a", f"never reads {request}", max_tokens=ENDLESS)
         # nothing is received: not even what has credit
         # megabytes of tokens, one by one: some seconds of work, which a machine may have little time for
-        wait_until(lambda: serving.status(model)["totals"]["errors"] >= errors + 12, 200, "12 streams cut off")
-        serving.wait_idle(model)
+        wait_until(lambda: serving.status("a")["totals"]["errors"] >= errors + 12, 200, "12 streams cut off")
+        serving.wait_idle("a")
         grown = psutil.Process(serving.pid).memory_info().rss - before
         print(f"grown by {grown / (1 << 20):.1f} MiB")
         assert grown < 20 << 20, f"{grown >> 20} MiB"

@@ -76,7 +76,7 @@ def test_no_descriptor_at_all_is_lived_with(serve: Serve) -> None:
 
 
 def test_a_paused_supervisor_loses_nothing(serve: Serve) -> None:
-    """Ctrl-Z: the worker goes on, its pipe (20,000 frames) fills up, and all has to come out in order afterwards."""
+    """Ctrl-Z: the worker goes on, its pipe (11,000 frames) fills up, and all has to come out in order afterwards."""
     tokens, clients = 10_000, 4  # a frame for each client and step
     serving = serve({"a": engine(step_s=0.0002, context=2 * tokens)})  # else it may be done before the pause
     with ExitStack() as stack:
