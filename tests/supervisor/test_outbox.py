@@ -259,7 +259,7 @@ def test_a_stretch_of_steps_ends_with_what_is_not_usual_with_input_and_in_time()
 
 
 def test_a_frame_has_at_most_so_many_events_and_bytes() -> None:
-    for events in ([Delta(1, (i,), "x") for i in range(2 * MAX_FRAME_EVENTS + 1)], [Delta(1, (), "y" * 60_000)] * 40):
+    for events in ([Delta(1, (i,), "x") for i in range(2 * MAX_FRAME_EVENTS + 1)], [Delta(1, (), "y" * 240)] * 40):
         made = []
         for kind in (Outbox, PlainOutbox):
             with Road(kind, MAX_FRAME_EVENTS, MAX_FRAME_BYTES) as road:
