@@ -28,9 +28,9 @@ from protocol.worker_spec import WorkerSpec
 PROGRESS_INTERVAL_S = 0.05
 MAX_FRAME_EVENTS = 256
 MAX_FRAME_BYTES = 4 << 10
-"""Bounds of one EVENTS frame that has more than one event; with its index it has 7 KB. A worker that is quicker than the
-supervisor joins what it cannot send: then all frames are as long as may be, and the supervisor has as many in memory as
-its socket takes."""
+"""Bounds of one EVENTS frame that has more than one event; with its index it has 7 KB. A worker that is quicker than
+the supervisor joins what it cannot send: then all frames are as long as may be, and the supervisor has as many in
+memory as its socket takes."""
 
 
 class SupervisorLink:

@@ -25,9 +25,9 @@ there" costs more than to ask as often. Where more have come, there will be yet 
 SEND_MARK = 10_000
 """Frames on the way to one worker."""
 RECEIVE_MARK = 1000
-"""Frames of one worker that libzmq has read and we have not: 7 MB of events, as the worker's link bounds a frame. So many
-wait here whenever a worker is quicker than we are, as one without step times is while we have to wait for the processor;
-what else there is waits in the worker. 10,000 are no faster, 256 slower by a tenth."""
+"""Frames of one worker that libzmq has read and we have not: 7 MB of events, as the worker's link bounds a frame. So
+many wait here whenever a worker is quicker than we are, as one without step times is while we have to wait for the
+processor; what else there is waits in the worker. 10,000 are no faster, 256 slower by a tenth."""
 
 
 class WorkerPort:
