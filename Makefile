@@ -31,7 +31,7 @@ serve: $(VENV)/.run
 	@echo "Now: $(BIN)/modelctl ps | status | run letters 'sort: d b a c ->' | stop stories | shutdown"
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
