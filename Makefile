@@ -8,13 +8,14 @@
 #   TORCH_INDEX=URL      package index for torch alone. PyPI's torch for Linux is a CUDA build of several GB; without a
 #                        GPU, https://download.pytorch.org/whl/cpu is enough; for another CUDA version see pytorch.org
 #   PIP_INSTALL="..."    further options of pip install
-#   TEST_JOBS=2          how many tests run beside one another; 0: one after another, in one process
+#   TEST_JOBS=3          how many tests run beside one another (each waits a quarter of its time: three keep two cores
+#                        busy); 0: one after another, in one process
 #   PYTEST_ARGS="-k x"   handed to pytest
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 PIP_INSTALL ?=
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
