@@ -212,7 +212,7 @@ def test_every_length_that_a_number_and_a_text_can_have() -> None:
     sizes = [near for edge in (32, 256, 65536) for near in (edge - 1, edge)]
     made = []
     for kind in (Outbox, PlainOutbox):
-        with Road(kind, 1 << 20, MAX_FRAME_BYTES) as road:
+        with Road(kind, 1 << 20, 1 << 20) as road:
             for number in numbers:
                 road.loop._jobs[number + 10] = _Tracked(number, number, number if number < MOST else 0, number // 2, {})
                 for size in sizes:
@@ -258,11 +258,14 @@ def test_a_stretch_of_steps_ends_with_what_is_not_usual_with_input_and_in_time()
         assert beats(road.beat) == road.engine.steps
 
 
-def test_a_frame_has_at_most_so_many_events_and_bytes() -> None:
-    for events in ([Delta(1, (i,), "x") for i in range(2 * MAX_FRAME_EVENTS + 1)], [Delta(1, (), "y" * 240)] * 40):
+@pytest.mark.parametrize(
+    ("most_events", "most_bytes", "size"), [(MAX_FRAME_EVENTS, MAX_FRAME_BYTES, 240), (4096, 1 << 20, 60_000)]
+)
+def test_a_frame_has_at_most_so_many_events_and_bytes(most_events: int, most_bytes: int, size: int) -> None:
+    for events in ([Delta(1, (i,), "x") for i in range(2 * most_events + 1)], [Delta(1, (), "y" * size)] * 40):
         made = []
         for kind in (Outbox, PlainOutbox):
-            with Road(kind, MAX_FRAME_EVENTS, MAX_FRAME_BYTES) as road:
+            with Road(kind, most_events, most_bytes) as road:
                 road.run([events])
                 made.append(road.rest())
         assert made[0] == made[1]
@@ -270,13 +273,13 @@ def test_a_frame_has_at_most_so_many_events_and_bytes() -> None:
         for frame in made[0]:
             message = decode_events(frame)
             assert is_events(frame)
-            assert len(message.body) <= MAX_FRAME_BYTES
-            assert len(message.index) <= MAX_FRAME_EVENTS
+            assert len(message.body) <= most_bytes
+            assert len(message.index) <= most_events
 
 
-@pytest.mark.parametrize("size", [65_535, 65_536, 70_000, 2 * MAX_FRAME_BYTES])
+@pytest.mark.parametrize("size", [65_535, 65_536, 70_000, 2 << 20])
 def test_a_long_event_arrives_whole(size: int) -> None:
-    with Road(Outbox, 10, MAX_FRAME_BYTES) as road:
+    with Road(Outbox, 10, 1 << 20) as road:
         ids = tuple(range(size // 16))
         road.run([[Delta(1, (1,), "a"), Delta(1, (), "é" * (size // 2)), Delta(1, ids, ""), Delta(1, (2,), "b")]])
         events = [unpack_event(*event) for frame in road.rest() for event in split_events(decode_events(frame))]
