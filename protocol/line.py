@@ -13,6 +13,11 @@ from protocol.socket_calls import monitor_event
 
 LINGER_MS: Final = 200
 """How long closing waits for the last frames (a CANCEL, mostly) to leave."""
+IPC_HEARTBEAT_MS = (1000, 4000, 6000)
+"""Milliseconds between heartbeats, until a peer that does not answer them is given up, and until that peer gives us up.
+The second must exceed the transfer of the largest frame, or heartbeats end the connection in the middle of it."""
+TCP_HEARTBEAT_MS = (2000, 10_000, 12_000)
+"""As IPC_HEARTBEAT_MS, for connections to other machines."""
 
 _MECHANISM_MISMATCH: Final = 0x11000002
 """Value of EVENT_HANDSHAKE_FAILED_PROTOCOL: one side uses keys, the other does not."""
@@ -190,7 +195,7 @@ def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
-    # the timeout must exceed the transfer of the largest frame, or heartbeats kill it
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000 if ipc else 2000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000 if ipc else 10_000)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, 6000 if ipc else 12_000)
+    interval, timeout, ttl = IPC_HEARTBEAT_MS if ipc else TCP_HEARTBEAT_MS
+    socket.setsockopt(zmq.HEARTBEAT_IVL, interval)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, ttl)

@@ -313,22 +313,20 @@ def test_a_killed_supervisor_ends_every_request_once_and_at_once(runtime_dir: Pa
                 assert await asyncio.gather(*tasks) == ["0 1 2 "] * 50
                 with pytest.raises(ConnectionLost):
                     await call
-                assert time.monotonic() - start < 10
+                assert time.monotonic() - start < DEADLINE_S
                 for ask in (client.complete("letters", "x"), client.call("status")):
                     start = time.monotonic()
                     with pytest.raises(ConnectionLost, match="no supervisor is running here"):
                         await ask
-                    assert time.monotonic() - start < 10
+                    assert time.monotonic() - start < DEADLINE_S
 
     asyncio.run(main())
 
 
 def test_no_supervisor_and_one_that_never_greets(runtime_dir: Path) -> None:
     async def main() -> None:
-        start = time.monotonic()
         with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*`modelctl serve`"):
-            await AsyncClient(runtime_dir=runtime_dir, timeout=60).connect()
-        assert time.monotonic() - start < 30
+            await AsyncClient(runtime_dir=runtime_dir, timeout=3600).connect()  # waiting would outlast the test
         with (
             ScriptedPeer(runtime_dir / "front", welcome=False) as peer,
             pytest.raises(ConnectionLost, match=r"did not answer within 0.1 s"),

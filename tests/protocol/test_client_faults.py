@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import Client
+from protocol import Client, line
 from protocol.codec import encode, pack_body, pack_error
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import Call, Cancel, Error, Events, Generate, Hello, Message, Reply, Welcome
@@ -31,17 +31,15 @@ def test_no_supervisor(runtime_dir: Path) -> None:
     for _ in range(10):
         with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*front.*`modelctl serve`"):
             Client(runtime_dir=runtime_dir)
-    # nothing lingers for what can never be sent: that would take five seconds, each time
-    assert time.monotonic() - start < 10
+    # A connection must not linger for messages that can never be sent. That would take five seconds each time.
+    assert time.monotonic() - start < 40
 
 
 def test_nobody_listens_on_the_socket_left_behind(runtime_dir: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(runtime_dir / "front"))
-    start = time.monotonic()
     with pytest.raises(ConnectionLost, match="no supervisor is running here"):
-        Client(runtime_dir=runtime_dir, timeout=60)
-    assert time.monotonic() - start < 30
+        Client(runtime_dir=runtime_dir, timeout=3600)  # a client that waited would outlast the test
 
 
 def test_a_listener_that_never_greets(runtime_dir: Path) -> None:
@@ -71,23 +69,23 @@ def test_a_supervisor_that_refuses_in_its_greeting(runtime_dir: Path) -> None:
     assert raised.value.code is ErrorCode.BAD_VERSION
 
 
-def test_a_killed_supervisor_ends_every_request_once_and_at_once(runtime_dir: Path) -> None:
+def test_a_killed_supervisor_ends_every_request_once_and_at_once(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client must see the end of the connection itself: the heartbeats are an hour apart here."""
+    monkeypatch.setattr(line, "IPC_HEARTBEAT_MS", (3_600_000, 3_600_000, 3_600_000))
     with peer_process(runtime_dir / "front") as process, Client(runtime_dir=runtime_dir) as client:
         streams = [client.generate("letters", str(i)) for i in range(3)]
         for stream in streams:
             assert [next(stream).text for _ in range(3)] == ["0 ", "1 ", "2 "]
         process.kill()
-        start = time.monotonic()
         for stream in streams:
             with pytest.raises(ConnectionLost, match=r"the connection to the supervisor ended .*`modelctl serve`"):
                 next(stream)
             assert list(stream) == []
-        assert time.monotonic() - start < 3, "heartbeats alone would take four seconds"
         for attempt in (lambda: client.generate("letters", "x"), lambda: client.call("status")):
-            start = time.monotonic()
             with pytest.raises(ConnectionLost, match="no supervisor is running here"):
                 attempt()
-            assert time.monotonic() - start < 10
 
 
 def test_what_came_before_the_end_is_delivered_before_it_is_raised(runtime_dir: Path) -> None:

@@ -16,6 +16,7 @@ from protocol.client import Stream
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import ConnectionLost
 from protocol.messages import Call, Cancel, Generate, Message, Reply
+from protocol.shared_connection import SharedConnection
 from tests.protocol.scripted_peer import (
     DEADLINE_S,
     HoldingScript,
@@ -288,15 +289,32 @@ def test_threads_connect_anew_once_for_all(runtime_dir: Path) -> None:
         assert len(second.clients) == 1
 
 
-def test_no_thread_waits_for_longer_where_nobody_listens(runtime_dir: Path) -> None:
+def test_threads_share_one_attempt_to_connect_where_nobody_listens(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that find the connection lost before the attempt fails share its result: none of them tries again."""
     threads = Threads()
     with ScriptedPeer(runtime_dir / "front") as peer:
         client = Client(peer.endpoint, connect_timeout=0.5)
     until_lost(client)
-    start = time.monotonic()
+    is_lost, connect = client._connection.is_lost, client._new_connection
+    asked: list[None] = []
+    attempts: list[SharedConnection] = []
+
+    def counted_is_lost() -> bool:
+        asked.append(None)
+        return is_lost()
+
+    def counted_connect(**how: Any) -> SharedConnection:
+        wait_until(lambda: len(asked) == 8, "all threads to find the connection lost")
+        attempts.append(connect(**how))
+        return attempts[-1]
+
+    monkeypatch.setattr(client._connection, "is_lost", counted_is_lost)
+    monkeypatch.setattr(client, "_new_connection", counted_connect)
     for _ in range(8):
         threads.start(client.complete, "letters", "x")
     with client, pytest.raises(ConnectionLost, match="no supervisor is running here"):
         threads.join()
     assert len(threads.errors) == 8
-    assert time.monotonic() - start < 8 * 0.5 - 0.1, "they try together, not one after the other"
+    assert len(attempts) == 1

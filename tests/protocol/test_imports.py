@@ -30,12 +30,14 @@ def test_the_codec_needs_no_zmq() -> None:
     assert not {"zmq", "asyncio", "pydantic"} & set(loaded)
 
 
-def test_importing_the_client_is_quick() -> None:
+def test_importing_the_client_brings_few_modules() -> None:
+    """The number of modules stands for the duration of the import, which depends on the machine. It is 35 today."""
     source = """
-import json, time, zmq, msgpack
-start = time.process_time()
+import json, sys, zmq, msgpack
+before = set(sys.modules)
 import protocol.client
-print(json.dumps({"seconds": time.process_time() - start}))
+print(json.dumps({"modules": sorted(set(sys.modules) - before)}))
 """
-    seconds = [run(source)["seconds"] for _ in range(3)]
-    assert min(s for s in seconds if isinstance(s, float)) < 0.06
+    modules = run(source)["modules"]
+    assert isinstance(modules, list)
+    assert len(modules) < 50, modules

@@ -16,6 +16,7 @@ from protocol.errors import ConnectionLost
 from protocol.liveness import Liveness, Verdict
 from protocol.messages import Cancel, Generate, Message, Ping
 from tests.protocol.scripted_peer import (
+    DEADLINE_S,
     HoldingScript,
     ScriptedPeer,
     accepted,
@@ -129,7 +130,7 @@ def test_a_supervisor_that_hangs_is_noticed(runtime_dir: Path, wait: Wait) -> No
         start = time.monotonic()
         with pytest.raises(ConnectionLost, match=r"has not answered for 0.6 s: it hangs, or is stopped"):
             wait(runtime_dir)
-        assert 0.9 * SILENCE_S < time.monotonic() - start < 10 * SILENCE_S
+        assert 0.9 * SILENCE_S < time.monotonic() - start < DEADLINE_S
         assert len(peer.of(Ping)) == 1
 
 
@@ -161,10 +162,8 @@ def test_a_supervisor_that_is_stopped_is_noticed_by_heartbeats(runtime_dir: Path
         stream = client.generate("letters", "x")
         assert [next(stream).text for _ in range(3)] == ["0 ", "1 ", "2 "]
         process.send_signal(signal.SIGSTOP)
-        start = time.monotonic()
         with pytest.raises(ConnectionLost, match="the connection to the supervisor ended"):
             next(stream)
-        assert time.monotonic() - start < 10
 
 
 def test_a_supervisor_that_is_stopped_is_noticed_in_a_loop(runtime_dir: Path) -> None:
@@ -174,10 +173,8 @@ def test_a_supervisor_that_is_stopped_is_noticed_in_a_loop(runtime_dir: Path) ->
                 stream = client.generate("letters", "x")
                 assert [(await anext(stream)).text for _ in range(3)] == ["0 ", "1 ", "2 "]
                 process.send_signal(signal.SIGSTOP)
-                start = time.monotonic()
                 with pytest.raises(ConnectionLost, match="the connection to the supervisor ended"):
                     await anext(stream)
-                assert time.monotonic() - start < 10
 
     asyncio.run(main())
 

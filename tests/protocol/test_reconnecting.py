@@ -118,7 +118,7 @@ def test_nobody_there_is_said_in_time(runtime_dir: Path) -> None:
             start = time.monotonic()
             with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*`modelctl serve`"):
                 attempt()
-            assert 0.9 < time.monotonic() - start < 10
+            assert time.monotonic() - start > 0.9
 
 
 def test_a_try_that_begins_as_the_time_ends_does_not_hide_why_the_others_failed(runtime_dir: Path) -> None:
@@ -156,12 +156,14 @@ def test_a_refusal_is_final(runtime_dir: Path) -> None:
     def script(peer: ScriptedPeer, client: bytes, message: Message) -> None:
         peer.send(client, Error(0, pack_error(WireError(ErrorCode.BAD_VERSION, "this side speaks 2"))))
 
-    client = lost_client(runtime_dir, connect_timeout=10)
-    with ScriptedPeer(runtime_dir / "front", script, welcome=False), client:
-        start = time.monotonic()
-        with pytest.raises(WireError, match="speaks 2"):
-            client.generate("letters", "x")
-        assert time.monotonic() - start < 5
+    client = lost_client(runtime_dir, connect_timeout=3600)  # a second attempt would outlast the test
+    with (
+        ScriptedPeer(runtime_dir / "front", script, welcome=False) as peer,
+        client,
+        pytest.raises(WireError, match="speaks 2"),
+    ):
+        client.generate("letters", "x")
+    assert len(peer.clients) == 1
 
 
 def test_it_can_be_switched_off(runtime_dir: Path) -> None:
@@ -254,7 +256,6 @@ def test_in_a_loop_nobody_there_is_said_in_time(runtime_dir: Path) -> None:
         for _ in range(2):
             start = time.monotonic()
             stream = client.generate("letters", "x")
-            assert time.monotonic() - start < 0.9, "it does not wait"
             results = await asyncio.gather(
                 stream.complete(),
                 client.call("status"),
@@ -262,7 +263,21 @@ def test_in_a_loop_nobody_there_is_said_in_time(runtime_dir: Path) -> None:
                 return_exceptions=True,
             )
             assert [type(result) for result in results] == [ConnectionLost] * 3
-            assert 0.9 < time.monotonic() - start < 10
+            assert time.monotonic() - start > 0.9
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_in_a_loop_generate_does_not_wait_for_the_connection(runtime_dir: Path) -> None:
+    """If ``generate`` waited, it would wait for an hour, and this test would be stopped before."""
+
+    async def main() -> None:
+        with ScriptedPeer(runtime_dir / "front") as peer:
+            client = await AsyncClient(peer.endpoint, connect_timeout=3600).connect()
+        await loop_until_lost(client)
+        stream = client.generate("letters", "x")
+        stream.cancel()
         await client.close()
 
     asyncio.run(main())
