@@ -20,8 +20,6 @@ from supervisor.keys.rights import OWNER, Identity
 from supervisor.ports.monitors import open_monitor
 from supervisor.ports.sockets import Context, bind_private, path_of, router, skip_parts
 
-MAX_BAD_FRAMES = 16
-"""Malformed frames of one connection that are answered; further ones are only counted."""
 RECEIVE_MARK = 16
 """Frames of a client that wait to be read, before libzmq reads no more of it. If such a client is killed, and a
 heartbeat is due before we have read half of them, libzmq 4.3.5 aborts the process (an assertion on _io_error): the
@@ -47,7 +45,6 @@ class Connection:
     channel: int
     fd: int
     greeted: bool = False
-    bad_frames: int = 0
     identity: Identity = OWNER
     heard: bool = False
 
@@ -114,7 +111,7 @@ class ClientPort:
             self.listening = True
 
     def receive(self) -> Iterator[tuple[Connection, Message]]:
-        """Valid messages that are waiting, at most DRAIN_LIMIT. Malformed ones are answered or counted here."""
+        """Valid messages that are waiting, at most DRAIN_LIMIT. Malformed ones are counted and answered here."""
         for _ in range(DRAIN_LIMIT):
             if self._skipping:
                 self._skipping = not skip_parts(self.socket)
@@ -276,10 +273,12 @@ class ClientPort:
             del self._left[next(iter(self._left))]
 
     def _refuse(self, connection: Connection, error: FrameError) -> None:
+        """Count a frame that cannot be taken, and tell its sender why.
+
+        Every such frame is answered: a client would wait for ever for the answer to a request that was passed over.
+        """
         self.counters.bad_frames += 1
-        connection.bad_frames += 1
-        if connection.bad_frames <= MAX_BAD_FRAMES:
-            self.send(connection.channel, encode(Error(error.request, pack_error(error))))
+        self.send(connection.channel, encode(Error(error.request, pack_error(error))))
 
     def _refuse_chosen_id(self, routing_id: bytes) -> None:
         self.counters.bad_frames += 1

@@ -11,8 +11,9 @@ import psutil
 import pytest
 import zmq
 
+from protocol import limits
 from protocol.codec import encode
-from protocol.messages import Call, Generate
+from protocol.messages import Call, Generate, Kind
 from tests.deterministic_engine import answer
 from tests.raw_client import RawClient
 from tests.serving import Serving, engine, wait_until
@@ -120,6 +121,19 @@ def test_malformed_frames_are_answered_and_counted(serving: Serving) -> None:
             client.generate(7, "a", "the same connection", max_tokens=2)
             client.read_until_ended(7)
             assert client.heard[7].text == answer("the same connection", 2), what
+
+
+def test_a_request_is_answered_however_many_bad_frames_came_before_it(serving: Serving) -> None:
+    """Of two kinds: one whose frame is refused, and one whose frame is right."""
+    too_large = encode(Generate(7, "a", {}, bytes(limits.MAX_FRAME[Kind.GENERATE])))
+    with RawClient(serving.runtime_dir) as client:
+        for _ in range(100):
+            client.send(b"\xc1")
+        client.send(too_large)
+        client.generate(8, "a", "answered all the same", max_tokens=2)
+        client.read_until_ended(8)
+        assert [error["name"] for request, error in client.errors if request == 7] == ["too_large"]
+        assert client.heard[8].text == answer("answered all the same", 2)
 
 
 def test_bodies_that_are_bombs_are_answered_where_they_are_opened(serving: Serving) -> None:
