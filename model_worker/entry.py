@@ -5,9 +5,7 @@ devices; only then the engine's module, which is the first to import torch.
 """
 
 import ctypes
-import faulthandler
 import gc
-import io
 import os
 import signal
 import sys
@@ -15,6 +13,7 @@ import time
 import traceback
 
 from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
+from model_worker.log_output import LogOutput
 from model_worker.parent_death import die_with
 from protocol.beat import Beat
 from protocol.core_dumps import forbid_core_dumps
@@ -38,12 +37,12 @@ def main(spec: WorkerSpec, page: int | None = None) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         os.setsid()
         name_and_contain()
-        redirect_output(spec.log_path)
+        output = LogOutput(spec.log_path)
         keep_to(spec.cpus)
         beat = Beat(spec.leases, page)
         beat.loading()  # not before a signal makes it write its stacks
         pin_devices(spec.visible_devices)
-        code = run(spec, beat)
+        code = run(spec, beat, output)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -62,43 +61,6 @@ def name_and_contain() -> None:
             f.write("500")  # the kernel should take a worker before the supervisor
     except OSError:
         pass  # not allowed in some containers; only a preference
-
-
-def redirect_output(log_path: str) -> None:
-    """Everything this process and its libraries print goes to the model's log, or nowhere if that cannot be written."""
-    try:
-        fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    except OSError:
-        fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    sys.stdout, sys.stderr = LogWriter(1), LogWriter(2)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-
-
-class LogWriter(io.TextIOWrapper):
-    """Text straight to a descriptor. A full disk loses lines, but does not turn a print into an engine's failure."""
-
-    def __init__(self, descriptor: int) -> None:
-        raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115
-        super().__init__(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
-
-    def write(self, text: str) -> int:
-        try:
-            return super().write(text)
-        except OSError:
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            super().flush()
-        except OSError:
-            pass
 
 
 def keep_to(cpus: tuple[int, ...]) -> None:
@@ -122,7 +84,7 @@ def pin_devices(visible_devices: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def run(spec: WorkerSpec, beat: Beat) -> int:
+def run(spec: WorkerSpec, beat: Beat, output: LogOutput) -> int:
     """Connect, load, serve. Returns the process's exit code."""
     from model_worker.engine import LoadError
     from model_worker.engines import build_engine
@@ -135,6 +97,7 @@ def run(spec: WorkerSpec, beat: Beat) -> int:
 
     def progress(phase: str, done: int, total: int) -> None:
         beat.loading()
+        output.follow()
         link.progress(phase, done, total)
 
     started = time.monotonic()
@@ -150,7 +113,7 @@ def run(spec: WorkerSpec, beat: Beat) -> int:
         link.close()
         return EXIT_CONFIG
     beat.loading()
-    loop = WorkerLoop(engine, link, spec.sampling, spec.limits, beat)
+    loop = WorkerLoop(engine, link, spec.sampling, spec.limits, beat, output.follow)
     # What is loaded stays, too. Left to the garbage collector, a look through all of it stops every stream for some
     # 160 ms, whenever enough new objects have gathered.
     gc.collect()

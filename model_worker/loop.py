@@ -6,7 +6,7 @@ A conversation becomes a prompt in another process (``rendering``), while steps 
 import itertools
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -54,7 +54,10 @@ class _Tracked(Tally):
 
 
 class WorkerLoop:
-    """Serves one loaded engine until SHUTDOWN. An exception of the engine's step is not caught: it ends the process."""
+    """Serves one loaded engine until SHUTDOWN. An exception of the engine's step is not caught: it ends the process.
+
+    every_second  called about once a second, between two steps
+    """
 
     def __init__(
         self,
@@ -63,10 +66,12 @@ class WorkerLoop:
         sampling: Mapping[str, Any] = MappingProxyType({}),
         limits: Mapping[str, Any] = MappingProxyType({}),
         beat: Beat | None = None,
+        every_second: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._link = link
         self._beat = beat or Beat()
+        self._every_second = every_second
         self._intake = Intake(engine, sampling, limits)
         template = engine.chat_template
         self._renderer = None if template is None else Renderer(template, self._intake.longest_text)
@@ -291,6 +296,7 @@ class WorkerLoop:
         if now < self._stats_due:
             return
         self._stats_due = now + STATS_INTERVAL_S
+        self._every_second()
         stats = self._engine.stats()
         pending = stats.pending + len(self._chats)
         self._link.stats({"pending": pending, "active": stats.active, "steps": stats.steps, **stats.extra})

@@ -3,11 +3,11 @@
 import logging
 import os
 import sys
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from protocol.limits import SUPERVISOR_NAME
 from protocol.runtime_paths import default_runtime_dir
+from supervisor.log_file import LogFile
 
 MAX_LOG_BYTES = 8 << 20
 """A log larger than this is set aside as NAME.log.1, a worker's when it starts, the supervisor's at once."""
@@ -58,24 +58,25 @@ def tail(path: Path, size: int = 8192, since: int = 0) -> list[str]:
 
 
 def set_up_logging(runtime_dir: Path, *, quiet: bool) -> logging.Logger:
-    """The supervisor's own log: to its file where that can be written, and to stderr unless ``quiet``."""
+    """Return the supervisor's logger. It writes to the supervisor's log file, and to stderr unless ``quiet``."""
     logger = logging.getLogger("modelctl")
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    screen = None if quiet else logging.StreamHandler(sys.stderr)
+
+    def tell(line: str) -> None:
+        if screen is not None:
+            screen.handle(logger.makeRecord(logger.name, logging.WARNING, __file__, 0, line, (), None))
+
+    file = LogFile(log_path(runtime_dir, SUPERVISOR_NAME), MAX_LOG_BYTES, tell)
     formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
-    handlers: list[logging.Handler] = [] if quiet else [logging.StreamHandler(sys.stderr)]
-    path = log_path(runtime_dir, SUPERVISOR_NAME)
-    trouble = None
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handlers.append(RotatingFileHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1))
-        path.chmod(0o600)
-    except OSError as e:
-        trouble = e
-    for handler in handlers:
+    for handler in [file] if screen is None else [screen, file]:
         handler.setFormatter(formatter)
         logger.addHandler(handler)
-    if trouble is not None:
-        logger.warning("no log file: %s", trouble)
-    logging.raiseExceptions = False  # a full disk must not stop the supervisor
+    logging.raiseExceptions = False  # a screen that has gone must not stop the supervisor
     return logger
+
+
+def log_trouble(logger: logging.Logger) -> str | None:
+    """Return why lines of the supervisor's log are missing; None while all of them are written."""
+    return next((handler.trouble for handler in logger.handlers if isinstance(handler, LogFile)), None)

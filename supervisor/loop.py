@@ -51,6 +51,7 @@ from supervisor.heap import TRIM_S, trim
 from supervisor.keys.opening import Opening
 from supervisor.keys.rights import OWNER
 from supervisor.keys.ring import KeyRing
+from supervisor.logs import log_trouble
 from supervisor.ports.client_port import ClientPort, Connection
 from supervisor.ports.descriptors import DescriptorBudget
 from supervisor.ports.gate import REVOKE_S, Gate
@@ -236,6 +237,7 @@ class Supervisor:
             "uptime_s": round(time.monotonic() - self._started, 1),
             "config": str(self.fleet.config.file),
             "runtime_dir": str(self._runtime.path),
+            "log_trouble": log_trouble(self._log),
             "shutting_down": self.shutting_down,
             "turnovers": self.reloads.turnover.describe(),
             "held_bytes": self.scheduler.held_bytes,

@@ -37,8 +37,12 @@ class RuntimeDir:
                 f"a supervisor (pid {pid or 'unknown'}) is already running in {path}; "
                 "use it, stop it with `modelctl shutdown`, or give another --runtime-dir"
             ) from None
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._lock_fd, 0)
+            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as e:
+            told = f"cannot write {path / 'lock'}: {e.strerror}; free its disk, or give another --runtime-dir"
+            raise RuntimeDirError(told) from None
         self._remove_sockets()  # left by a killed supervisor; the lock says that nobody listens
 
     @staticmethod

@@ -14,6 +14,7 @@ from protocol.runtime_paths import ENVIRONMENT_VARIABLE
 from supervisor.cli import exit_codes
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import connect
+from supervisor.cli.views import warn_of_lost_lines
 from supervisor.cli.waiting import settled_up, wait_for
 from supervisor.logs import log_path
 
@@ -66,7 +67,8 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
     while process.poll() is None:
         try:
             with connect(runtime_dir, admin=True) as client:
-                if client.status()["supervisor"]["pid"] != process.pid:
+                answer = client.status()
+                if answer["supervisor"]["pid"] != process.pid:
                     process.wait()  # another supervisor holds the lock; ours is about to say so and leave
                     break
                 answered = True
@@ -83,6 +85,7 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
         click.echo(
             f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it", err=True
         )
+        warn_of_lost_lines(answer)
         return exit_codes.OK if all(m["state"] == "ready" for m in models) else exit_codes.FAILED
     return _account_for(process, log)
 

@@ -36,6 +36,8 @@ def logs(model: str, follow: bool, lines: int, as_json: bool, runtime_dir: Path)
     position = path.stat().st_size
     for line in tail(path, max(8192, lines * BYTES_PER_LINE))[-lines:] if lines > 0 else []:
         click.echo(_as_object(line) if as_json else line)
+    if os.statvfs(path).f_bavail == 0:
+        click.echo(f"modelctl: the disk of {path} is full: lines may be lost", err=True)
     if follow:
         _follow(path, position, as_json)
 

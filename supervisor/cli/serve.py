@@ -59,8 +59,8 @@ def serve(config: Path | None, detach: bool, quiet: bool, no_compile: bool, runt
     except RuntimeDirError as e:
         raise Failure(exit_codes.CONFIG, "not_usable", str(e)) from None
     except OSError as e:
-        told = f"the runtime directory cannot be used: {e.filename}: {e.strerror}; remove that or give --runtime-dir"
-        raise Failure(exit_codes.CONFIG, "not_usable", told) from None
+        told = f"the runtime directory {runtime_dir} cannot be used: {e.strerror}"
+        raise Failure(exit_codes.CONFIG, "not_usable", f"{told}; repair it, or give another --runtime-dir") from None
     log = set_up_logging(runtime_dir, quiet=quiet)
     code = exit_codes.SOFTWARE
     try:

@@ -19,7 +19,9 @@ PS_HEADER = ("NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TO
 def ps(as_json: bool, runtime_dir: Path) -> None:
     """List the models."""
     with connect(runtime_dir) as client:
-        models = client.status()["models"]
+        answer = client.status()
+    warn_of_lost_lines(answer)
+    models = answer["models"]
     if as_json:
         click.echo(json.dumps(models, indent=2))
     else:
@@ -34,6 +36,7 @@ def status(model: str | None, as_json: bool, runtime_dir: Path) -> None:
     """Show the supervisor and its models, or one MODEL, in full."""
     with connect(runtime_dir) as client:
         answer = client.status(model)
+    warn_of_lost_lines(answer)
     if as_json:
         click.echo(json.dumps(answer, indent=2))
         return
@@ -45,6 +48,12 @@ def status(model: str | None, as_json: bool, runtime_dir: Path) -> None:
             click.echo(f"gpus\n  cannot be read: {why}")
     for entry in answer["models"]:
         _print_part(entry.pop("name"), entry)
+
+
+def warn_of_lost_lines(answer: dict[str, Any]) -> None:
+    """Say on stderr if the supervisor's log takes no lines, by this answer to ``status``."""
+    if trouble := answer["supervisor"].get("log_trouble"):
+        click.echo(f"modelctl: the log {trouble}", err=True)
 
 
 def _ps_row(m: dict[str, Any]) -> tuple[object, ...]:

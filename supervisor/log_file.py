@@ -1,0 +1,88 @@
+"""The supervisor's log file: kept small, reopened when somebody moves it, honest about a disk that takes no lines."""
+
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+class LogFile(logging.Handler):
+    """Append each record to a file that only its owner can read.
+
+    Each record goes to the file that has the name at that moment. So a log that logrotate has moved, or that somebody
+    has removed, is made anew with the next record.
+
+    A write that fails loses the record, never the supervisor. The first failure is reported by ``tell``. The first
+    record that can be written again comes behind a line that says how many are missing.
+
+    path       of the log; its directory is made, mode 0700
+    max_bytes  size beyond which the log is renamed to ``NAME.log.1``
+    tell       called with one line for people when the log begins to lose records
+    """
+
+    def __init__(self, path: Path, max_bytes: int, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self.path = path
+        self._max_bytes = max_bytes
+        self._tell = tell
+        self._fd = -1
+        self._failure: str | None = None
+        self._missing = 0
+
+    @property
+    def trouble(self) -> str | None:
+        """Why records are missing, and how many; None while all of them are written."""
+        if self._failure is None:
+            return None
+        told = f"{self.path} cannot be written: {self._failure}; lines lost: {self._missing}"
+        return f"{told}; free its disk, or make the file writable"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write(self.format(record) + "\n")
+        except OSError as e:
+            first, self._failure = self._failure is None, e.strerror or str(e)
+            self._missing += 1
+            if first:
+                self._tell(f"the log {self.trouble}")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        super().close()
+
+    def _write(self, line: str) -> None:
+        if self._failure is not None:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            line = f"{stamp} WARNING lines lost here: {self._missing} ({self._failure})\n{line}"
+        data = line.encode(errors="backslashreplace")
+        self._open(len(data))
+        if (written := os.write(self._fd, data)) < len(data):  # the disk became full in the middle of the line
+            os.write(self._fd, data[written:])
+        self._failure, self._missing = None, 0
+
+    def _open(self, more: int) -> None:
+        """Have the file open that has the log's name now, with room for ``more`` bytes."""
+        there = self._named()
+        if there is not None and stat.S_ISREG(there.st_mode) and there.st_size + more > self._max_bytes:
+            self.path.rename(self.path.with_name(self.path.name + ".1"))
+            there = None
+        if self._fd >= 0 and there is not None and os.path.samestat(there, os.fstat(self._fd)):
+            return
+        if there is None:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = fd
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            os.fchmod(fd, 0o600)  # a log of an earlier version, or one that logrotate has created
+
+    def _named(self) -> os.stat_result | None:
+        try:
+            return os.stat(self.path)
+        except FileNotFoundError:
+            return None
