@@ -52,6 +52,10 @@ class Guard:
         for group in self._groups:
             self._tell(f"+{group}\n")
 
+    def kill(self) -> None:
+        """End a guard that does not run any more; ``restart`` follows when its pidfd is readable."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the guard once nothing is left to be killed, and reap it."""
         assert self._process.stdin is not None

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import stat
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -180,13 +181,22 @@ class Leftovers:
         new = self._path.with_name(FILE + ".new")
         told = {"boot": self._boot, "marks": self._marks, "workers": [asdict(w) for w in self._workers.values()]}
         try:
-            new.write_text(json.dumps(told))
+            with open(new, "w", opener=_private) as file:
+                json.dump(told, file)
             new.replace(self._path)
             self._failed = False
         except OSError as e:
             if not self._failed:
                 self._log.warning("%s cannot be written: %s", self._path, e.strerror)
             self._failed = True
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner can read, whatever the umask is."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        os.fchmod(fd, 0o600)  # the file may be there already, from a supervisor that was killed while it wrote
+    return fd
 
 
 def lineage(pid: int, seen: Iterable[Seen]) -> set[int]:

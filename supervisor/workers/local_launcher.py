@@ -10,9 +10,13 @@ from supervisor.timers import Timers
 from supervisor.workers.guard import Guard
 from supervisor.workers.launcher import Launched
 from supervisor.workers.leftovers import Leftovers
+from supervisor.workers.processes import is_stopped
 from supervisor.workers.worker_process import WorkerProcess
 
 GUARD_RETRY_S = 1.0
+GUARD_LOOK_S = 1.0
+"""Seconds between looks whether the guard still runs. A guard that was stopped (SIGSTOP) could not act when the
+supervisor dies, and nothing else tells of it."""
 
 
 class LocalLauncher:
@@ -27,6 +31,7 @@ class LocalLauncher:
         self._epoll = select.epoll()
         self._guard = Guard()
         self._epoll.register(self._guard.pidfd, select.EPOLLIN)
+        self._look_after_guard()
 
     @property
     def descriptor(self) -> int:
@@ -73,6 +78,13 @@ class LocalLauncher:
     def close(self) -> None:
         self._guard.close()
         self._epoll.close()
+
+    def _look_after_guard(self) -> None:
+        """Kill a guard that was stopped. Its end is noticed as any other, and another one takes its place."""
+        if is_stopped(self._guard.pid):
+            self._log.warning("the guard process (pid %d) was stopped: replacing it", self._guard.pid)
+            self._guard.kill()
+        self._timers.at(time.monotonic() + GUARD_LOOK_S, self._look_after_guard)
 
     def _restart_guard(self) -> None:
         try:

@@ -37,6 +37,12 @@ def start_of(pid: int) -> int | None:
     return None if stat is None else stat[3]
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped by a signal such as SIGSTOP, or by a debugger."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] in "Tt"
+
+
 def look(variable: str) -> Iterator[Seen]:
     """Every process that is neither dead nor a zombie. ``variable`` names the one of its environment that is read."""
     for name in os.listdir(_PROC):

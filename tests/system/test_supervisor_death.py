@@ -148,6 +148,18 @@ def test_the_guard_is_replaced_and_its_successor_guards(serve: Serve) -> None:
     assert not is_alive(child)
 
 
+def test_a_stopped_guard_is_replaced(serve: Serve) -> None:
+    """A guard that was stopped with SIGSTOP cannot act, and would outlive a killed supervisor for ever."""
+    serving = serve({"a": engine("ForksChild")})
+    guard = wait_until(serving.guard)
+    forked_child(serving, "a")
+    guard.send_signal(signal.SIGSTOP)
+    successor = wait_until(lambda: serving.guard() if not is_alive(guard) else None, what="another guard")
+    assert successor.pid != guard.pid
+    assert f"the guard process (pid {guard.pid}) was stopped: replacing it" in serving.log()
+    kill_and_time(serving, least=4)
+
+
 def test_together_with_its_guard(serve: Serve) -> None:
     """Without a guard the kernel still ends the workers: each has asked to die with its parent, whatever it is at."""
     serving = serve({"a": engine(), "b": engine("HangsDeaf")})
