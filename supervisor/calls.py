@@ -64,7 +64,7 @@ def _as_one(name: str, replicas: list[Replica]) -> Result:
         "name": name,
         "state": str(best.state),
         "context": best.info.get("context"),
-        "chat": bool(best.info.get("chat")),
+        "chat": best.chat,
     }
 
 

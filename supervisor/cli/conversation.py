@@ -1,4 +1,4 @@
-"""What ``run`` shows and hears in a terminal: answers as they come, Ctrl-C, and how far a request is."""
+"""Questions of ``run`` and their answers: shown as they come, ended by Ctrl-C, remembered for the next question."""
 
 import asyncio
 import signal
@@ -11,11 +11,9 @@ import click
 
 from protocol.async_client import AsyncClient, AsyncStream, Progress
 from protocol.errors import ErrorCode, WireError
-from supervisor.cli import exit_codes
+from supervisor.cli.history import History
 from supervisor.cli.options import way_to
 from supervisor.cli.tables import bar
-
-Message = dict[str, str]
 
 HINT_AFTER_S = 2.0
 """An answer that was cancelled and has not ended by then: say that there is another way out."""
@@ -25,7 +23,12 @@ SHOW_PROGRESS_AFTER_S = 0.3
 
 
 class Conversation:
-    """Turns of one user with one model over one connection, and what was said so far.
+    """Turns of one user with one model over one connection.
+
+    context   tokens of the model's context; None if that is not known
+    chat      whether the model has a chat template. Without one each question is sent as it is, and nothing is
+              remembered
+    sampling  fields of every request
 
     The asynchronous client is used for the sake of Ctrl-C: its handler runs between two steps of the event loop, never
     inside the client's code, where an exception could lose a frame that was just being taken in.
@@ -36,33 +39,75 @@ class Conversation:
         runner: asyncio.Runner,
         runtime_dir: Path,
         model: str,
+        *,
         chat: bool,
+        context: int | None,
         system: str | None,
         sampling: dict[str, Any],
     ) -> None:
         self._runner = runner
-        self._model = model
-        self._chat = chat
+        self.model = model
+        self.chat = chat
+        self._context = context
         self._sampling = sampling
         self._shows_progress = sys.stderr.isatty()
-        self._history: list[Message] = [{"role": "system", "content": system}] if system else []
+        most = sampling.get("max_tokens")
+        self.history = History(system, context, most if type(most) is int else None)
+        self._told_of_dropping = False
         self._client = runner.run(_connect(runtime_dir))
 
     def close(self) -> None:
         self._runner.run(self._client.close())
 
-    def ask(self, text: str, *, quiet: bool = False) -> tuple[AsyncStream, bool]:
-        """Print the answer to one turn as it comes. Returns its stream, which is over, and whether Ctrl-C came."""
-        turn = {"role": "user", "content": text}
-        request: dict[str, Any] = {"messages": [*self._history, turn]} if self._chat else {"prompt": text}
+    def ask(self, text: str, *, left_out: int = 0, quiet: bool = False) -> tuple[AsyncStream, bool]:
+        """Print the answer to a question as it comes. Returns its stream, which is over, and whether Ctrl-C came.
+
+        left_out  how many of the oldest turns are not sent with it
+        """
+        request: dict[str, Any] = {"prompt": text}
+        if self.chat:
+            request = {"messages": self.history.messages(text, left_out)}
         stream, interrupted = self._runner.run(self._stream(request, quiet))
-        self._history += [turn, {"role": "assistant", "content": stream.text}]
+        if self._has_filled_context(stream) and not quiet:
+            click.echo(f"(the answer ends here: the context of {self._context} tokens is full)", err=True)
         return stream, interrupted
+
+    def take_turn(self, text: str) -> bool:
+        """Ask a question and remember it with its answer. Returns whether Ctrl-C came.
+
+        If the conversation is too long for the model, the question is asked again without the oldest turns. Raises what
+        the request ended with; the question is then not remembered.
+        """
+        left_out = 0
+        while True:
+            try:
+                stream, interrupted = self.ask(text, left_out=left_out)
+                break
+            except WireError as e:
+                if left_out == len(self.history) or not _may_be_too_long(e):
+                    raise
+                left_out += 1
+        if self.chat:
+            self.history.drop_oldest(left_out)
+            self.history.add(text, stream.text)
+            self._tell_of_dropping(self.history.make_room(_tokens(stream)) or left_out > 0)
+        return interrupted
+
+    def _has_filled_context(self, stream: AsyncStream) -> bool:
+        return stream.finish_reason == "length" and self._context is not None and _tokens(stream) >= self._context
+
+    def _tell_of_dropping(self, dropped: bool) -> None:
+        if dropped and not self._told_of_dropping:
+            self._told_of_dropping = True
+            click.echo(
+                "(the conversation has reached what the model can take: from now on its oldest turns are left out)",
+                err=True,
+            )
 
     async def _stream(self, request: dict[str, Any], quiet: bool) -> tuple[AsyncStream, bool]:
         progress = _Waiting() if self._shows_progress and not quiet else None
         tell = None if progress is None else progress.show
-        stream = self._client.generate(self._model, **request, **self._sampling, on_progress=tell)
+        stream = self._client.generate(self.model, **request, **self._sampling, on_progress=tell)
         interrupts = _Interrupts(stream, quiet)
         try:
             async for delta in stream:
@@ -74,43 +119,35 @@ class Conversation:
         except asyncio.CancelledError:
             if not interrupts.impatient:
                 raise
+        except WireError:
+            if stream.text and not quiet:
+                _end_line()  # the error comes on a line of its own
+            raise
         finally:
             interrupts.close()
             if progress is not None:
                 progress.clear()
         if not quiet:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            _end_line()
         return stream, interrupts.pressed > 0
 
-    def hold(self) -> int:
-        """Read, answer, remember, until the end of input."""
-        if not self._chat:
-            message = f"{self._model} has no chat template: each line is sent as it is, without what came before"
-            click.echo(message, err=True)
-        try:
-            import readline  # noqa: F401  (line editing)
-        except ImportError:
-            pass
-        while True:
-            try:
-                line = input(">>> " if sys.stdin.isatty() else "")
-            except EOFError:
-                return exit_codes.OK
-            except KeyboardInterrupt:
-                print()
-                continue  # Ctrl-C at the prompt drops the line, as in a shell
-            if not line.strip():
-                continue
-            try:
-                _, interrupted = self.ask(line)
-            except WireError as e:
-                if e.code is ErrorCode.CONNECTION_LOST:
-                    raise
-                click.echo(f"modelctl: {e}", err=True)
-                continue
-            if interrupted:
-                click.echo("(cancelled)", err=True)
+
+def _tokens(stream: AsyncStream) -> int:
+    """Return the tokens of prompt and answer together; 0 if the end did not tell."""
+    usage = stream.usage
+    return int(usage.get("prompt_tokens", 0)) + int(usage.get("completion_tokens", 0))
+
+
+def _end_line() -> None:
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _may_be_too_long(error: WireError) -> bool:
+    """Whether fewer messages may help: they exceed the context, or ``limits.prompt_tokens`` of the model."""
+    return error.code is ErrorCode.CONTEXT_OVERFLOW or (
+        error.code is ErrorCode.INVALID_REQUEST and error.field == "messages"
+    )
 
 
 class _Waiting:

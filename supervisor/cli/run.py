@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,9 @@ from protocol.client import Client
 from protocol.errors import ErrorCode, WireError
 from supervisor.cli import exit_codes
 from supervisor.cli.conversation import Conversation
+from supervisor.cli.dialogue import hold
 from supervisor.cli.options import as_json, connect, supervisor_options
+from supervisor.cli.prompt import read_prompt
 from supervisor.cli.tables import LiveLines, bar
 
 _OWN_FIELDS = {"prompt", "messages", "token_ids", "model", "timeout", "on_progress"}
@@ -117,12 +118,13 @@ def run(
     logprobs: bool,
     **options: Any,
 ) -> int:
-    """Ask MODEL for an answer to PROMPT ('-' reads it from stdin); without PROMPT, hold a conversation.
+    """Ask MODEL for an answer to PROMPT, or hold a conversation.
 
-    Ctrl-C ends the answer, a second one does not wait for the model; in a conversation, Ctrl-D ends that.
+    Standard input that is not a terminal is one prompt, too: alone, as for '-', or before PROMPT with an empty line
+    between. A terminal without PROMPT holds a conversation: /help lists its commands, /bye or Ctrl-D ends it.
+
+    Ctrl-C ends the answer; a second Ctrl-C does not wait for the model.
     """
-    if sys.stdin is None and prompt in (None, "-"):
-        raise click.UsageError("standard input is closed: give a PROMPT")
     sampling = {key: value for key, value in options.items() if value not in (None, ())}
     if logprobs:
         if not as_json:
@@ -132,17 +134,19 @@ def run(
         option = "deadline" if name == "deadline_ms" else name.replace("_", "-")
         raise click.UsageError(f"--set {name}: --{option} is given as well")
     sampling |= fields
+    text = read_prompt(prompt, converses=not as_json)
     with connect(runtime_dir) as client:
-        chat = not raw and _is_chat(client, model, quiet=as_json)
+        status = _loaded(client, model, quiet=as_json)
+    chat = not raw and status["chat"] is not False
     if system is not None and not chat:
         raise click.UsageError(f"--system needs a chat template, and {model!r} is asked without one")
     with asyncio.Runner() as runner:
-        conversation = Conversation(runner, runtime_dir, model, chat, system, sampling)
+        conversation = Conversation(
+            runner, runtime_dir, model, chat=chat, context=status["context"], system=system, sampling=sampling
+        )
         try:
-            if prompt is None and not as_json:
-                return conversation.hold()
-            text = sys.stdin.read() if prompt in (None, "-") else prompt
-            assert text is not None
+            if text is None:
+                return hold(conversation)
             stream, interrupted = conversation.ask(text, quiet=as_json)
             if as_json:
                 click.echo(json.dumps(_result(model, stream), indent=2, ensure_ascii=False))
@@ -151,13 +155,16 @@ def run(
             conversation.close()
 
 
-def _is_chat(client: Client, model: str, *, quiet: bool) -> bool:
-    """Whether the model has a chat template. Known once it is loaded; until then the wait is worth a line."""
+def _loaded(client: Client, model: str, *, quiet: bool) -> dict[str, Any]:
+    """Return the model's status once it is loaded, or will not be by itself. Shows how the load gets on.
+
+    Before a model was loaded its status does not tell whether it has a chat template, nor its context.
+    """
     live = LiveLines()
     while True:
         status = _seen(client, model)
         if status["state"] in ("ready", "draining", "stopped", "failed", "stopping"):
-            return bool(status["chat"])
+            return status
         if status["state"] == "sleeping":
             with suppress(WireError):  # what it says is that the model is being loaded; that is what we ask it for
                 client.tokenize(model, "")

@@ -93,6 +93,11 @@ class Replica:
         return self.spec.config.lazy and self.last_exit is not None and self.last_exit.reason == "no room"
 
     @property
+    def chat(self) -> bool | None:
+        """Whether the model has a chat template. None until a worker has loaded it."""
+        return self.info.get("chat")
+
+    @property
     def may_be_evicted(self) -> bool:
         """Whether it may be unloaded for another model: it comes back with its next request."""
         return self.spec.config.lazy and not self.spec.config.pinned
@@ -131,7 +136,7 @@ class Replica:
             "attention": self.info.get("attention"),
             "context": self.info.get("context") or config.max_seq_len,
             "max_batch_size": config.max_batch_size,
-            "chat": bool(self.info.get("chat")),
+            "chat": self.chat,
             "active": running,
             "queued": waiting,
             "tokens_per_s": round(self.tokens_per_s, 1),

@@ -14,7 +14,7 @@ from protocol.messages import Call, Generate, Message, Reply, Report
 from tests.cli.programs import Terminal, environment, modelctl
 from tests.protocol.scripted_peer import ScriptedPeer, accepted, delta, events, finished
 
-STATUS = {"models": [{"name": "m", "state": "ready", "chat": False}]}
+STATUS = {"models": [{"name": "m", "state": "ready", "chat": False, "context": 4096}]}
 
 
 class Answering:

@@ -1,4 +1,4 @@
-"""``modelctl run``: one answer, a conversation from a pipe, and one in a terminal with Ctrl-C."""
+"""``modelctl run``: one answer, its prompt from a pipe, and Ctrl-C. Conversations: ``test_cli_conversation``."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ ENDLESS = "100000"
 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Serving]:
-    with Serving({"a": engine(context=200_000)}) as serving:
+    with Serving({"a": engine(context=200_000), "stopped": engine(autostart=False)}) as serving:
         yield serving
         serving.wait_idle("a")
 
@@ -82,11 +82,63 @@ def test_fields_that_are_wrong_are_named(serving: Serving, options: tuple[str, .
     assert (done.returncode, done.stdout) == (code, "")
 
 
-def test_a_conversation_from_a_pipe_keeps_its_history(serving: Serving) -> None:
-    done = serving.modelctl("run", "a", "--max-tokens", "8", input="one\n\ntwo\n")
-    first = answer(chat("one"), 8)
-    second = answer(chat("one", first, "two"), 8)
-    assert (done.returncode, done.stdout) == (0, f"{first}\n{second}\n")
+@pytest.mark.parametrize("arguments", [(), ("-",)])
+def test_what_is_piped_in_is_one_prompt(serving: Serving, arguments: tuple[str, ...]) -> None:
+    done = serving.modelctl("run", "a", *arguments, "--max-tokens", "8", input="one\n\ntwo\n")
+    assert (done.returncode, done.stdout) == (0, answer(chat("one\n\ntwo"), 8) + "\n")
+    assert done.stderr == ""
+
+
+def test_a_pipe_beside_a_prompt_comes_before_it(serving: Serving) -> None:
+    done = serving.modelctl("run", "a", "what is it?", "--max-tokens", "8", input="a file\nof two lines\n")
+    assert (done.returncode, done.stdout) == (0, answer(chat("a file\nof two lines\n\nwhat is it?"), 8) + "\n")
+    done = serving.modelctl("run", "a", "what is it?", "--max-tokens", "8", input="")
+    assert done.stdout == answer(chat("what is it?"), 8) + "\n"
+
+
+def test_a_pipe_that_does_not_end_is_named(serving: Serving) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "supervisor", "run", "a", "hello", "--max-tokens", "8"],
+        env={**serving.environment, "MODELCTL_RUNTIME_DIR": str(serving.runtime_dir)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert "waiting for standard input" in process.stderr.readline()
+        assert process.communicate()[0] == answer(chat("hello"), 8) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "code", "message"),
+    [
+        (("a", "--max-tokens", "200001"), "hi\n", 1, "context_overflow"),
+        (("nosuch",), "hi\n", 1, "no model 'nosuch' is configured"),
+        (("stopped",), "hi\n", 1, "start it with `modelctl start stopped`"),
+        (("stopped", "--system", "be kind"), "hi\n", 1, "start it with `modelctl start stopped`"),
+        (("a",), "", 2, "standard input is empty"),
+        (("a", "--json"), " \n", 2, "standard input is empty"),
+    ],
+)
+def test_a_pipe_that_comes_to_nothing_ends_with_an_error(
+    serving: Serving, arguments: tuple[str, ...], given: str, code: int, message: str
+) -> None:
+    done = serving.modelctl("run", *arguments, input=given)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+
+
+def test_a_pipe_that_is_no_text(serving: Serving) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "supervisor", "run", "a"],
+        env={**serving.environment, "MODELCTL_RUNTIME_DIR": str(serving.runtime_dir)},
+        input=b"ab\xffcd",
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"standard input is not UTF-8 text: byte 0xff at offset 2" in done.stderr
 
 
 def test_ctrl_c_ends_a_single_answer(serving: Serving) -> None:

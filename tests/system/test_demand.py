@@ -55,6 +55,29 @@ def test_it_leaves_when_nobody_asks_and_comes_back(serve: Serve) -> None:
     assert serving.status("b")["generation"] == 1
 
 
+def test_what_only_a_load_can_tell_is_unknown_before(serve: Serve) -> None:
+    """Whether there is a chat template, and the context."""
+
+    def told() -> tuple[object, ...]:
+        with serving.client() as client:
+            (by_models,) = client.models()["models"]
+        by_status = serving.status("a")
+        return by_status["chat"], by_status["context"], by_models["chat"], by_models["context"]
+
+    def shown() -> list[str]:
+        lines = serving.modelctl("status", "a").stdout.splitlines()
+        return next(line for line in lines if line.startswith("  chat ")).split()
+
+    serving = serve({"a": lazy(ttl="1s")}, wait=False)
+    assert told() == (None, None, None, None)
+    assert shown() == ["chat", "-"]
+    with serving.client() as client:
+        client.complete("a", "here", max_tokens=5)
+    serving.wait_state("a", "sleeping", 30)
+    assert told() == (True, 4096, True, 4096)
+    assert shown() == ["chat", "yes"]
+
+
 def test_who_has_not_read_an_answer_may_still_do_so_when_it_has_left(serve: Serve) -> None:
     serving = serve({"a": lazy(ttl="100ms", step_s=0)}, wait=False)
     with RawClient(serving.runtime_dir) as client:
