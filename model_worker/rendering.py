@@ -20,6 +20,7 @@ import msgpack
 
 from model_worker.engine import ChatTemplate
 from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.helper_environment import helper_environment
 
 RENDER_S = 1.0
 """Seconds that compiling and rendering a template may take."""
@@ -184,7 +185,7 @@ class _Child:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 pass_fds=(self._mailbox,),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), _ROOT])},
+                env=helper_environment(PYTHONPATH=os.pathsep.join([*filter(None, sys.path), _ROOT])),
             )
         except OSError:
             self.free()

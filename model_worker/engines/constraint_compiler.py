@@ -25,6 +25,7 @@ import msgpack
 
 from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, refusal
 from protocol.errors import ErrorCode, RequestError
+from protocol.helper_environment import helper_environment
 
 KNOWN = 64
 """Constraints of which is known what the child said: those used last."""
@@ -146,6 +147,7 @@ class ConstraintCompiler:
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-c", program, str(os.getpid()), str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
+            env=helper_environment(),
             pass_fds=(theirs.fileno(),),
         )
         theirs.close()

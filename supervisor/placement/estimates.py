@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from protocol.helper_environment import helper_environment
 from protocol.worker_spec import EngineSpec
 from supervisor.placement.gpu_shares import Needs
 from supervisor.timers import Timer, Timers
@@ -162,7 +163,7 @@ def start(questions: Sequence[tuple[EngineSpec, Sequence[int]]]) -> "tuple[subpr
             stdin=stdin,
             stdout=stdout,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
+            env=helper_environment(PYTHONPATH=path),
             start_new_session=True,
         )
     except OSError:

@@ -16,6 +16,7 @@ from collections.abc import Collection
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from protocol.helper_environment import helper_environment
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
 from supervisor.placement.nvml_answers import MAX_ANSWER, Answer, Fixed, Nonsense, question, read_answer, read_greeting
 from supervisor.placement.patience import PATIENCE_S, Asking, Patience, Restarts
@@ -52,6 +53,7 @@ class _Child:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C reaches every process of a terminal's group
                 cwd="/",
+                env=helper_environment(),
             )
         except BaseException:
             self._socket.close()

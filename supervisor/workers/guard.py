@@ -15,9 +15,13 @@ import sys
 
 
 class Guard:
-    """The supervisor's end. ``pid`` and ``pidfd`` let the loop notice if somebody kills the guard."""
+    """The supervisor's end. ``pid`` and ``pidfd`` let the loop notice if somebody kills the guard.
 
-    def __init__(self) -> None:
+    environment  of the guard's process
+    """
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
         self._groups: set[int] = set()
         self._start()
 
@@ -28,6 +32,7 @@ class Guard:
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C, or a kill of the supervisor's group, must not take the guard along
             cwd="/",
+            env=self._environment,
         )
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)

@@ -5,6 +5,7 @@ import select
 import time
 from collections.abc import Mapping
 
+from protocol.helper_environment import helper_environment
 from protocol.worker_spec import WorkerSpec
 from supervisor.timers import Timers
 from supervisor.workers.guard import Guard
@@ -29,7 +30,7 @@ class LocalLauncher:
         self._workers: dict[int, WorkerProcess] = {}
         """By pidfd."""
         self._epoll = select.epoll()
-        self._guard = Guard()
+        self._guard = Guard(helper_environment())
         self._epoll.register(self._guard.pidfd, select.EPOLLIN)
         self._look_after_guard()
 
