@@ -5,6 +5,7 @@ from typing import Any
 
 from protocol.answers import Completion, Delta, Progress, StreamState, TokenLogprob
 from protocol.connection import Connection
+from protocol.messages import FinishReason
 
 OnProgress = Callable[[Progress], None]
 
@@ -20,6 +21,8 @@ class StreamBase:
         self._timeout = timeout
         self._on_progress = on_progress
         self._left = False
+        self._cut = False
+        """Whether the reader left before it had read the end."""
 
     @property
     def request_id(self) -> int:
@@ -48,7 +51,10 @@ class StreamBase:
 
     @property
     def finish_reason(self) -> str | None:
-        """Once the answer was read to its end why it ended (protocol.messages.FinishReason), else None."""
+        """Why the answer ended (protocol.messages.FinishReason): once it was read to its end, or "cancelled" once its
+        reader has left it before that. None until then, and for an answer that ended with an error."""
+        if self._cut:
+            return FinishReason.CANCELLED
         return None if self._state.deltas else self._state.finish_reason
 
     @property
@@ -71,7 +77,7 @@ class StreamBase:
     def close(self) -> None:
         """Cancels the request, unless it has ended, and drops what was not read. Repeating it does nothing."""
         self._connection.check()
-        self._left = True
+        self._leave()
         if not self._state.abandoned:
             self._connection.drop(self._state)
 
@@ -81,8 +87,12 @@ class StreamBase:
             self._abandon()
 
     def _abandon(self) -> None:
-        self._left = True
+        self._leave()
         self._connection.abandon(self._state)
+
+    def _leave(self) -> None:
+        self._cut = self._cut or not self._over
+        self._left = True
 
     def _now(self) -> Delta | None:
         """The next delta, if it has come; None if there is none yet or (``_over``) will be none.

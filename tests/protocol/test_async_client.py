@@ -242,6 +242,7 @@ def test_leaving_cancels_once(runtime_dir: Path, leave: Callable[[AsyncClient], 
             assert peer.of(Cancel) == [Cancel(1)]
             await until(lambda: not client._connection.session._streams, "the table of requests to be empty")
             if isinstance(kept, AsyncStream):
+                assert kept.finish_reason == "cancelled"
                 assert [d async for d in kept] == []
             del kept
         assert peer.of(Cancel) == [Cancel(1)]

@@ -129,6 +129,7 @@ def test_leaving_cancels_once(runtime_dir: Path, leave: Callable[[Client], objec
         pump_until(client, lambda: not session._streams, "the table of requests to be empty")
         assert session.ignored == 0
         if isinstance(kept, Stream):
+            assert kept.finish_reason == "cancelled"
             assert list(kept) == []
             kept.cancel()
             kept.close()
@@ -157,6 +158,16 @@ def test_leaving_at_the_end_cancels_nothing(runtime_dir: Path) -> None:
                 break
         client.complete("letters", "y")
     assert peer.of(Cancel) == []
+    assert stream.finish_reason == "stop", "all of it was read"
+
+
+def test_leaving_before_the_end_is_cancelled_even_if_the_end_had_come(runtime_dir: Path) -> None:
+    """The text that was read is not the whole answer, so "stop" would mislead."""
+    with ScriptedPeer(runtime_dir / "front", answers(["a", "b"])) as peer, Client(peer.endpoint) as client:
+        for _ in (stream := client.generate("letters", "x")):
+            pump_until(client, lambda: stream._state.ended, "the terminal event")
+            break
+        assert (stream.text, stream.finish_reason) == ("a", "cancelled")
 
 
 def test_a_stream_dropped_in_another_thread_is_cancelled_by_the_next_use(runtime_dir: Path) -> None:
