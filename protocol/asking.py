@@ -10,10 +10,9 @@ from typing import Any, Final
 from protocol.codec import pack_body
 from protocol.errors import RequestError
 from protocol.limits import MAX_STRING
+from protocol.messages import ROUTE_KEYS
 
 MOST_CHOICES: Final = 1024
-
-_ROUTE_KEYS = ("resume", "priority", "queue_ms", "ttft_ms", "deadline_ms", "affinity", "progress")
 
 
 def generate_request(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -22,7 +21,7 @@ def generate_request(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     Raises RequestError, naming the field, for what cannot be sent.
     """
     body = {name: value for name, value in given.items() if value is not None}
-    route = {name: body.pop(name) for name in _ROUTE_KEYS if name in body}
+    route = {name: body.pop(name) for name in ROUTE_KEYS if name in body}
     for name, usual in (("resume", True), ("progress", False)):
         if route.get(name) is usual:
             del route[name]
@@ -98,7 +97,8 @@ def _json_text(schema: dict[str, Any]) -> str:
 
 def _make_lists(fields: dict[str, Any]) -> None:
     for name in ("stop", "choice", "messages", "tools"):
-        # a lone string stays one, so that it is refused rather than read as a list of letters
+        # A string is not made a list, which would be one of letters: the worker takes ``stop`` as a list of one, and
+        # refuses the others.
         if name in fields and not isinstance(fields[name], str | dict | list):
             try:
                 fields[name] = list(fields[name])

@@ -44,7 +44,7 @@ def _variables(given: Any) -> Any:
 
 def _maps(given: Any) -> Any:
     if given is not None and not isinstance(given, list | tuple):
-        raise ValueError("must be a list of maps")
+        raise ValueError("must be an array of maps")
     for entry in given or ():
         _map(entry)
     return given
@@ -60,7 +60,7 @@ class ChatMessage(BaseModel):
 
     role: Annotated[str, Field(pattern="^(system|user|assistant|tool)$")]
     content: str | None = None
-    """May be left out, or nil, in an assistant's turn with tool_calls only."""
+    """May be left out, or null, in an assistant's turn with tool_calls only."""
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_calls: Maps = None
     """An assistant's: maps as the template expects them, usually {type, function: {name, arguments}}."""

@@ -17,12 +17,14 @@ from protocol import limits
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import (
     MESSAGE_CLASSES,
+    NUMBERED,
     VERSION,
     EventEntry,
     Events,
     Kind,
     Message,
 )
+from protocol.unpack_errors import why_refused
 
 Buffer = bytes | memoryview
 """What a frame may be received as; a view spares a copy of what is refused for its size."""
@@ -116,60 +118,73 @@ def decode(frame: Buffer, allowed: frozenset[Kind]) -> Message:
     allowed  the kinds this socket takes in this direction
 
     Raises FrameError: BAD_FRAME, BAD_VERSION, UNSUPPORTED (kind unknown or not for this socket), TOO_LARGE; never
-    another exception, whatever the bytes are.
+    another exception, whatever the bytes are. It says of what kind the frame is and which number it names.
     """
     kind = kind_of(frame)
-    if kind not in allowed:
-        raise FrameError(ErrorCode.UNSUPPORTED, f"{kind.name} is not taken here")
     try:
+        if kind not in allowed:
+            raise FrameError(ErrorCode.UNSUPPORTED, f"{kind.name} is not taken here")
         check_size(frame, kind)
+        if kind is Kind.EVENTS:
+            return _decode_events(frame)
+        try:
+            values = msgpack.unpackb(
+                frame,
+                max_array_len=16,
+                max_map_len=limits.MAX_ROUTE_KEYS,
+                max_str_len=4 * limits.MAX_STRING,
+                max_ext_len=0,
+                list_hook=(budget := _Budget(limits.MAX_HEAD_CONTAINERS)),
+                object_hook=budget,
+            )
+        except Exception as e:  # ValueError and its kin, TypeError for odd keys: hostile bytes must not get further
+            raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name}: {why_refused(e)}") from None
+        return _build(kind, values)
     except FrameError as e:
-        e.request = _peek_request(frame)
+        e.kind, e.number = named(frame)
         raise
-    if kind is Kind.EVENTS:
-        return _decode_events(frame)
-    try:
-        values = msgpack.unpackb(
-            frame,
-            max_array_len=16,
-            max_map_len=limits.MAX_ROUTE_KEYS,
-            max_str_len=4 * limits.MAX_STRING,
-            max_ext_len=0,
-            list_hook=(budget := _Budget(limits.MAX_HEAD_CONTAINERS)),
-            object_hook=budget,
-        )
-    except Exception as e:  # ValueError and its kin, TypeError for odd keys: hostile bytes must not get further
-        raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name}: {_reason(e)}", request=_peek_request(frame)) from None
-    return _build(kind, values)
 
 
 def _build(kind: Kind, values: list[Any]) -> Message:
     fields = _FIELD_TYPES[kind]
     if len(values) != 2 + len(fields):
-        raise FrameError(
-            ErrorCode.BAD_FRAME,
-            f"{kind.name} has {len(values)} elements, not {2 + len(fields)}",
-            request=_request(values),
-        )
+        raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name} has {len(values)} elements, not {2 + len(fields)}")
     for (name, wanted), value in zip(fields, values[2:], strict=True):
         # bool is an int in Python, not on the wire
         if type(value) is not wanted:
             raise FrameError(
                 ErrorCode.BAD_FRAME,
                 f"{kind.name}: {name} is {_type_name(type(value))}, not {_type_name(wanted)}",
-                request=_request(values),
                 field=name,
             )
         if isinstance(value, int) and not 0 <= value <= limits.MAX_U64:
-            raise FrameError(
-                ErrorCode.BAD_FRAME, f"{kind.name}: {name} is not a u64", request=_request(values), field=name
-            )
+            raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name}: {name} is not a u64", field=name)
         if isinstance(value, str) and len(value) > limits.MAX_STRING:
             raise FrameError(
-                ErrorCode.BAD_FRAME, f"{kind.name}: {name} is longer than {limits.MAX_STRING} characters",
-                request=_request(values), field=name,
-            )  # fmt: skip
+                ErrorCode.BAD_FRAME, f"{kind.name}: {name} is longer than {limits.MAX_STRING} characters", field=name
+            )
     return MESSAGE_CLASSES[kind](*values[2:])
+
+
+def named(frame: Buffer) -> tuple[Kind | None, int]:
+    """Return what a frame that cannot be decoded seems to be: its kind, and the number of the request or call it names.
+
+    The kind is None where it cannot be read; the number is 0 where it cannot, or where the kind has none.
+    """
+    try:
+        kind = kind_of(frame)
+    except FrameError:
+        return None, 0
+    if kind not in NUMBERED:
+        return kind, 0
+    unpacker = msgpack.Unpacker(max_buffer_size=16)  # which bounds announced lengths, too
+    unpacker.feed(frame[:16])
+    try:
+        unpacker.read_array_header()
+        number = [unpacker.unpack() for _ in range(3)][2]
+    except Exception:
+        return kind, 0
+    return kind, number if type(number) is int and 0 <= number <= limits.MAX_U64 else 0
 
 
 def is_events(frame: bytes) -> bool:
@@ -224,7 +239,7 @@ def _decode_events(frame: Buffer) -> Events:
         if total != len(body):
             raise ValueError(f"the index accounts for {total} bytes, the body has {len(body)}")
     except Exception as e:  # as in decode
-        raise FrameError(ErrorCode.BAD_FRAME, f"EVENTS: {_reason(e)}") from None
+        raise FrameError(ErrorCode.BAD_FRAME, f"EVENTS: {why_refused(e)}") from None
     return Events(channel, generation, entries, body)
 
 
@@ -250,7 +265,7 @@ def unpack_body(body: bytes) -> dict[str, Any]:
             object_hook=budget,
         )
     except Exception as e:
-        raise FrameError(ErrorCode.BAD_FRAME, f"body: {_reason(e)}", field="body") from None
+        raise FrameError(ErrorCode.BAD_FRAME, f"body: {why_refused(e)}", field="body") from None
     if type(value) is not dict:
         raise FrameError(ErrorCode.BAD_FRAME, f"body: {_type_name(type(value))}, not a map", field="body")
     return value
@@ -302,26 +317,6 @@ def unpack_event(entry: EventEntry, event: bytes) -> tuple[tuple[int, ...], dict
     return ids, unpack_body(event[4 * entry.tokens :])
 
 
-def _reason(e: Exception) -> str:
-    return str(e) or type(e).__name__
-
-
-def _request(values: list[Any]) -> int:
-    """The request id a broken frame seems to name, so that the error can be addressed to it."""
-    return values[2] if len(values) > 2 and type(values[2]) is int and 0 <= values[2] <= limits.MAX_U64 else 0
-
-
-def _peek_request(frame: Buffer) -> int:
-    """As ``_request``, of a frame that cannot or must not be unpacked."""
-    unpacker = msgpack.Unpacker(max_buffer_size=16)  # which bounds announced lengths, too
-    unpacker.feed(frame[:16])
-    try:
-        unpacker.read_array_header()
-        return _request([unpacker.unpack() for _ in range(3)])
-    except Exception:
-        return 0
-
-
 def _type_name(kind: type) -> str:
     names = {int: "an integer", str: "a string", bytes: "a bin", dict: "a map", list: "an array", bool: "a boolean"}
-    return names.get(kind, "nil" if kind is type(None) else kind.__name__)
+    return names.get(kind, "null" if kind is type(None) else kind.__name__)

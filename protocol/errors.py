@@ -11,6 +11,8 @@ Messages say what to do. They never hold a prompt, an answer or a key.
 from enum import IntEnum
 from typing import Any
 
+from protocol.messages import Kind
+
 
 class ErrorCode(IntEnum):
     """Stable numbers. The name on the wire is the member's name in lower case."""
@@ -26,7 +28,7 @@ class ErrorCode(IntEnum):
     TOO_LARGE = 104
     """The frame is larger than its kind may be."""
     DUPLICATE_REQUEST = 105
-    """The request id is already in use on this connection."""
+    """The request id is already in use on this connection. The request that uses it goes on."""
     CONTEXT_OVERFLOW = 106
     """Prompt and max_tokens do not fit the model's context."""
     UNAUTHORIZED = 200
@@ -126,11 +128,17 @@ class WireError(Exception):
 
 
 class FrameError(WireError):
-    """Bytes that are not a message of this protocol. ``request`` is the id they named, 0 if unreadable."""
+    """Bytes that are not a message of this protocol.
 
-    def __init__(self, code: ErrorCode, message: str, *, request: int = 0, field: str | None = None) -> None:
+    kind    the frame's kind, None if it cannot be read
+    number  the number of the request or call that the frame names, 0 if it names none that can be read
+    """
+
+    def __init__(
+        self, code: ErrorCode, message: str, *, kind: Kind | None = None, number: int = 0, field: str | None = None
+    ) -> None:
         super().__init__(code, message, field=field)
-        self.request = request
+        self.kind, self.number = kind, number
 
 
 class RequestError(WireError):

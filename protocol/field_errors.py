@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
@@ -29,37 +30,42 @@ _MUST_BE = {
 }
 """What a value must be, by pydantic's name for what is wrong with it."""
 
-_NOT_HERE = {
-    "n": "one request has one answer: send n requests (the Python client's `choices` does)",
-    "stream": "every answer is a stream",
-}
-"""Fields that other servers have, and what to do instead."""
+_OR_ONE = frozenset({"stop"})
+"""Fields that take an array of strings, or one string for an array of one."""
 
 _SHOWN_NAME = 64
 """Characters of an unknown field's name that an error repeats."""
-
 
 _LISTED_NAMES = 16
 """Names that an error lists where none is near; a request's own are too many."""
 
 
 def request_error(
-    error: Any, model: type[BaseModel], inner: type[BaseModel], known: Iterable[str], given: Mapping[str, str]
+    error: Any,
+    model: type[BaseModel],
+    inner: type[BaseModel],
+    known: Iterable[str],
+    given: Mapping[str, str],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> RequestError:
-    """One sentence that names the field, its value and its limit. Text is never shown, only its length.
+    """Return one sentence that names the field, its value and its limit. Text is never shown, only its length.
 
-    error  one of ValidationError.errors()
-    model  whose fields they are; ``inner`` those of a list's elements
-    known  names that the model takes
-    given  {field: the other name that it was given by}
+    error      one of ValidationError.errors()
+    model      whose fields they are; ``inner`` those of a list's elements
+    known      names that the model takes
+    given      {field: the other name that it was given by}
+    elsewhere  {name that the model does not take: what to do instead}
     """
     path = [str(part) for part in error["loc"]]
     name = path[0] if path else None
     shown = ".".join([given.get(path[0], path[0]), *path[1:]]) if path else None
     kind = error["type"]
-    if kind in ("extra_forbidden", "invalid_key"):
-        if len(path) == 1 and path[0] in _NOT_HERE:
-            return RequestError(f"unknown field {path[0]!r}: {_NOT_HERE[path[0]]}", field=path[0])
+    if kind == "invalid_key":
+        shown = error["input"][:_SHOWN_NAME].decode(errors="replace")
+        return RequestError(f"the name {shown!r} is a bin: send names as strings", field=shown)
+    if kind == "extra_forbidden":
+        if len(path) == 1 and path[0] in elsewhere:
+            return RequestError(f"unknown field {path[0]!r}: {elsewhere[path[0]]}", field=path[0])
         names = list(known if len(path) == 1 else inner.model_fields)
         shown = f"{shown[:_SHOWN_NAME]}..." if shown and len(shown) > _SHOWN_NAME else shown
         near = difflib.get_close_matches(path[-1][:_SHOWN_NAME], names, n=1)
@@ -77,7 +83,7 @@ def request_error(
     elif kind in ("finite_number", "float_type", "int_type"):
         rule = f"must be {_number_rule(model, path[0])}"
     elif kind == "tuple_type":
-        rule = f"must be a list of {_elements(model, path[0])}"
+        rule = f"must be {'a string, or ' if path[0] in _OR_ONE else ''}an array of {_elements(model, path[0])}"
     elif kind in _MUST_BE:
         limits = {name: f"{v:.15g}" if isinstance(v, float) else v for name, v in error.get("ctx", {}).items()}
         rule = f"must be {_MUST_BE[kind].format(**limits)}"
@@ -122,12 +128,17 @@ def _number_rule(model: type[BaseModel], name: str) -> str:
 
 
 def _show(value: Any) -> str:
-    """A number as it is; of all else, which may be somebody's text, the type and the length only."""
+    """A number, true, false and null as they are; of all else, which may be somebody's text, its type and length.
+
+    In the terms of the wire: the client that reads this may be written in another language than Python.
+    """
     if value is None:
-        return "nil"
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, int | float):
         return repr(value)
-    for kind, name, unit in ((str, "string", "character"), (bytes, "bin", "byte"), (list, "list", "element")):
+    for kind, name, unit in ((str, "a string", "character"), (bytes, "a bin", "byte"), (list, "an array", "element")):
         if isinstance(value, kind):
-            return f"a {name} of {len(value)} {unit}{'' if len(value) == 1 else 's'}"
+            return f"{name} of {len(value)} {unit}{'' if len(value) == 1 else 's'}"
     return "a map" if isinstance(value, dict) else f"a {type(value).__name__}"

@@ -22,12 +22,21 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
                                                             ANSWER   [1, 40, ask, body{result} or body{error}]
                                                             EVENTS   as above; the supervisor forwards it whole
 
-* ``request`` is the client's own number for a request: 1 to 2**64-1, used once per connection. 0 means the connection
-  itself. ``channel`` is the supervisor's number for the connection.
-* The first message of a connection is HELLO; GENERATE may follow without waiting for WELCOME. A new connection is a new
-  session: nothing survives a reconnect.
+* ``request`` is the client's own number for a request: 1 to 2**64-1, used once per connection. 0 names no request.
+  ``channel`` is the supervisor's number for the connection.
+* The first message of a connection is HELLO, whose body is a map; a second HELLO is refused. GENERATE may follow
+  without waiting for WELCOME. A new connection is a new session: nothing survives a reconnect.
 * GENERATE is answered by ERROR (no request came to be) or by ACCEPTED, then delta events, then exactly one event
   flagged FINISHED or ERROR. Nothing follows it.
+* ERROR names a request only to refuse the GENERATE of that number. It never names a request that was accepted and has
+  not ended: a stream ends by its events, or with the connection. An ERROR of request 0 ends no stream by itself.
+* The supervisor answers every frame that it refuses, however many there are. A GENERATE is answered by ERROR with its
+  number, a CALL by REPLY with its number. Any other frame, and one whose number cannot be read, is answered by ERROR
+  of request 0, whose body says what could be read of the frame: ``refused {kind?, number?}``, the frame's second and
+  third element. A GENERATE with the number of a request in flight is answered in this way, too, by
+  ``duplicate_request`` with ``refused {kind: 2, number}``. The request in flight goes on.
+* An ERROR of request 0 without ``refused`` is about the connection, which is of no more use: the key was revoked, say,
+  or the client has set a routing id.
 * ``route`` of GENERATE is what the supervisor itself needs to know. Unknown keys are refused by name. All are optional:
     resume       bool, default true: when its worker dies, the answer goes on in another, no token twice, none missing
     priority     "interactive", "normal" (default) or "batch"
@@ -60,10 +69,10 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
 * Credit: a stream starts with ``window`` events (WELCOME) and gains what CREDIT grants. A stream without credit has its
   events held, up to a bound, and then ends with ``slow_consumer``; a terminal event needs no credit.
 * PING is answered by PONG with the same nonce, by either side.
+* Names in a map are strings; a bin in the place of one is refused. ``stop`` may be one string for an array of one.
 * Over TCP (CURVE, for keys on a list) one socket takes what the two over ipc take. What the connection's key has no
-  right to is answered by ERROR, or by REPLY with an error, ``forbidden``; a request beyond its limits by
-  ``rate_limited``. When a key is revoked, each of its requests ends with ``unauthorized``, and then the connection
-  does (ERROR of request 0).
+  right to is refused as ``forbidden``, a request beyond its limits as ``rate_limited``. When a key is revoked, each of
+  its requests ends with ``unauthorized``, and then the connection does (ERROR of request 0).
 * Frames beyond 16 MiB are cut off by libzmq itself (the connection closes); see ``protocol.limits`` for the rest.
 """
 
@@ -117,6 +126,9 @@ class EventFlag(IntFlag):
 QUESTION_VERBS = frozenset({"tokenize", "detokenize"})
 """Verbs of CALL that a worker answers, see ``protocol.questions``. Named here for the supervisor, which would start
 more slowly if it imported what checks them."""
+
+ROUTE_KEYS = ("resume", "priority", "queue_ms", "ttft_ms", "deadline_ms", "affinity", "progress")
+"""Keys of ``route``, in GENERATE."""
 
 TERMINAL = int(EventFlag.FINISHED | EventFlag.ERROR)
 """Both terminal flags. A plain integer: with an IntFlag, looking at an event's flags costs a call into Python."""
@@ -320,6 +332,11 @@ MESSAGE_CLASSES: dict[Kind, type[Message]] = {
         Report, JobMessage, CancelJob, Ready, Shutdown, Progress, Stats, Prefill, Ask, Answer,
     )
 }  # fmt: skip
+
+NUMBERED = frozenset(
+    {Kind.GENERATE, Kind.CANCEL, Kind.CREDIT, Kind.CALL, Kind.ACCEPTED, Kind.ERROR, Kind.REPLY, Kind.REPORT}
+)
+"""Kinds whose third element is the client's number of a request or of a call."""
 
 CLIENT_TO_SUPERVISOR = frozenset({Kind.HELLO, Kind.GENERATE, Kind.CANCEL, Kind.CREDIT, Kind.CALL, Kind.PING, Kind.PONG})
 SUPERVISOR_TO_CLIENT = frozenset(

@@ -15,6 +15,7 @@ from protocol.chat import ChatMessage, Conversation
 from protocol.codec import unpack_body
 from protocol.errors import FrameError, RequestError
 from protocol.field_errors import request_error
+from protocol.messages import ROUTE_KEYS
 from protocol.presets import fill
 from protocol.sampling_params import FieldsDisagree, SamplingParams, TokenId
 
@@ -39,6 +40,11 @@ ALIASES = {
 """Other names of fields, as OpenAI's and the EXL2 community's servers have them. Giving a field twice is an error. And
 one other value: a top_k of -1 is 0, off."""
 
+ELSEWHERE = {
+    "n": "one request has one answer: send n requests (the Python client's `choices` does)",
+    "stream": "every answer is a stream",
+} | dict.fromkeys(ROUTE_KEYS, "it is a key of GENERATE's route, which stands before the body")
+"""Names that are no fields of a body: of other servers, and of the route. With what to do instead."""
 
 CONSTRAINTS = ("json_schema", "regex", "choice")
 """Fields that give the answer a shape."""
@@ -79,8 +85,9 @@ class GenerateRequest(SamplingParams, Conversation):
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
         Field(strict=False, max_length=16, fail_fast=True),
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
     ] = ()
-    """Strings that end the answer; they are not part of it."""
+    """Strings that end the answer; they are not part of it. One string stands for an array of one."""
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     """Least tokens to generate: until then no end token is drawn and no stop string is looked for."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(strict=False, max_length=64, fail_fast=True)] = ()
@@ -189,7 +196,7 @@ def parse_generate(
         request = GenerateRequest.model_validate(fields)
     except ValidationError as e:
         known = [*GenerateRequest.model_fields, *ALIASES]
-        error = request_error(e.errors(include_url=False)[0], GenerateRequest, ChatMessage, known, given)
+        error = request_error(e.errors(include_url=False)[0], GenerateRequest, ChatMessage, known, given, ELSEWHERE)
         if named := sorted(set_by_model.intersection(re.findall(r"\w+", error.message))):
             error.message += f" ({' and '.join(named)} by this model's defaults)"
         raise error from None

@@ -8,12 +8,14 @@ from typing import Any, Protocol
 
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.messages import QUESTION_VERBS
 from supervisor.fleet.demand import Demand
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.turnover import How
 from supervisor.requests.scheduler import Scheduler
+from supervisor.spelling import spelled_name
 from supervisor.workers.lifecycle import AT_REST, WorkerState
 
 Params = dict[str, Any]
@@ -39,9 +41,8 @@ def answer(host: Host, verb: str, body: bytes, *, admin: bool) -> Result:
     """The result of one CALL. Raises WireError naming verb or parameter."""
     entry = _VERBS.get(verb)
     if entry is None:
-        raise WireError(
-            ErrorCode.UNSUPPORTED, f"unknown verb {verb!r}: known are {', '.join(sorted(_VERBS))}", field="verb"
-        )
+        known = ", ".join(sorted(QUESTION_VERBS.union(_VERBS)))
+        raise WireError(ErrorCode.UNSUPPORTED, f"unknown verb {verb!r}: known are {known}", field="verb")
     handler, is_order = entry
     if is_order and not admin:
         raise WireError(ErrorCode.UNSUPPORTED, f"{verb!r} is an order: send it to the admin socket", field="verb")
@@ -181,14 +182,18 @@ _VERBS: dict[str, tuple[Callable[[Host, Params], Result], bool]] = {
 }
 
 
+_TYPE_NAMES = {str: "a string", bool: "true or false"}
+
+
 def _take(params: Params, **known: type) -> Params:
     """The parameters, each checked for its name and exact type."""
     for key, value in params.items():
         if key not in known:
             hint = f"known are {', '.join(known)}" if known else "this verb takes none"
-            raise RequestError(f"unknown parameter {str(key)[:64]!r}: {hint}", field=str(key)[:64])
+            field = key[:64] if isinstance(key, str) else None
+            raise RequestError(f"unknown parameter {spelled_name(key)}: {hint}", field=field)
         if type(value) is not known[key]:
-            raise RequestError(f"{key} must be a {known[key].__name__}", field=str(key))
+            raise RequestError(f"{key} must be {_TYPE_NAMES[known[key]]}", field=key)
     return params
 
 

@@ -15,10 +15,10 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from supervisor.spelling import spelled
+
 T = TypeVar("T")
 Path = tuple[str | int, ...]
-MOST_SHOWN = 60
-"""Characters of a value that a message repeats; of a longer one its type is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +135,7 @@ def _is_text(value: str) -> bool:
 
 
 def _refuse(value: object, path: Path, flaws: list[Flaw], message: str) -> None:
-    try:
-        shown = repr(value)
-    except ValueError:  # a number of thousands of digits
-        shown = "x" * (MOST_SHOWN + 1)
-    flaws.append(Flaw(path, f"is {shown if len(shown) <= MOST_SHOWN else type(value).__name__}: {message}"))
+    flaws.append(Flaw(path, f"is {spelled(value)}: {message}"))
 
 
 @cache

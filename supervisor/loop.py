@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 
 from protocol import __version__, limits
-from protocol.codec import decode, decode_events, encode, is_events, pack_body, pack_error, unpack_body
+from protocol.codec import decode, decode_events, encode, is_events, pack_body, unpack_body
 from protocol.compiled import look
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import (
@@ -27,7 +27,6 @@ from protocol.messages import (
     Call,
     Cancel,
     Credit,
-    Error,
     Events,
     Generate,
     GoAway,
@@ -65,6 +64,7 @@ from supervisor.reactor import Reactor
 from supervisor.requests.asks import Asker, Asks
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.in_flight import Effect, ToClient, ToWorker
+from supervisor.requests.refusals import refusal
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.seats import Seat
 from supervisor.runtime_dir import RuntimeDir
@@ -130,6 +130,8 @@ class Supervisor:
         self.demand = Demand(self.fleet, self.scheduler, log)
         self.fleet.admission.make_room = self.demand.make_room
         self.reloads = Reloads(self.fleet, self.scheduler, self._reactor.timers, log)
+        for port in self._ports:
+            port.holds = self.scheduler.holds
         self._back.relay_to(self._front, self._seat_of)
         self._reactor.watch(self._zap.socket, self._zap.handle)
         self._reactor.watch(self._back.socket, self._on_workers, busy=True)
@@ -292,7 +294,7 @@ class Supervisor:
             case Generate(request):
                 if port is self._admin:
                     error = WireError(ErrorCode.UNSUPPORTED, "requests go to the front socket", field="request")
-                    port.send(channel, encode(Error(request, pack_error(error))))
+                    port.send(channel, encode(refusal(error, message.kind, request, runs=False)))
                 else:
                     self.perform(self.scheduler.submit(channel, message, now))
                     if connection.identity is not OWNER and self._gate is not None:

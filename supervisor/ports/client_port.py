@@ -6,19 +6,20 @@ send, and the loop's probe of clients with unfinished requests.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
 import zmq
 
-from protocol.codec import decode, encode, pack_error
+from protocol.codec import decode, encode, named, pack_error, unpack_body
 from protocol.errors import ErrorCode, FrameError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
 from protocol.socket_calls import has_input, monitor_event, send_to
 from supervisor.keys.rights import OWNER, Identity
 from supervisor.ports.monitors import open_monitor
 from supervisor.ports.sockets import Context, bind_private, path_of, router, skip_parts
+from supervisor.requests.refusals import number_of, refusal
 
 RECEIVE_MARK = 16
 """Frames of a client that wait to be read, before libzmq reads no more of it. If such a client is killed, and a
@@ -70,6 +71,8 @@ class ClientPort:
     counters: PortCounters = field(default_factory=PortCounters)
     listening: bool = True
     beyond: "ClientPort | None" = None
+    holds: Callable[[int, int], bool] = lambda channel, request: False
+    """Whether a connection's request of this number is unfinished: set by the loop, see ``Scheduler.holds``."""
     _skipping: bool = False
     """Parts of a refused message are still to be read."""
     _by_id: dict[bytes, Connection] = field(default_factory=dict)
@@ -136,13 +139,14 @@ class ClientPort:
                     continue
             if part.more:
                 self._skip_rest(part)
-                self._refuse(connection, FrameError(ErrorCode.BAD_FRAME, "a message is one frame, not several"))
+                kind, number = named(part.buffer)
+                told = "a message is one frame, not several"
+                self._refuse(connection, FrameError(ErrorCode.BAD_FRAME, told, kind=kind, number=number))
                 continue
             try:
                 message = decode(part.buffer, CLIENT_TO_SUPERVISOR)  # not a copy: it may have 16 MiB
-                if not connection.greeted and not isinstance(message, Hello):
-                    request = getattr(message, "request", 0)
-                    raise FrameError(ErrorCode.BAD_FRAME, "the first message of a connection is HELLO", request=request)
+                if not connection.greeted or isinstance(message, Hello):
+                    _check_greeting(connection, message)
             except FrameError as e:
                 self._refuse(connection, e)
                 continue
@@ -278,7 +282,8 @@ class ClientPort:
         Every such frame is answered: a client would wait for ever for the answer to a request that was passed over.
         """
         self.counters.bad_frames += 1
-        self.send(connection.channel, encode(Error(error.request, pack_error(error))))
+        runs = self.holds(connection.channel, error.number)
+        self.send(connection.channel, encode(refusal(error, error.kind, error.number, runs=runs)))
 
     def _refuse_chosen_id(self, routing_id: bytes) -> None:
         self.counters.bad_frames += 1
@@ -287,6 +292,21 @@ class ClientPort:
             send_to(self.socket, routing_id, encode(Error(0, pack_error(error))))
         except zmq.ZMQError:
             pass  # gone, or not reading: it was told often enough
+
+
+def _check_greeting(connection: Connection, message: Message) -> None:
+    """Raise FrameError unless HELLO comes first, once, and with a map."""
+    kind, number = message.kind, number_of(message)
+    if not isinstance(message, Hello):
+        told = "the first message of a connection is HELLO"
+        raise FrameError(ErrorCode.BAD_FRAME, told, kind=kind, number=number)
+    if connection.greeted:
+        told = "HELLO was said before on this connection: say it once"
+        raise FrameError(ErrorCode.BAD_FRAME, told, kind=kind)
+    try:
+        unpack_body(message.body)
+    except FrameError as e:
+        raise FrameError(e.code, f"HELLO: {e.message}", kind=kind, field=e.field) from None
 
 
 def _descriptor(part: zmq.Frame) -> int:

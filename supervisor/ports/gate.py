@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from protocol.codec import encode, pack_body, pack_error
+from protocol.codec import encode
 from protocol.errors import ErrorCode, WireError
-from protocol.messages import Call, Error, Events, Generate, Message, Reply
+from protocol.messages import Events, Generate, Message
 from supervisor.keys.rights import check_right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.unfinished import Unfinished
@@ -19,6 +19,7 @@ from supervisor.ports.client_port import Connection
 from supervisor.ports.tcp_port import TcpPort
 from supervisor.requests.in_flight import Effect
 from supervisor.requests.model_queue import BYTES_PER_TOKEN
+from supervisor.requests.refusals import number_of, refusal
 from supervisor.requests.scheduler import Scheduler
 
 REVOKE_S = 0.5
@@ -118,9 +119,8 @@ class Gate:
         return 0 if unfinished is None or limit is None else unfinished.count(limit)
 
     def _refuse(self, connection: Connection, message: Message, error: WireError) -> bool:
-        if isinstance(message, Call):
-            frame = encode(Reply(message.call, pack_body({"error": error.to_wire()})))
-        else:
-            frame = encode(Error(getattr(message, "request", 0), pack_error(error)))
+        number = number_of(message)
+        runs = self._scheduler.holds(connection.channel, number)
+        frame = encode(refusal(error, message.kind, number, runs=runs))
         self.port.send(connection.channel, frame)
         return False

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import RequestError
+from supervisor.spelling import spelled, spelled_name
 
 PRIORITIES = ("interactive", "normal", "batch")
 MAX_MS = 86_400_000
@@ -34,11 +35,13 @@ def read_route(given: dict[str, Any]) -> Route:
     for key, value in given.items():
         check = _CHECKS.get(key) if isinstance(key, str) else None
         if check is None:
-            told = f"unknown routing key {str(key)[:64]!r}: known are {', '.join(_CHECKS)}"
-            raise RequestError(told, field=f"route.{str(key)[:64]}")
+            told = (
+                f"unknown routing key {spelled_name(key)}: known are {', '.join(_CHECKS)}; all else stands in the body"
+            )
+            raise RequestError(told, field=f"route.{key[:64]}" if isinstance(key, str) else "route")
         allowed, rule = check
         if not allowed(value):
-            raise RequestError(f"{key} is {_shown(value)}: must be {rule}", field=f"route.{key}")
+            raise RequestError(f"{key} is {spelled(value)}: must be {rule}", field=f"route.{key}")
     return Route(**given)
 
 
@@ -69,8 +72,3 @@ _CHECKS = {
     "affinity": (_is_affinity, f"a string of 1 to {MAX_AFFINITY} characters"),
     "progress": _BOOL,
 }
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

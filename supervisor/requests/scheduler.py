@@ -10,14 +10,15 @@ that is free. What is decided about it there is in the rooms beside these: ``mod
 
 from itertools import islice
 
-from protocol.codec import encode, pack_body, pack_error
+from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
-from protocol.messages import Accepted, Error, Generate
+from protocol.messages import Accepted, Generate
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.held import HeldEvents
 from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
 from supervisor.requests.phase import Phase
+from supervisor.requests.refusals import refusal
 from supervisor.requests.route import read_route
 from supervisor.requests.seats import Affinity, Seat
 from supervisor.requests.strikes import StrikePolicy
@@ -183,7 +184,8 @@ class Scheduler(WorkerEvents):
         try:
             queue, request = self._admit(channel, message, now)
         except WireError as e:
-            return [ToClient(channel, encode(Error(message.request, pack_error(e))))]
+            runs = self.holds(channel, message.request)
+            return [ToClient(channel, encode(refusal(e, message.kind, message.request, runs=runs)))]
         self._live[request.key] = request
         queue.push(request)
         route = request.route
@@ -195,13 +197,12 @@ class Scheduler(WorkerEvents):
         return [ToClient(channel, encode(Accepted(message.request, body))), *self._dispatch(queue, now)]
 
     def _admit(self, channel: int, message: Generate, now: float) -> tuple[ModelQueue, InFlight]:
-        route = read_route(message.route)
         if message.request == 0:
             raise RequestError("request is 0: ids start at 1 (0 is the connection itself)", field="request")
-        if (channel, message.request) in self._live:
-            raise WireError(
-                ErrorCode.DUPLICATE_REQUEST, f"request {message.request} is in use on this connection", field="request"
-            )
+        if self.holds(channel, message.request):
+            told = f"request {message.request} is in use on this connection and goes on: give each request its own id"
+            raise WireError(ErrorCode.DUPLICATE_REQUEST, told, field="request")
+        route = read_route(message.route)
         queue = self._models.get(message.model)
         if queue is None or queue.removed:
             known = ", ".join(sorted(name for name, queue in self._models.items() if not queue.removed))

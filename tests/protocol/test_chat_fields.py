@@ -61,7 +61,7 @@ def test_where_the_text_ends(fields: dict[str, Any], ends: bool) -> None:
 @pytest.mark.parametrize(
     ("fields", "field", "message"),
     [
-        ({"tools": SECRET}, "tools", "must be a list of maps"),
+        ({"tools": SECRET}, "tools", "must be an array of maps"),
         ({"tools": [SECRET]}, "tools", "must be a map with strings as keys"),
         ({"tools": [{b"a": 2}]}, "tools", "must be a map with strings as keys"),
         ({"tools": [{}] * 257}, "tools", "at most 256 long"),
@@ -79,7 +79,7 @@ def test_where_the_text_ends(fields: dict[str, Any], ends: bool) -> None:
         ),
         ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages", "tool_calls are an assistant's, not a user's"),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages", "content must be a string"),
-        ({"messages": [{"role": "assistant", "tool_calls": SECRET}]}, "messages", "must be a list of maps"),
+        ({"messages": [{"role": "assistant", "tool_calls": SECRET}]}, "messages", "must be an array of maps"),
         ({"messages": [{**USER, "name": 5}]}, "messages", "messages.0.name is 5: must be a string"),
         ({"messages": [{**USER, "tool_call_id": "x" * 257}]}, "messages", "at most 256 characters long"),
     ],

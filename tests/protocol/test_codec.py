@@ -53,7 +53,7 @@ def try_to_decode(frame: bytes) -> Message | None:
         refused = e
     if refused is not None:
         assert refused.code in (ErrorCode.BAD_FRAME, ErrorCode.BAD_VERSION, ErrorCode.UNSUPPORTED, ErrorCode.TOO_LARGE)
-        assert 0 <= refused.request <= limits.MAX_U64
+        assert 0 <= refused.number <= limits.MAX_U64
         return None
     if isinstance(message, Events):
         for entry, event in split_events(message):

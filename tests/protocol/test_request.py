@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from protocol.chat import Conversation
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError
+from protocol.messages import ROUTE_KEYS
 from protocol.request import ALIASES, GenerateRequest, SamplingParams, parse_generate
 
 SECRET = "the secret of the prompt"
@@ -128,7 +129,7 @@ def nested(depth: int) -> dict[str, Any]:
         ("[1]", "a string of 3 characters: must be a JSON schema, which is a map"),
         ("true", "a string of 4 characters: must be a JSON schema, which is a map"),
         (5, "5: must be a JSON schema, as a map or as JSON text"),
-        ([{}], "a list of 1 element: must be a JSON schema, as a map or as JSON text"),
+        ([{}], "an array of 1 element: must be a JSON schema, as a map or as JSON text"),
         ({"const": NAN}, "a map: must be a JSON schema: this is not JSON"),
         ({"const": b"x"}, "a map: must be a JSON schema: this is not JSON"),
         ('{"maximum": 1e999}', "a string of 18 characters: must be a JSON schema: this is not JSON"),
@@ -193,7 +194,7 @@ def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) ->
         ({b"5": 1}, "logit_bias is a map: must have token ids (0 to 2147483647) as keys"),
         ({"5": 1, "05": 2}, "logit_bias is a map: must not hold an id twice (5)"),
         ({str(i): 1 for i in range(1025)}, "logit_bias is a map: must hold at most 1024 token ids, not 1025"),
-        ([[5, 1]], "logit_bias is a list of 1 element: must be a map of token ids and numbers"),
+        ([[5, 1]], "logit_bias is an array of 1 element: must be a map of token ids and numbers"),
     ],
 )
 def test_bad_biases_are_told_which(bias: Any, message: str) -> None:
@@ -210,12 +211,12 @@ def test_bad_biases_are_told_which(bias: Any, message: str) -> None:
         ("top_logprobs", 21, "top_logprobs is 21: must be at most 20"),
         ("mirostat_mode", 1, "mirostat_mode is 1: must be 0 or 2"),
         ("banned_tokens", [-1], "banned_tokens.0 is -1: must be at least 0"),
-        ("banned_tokens", 5, "banned_tokens is 5: must be a list of token ids"),
+        ("banned_tokens", 5, "banned_tokens is 5: must be an array of token ids"),
         ("allowed_tokens", [SECRET], "allowed_tokens.0 is a string of 24 characters: must be a whole number from 0 to"),
-        ("stop_token_ids", [1] * 65, "stop_token_ids is a list of 65 elements: must be at most 64 long"),
+        ("stop_token_ids", [1] * 65, "stop_token_ids is an array of 65 elements: must be at most 64 long"),
         ("banned_strings", [""], "banned_strings.0 is a string of 0 characters: must be at least 1 character long"),
-        ("banned_strings", [SECRET] * 65, "banned_strings is a list of 65 elements: must be at most 64 long"),
-        ("banned_strings", SECRET, "banned_strings is a string of 24 characters: must be a list of strings"),
+        ("banned_strings", [SECRET] * 65, "banned_strings is an array of 65 elements: must be at most 64 long"),
+        ("banned_strings", SECRET, "banned_strings is a string of 24 characters: must be an array of strings"),
         ("dry_sequence_breakers", [5], "dry_sequence_breakers.0 is 5: must be a string"),
         ("negative_prompt", 5, "negative_prompt is 5: must be a string"),
         ("cfg_scale", INF, "cfg_scale is inf: must be a finite number from 0 to 20"),
@@ -224,32 +225,33 @@ def test_bad_biases_are_told_which(bias: Any, message: str) -> None:
         ("max_tokens", 0, "max_tokens is 0: must be at least 1"),
         ("max_tokens", -1, "max_tokens is -1: must be at least 1"),
         ("max_tokens", 1.5, "max_tokens is 1.5: must be a whole number from 1 to 2147483648"),
-        ("max_tokens", True, "max_tokens is True: must be a whole number from 1 to 2147483648"),
+        ("max_tokens", True, "max_tokens is true: must be a whole number from 1 to 2147483648"),
         ("max_tokens", SECRET, "max_tokens is a string of 24 characters: must be a whole number from 1 to 2147483648"),
         ("max_tokens", 1 << 40, "max_tokens is 1099511627776: must be at most 2147483648"),
         ("temperature", NAN, "temperature is nan: must be a finite number from 0 to 10"),
         ("temperature", INF, "temperature is inf: must be a finite number from 0 to 10"),
         ("temperature", -1, "temperature is -1: must be at least 0"),
         ("temperature", 10.5, "temperature is 10.5: must be at most 10"),
-        ("temperature", None, "temperature is nil: must be a finite number from 0 to 10"),
-        ("temperature", [SECRET], "temperature is a list of 1 element: must be a finite number from 0 to 10"),
+        ("temperature", None, "temperature is null: must be a finite number from 0 to 10"),
+        ("temperature", [SECRET], "temperature is an array of 1 element: must be a finite number from 0 to 10"),
         ("top_p", NAN, "top_p is nan: must be a finite number, more than 0 and at most 1"),
         ("top_k", 1.0, "top_k is 1.0: must be a whole number from 0 to 1000000"),
         ("seed", 1 << 63, "seed is 9223372036854775808: must be less than 9223372036854775808"),
         ("seed", "x", "must be a whole number, at least 0 and less than 9223372036854775808"),
         ("frequency_penalty", -3, "frequency_penalty is -3: must be at least -2"),
-        ("stop", SECRET, "stop is a string of 24 characters: must be a list of strings"),
+        ("stop", "", "stop.0 is a string of 0 characters: must be at least 1 character long"),
+        ("stop", True, "stop is true: must be a string, or an array of strings"),
         ("stop", [5], "stop.0 is 5: must be a string"),
         ("stop", [""], "stop.0 is a string of 0 characters: must be at least 1 character long"),
         ("stop", ["ok", "x" * 257], "stop.1 is a string of 257 characters: must be at most 256 characters long"),
-        ("stop", ["x"] * 17, "stop is a list of 17 elements: must be at most 16 long"),
-        ("stop", None, "stop is nil: must be a list of strings"),
+        ("stop", ["x"] * 17, "stop is an array of 17 elements: must be at most 16 long"),
+        ("stop", None, "stop is null: must be a string, or an array of strings"),
         ("regex", "", "regex is a string of 0 characters: must be at least 1 character long"),
         ("regex", "x" * 8193, "regex is a string of 8193 characters: must be at most 8192 characters long"),
-        ("choice", [], "choice is a list of 0 elements: must be at least 1 long"),
-        ("choice", ["x"] * 257, "choice is a list of 257 elements: must be at most 256 long"),
+        ("choice", [], "choice is an array of 0 elements: must be at least 1 long"),
+        ("choice", ["x"] * 257, "choice is an array of 257 elements: must be at most 256 long"),
         ("choice", ["x", ""], "choice.1 is a string of 0 characters: must be at least 1 character long"),
-        ("choice", SECRET, "choice is a string of 24 characters: must be a list of strings"),
+        ("choice", SECRET, "choice is a string of 24 characters: must be an array of strings"),
     ],
 )
 def test_a_bad_value_is_named_with_its_limit(field: str, value: object, message: str) -> None:
@@ -265,8 +267,8 @@ def test_a_bad_value_is_named_with_its_limit(field: str, value: object, message:
         ({"prompt": SECRET, "token_ids": b"abcd"}, "give exactly one of prompt, messages and token_ids, not 2", None),
         ({"prompt": 5}, "prompt is 5: must be a string", "prompt"),
         ({"prompt": SECRET.encode()}, "prompt is a bin of 24 bytes: must be a string", "prompt"),
-        ({"messages": SECRET}, "messages is a string of 24 characters: must be a list of messages", "messages"),
-        ({"messages": []}, "messages is a list of 0 elements: must be at least 1 long", "messages"),
+        ({"messages": SECRET}, "messages is a string of 24 characters: must be an array of messages", "messages"),
+        ({"messages": []}, "messages is an array of 0 elements: must be at least 1 long", "messages"),
         ({"messages": [SECRET]}, "messages.0 is a string of 24 characters: must be a map of role and", "messages.0"),
         ({"messages": [{"role": "user"}]}, "messages.0 is a map: content must be a string", "messages.0"),
         (
@@ -276,7 +278,7 @@ def test_a_bad_value_is_named_with_its_limit(field: str, value: object, message:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": SECRET}]}]},
-            "messages.0.content is a list of 1 element: must be a string",
+            "messages.0.content is an array of 1 element: must be a string",
             "messages.0.content",
         ),
         (
@@ -285,18 +287,29 @@ def test_a_bad_value_is_named_with_its_limit(field: str, value: object, message:
             "messages.0.contents",
         ),
         ({"token_ids": b"abc"}, "token_ids is a bin of 3 bytes: must be at least one id of 4 bytes", "token_ids"),
-        ({"token_ids": [1, 2]}, "token_ids is a list of 2 elements: must be a bin of token ids (u32", "token_ids"),
+        ({"token_ids": [1, 2]}, "token_ids is an array of 2 elements: must be a bin of token ids (u32", "token_ids"),
         ({"prompt": SECRET, "temprature": 1}, "unknown field 'temprature': did you mean 'temperature'?", "temprature"),
         ({"prompt": SECRET, "zzz": SECRET}, "unknown field 'zzz': none has a similar name", "zzz"),
         ({"prompt": SECRET, "rep_penn": 1}, "unknown field 'rep_penn': did you mean 'rep_pen'?", "rep_penn"),
         ({"prompt": SECRET, "x" * 1024: 1}, "unknown field 'xxxx", "x" * 64 + "..."),
-        ({"prompt": SECRET, b"stop": 1}, "did you mean 'stop'?", "b'stop'"),
+        ({"prompt": SECRET, b"stop": 1}, "the name 'stop' is a bin: send names as strings", "stop"),
+        ({"prompt": SECRET, "deadline_ms": 5}, "it is a key of GENERATE's route, which stands before", "deadline_ms"),
     ],
 )
 def test_a_bad_shape_is_named(fields: dict[Any, Any], message: str, field: str | None) -> None:
     error = refusal(fields)
     assert message in error.message
     assert error.field == field
+
+
+@pytest.mark.parametrize("name", ROUTE_KEYS)
+def test_a_key_of_the_route_is_not_sought_among_the_fields(name: str) -> None:
+    assert "route" in refusal({"prompt": SECRET, name: 1}).message
+
+
+def test_one_stop_string_stands_for_an_array_of_one() -> None:
+    for name in ("stop", "stop_sequence"):
+        assert parse_generate(pack_body({"prompt": "x", name: "END"})).stop == ("END",)
 
 
 def test_a_body_that_is_no_map() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from protocol import limits
 from protocol.codec import encode
-from protocol.messages import Error, Ping, Pong, Welcome
+from protocol.messages import Call, Cancel, Error, Generate, Hello, Kind, Message, Ping, Pong, Reply, Welcome
 from supervisor.ports.client_port import Connection
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until
@@ -23,6 +24,12 @@ def host(runtime_dir: Path) -> Iterator[PortHost]:
     host = PortHost(runtime_dir)
     yield host
     host.close()
+
+
+def hear(host: PortHost, client: RawClient) -> Message:
+    """The next message for a client."""
+    wait_until(lambda: host.turn() and client.socket.poll(0))
+    return client.receive()
 
 
 def test_a_connection_is_known_until_it_ends(host: PortHost) -> None:
@@ -134,6 +141,56 @@ def test_hello_comes_first(host: PortHost) -> None:
         assert isinstance(message, Error)
         assert "HELLO" in str(client.errors[0][1]["message"])
         assert not host.received
+
+
+@pytest.mark.parametrize("body", [b"", b"\x90", b"\xc1", b"\xa5hello"])
+def test_the_body_of_hello_is_a_map(host: PortHost, body: bytes) -> None:
+    with RawClient(host.directory, hello=False) as client:
+        client.send(Hello(body))
+        client.send(Generate(7, "a", {}, b"\x80"))
+        client.send(Hello(b"\x80"))
+        assert isinstance(hear(host, client), Error)
+        assert isinstance(hear(host, client), Error)
+        assert isinstance(hear(host, client), Welcome), "a HELLO that is right may follow"
+        (one, refused), (two, not_greeted) = client.errors
+        assert (one, refused["name"], refused["refused"]) == (0, "bad_frame", {"kind": Kind.HELLO})
+        assert str(refused["message"]).startswith("HELLO: body: ")
+        assert (two, not_greeted["message"]) == (7, "the first message of a connection is HELLO")
+
+
+def test_a_second_hello_is_answered_by_an_error(host: PortHost) -> None:
+    with RawClient(host.directory) as client:
+        assert isinstance(hear(host, client), Welcome)
+        client.send(Hello(b"\x80"))
+        assert isinstance(hear(host, client), Error)
+        ((request, error),) = client.errors
+        assert (request, error["name"], error["refused"]) == (0, "bad_frame", {"kind": Kind.HELLO})
+        client.send(Ping(1))
+        assert hear(host, client) == Pong(1), "the connection goes on"
+
+
+def test_an_error_never_names_a_request_that_goes_on(host: PortHost) -> None:
+    """Clients end what an ERROR names. Here 7 is the number of a request in flight, and 8 is free."""
+    host.port.holds = lambda channel, number: number == 7
+    with RawClient(host.directory) as client:
+        assert isinstance(hear(host, client), Welcome)
+        for number in 7, 8:
+            client.send(Generate(number, "a", {}, bytes(limits.MAX_FRAME[Kind.GENERATE])))
+            client.socket.send_multipart([encode(Generate(number, "a", {}, b"\x80")), b"more"])
+            client.send(encode(Cancel(number)) + b"\0")
+            client.send(encode(Call(number, "status", b"")) + b"\0")
+        answers = [hear(host, client) for _ in range(8)]
+        assert [getattr(m, "request", None) for m in answers] == [0, 0, 0, None, 8, 8, 0, None]
+        assert [m.call for m in answers if isinstance(m, Reply)] == [7, 8]
+        told = [(request, error.get("refused")) for request, error in client.errors]
+        assert told == [
+            (0, {"kind": Kind.GENERATE, "number": 7}),
+            (0, {"kind": Kind.GENERATE, "number": 7}),
+            (0, {"kind": Kind.CANCEL, "number": 7}),
+            (8, None),
+            (8, None),
+            (0, {"kind": Kind.CANCEL, "number": 8}),
+        ]
 
 
 def test_a_message_of_several_frames_is_refused_whole(host: PortHost) -> None:

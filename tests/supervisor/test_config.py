@@ -138,7 +138,7 @@ def test_refusals_name_file_line_path_and_remedy(tmp_path: Path, text: str, says
     [
         ("max_batch_size", 0, "is 0: "),
         ("max_batch_size", "8", "is '8': "),
-        ("max_batch_size", True, "is True: "),
+        ("max_batch_size", True, "is true: "),
         ("max_batch_size", 1.5, "is 1.5: "),
         ("max_seq_len", -1, "is -1: "),
         ("max_queue", 0, "is 0: "),

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from protocol.codec import decode, encode, pack_event, split_events, unpack_body, unpack_event
-from protocol.errors import ErrorCode, WireError
+from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import (
+    ROUTE_KEYS,
     SUPERVISOR_TO_CLIENT,
     SUPERVISOR_TO_WORKER,
     Accepted,
@@ -22,6 +23,7 @@ from protocol.messages import (
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.in_flight import Effect, ToClient, ToWorker, Wake
 from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.route import read_route
 from supervisor.requests.scheduler import Scheduler
 
 DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
@@ -242,6 +244,18 @@ def test_refusals(scheduler: Scheduler, message: Generate, code: ErrorCode, fiel
     body = unpack_body(error.body)
     assert (channel, error.request, body["code"], body["field"]) == (5, message.request, code, field)
     assert not scheduler.channels()
+
+
+def test_every_key_of_the_route_has_a_check() -> None:
+    for name in ROUTE_KEYS:
+        with pytest.raises(RequestError, match="must be"):
+            read_route({name: None})
+    with pytest.raises(RequestError, match=f"known are {', '.join(ROUTE_KEYS)}; all else stands in the body"):
+        read_route({"max_tokens": 5})
+    with pytest.raises(RequestError, match="resume is 'true': must be true or false"):
+        read_route({"resume": "true"})
+    with pytest.raises(RequestError, match="deadline_ms is null: must be milliseconds"):
+        read_route({"deadline_ms": None})
 
 
 def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:

@@ -16,7 +16,7 @@ import zmq
 from protocol.client_key import ClientKey
 from protocol.codec import encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
-from protocol.messages import Call, Cancel, Credit, Generate, Hello, Ping, Pong
+from protocol.messages import Call, Cancel, Credit, Generate, Hello, Kind, Ping, Pong
 from supervisor.ports.tcp_port import LOOK_S, MAX_UNREAD
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed, free_port, misled, new_pair, stolen, stranger
@@ -95,7 +95,10 @@ def test_every_verb_with_every_role(keyed: Keyed, role: str) -> None:
             raw.read_until_ended(100)
             assert not raw.errors
         else:
-            assert [(request, error["name"]) for request, error in raw.errors] == [(100, "forbidden")] * 3
+            told = [(request, error["name"]) for request, error in raw.errors]
+            assert told == [(100, "forbidden"), (0, "forbidden"), (0, "forbidden")]
+            refused = [error.get("refused") for _, error in raw.errors]
+            assert refused == [None, {"kind": Kind.CREDIT, "number": 100}, {"kind": Kind.CANCEL, "number": 100}]
             assert not raw.heard
     assert keyed.serving.status("m")["state"] == "ready", "no order was carried out"
 

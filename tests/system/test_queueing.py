@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from protocol import limits
 from protocol.errors import ErrorCode, WireError
+from protocol.messages import Accepted, Generate, Kind
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.raw_client import RawClient
@@ -65,6 +67,23 @@ def test_the_order_is_kept(small: Serving) -> None:
         assert [heard.text for heard in client.heard.values()] == [answer(f"in order {r}", 3) for r in range(1, 7)]
 
 
+def test_a_second_request_of_a_running_ones_number_ends_nothing(small: Serving) -> None:
+    """Whatever is wrong with it besides: a client ends the stream that an ERROR names, and this one goes on."""
+    with RawClient(small.runtime_dir) as client:
+        client.generate(7, "a", "the first", max_tokens=50)
+        while not isinstance(client.receive(), Accepted):
+            pass
+        client.generate(7, "a", "the second", max_tokens=50)
+        client.generate(7, "a", "the third", route={"priority": "urgent"})
+        client.generate(7, "nosuch", "the fourth")
+        client.send(Generate(7, "a", {}, bytes(limits.MAX_FRAME[Kind.GENERATE])))
+        client.read_until_ended(7)
+        assert client.heard[7].text == answer("the first", 50)
+        assert [request for request, _ in client.errors] == [0] * 4
+        assert [error["name"] for _, error in client.errors] == ["duplicate_request"] * 3 + ["too_large"]
+        assert all(error["refused"] == {"kind": Kind.GENERATE, "number": 7} for _, error in client.errors)
+
+
 def test_request_ids_belong_to_the_connection(small: Serving) -> None:
     with RawClient(small.runtime_dir) as one, RawClient(small.runtime_dir) as two:
         one.generate(1, "a", "one", max_tokens=20)
@@ -73,7 +92,8 @@ def test_request_ids_belong_to_the_connection(small: Serving) -> None:
         one.read_until_ended(1)
         two.read_until_ended(1)
         assert (one.heard[1].text, two.heard[1].text) == (answer("one", 20), answer("two", 20))
-        assert [(request, error["name"]) for request, error in one.errors] == [(1, "duplicate_request")]
+        assert [(request, error["name"]) for request, error in one.errors] == [(0, "duplicate_request")]
+        assert one.errors[0][1]["refused"] == {"kind": 2, "number": 1}
         one.heard.clear()
         one.generate(1, "a", "free again", max_tokens=4)
         one.read_until_ended(1)

@@ -1,0 +1,28 @@
+"""How a client is told that one of its frames is not taken. Pure. The rule stands in ``protocol.messages`` (ERROR)."""
+
+from protocol.codec import pack_body, pack_error
+from protocol.errors import WireError
+from protocol.messages import Error, Kind, Message, Reply
+
+
+def refusal(error: WireError, kind: Kind | None, number: int, *, runs: bool) -> Error | Reply:
+    """Return the message that answers a frame which is refused.
+
+    Clients end what an ERROR names. So only a GENERATE is answered by an ERROR with its number, and only while no
+    accepted request has that number.
+
+    kind, number  of the refused frame, see ``codec.named``
+    runs          whether a request of this connection with that number was accepted and has not ended
+    """
+    if kind is Kind.CALL and number:
+        return Reply(number, pack_body({"error": error.to_wire()}))
+    if kind is Kind.GENERATE and number and not runs:
+        return Error(number, pack_error(error))
+    refused = {} if kind is None else {"kind": int(kind), **({"number": number} if number else {})}
+    return Error(0, pack_body({**error.to_wire(), "refused": refused}))
+
+
+def number_of(message: Message) -> int:
+    """Return the number of the request or call that a client's message names, 0 if it names none."""
+    number: int = getattr(message, "request", getattr(message, "call", 0))
+    return number

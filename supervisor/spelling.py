@@ -1,0 +1,38 @@
+"""How a value is shown to the person who wrote it in a file or sent it: as YAML and JSON spell it, unlike Python."""
+
+MOST_SHOWN = 60
+"""Characters of a value that a message repeats; of a longer one it names the type."""
+
+
+def spelled(value: object) -> str:
+    """Return a value as YAML and JSON write it, or its type where that would be long."""
+    try:
+        shown = _written(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits; very deep lists
+        shown = ""
+    if 0 < len(shown) <= MOST_SHOWN:
+        return shown
+    if isinstance(value, str):
+        return f"a string of {len(value)} characters"
+    return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else "a long number"
+
+
+def spelled_name(name: object) -> str:
+    """Return a map's key, shortened. Over the wire it may be a bin, which is no name of ours."""
+    if isinstance(name, bytes):
+        return f"{name[:MOST_SHOWN].decode(errors='replace')!r} (a bin, and names are strings)"
+    return repr(str(name)[:MOST_SHOWN])
+
+
+def _written(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_written(key)}: {_written(part)}' for key, part in value.items())}}}"
+    if isinstance(value, bytes):
+        return f"a bin of {len(value)} byte{'' if len(value) == 1 else 's'}"
+    return repr(value)
