@@ -74,6 +74,11 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
   right to is refused as ``forbidden``, a request beyond its limits as ``rate_limited``. When a key is revoked, each of
   its requests ends with ``unauthorized``, and then the connection does (ERROR of request 0).
 * Frames beyond 16 MiB are cut off by libzmq itself (the connection closes); see ``protocol.limits`` for the rest.
+* A client must not let libzmq reconnect: the old session's requests are gone, and what the client sends would reach a
+  new session that has not said HELLO. Nor may it forbid reconnecting by ``ZMQ_RECONNECT_IVL=-1``, or set
+  ``ZMQ_IMMEDIATE=1``: with either, libzmq drops at the end of a connection what had arrived and was not read yet, whole
+  answers among it. Instead it sets ``ZMQ_RECONNECT_IVL`` to a very long time (1,000,000,000 ms), reads what has come
+  after the monitor has told of the end (DISCONNECTED), closes the socket, and connects with a new one.
 """
 
 from dataclasses import dataclass, field
