@@ -103,6 +103,13 @@ class WireError(Exception):
     def __str__(self) -> str:
         return f"{self.code.wire_name}: {self.message}"
 
+    def again(self) -> "WireError":
+        """Return a copy, to be raised instead of an error that is kept.
+
+        An exception that is raised many times keeps all the frames that it went through, and what these refer to.
+        """
+        return WireError(self.code, self.message, field=self.field, retry_after_ms=self.retry_after_ms)
+
     def to_wire(self) -> dict[str, Any]:
         wire: dict[str, Any] = {
             "code": int(self.code),
@@ -153,3 +160,6 @@ class ConnectionLost(WireError):
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorCode.CONNECTION_LOST, message)
+
+    def again(self) -> "ConnectionLost":
+        return ConnectionLost(self.message)

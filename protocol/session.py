@@ -287,12 +287,12 @@ class ClientSession:
         self._calls.clear()
         for state in unfinished:
             # one exception object each: a traceback is part of it
-            state.error, state.ended = _again(error), True
+            state.error, state.ended = error.again(), True
         return unfinished
 
     def _check_usable(self) -> None:
         if self.broken is not None:
-            raise _again(self.broken)
+            raise self.broken.again()
 
     def _send_checked(self, message: Generate | Call) -> None:
         frame = encode(message)
@@ -306,9 +306,3 @@ def _error_in(fields: dict[str, Any]) -> WireError:
     if type(error) is not dict:
         raise FrameError(ErrorCode.BAD_FRAME, "its error is not a map")
     return WireError.from_wire(error)
-
-
-def _again(error: WireError) -> WireError:
-    if isinstance(error, ConnectionLost):
-        return ConnectionLost(error.message)
-    return WireError(error.code, error.message, field=error.field, retry_after_ms=error.retry_after_ms)

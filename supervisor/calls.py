@@ -89,6 +89,7 @@ def ready_worker(host: Host, name: object) -> Replica:
     replicas = _replicas(host, name)
     if ready := [replica for replica in replicas if replica.state is WorkerState.READY]:
         return min(ready, key=lambda replica: host.scheduler.work(replica.name)[0])
+    _refuse_when_leaving(host)
     if any(replica.state is WorkerState.SLEEPING for replica in replicas):
         host.demand.wake(replicas[0].model)
     if any(replica.state in (WorkerState.LOADING, WorkerState.STARTING, WorkerState.BACKOFF) for replica in replicas):
@@ -199,7 +200,12 @@ def _take(params: Params, **known: type) -> Params:
 
 def _refuse_when_leaving(host: Host) -> None:
     if host.shutting_down:
-        raise WireError(ErrorCode.DRAINING, "the supervisor is shutting down and starts nothing")
+        raise leaving()
+
+
+def leaving() -> WireError:
+    """Return what whoever asks for something new is told during a shutdown."""
+    return WireError(ErrorCode.DRAINING, "the supervisor is shutting down: it takes no new requests and starts nothing")
 
 
 def _replicas(host: Host, name: str | None) -> list[Replica]:

@@ -264,6 +264,7 @@ class Supervisor:
         if not self.shutting_down:
             self.shutting_down = True
             self.reloads.turnover.abandon()
+            self.scheduler.leave(calls.leaving())
             frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
             for channel in self._front.channels():
                 self._front.send(channel, frame)

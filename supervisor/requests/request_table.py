@@ -34,6 +34,8 @@ class RequestTable:
         self._of_worker: dict[str, ModelQueue] = {}
         self._live: dict[tuple[int, int], InFlight] = {}
         self._due = DueTimes(lambda request: self._live.get(request.key) is request)
+        self._leaving: WireError | None = None
+        """What new requests are told once the supervisor is shutting down."""
         self.dropped_frames = 0
         """EVENTS frames of a former generation, or events of requests that are over: dropped, counted."""
 

@@ -38,6 +38,13 @@ class Scheduler(WorkerEvents):
     Times are monotonic seconds. A worker is known by its name, which is one model's.
     """
 
+    def leave(self, error: WireError) -> None:
+        """Take no new requests from now on, whatever becomes of the models: the supervisor is shutting down.
+
+        error  what new requests are told, and those that still wait when the last worker of their model goes
+        """
+        self._leaving = error
+
     # --- models and their workers ---------------------------------------------------------------------------------
 
     def add_model(self, name: str, limits: QueueLimits | None = None) -> None:
@@ -155,7 +162,7 @@ class Scheduler(WorkerEvents):
         effects: list[Effect] = []
         for request in list(queue.all_waiting()):
             queue.remove(request)
-            effects += self._end(request, error)
+            effects += self._end(request, self._leaving or error)
         return effects
 
     def release_held(self, worker: str | None, now: float) -> list[Effect]:
@@ -209,8 +216,10 @@ class Scheduler(WorkerEvents):
             raise WireError(
                 ErrorCode.MODEL_NOT_FOUND, f"no model {message.model!r} is configured: there is {known}", field="model"
             )
+        if self._leaving is not None:
+            raise self._leaving.again()
         if not queue.accepts:
-            raise queue.refusal
+            raise queue.refusal.again()
         cost = 1 + len(message.body) // BYTES_PER_TOKEN
         queue.check_room(cost)
         strikes = self._strikes.count(message.model, message.body, now)

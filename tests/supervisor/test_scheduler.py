@@ -258,6 +258,18 @@ def test_every_key_of_the_route_has_a_check() -> None:
         read_route({"deadline_ms": None})
 
 
+def test_a_refusal_does_not_keep_what_it_refused(scheduler: Scheduler) -> None:
+    """An exception object that is raised for every request would keep the frames, and the bodies, of all of them."""
+    down, leaving = WireError(ErrorCode.MODEL_NOT_RUNNING, "down"), WireError(ErrorCode.DRAINING, "leaving")
+    scheduler.refuse_new("m", down, NOW)
+    for refused in down, leaving:
+        ((_, error),) = messages(scheduler.submit(5, Generate(1, "m", {}, b"x"), NOW))
+        assert isinstance(error, Error)
+        assert unpack_body(error.body)["name"] == refused.code.wire_name
+        assert refused.__traceback__ is None
+        scheduler.leave(leaving)
+
+
 def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:
     scheduler = make(Scheduler(window=WINDOW), tokens=10)
     submit(scheduler, 5, 1, 2, 3, 4, 5)

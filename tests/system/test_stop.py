@@ -4,9 +4,12 @@ import signal
 
 import pytest
 
+from protocol.codec import pack_body
 from protocol.errors import ErrorCode, WireError
+from protocol.messages import Call, Cancel, Events
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
+from tests.raw_client import RawClient
 from tests.serving import Serving, engine, wait_until
 
 LONG = 100_000
@@ -97,6 +100,48 @@ def test_now_cuts_a_drain_short(serve: Serve) -> None:
         with pytest.raises(WireError):
             stream.complete()
     serving.wait_state("a", "stopped")
+
+
+def test_during_shutdown_new_requests_are_told_that_the_supervisor_drains(serve: Serve) -> None:
+    """Whatever the state of their model: here one is stopped before it, one by it, one is up and finishes a request,
+    and one had failed and waited for its next start."""
+    serving = serve(
+        {
+            "up": engine(context=2 * LONG),
+            "idle": engine(),
+            "off": engine(autostart=False),
+            "crashing": engine("CrashesInLoad", autostart=False),
+        },
+        restart={"initial": "5m", "max": "5m"},
+        stop={"drain": "5m"},
+    )
+    serving.order("start", model="crashing")
+    serving.wait_state("crashing", "backoff")
+    with RawClient(serving.runtime_dir) as client:
+        client.generate(1, "up", "x", max_tokens=LONG)
+        client.generate(2, "crashing", "waits", max_tokens=1)
+        while not isinstance(client.receive(), Events):
+            pass
+        wait_until(lambda: serving.status("crashing")["queued"] == 1)
+        serving.order("shutdown")
+        serving.wait_state("idle", "stopped")
+        models = ["up", "idle", "off", "crashing"]
+        for number, model in enumerate(models, start=10):
+            client.generate(number, model, "new", max_tokens=1)
+            client.send(Call(number, "tokenize", pack_body({"model": model, "prompt": "x"})))
+        client.generate(20, "nosuch", "new", max_tokens=1)
+        client.barrier()
+        assert [(number, error["name"]) for number, error in client.errors] == [
+            *((number, "draining") for number in range(10, 14)),
+            (20, "model_not_found"),
+        ]
+        assert all(error["retryable"] for number, error in client.errors if number < 20)
+        assert client.heard[2].ends == ["draining"], "it was accepted before"
+        told = [reply["error"]["name"] for reply in client.replies if "error" in reply]  # type: ignore[index]
+        assert told == ["draining"] * 4
+        client.send(Cancel(1))
+        client.read_until_ended(1)
+    assert serving.process.wait(60) == 0
 
 
 def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Serve) -> None:
