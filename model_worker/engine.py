@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from protocol.errors import RequestError
+from protocol.errors import WireError
 from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
 
@@ -149,10 +149,11 @@ class Prefilling:
 @dataclass(slots=True)
 class Failed:
     """The last word on a job that was taken and turned out to be impossible: its constraint cannot be compiled, or has
-    become too costly. What was delivered before stands; nothing follows."""
+    become too costly, or the process that tries constraints failed. What was delivered before stands; nothing
+    follows."""
 
     job: int
-    error: RequestError
+    error: WireError
 
 
 EngineEvent = Delta | Finished | Failed | Prefilling

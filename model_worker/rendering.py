@@ -1,9 +1,12 @@
 """Conversations to text, in processes that may be killed: see ``template_child``. No thread, and nothing here waits.
 
-A template that loops, or allocates without end, costs its own request a second; the worker's steps go on meanwhile.
-One process does for templates as they should be. While one is at work for longer than PATIENCE_S and others wait,
-there are more, and the waiting are taken in turns of the connections that they came by, so that a client whose
-conversations take long delays others little.
+A template that loops, or allocates without end, costs its own request a second of processor time. The worker's steps go
+on meanwhile. One process is enough for templates that behave. While one is at work for longer than PATIENCE_S and other
+conversations wait, more are started. Connections take turns, so that a client whose conversations take long delays
+others little.
+
+A process that was killed from outside, or that stands still, says nothing about its conversation: that is rendered once
+more in another process. If that fails too, the request ends with ``helper_failed``, which clients may retry.
 """
 
 import os
@@ -13,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +27,36 @@ from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.helper_environment import helper_environment
 
 RENDER_S = 1.0
-"""Seconds that compiling and rendering a template may take."""
-GRACE_S = 1.0
-"""The process ends itself by an alarm. One that has not (it was stopped, say) is killed this much later."""
+"""Seconds of processor time that compiling and rendering a template may take. The process's own timer ends it then."""
+LEASE_S = 10.0
+"""Seconds by the clock that a process may take for one conversation. A process that has neither answered nor used up
+its processor time by then stands still, and is killed."""
 START_S = 20.0
 """Seconds that a process may take to start, on however busy a machine."""
 PATIENCE_S = 0.05
 MOST_CHILDREN = 4
+MOST_TRIES = 2
+"""How often a conversation is rendered whose process was killed or stood still."""
+RETRY_MS = 1000
+"""``retry_after_ms`` of a request whose process failed."""
 _LONGEST_ANSWER = 64 << 20
 _PROGRAM = str(Path(__file__).with_name("template_child.py"))
 _ROOT = str(Path(__file__).resolve().parent.parent)
 """Where this package is imported from. In an editable install it need not be in ``sys.path``."""
 
 Outcome = tuple[int, str | WireError]
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""How a process ends by its own fault, other than by its timer."""
+
+
+@dataclass(slots=True, eq=False)
+class _Chat:
+    """A conversation that is to be rendered for ``key``. ``tries`` counts the processes that it was given to."""
+
+    key: int
+    channel: int
+    conversation: dict[str, Any]
+    tries: int = 0
 
 
 class Renderer:
@@ -44,8 +65,9 @@ class Renderer:
     template  the model's own
     limit     most bytes of a rendered text
 
-    ``ask`` gives it one under a key; ``collect`` hands out, in the order of being done, what became of each: the text,
-    or a RequestError (field "messages"), or WireError INTERNAL if a process died. Children are started when needed.
+    ``ask`` hands in a conversation under a key. ``collect`` hands out, in the order of being done, what became of each:
+    the text, or a RequestError (field "messages"), or WireError HELPER_FAILED if its processes were killed or stood
+    still, or WireError INTERNAL if its process crashed. Processes are started when they are needed.
     """
 
     def __init__(self, template: ChatTemplate, limit: int) -> None:
@@ -56,22 +78,22 @@ class Renderer:
             "seconds": RENDER_S,
         }
         self._limit = limit
-        self._waiting: dict[int, deque[tuple[int, dict[str, Any]]]] = {}
+        self._waiting: dict[int, deque[_Chat]] = {}
         self._children: list[_Child] = []
 
     def ask(self, key: int, channel: int, conversation: dict[str, Any]) -> None:
         """Render ``Conversation.for_template()`` when its turn comes. ``channel`` is the connection that it came by."""
-        self._waiting.setdefault(channel, deque()).append((key, conversation))
+        self._waiting.setdefault(channel, deque()).append(_Chat(key, channel, conversation))
 
     def cancel(self, key: int) -> None:
         """Nothing comes of this key any more. What is being rendered is rendered to its end, and left."""
         for channel, queue in list(self._waiting.items()):
-            self._waiting[channel] = deque(entry for entry in queue if entry[0] != key)
+            self._waiting[channel] = deque(chat for chat in queue if chat.key != key)
             if not self._waiting[channel]:
                 del self._waiting[channel]
         for child in self._children:
-            if child.key == key:
-                child.key = None
+            if child.chat is not None and child.chat.key == key:
+                child.chat = None
 
     @property
     def busy(self) -> bool:
@@ -94,16 +116,23 @@ class Renderer:
         for child in list(self._children):
             child.look(now)
             if child.answer is not None:
-                if child.key is not None:
-                    done.append((child.key, self._text_of(child.answer)))
+                if child.chat is not None:
+                    done.append((child.chat.key, self._text_of(child.answer)))
                 if "last" in child.answer:
                     child.end()
-                child.key, child.answer = None, None
+                child.chat, child.answer = None, None
             if child.gone and child.process.poll() is not None:
                 self._children.remove(child)
                 child.free()
-                if child.key is not None:
-                    done.append((child.key, child.why()))
+                if (chat := child.chat) is not None:
+                    why = child.why()
+                    if why.code is ErrorCode.HELPER_FAILED and chat.tries < MOST_TRIES:
+                        # It has had its turn: it goes before all others.
+                        queue = self._waiting.pop(chat.channel, deque())
+                        queue.appendleft(chat)
+                        self._waiting = {chat.channel: queue, **self._waiting}
+                    else:
+                        done.append((chat.key, why))
         done += self._give_out(now)
         return done
 
@@ -115,21 +144,20 @@ class Renderer:
             if free is None and (soon or len(self._children) >= MOST_CHILDREN):
                 return []
             channel, queue = next(iter(self._waiting.items()))
-            key, conversation = queue.popleft()
+            chat = queue.popleft()
             del self._waiting[channel]
             if queue:
                 self._waiting[channel] = queue  # behind the other connections
             try:
                 if free is None:
                     self._children.append(free := _Child(now))
-                source = self._sources[bool(conversation["tools"])]
-                free.give(key, msgpack.packb({**self._fixed, **conversation, "template": source}), now)
+                source = self._sources[bool(chat.conversation["tools"])]
+                free.give(chat, msgpack.packb({**self._fixed, **chat.conversation, "template": source}), now)
             except OSError as e:
                 if free is not None:
-                    free.key = None
+                    free.chat = None
                     free.end()
-                why = e.strerror or type(e).__name__
-                return [(key, WireError(ErrorCode.INTERNAL, f"no process can be had that renders chats: {why}"))]
+                return [(chat.key, _failed(f"cannot be started ({e.strerror or type(e).__name__})"))]
         idle = [child for child in self._children if not child.at_work and not child.gone]
         for child in idle[1:]:
             child.end()
@@ -165,8 +193,8 @@ class _Child:
     """
 
     def __init__(self, now: float) -> None:
-        self.key: int | None = None
-        """Of whom the answer is; None if nobody waits for it."""
+        self.chat: _Chat | None = None
+        """The conversation that was given last, until its answer is taken; None if nobody waits for the answer."""
         self.answer: dict[str, Any] | None = None
         self.at_work = False
         self.ready = False
@@ -194,9 +222,11 @@ class _Child:
             theirs.close()
         self.socket.setblocking(False)
 
-    def give(self, key: int, request: bytes, now: float) -> None:
-        """One at a time, so that the socket always has room for this. Raises OSError."""
-        self.key, self.at_work, self.answer = key, True, None
+    def give(self, chat: _Chat, request: bytes, now: float) -> None:
+        """Hand over a conversation, packed as ``request``. One at a time, so that the socket always has room. Raises
+        OSError."""
+        self.chat, self.at_work, self.answer = chat, True, None
+        chat.tries += 1
         if self.ready:
             self.since = now
         os.ftruncate(self._mailbox, 0)
@@ -213,9 +243,9 @@ class _Child:
         try:
             head = self.socket.recv(8)
         except BlockingIOError:
-            patience = RENDER_S + GRACE_S if self.ready else START_S
+            patience = LEASE_S if self.ready else START_S
             if self.at_work and now - self.since > patience:
-                self._fault = "takes too long" if self.ready else "does not start"
+                self._fault = "stands still" if self.ready else "does not start"
                 self.end()
             return
         except ConnectionResetError:
@@ -250,16 +280,30 @@ class _Child:
         self.gone = True
 
     def why(self) -> WireError:
-        """What its request is told when it has ended without an answer."""
+        """Return the error for the request of a process that has ended without an answer."""
         code = self.process.returncode
-        if code == -signal.SIGALRM or self._fault == "takes too long":
+        if self._fault in ("stands still", "does not start"):
+            return _failed(self._fault)
+        if self._fault:
+            return WireError(ErrorCode.INTERNAL, f"the process that renders chats {self._fault}")
+        if code == -signal.SIGPROF:
             return RequestError(
-                f"the model's chat template takes longer than {RENDER_S:g} s to render these messages", field="messages"
+                f"the model's chat template takes longer than {RENDER_S:g} s of processor time to render these "
+                "messages",
+                field="messages",
             )
-        how = self._fault or (f"was ended by signal {-code}" if code < 0 else f"ended with code {code}")
-        return WireError(ErrorCode.INTERNAL, f"the process that renders chats {how}: try again")
+        if code >= 0 or -code in _CRASHES:
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+            return WireError(ErrorCode.INTERNAL, f"the process that renders chats {how}")
+        return _failed(f"was ended by signal {-code}")
 
     def free(self) -> None:
         self.socket.close()
         if self._mailbox >= 0:
             os.close(self._mailbox)
+
+
+def _failed(how: str) -> WireError:
+    """Return the error for a request whose process failed and that is not to blame."""
+    told = f"the process that renders chats {how}: send the request again"
+    return WireError(ErrorCode.HELPER_FAILED, told, retry_after_ms=RETRY_MS)

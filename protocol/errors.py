@@ -57,6 +57,9 @@ class ErrorCode(IntEnum):
     """The process that computed the answer ended before it was finished."""
     POISONED = 504
     """The request was being computed when its worker died, more often than is tolerated: it is not tried again."""
+    HELPER_FAILED = 505
+    """A process that helps the worker was killed or stood still, twice: the one that renders chat templates, or the one
+    that tries constraints. The request is not to blame. Retry."""
     INTERNAL = 599
     """A fault of the supervisor or worker itself. Its log says more."""
     CONNECTION_LOST = 600
@@ -70,7 +73,7 @@ class ErrorCode(IntEnum):
 RETRYABLE = frozenset(
     {
         ErrorCode.OVERLOADED, ErrorCode.RATE_LIMITED, ErrorCode.DRAINING, ErrorCode.QUEUE_TIMEOUT,
-        ErrorCode.WORKER_DIED, ErrorCode.CONNECTION_LOST,
+        ErrorCode.WORKER_DIED, ErrorCode.HELPER_FAILED, ErrorCode.CONNECTION_LOST,
     }
 )  # fmt: skip
 

@@ -199,8 +199,9 @@ class Constraints:
             self.cancel(job_id)
 
     def ready(self, patience: float = 0.0) -> list[tuple[Job, Callable[[], Constraint]]]:
-        """Jobs that wait no longer, each with what gives its constraint, at the place where its answer goes on, or
-        raises RequestError. Waits for one of them, ``patience`` seconds at most."""
+        """Return the jobs that wait no longer, each with a function that returns its constraint, at the place where the
+        answer goes on. That function raises RequestError for a constraint that is refused, and WireError HELPER_FAILED.
+        Waits for one of the jobs, ``patience`` seconds at most."""
         if not self._waiting:
             return []
         if patience:

@@ -1,20 +1,30 @@
-"""A process that tries grammars before the worker compiles them: it may hang, overflow its stack, or die.
+"""A process that tries constraints before the worker compiles them. A trial may hang, overflow its stack, or die.
 
 Measured (llguidance 1.9.1, one core, a vocabulary of 128,000): the library bounds repetition counts, ambiguity and
 huge alternations by itself, but a multipleOf of 1,000,003 computes for minutes, a chain of 5,000 $refs overflows the
-stack, and 60 kB of schema can take a second. So a grammar is compiled here first, and a few masks are computed along a
-random answer. A timer ends the process after a second of computing, wherever it is.
+stack, and 60 kB of schema can take a second. So a constraint is compiled here first, and a few masks are computed along
+a random answer.
 
-The worker starts it with ``main(parent, descriptor)``; see constraint_compiler. Over the descriptor come the
-vocabulary, {pieces, textless}, answered by an empty message, and then constraints, [kind, text], each answered by what
-is wrong with it, nil or [message, code].
+Each constraint is tried in a fork of this process. The kernel ends a fork that has used its second of processor time.
+The fork has the vocabulary already, which takes a second to read: a constraint that kills its fork costs nobody a new
+start. A fork takes 4 ms. Its exit status and its own processor time tell what ended it: the constraint, or somebody
+outside.
+
+The worker starts this process with ``main(parent, descriptor, vocabulary)``; see constraint_compiler. ``vocabulary`` is
+a file in memory that holds {pieces, textless}. An empty message over ``descriptor`` says that the vocabulary has been
+read. Then the worker sends constraints, [kind, text]. Each is answered by [seconds, refusal, signal]: the processor
+time that the trial took; what is wrong with the constraint, nil or [message, code]; and the number of the signal by
+which somebody outside ended the trial, 0 for none.
 """
 
+import os
 import random
 import resource
 import signal
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import llguidance
 import msgpack
@@ -22,47 +32,86 @@ import numpy as np
 
 from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, refusal
 from model_worker.parent_death import die_with
-from protocol.errors import RequestError
+from protocol.errors import ErrorCode, RequestError
 
-SECONDS = 1.0
-"""Of this process's computing time, not of the clock's: a grammar that takes longer is refused."""
+SECONDS = 1
+"""Processor time of one trial: a constraint that takes longer is refused."""
 MEMORY = 2 << 30
-"""Bytes of address space of this process."""
+"""Bytes of address space of this process and of each trial."""
 STACK = 2 << 20
-"""Bytes of stack that a grammar is compiled with: an eighth of what the worker has for it."""
+"""Bytes of stack that a constraint is tried with: an eighth of the stack that the worker compiles it with."""
 _TOKENS = 16
 """Length of the answer that is tried."""
+_ITS_FAULT = (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
+"""How a trial ends that its constraint has killed: out of time, of stack, of memory."""
 
 
-def main(parent: int, descriptor: int) -> None:
+def main(parent: int, descriptor: int, vocabulary: int) -> None:
     """Answer until the worker closes the connection."""
     if not die_with(parent):
         return
-    # a look at the worker's stacks is sent to its whole group; Ctrl-C is the supervisor's business
+    # A look at the worker's stacks is sent to its whole group. Ctrl-C is the supervisor's business.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    threading.stack_size(STACK)
-    serving = threading.Thread(target=_serve, args=(Connection(descriptor),), daemon=True)
-    serving.start()
-    serving.join()
-
-
-def _serve(connection: Connection) -> None:
+    connection = Connection(descriptor)
+    with open(vocabulary, "rb") as file:
+        given = msgpack.unpackb(file.read())
+    tokenizer = Vocabulary(given["pieces"], frozenset(given["textless"])).tokenizer()
     try:
-        given = msgpack.unpackb(connection.recv_bytes())
-        tokenizer = Vocabulary(given["pieces"], frozenset(given["textless"])).tokenizer()
         connection.send_bytes(b"")
         while True:
             kind, text = msgpack.unpackb(connection.recv_bytes())
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
-            wrong = attempt(tokenizer, kind, text)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes(msgpack.packb(wrong and [wrong.message, int(wrong.code)]))
+            connection.send_bytes(_try_apart(tokenizer, kind, text))
     except (EOFError, OSError):
         return  # the worker has left
+
+
+def _try_apart(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> bytes:
+    """Try a constraint in a fork. Returns the packed answer for the worker: [seconds, refusal, signal]."""
+    reading, writing = os.pipe()
+    server = os.getpid()
+    pid = os.fork()
+    if not pid:
+        os.close(reading)
+        _be_the_trial(server, writing, tokenizer, kind, text)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        told = pipe.read()
+    _, status, usage = os.wait4(pid, 0)
+    seconds = usage.ru_utime + usage.ru_stime
+    code = os.waitstatus_to_exitcode(status)
+    if not code and told:
+        return bytes(msgpack.packb([seconds, msgpack.unpackb(told), 0]))
+    if code < 0 and -code not in _ITS_FAULT:
+        return bytes(msgpack.packb([seconds, None, -code]))
+    costs = f"{kind}: compiling it takes more than a second, or more memory or depth than it is given"
+    return bytes(msgpack.packb([seconds, [costs, int(ErrorCode.INVALID_REQUEST)], 0]))
+
+
+def _be_the_trial(server: int, writing: int, tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> NoReturn:
+    """Try a constraint and leave the process. Write what is wrong with it into the pipe."""
+    code = 1  # of a trial that ran out of memory in Python
+    try:
+        if die_with(server):
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
+            threading.stack_size(STACK)
+            found: list[RequestError | None] = []
+
+            def run() -> None:
+                with suppress(BaseException):  # its message, which Python would print, may quote the constraint
+                    found.append(attempt(tokenizer, kind, text))
+
+            trying = threading.Thread(target=run)
+            trying.start()
+            trying.join()
+            if found:
+                wrong = found[0]
+                os.write(writing, msgpack.packb(wrong and [wrong.message, int(wrong.code)]))
+                code = 0
+    finally:
+        os._exit(code)
 
 
 def attempt(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> RequestError | None:

@@ -1,9 +1,9 @@
 """Chats through real workers: also where the template, or what clients put into it, is hostile."""
 
+import signal
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from protocol import Client
 from protocol.errors import ErrorCode, WireError
 from tests.deterministic_engine import answer
+from tests.meddling import Meddler
 from tests.serving import Serving, is_alive, wait_until
 from tests.supervisor.test_hostile_templates import DOUBLING, EITHER
 
@@ -63,27 +64,26 @@ def test_streams_go_on_beside_hostile_chats(serving: Serving, client: Client) ->
 
 
 def test_a_killed_renderer_costs_its_own_request_only(serving: Serving, client: Client) -> None:
+    """And that only where it is killed twice: a chat is rendered once more."""
     worker = serving.worker("m").pid
     stream = client.generate("m", "beside", max_tokens=300)
-    doomed = client.generate("m", messages=said("loop"))
+    with Meddler(lambda: renderers(serving), signal.SIGKILL, most=99) as meddler:
 
-    def at_work() -> psutil.Process | None:
-        nonlocal doomed
-        if client.status("m")["models"][0]["active"] < 2:  # it has had its second, and this test too little of that
-            doomed = client.generate("m", messages=said("loop"))
-        with suppress(psutil.NoSuchProcess):
-            return next((p for p in renderers(serving) if p.cpu_times().user > 0.2), None)
-        return None
+        def fails() -> WireError | None:
+            """The second of a chat that loops may be over before it is killed. Then it was not killed twice."""
+            with pytest.raises(WireError, match=r"was ended by signal 9|takes longer") as caught:
+                client.complete("m", messages=said("loop"))
+            return caught.value if caught.value.code is ErrorCode.HELPER_FAILED else None
 
-    found = wait_until(at_work, what="a process that renders")
-    assert found is not None
-    with suppress(psutil.NoSuchProcess):
-        found.kill()
-    with pytest.raises(WireError, match=r"was ended by signal 9|takes longer") as caught:
-        doomed.complete()
-    assert caught.value.code in (ErrorCode.INTERNAL, ErrorCode.INVALID_REQUEST)
+        error = wait_until(fails, what="a chat whose processes are killed twice")
+    assert error is not None
+    assert error.retryable
+    assert len(meddler.met) >= 2
     assert stream.complete().text == answer("beside", 300)
     assert client.complete("m", messages=said("fine"), max_tokens=9).text == answer("fine", 9)
+    with Meddler(lambda: renderers(serving), signal.SIGKILL, most=1) as meddler:
+        wait_until(lambda: meddler.met, what="the death of a renderer that has nothing to do")
+        assert client.complete("m", messages=said("fine"), max_tokens=9).text == answer("fine", 9)
     assert serving.worker("m").pid == worker
 
 

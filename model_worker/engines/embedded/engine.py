@@ -34,7 +34,7 @@ from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.options import Options
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import understood
-from protocol.errors import RequestError
+from protocol.errors import RequestError, WireError
 from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
 
@@ -231,7 +231,7 @@ class TransformersEngine:
         for job, constraint in self._constraints.ready(0.0 if self._by_id else WAIT_S):
             try:
                 self._queue(job, constraint())
-            except RequestError as e:
+            except WireError as e:
                 failed.append(Failed(job.id, e))
         return failed
 

@@ -51,7 +51,7 @@ from model_worker.engines.healing import Healer, Healing
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import understood
-from protocol.errors import ErrorCode, RequestError
+from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
 
@@ -384,7 +384,7 @@ class ExLlamaV2Engine:
         for job, constraint in self._constraints.ready(0.0 if self._answers else WAIT_S):
             try:
                 self._queue(job, self._prompts(job), constraint())
-            except RequestError as e:
+            except WireError as e:
                 failed.append(Failed(job.id, e))
         return failed
 

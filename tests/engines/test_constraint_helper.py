@@ -1,0 +1,116 @@
+"""The process that tries constraints is stopped and killed from outside: requests that are not to blame are not refused
+for it, and nothing about them is remembered. Real processes and signals."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+import model_worker.engines.constraint_helper as helping
+from model_worker.engines.constraint import Constraint, Constraints
+from protocol.errors import ErrorCode, WireError
+from tests.engines.test_constraints import END, LETTERS, VOCAB, a_job, outcome, push_text
+from tests.meddling import Meddler
+from tests.serving import is_alive, wait_until
+
+PHRASE = ("regex", "(cow|pig) ate")
+COSTLY = ("json_schema", json.dumps({"type": "integer", "multipleOf": 1_000_003}))
+"""Computes for minutes."""
+
+
+@pytest.fixture
+def constraints() -> Iterator[Constraints]:
+    assert LETTERS is not None
+    made = Constraints(LETTERS, VOCAB, [END])
+    yield made
+    made.close()
+    assert not helpers()
+
+
+def helpers() -> list[psutil.Process]:
+    """The processes that this one has started to try constraints."""
+    return [p for p in psutil.Process().children() if is_alive(p) and "constraint_child" in " ".join(p.cmdline())]
+
+
+def answered(constraints: Constraints, constraint: tuple[str, str]) -> Constraint | WireError:
+    return outcome(constraints, a_job(constraint))
+
+
+def test_a_helper_that_is_stopped_costs_nobody_a_request(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered(constraints, ("regex", "warm"))
+    (helper,) = helpers()
+    helper.suspend()
+    monkeypatch.setattr(helping, "LEASE_S", 3.0)
+    assert isinstance(answered(constraints, PHRASE), Constraint), "another process tries it"
+    assert not is_alive(helper)
+    assert isinstance(answered(constraints, PHRASE), Constraint)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_helper_that_does_not_come_to_start_costs_nobody_a_request(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(helping, "START_S", 10.0)
+    with Meddler(helpers, number, most=1) as meddler:
+        assert isinstance(answered(constraints, PHRASE), Constraint), "another process tries it"
+    assert len(meddler.met) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_without_a_helper_a_request_is_asked_to_be_sent_again_and_nothing_is_remembered(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    with monkeypatch.context() as patched, Meddler(helpers, number, most=99) as meddler:
+        patched.setattr(helping, "START_S", 1.0 if number == signal.SIGSTOP else 60.0)
+        patched.setattr(helping, "LEASE_S", 1.0)
+        error = answered(constraints, PHRASE)
+    assert len(meddler.met) == 2, "it is tried once more, and not for ever"
+    assert isinstance(error, WireError)
+    assert (error.code, error.retryable) == (ErrorCode.HELPER_FAILED, True)
+    assert error.to_wire()["name"] == "helper_failed"
+    assert "cow" not in error.message
+    assert isinstance(answered(constraints, PHRASE), Constraint), "the same request is served afterwards"
+
+
+def test_a_trial_that_is_killed_is_tried_once_more(constraints: Constraints) -> None:
+    """What is refused in the end is refused for the second of computing that it took."""
+    answered(constraints, ("regex", "warm"))
+    (helper,) = helpers()
+    with Meddler(helper.children, signal.SIGKILL, most=1) as meddler:
+        error = answered(constraints, COSTLY)
+    assert isinstance(error, WireError)
+    assert len(meddler.met) == 1
+    assert error.code == ErrorCode.INVALID_REQUEST
+    assert "takes more than a second" in error.message
+    assert helpers() == [helper], "nobody else's trial is disturbed"
+    with Meddler(helper.children, signal.SIGKILL, most=99) as meddler:
+        assert str(answered(constraints, COSTLY)) == str(error), "it is remembered, and not tried again"
+    assert not meddler.met
+
+
+def test_a_costly_constraint_costs_its_second_once_and_no_process_is_started_again(constraints: Constraints) -> None:
+    answered(constraints, ("regex", "warm"))
+    (helper,) = helpers()
+    for number in range(3):
+        costly = ("json_schema", json.dumps({"type": "integer", "multipleOf": 1_000_003 + number}))
+        error = answered(constraints, costly)
+        assert isinstance(error, WireError)
+        assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, "json_schema")
+        assert helpers() == [helper]
+    constraint = answered(constraints, PHRASE)
+    assert isinstance(constraint, Constraint)
+    push_text(constraint, "pig ate")
+
+
+def test_a_helper_that_is_killed_while_idle_is_replaced(constraints: Constraints) -> None:
+    answered(constraints, ("regex", "warm"))
+    (helper,) = helpers()
+    os.kill(helper.pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(helper), what="its end")
+    assert isinstance(answered(constraints, PHRASE), Constraint)
