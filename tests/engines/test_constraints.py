@@ -23,7 +23,7 @@ from protocol.request import SamplingParams
 from tests.engines.conftest import DEMO_MODELS
 from tests.engines.constraint_cases import HOSTILE, NOT_OFFERED, REGEXES, SCHEMAS
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 END = 2
 TOKENIZER = Tokenizer(ModelDir(str(DEMO_MODELS / "letters")))
 LETTERS = TOKENIZER.pieces
