@@ -16,7 +16,7 @@ from supervisor.cli.bench_load import prompts, run_once, usable_ids
 from supervisor.cli.bench_report import report
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json, runtime_dir_option
-from supervisor.cli.tables import LiveLines, table
+from supervisor.cli.tables import LiveLines, table, terminal_width
 
 USUAL_STREAMS = (1, 8, 32)
 """How many are asked for at once, as far as a model computes so many together."""
@@ -83,7 +83,7 @@ _TOKENS = click.IntRange(1, 1_000_000)
 )  # fmt: skip
 @click.option("--warmups", "--num-warmups", type=click.IntRange(0, 100), default=1, show_default=True,
               help="Runs before, of short answers, that do not count.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random prompts.")
 @click.option(
     "-o",
     "--out",
@@ -94,7 +94,9 @@ _TOKENS = click.IntRange(1, 1_000_000)
 @as_json
 @runtime_dir_option
 def bench(models: tuple[str, ...], out: Path | None, as_json: bool, runtime_dir: Path, **load: Any) -> int:
-    """Measure how fast MODELs of the running supervisor answer, one after the other.
+    """Measure how fast models of the running supervisor answer.
+
+    Several MODELs are measured one after the other.
 
     In each run as many requests are sent at once as there are streams, over one connection, greedy, all of the same
     length. Ctrl-C cancels them and shows what was measured until then.
@@ -128,7 +130,8 @@ class _Told:
         if not self.rows:
             return
         written = json.dumps(report(self.devices, self.rows), indent=2)
-        click.echo(written if self._as_json else table(bench_figures.HEADER, [row.cells for row in self.rows]))
+        rows = [row.cells for row in self.rows]
+        click.echo(written if self._as_json else table(bench_figures.HEADER, rows, terminal_width()))
         if self._out is not None:
             self._out.write_text(written + "\n")
 

@@ -7,14 +7,14 @@ import click
 
 from supervisor.cli import exit_codes
 from supervisor.cli.config_file import find_config
-from supervisor.cli.options import as_json
+from supervisor.cli.options import as_json, config_file
 
 
 @click.command()
-@click.argument("file", required=False, type=click.Path(path_type=Path))
+@config_file
 @as_json
 def check(file: Path | None, as_json: bool) -> int:
-    """Check a models.yaml and say what is wrong with it, line by line. Starts nothing."""
+    """Check a models.yaml (FILE) line by line. Starts nothing."""
     from supervisor.config import load_config
     from supervisor.listening import opening_of
     from supervisor.yaml_source import ConfigError

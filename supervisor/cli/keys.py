@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from supervisor.cli import exit_codes
+from supervisor.cli.command_group import CommandGroup
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json
-from supervisor.cli.tables import table
+from supervisor.cli.tables import table, terminal_width
 
 if TYPE_CHECKING:
     from supervisor.keys.store import KeyStore
@@ -43,7 +44,7 @@ def _store(context: click.Context, option: click.Parameter, given: Path | None) 
 
 _config_option = click.option(
     "-c", "--config", type=click.Path(path_type=Path), is_eager=True, expose_value=True, default=None,
-    help="models.yaml whose supervisor.keys is meant; found as `serve` does.",
+    help="The models.yaml whose supervisor.keys is meant.  [default: as for `serve`]",
 )  # fmt: skip
 _keys_option = click.option(
     "--keys", "store", type=click.Path(path_type=Path, file_okay=False), default=None, callback=_store,
@@ -51,14 +52,17 @@ _keys_option = click.option(
 )  # fmt: skip
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def keys() -> None:
-    """Keys of clients on other machines: make, list, revoke. Changes are seen by a running supervisor at once."""
+    """Make, list and revoke keys of clients on other machines.
+
+    A running supervisor sees changes at once.
+    """
 
 
 @keys.command()
 @click.argument("name")
-@click.option("--rights", default="infer", show_default=True, help="infer, status, admin; several with commas.")
+@click.option("--rights", default="infer", show_default=True, help="Of infer, status, admin; several with commas.")
 @click.option("--max-in-flight", type=int, help="Most requests that may be unfinished.  [default: no limit]")
 @click.option("--tokens-per-minute", type=int, help="Of prompts and answers together.  [default: no limit]")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The key file.  [default: ./NAME.key]")
@@ -100,12 +104,12 @@ def new(
 @_keys_option
 @as_json
 def list_(config: Path | None, store: "KeyStore", as_json: bool) -> None:
-    """Show who is admitted."""
+    """List the keys that are admitted."""
     entries = store.entries()
     if as_json:
         click.echo(json.dumps(entries, indent=2))
     else:
-        click.echo(table(HEADER, [_row(entry) for entry in entries]))
+        click.echo(table(HEADER, [_row(entry) for entry in entries], terminal_width()))
 
 
 @keys.command()
@@ -114,7 +118,10 @@ def list_(config: Path | None, store: "KeyStore", as_json: bool) -> None:
 @_keys_option
 @as_json
 def revoke(name: str, config: Path | None, store: "KeyStore", as_json: bool) -> None:
-    """Admit NAME no more. Its connections are ended within a second, and what they asked for with them."""
+    """Admit the key of client NAME no more.
+
+    The supervisor ends the key's connections and their requests within a second.
+    """
     store.revoke(name)
     click.echo(json.dumps({"revoked": name}) if as_json else f"key {name!r} is revoked")
 

@@ -12,7 +12,7 @@ from protocol.limits import MODEL_NAME_PATTERN, SUPERVISOR_NAME
 from supervisor.cli import exit_codes
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json, runtime_dir_option
-from supervisor.logs import log_path, tail
+from supervisor.logs import log_dir, log_path, tail
 
 POLL_S = 0.1
 BYTES_PER_LINE = 400
@@ -21,18 +21,21 @@ BYTES_PER_LINE = 400
 @click.command()
 @click.argument("model", default=SUPERVISOR_NAME)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as the log grows.")
-@click.option("-n", "--lines", default=50, show_default=True, help="How many of the last lines.")
+@click.option("-n", "--lines", default=50, show_default=True, help="How many of the last lines to show.")
 @as_json
 @runtime_dir_option
 def logs(model: str, follow: bool, lines: int, as_json: bool, runtime_dir: Path) -> None:
-    """Show the log of MODEL (of several workers one: MODEL:2), or the supervisor's own."""
+    """Show a model's log, or the supervisor's own.
+
+    Where MODEL has several workers, MODEL:2 is the second.
+    """
     name, colon, number = model.partition(":")  # NAME:2, the second of several workers
     if not re.fullmatch(MODEL_NAME_PATTERN, name) or (colon and not re.fullmatch("[1-9][0-9]?", number)):
         # never joined into a path unchecked
-        raise click.UsageError(f"{model!r} is no model name")
+        raise click.UsageError(f"{model!r} is no model name: {_there_are(runtime_dir)}")
     path = log_path(runtime_dir, model)
     if not path.exists():
-        raise Failure(exit_codes.FAILED, "no_log", f"no log at {path}; was {model!r} ever started here?")
+        raise Failure(exit_codes.FAILED, "no_log", f"no log at {path}: {_there_are(runtime_dir)}")
     position = path.stat().st_size
     for line in tail(path, max(8192, lines * BYTES_PER_LINE))[-lines:] if lines > 0 else []:
         click.echo(_as_object(line) if as_json else line)
@@ -40,6 +43,15 @@ def logs(model: str, follow: bool, lines: int, as_json: bool, runtime_dir: Path)
         click.echo(f"modelctl: the disk of {path} is full: lines may be lost", err=True)
     if follow:
         _follow(path, position, as_json)
+
+
+def _there_are(runtime_dir: Path) -> str:
+    """Say which logs there are, for a name that has none. Configured models that never started have none either."""
+    try:
+        names = sorted(path.stem for path in log_dir(runtime_dir).glob("*.log"))
+    except OSError:  # no permission
+        names = []
+    return f"there are logs of {', '.join(names)}" if names else "there are no logs; was anything ever served here?"
 
 
 def _as_object(line: str) -> str:

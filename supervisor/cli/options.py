@@ -16,6 +16,26 @@ F = TypeVar("F", bound=Callable[..., object])
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
+def config_file(command: F) -> F:
+    """Adds FILE and ``--config FILE``, which mean the same, handed on as ``file``: None if neither is given."""
+
+    def keep(context: click.Context, _: click.Parameter, value: Path | None) -> None:
+        context.meta["modelctl.config"] = value
+
+    def merge(context: click.Context, _: click.Parameter, value: Path | None) -> Path | None:
+        option: Path | None = context.meta["modelctl.config"]
+        if option is not None and value is not None:
+            raise click.UsageError(f"the models.yaml is given twice: {value}, and --config {option}")
+        return option if value is None else value
+
+    path = click.Path(path_type=Path)
+    option = click.option(
+        "-c", "--config", metavar="FILE", type=path, is_eager=True, expose_value=False, callback=keep,
+        help="Another way to give FILE.  [default: $MODELCTL_CONFIG, ./models.yaml, ~/.config/modelctl/models.yaml]",
+    )  # fmt: skip
+    return click.argument("file", required=False, type=path, callback=merge)(option(command))
+
+
 def runtime_dir_option(command: F) -> F:
     """Adds ``--runtime-dir``, handed on as an absolute path."""
 

@@ -24,7 +24,7 @@ from supervisor.cli.waiting import (
     wait_for,
     wait_for_turnovers,
 )
-from supervisor.workers.lifecycle import AT_REST
+from supervisor.workers.lifecycle import AT_REST, GOING_DOWN, WorkerState
 
 _models = click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
@@ -50,7 +50,7 @@ def start(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
 @as_json
 @supervisor_options
 def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
-    """Stop models: let them finish their requests, then end their processes."""
+    """Stop models once their requests are finished."""
     with connect(runtime_dir, admin=True) as client:
         stopped = {name: worker["generation"] for name, worker in _order(client, "stop", models, now=now).items()}
         ended = _watch(client, list(stopped), lambda m: settled_down(m, stopped[m["name"]]), no_wait, as_json)
@@ -67,7 +67,10 @@ def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runti
 @as_json
 @supervisor_options
 def restart(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
-    """Stop models and start them again; of several workers one after the other. Requests wait meanwhile."""
+    """Stop models and start them again; requests wait meanwhile.
+
+    Of a model with several workers one is restarted after the other.
+    """
     with connect(runtime_dir, admin=True) as client:
         _check_known(client, models)
         replies = [client.call("restart", model=name) for name in dict.fromkeys(models)]
@@ -83,7 +86,10 @@ def restart(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: 
 @as_json
 @supervisor_options
 def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
-    """Stop every model, then the supervisor itself; returns when it is gone."""
+    """Stop every model, then the supervisor.
+
+    Returns when the supervisor is gone.
+    """
     with connect(runtime_dir, admin=True) as client:
         pid = client.status()["supervisor"]["pid"]
         pidfd = None if is_remote() else os.pidfd_open(pid)
@@ -133,8 +139,14 @@ def _see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool
 
 
 def _why_not(model: ModelStatus) -> str:
-    why = (model.get("last_exit") or {}).get("message") if model["state"] == "failed" else None
-    return f"{model['name']}: {why or 'is ' + model['state']} (log: {model['log']})"
+    """Return why a model that was ordered to start is not ready, in a line that begins with its name."""
+    name, state = model["name"], model["state"]
+    if state in (*GOING_DOWN, WorkerState.STOPPED):
+        return f"{name}: somebody else's order stopped it before it was ready"
+    if state == WorkerState.SLEEPING:
+        return f"{name}: it was unloaded before it was ready ({model['unloaded']}); the next request starts it"
+    why = (model.get("last_exit") or {}).get("message")
+    return f"{name}: {why or 'is ' + state} (log: {model['log']})"
 
 
 def _wait_for_silence(client: Client) -> None:

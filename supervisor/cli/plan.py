@@ -12,7 +12,7 @@ import click
 from supervisor.cli import exit_codes
 from supervisor.cli.config_file import find_config
 from supervisor.cli.errors import Failure
-from supervisor.cli.options import as_json, connect, runtime_dir_option
+from supervisor.cli.options import as_json, config_file, connect, runtime_dir_option
 from supervisor.cli.tables import table
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int]
 
 
 @click.command()
-@click.argument("file", required=False, type=click.Path(path_type=Path))
+@config_file
 @click.option(
     "--gpus",
     metavar="SIZES",
@@ -45,7 +45,9 @@ def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int]
 @as_json
 @runtime_dir_option
 def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: Path) -> int:
-    """Show which models of a models.yaml fit on the GPUs, and what each would take. Starts nothing.
+    """Show which models of a models.yaml (FILE) fit on the GPUs. Starts nothing.
+
+    Shows what each model would take of which GPU.
 
     Exit code 3 if those that start with the supervisor do not all find room, 1 if one of them cannot be loaded at all.
     """

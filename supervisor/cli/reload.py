@@ -22,7 +22,7 @@ from supervisor.cli.waiting import wait_for_turnovers
 @as_json
 @supervisor_options
 def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, runtime_dir: Path) -> int:
-    """Apply the models.yaml that is being served, as it is now; no request is lost.
+    """Apply models.yaml as it is now; no request is lost.
 
     Models that have not changed keep their processes. With MODEL, only that model is looked at, and its workers are
     exchanged in any case. A new worker is started beside the old one where both fit; else requests wait meanwhile.

@@ -7,6 +7,7 @@ import click
 
 from protocol.core_dumps import forbid_core_dumps
 from supervisor.cli import exit_codes
+from supervisor.cli.command_group import CommandGroup
 from supervisor.cli.errors import report
 from supervisor.cli.streams import drop_unwritten, open_missing
 
@@ -29,7 +30,7 @@ _COMMANDS = {
 _ALIASES = {"load": "start", "unload": "stop", "ls": "ps"}
 
 
-class _LazyGroup(click.Group):
+class _LazyGroup(CommandGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
@@ -48,10 +49,9 @@ class _LazyGroup(click.Group):
 def cli() -> None:
     """Serve several ExLlamaV2 models on one box: one process per model, pinned to its GPU.
 
-    \b
-    Exit codes: 0 done, 1 a model or request failed, 2 wrong usage, 3 no room (plan), 69 no supervisor is running,
-    70 a fault of modelctl, 75 another supervisor is running, 78 models.yaml or the environment is not
-    usable, 77 the key may not do that, 130 interrupted.
+    Exit codes: 0 done, 1 a model or request failed, 2 wrong usage, 3 no room (plan), 69 no supervisor is running, 70 a
+    fault of modelctl, 75 another supervisor is running, 77 the key may not do that, 78 models.yaml or the environment
+    is not usable, 130 interrupted.
     """
 
 

@@ -47,9 +47,17 @@ def _milliseconds(context: click.Context, option: click.Parameter, given: str | 
     from supervisor.config_schema import parse_duration  # a third of what `run` takes, for an option few give
 
     try:
-        return round(parse_duration(given) * 1000)
+        return round(parse_duration(_number(given)) * 1000)
     except ValueError as e:
         raise click.BadParameter(f"{given!r} {e}") from None
+
+
+def _number(text: str) -> float | str:
+    """Return a number, which counts seconds as in models.yaml. On the command line all that is given is a string."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _schema(context: click.Context, option: click.Parameter, given: Path | None) -> str | None:
@@ -72,13 +80,29 @@ def _schema(context: click.Context, option: click.Parameter, given: Path | None)
 @click.option("--raw", is_flag=True, help="Send the prompt as it is, without the model's chat template.")
 @click.option("--system", help="System message of the conversation.")
 @click.option("--max-tokens", type=int, help="Most tokens of an answer.  [default: what the context leaves]")
-@click.option("--temperature", type=float, help="0 is greedy.  [default: 1]")
-@click.option("--top-p", type=float)
-@click.option("--top-k", type=int)
-@click.option("--min-p", type=float)
-@click.option("--repetition-penalty", type=float)
+@click.option(
+    "--temperature",
+    type=float,
+    help="How freely tokens are drawn; 0 always takes the likeliest.  [default: the model's, else 1]",
+)
+@click.option(
+    "--top-p",
+    type=float,
+    help="Draw from the likeliest tokens that have this probability together.  [default: the model's, else 1]",
+)
+@click.option("--top-k", type=int, help="Draw from so many likeliest tokens; 0 is all.  [default: the model's, else 0]")
+@click.option(
+    "--min-p",
+    type=float,
+    help="Leave out tokens less likely than this share of the likeliest.  [default: the model's, else 0]",
+)
+@click.option(
+    "--repetition-penalty",
+    type=float,
+    help="Above 1, tokens that came before are less likely.  [default: the model's, else 1]",
+)
 @click.option("--min-tokens", type=int, help="Least tokens of an answer.  [default: 0]")
-@click.option("--seed", type=int)
+@click.option("--seed", type=int, help="Seed of the draws: the same seed draws the same tokens.  [default: random]")
 @click.option("--stop", multiple=True, help="String that ends the answer; may be given several times.")
 @click.option(
     "--json-schema",
@@ -88,13 +112,17 @@ def _schema(context: click.Context, option: click.Parameter, given: Path | None)
 )
 @click.option("--regex", help="The whole answer matches this regular expression.")
 @click.option("--choice", multiple=True, help="A text that the answer may be; may be given several times.")
-@click.option("--priority", type=click.Choice(["interactive", "normal", "batch"]), help="Who waits.  [default: normal]")
+@click.option(
+    "--priority",
+    type=click.Choice(["interactive", "normal", "batch"]),
+    help="Which requests are served first.  [default: normal]",
+)
 @click.option(
     "--deadline",
     "deadline_ms",
     metavar="DURATION",
     callback=_milliseconds,
-    help="Longest wait for an answer's end, such as 500ms, 30s or 5m.",
+    help="Longest wait for an answer's end: seconds, or such as 500ms, 30s or 5m.",
 )
 @click.option(
     "--set",

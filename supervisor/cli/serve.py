@@ -11,23 +11,23 @@ from supervisor.cli import exit_codes
 from supervisor.cli.compiling import compile_for
 from supervisor.cli.config_file import find_config
 from supervisor.cli.errors import Failure
-from supervisor.cli.options import runtime_dir_option
+from supervisor.cli.options import config_file, runtime_dir_option
 
 
 @click.command()
-@click.option("-c", "--config", type=click.Path(path_type=Path), default=None, help="models.yaml to serve.")
-@click.option("-d", "--detach", is_flag=True, help="Run in the background; returns when the models are loaded.")
+@config_file
+@click.option("-d", "--detach", is_flag=True, help="Run in the background; return when the models are loaded.")
 @click.option("-q", "--quiet", is_flag=True, help="Log to the log file only.")
 @click.option("--no-compile", is_flag=True, hidden=True, help="The caller has seen to it.")
 @runtime_dir_option
-def serve(config: Path | None, detach: bool, quiet: bool, no_compile: bool, runtime_dir: Path) -> int:
-    """Run the supervisor and start the models that are to start with it."""
+def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtime_dir: Path) -> int:
+    """Run the supervisor with the models of a models.yaml (FILE)."""
     from supervisor.config import load_config
     from supervisor.listening import opening_of
     from supervisor.yaml_source import ConfigError
 
     try:
-        loaded = load_config(find_config(config))
+        loaded = load_config(find_config(file))
         opening = opening_of(loaded)
     except ConfigError as e:
         for problem in e.problems:

@@ -1,22 +1,49 @@
 """What people read: tables and progress bars."""
 
+import shutil
 import sys
 from collections.abc import Sequence
 
+GAP = "  "
+"""Between two columns."""
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns padded to their widest cell; None shows as '-'. Numbers are right-aligned."""
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that standard output is; None if it is something else, which has no width."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> str:
+    """Return the rows as text: columns padded to their widest cell, None as '-', numbers right-aligned.
+
+    width  columns of the terminal. A table that is wider goes on below, with its first column again, since a terminal
+           would break the lines in the midst of a cell. None never divides a table: programs read a line a row
+    """
     cells = [[("-" if cell is None else str(cell)) for cell in row] for row in rows]
     right = [
         bool(rows) and all(isinstance(row[i], (int, float, type(None))) for row in rows) for i in range(len(header))
     ]
     widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
 
-    def line(values: Sequence[str]) -> str:
-        padded = [v.rjust(w) if r else v.ljust(w) for v, w, r in zip(values, widths, right, strict=True)]
-        return "  ".join(padded).rstrip()
+    def line(values: Sequence[str], columns: Sequence[int]) -> str:
+        padded = [values[i].rjust(widths[i]) if right[i] else values[i].ljust(widths[i]) for i in columns]
+        return GAP.join(padded).rstrip()
 
-    return "\n".join([line(list(header)), *map(line, cells)])
+    parts = [[line(values, columns) for values in (header, *cells)] for columns in _divided(widths, width)]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _divided(widths: Sequence[int], width: int | None) -> list[list[int]]:
+    """Return the columns of each part of a table, by their numbers. Each part begins with column 0."""
+    parts, taken = [[0]], widths[0]
+    for column in range(1, len(widths)):
+        needed = len(GAP) + widths[column]
+        if width is not None and taken + needed > width and len(parts[-1]) > 1:
+            parts.append([0])
+            taken = widths[0]
+        parts[-1].append(column)
+        taken += needed
+    return parts
 
 
 def bar(done: int, total: int, width: int = 24) -> str:
@@ -33,7 +60,7 @@ class LiveLines:
     """
 
     def __init__(self, *, for_people: bool = True) -> None:
-        self._drawn = 0
+        self._drawn: list[str] = []
         self._last: dict[str, str] = {}
         self._live = sys.stderr.isatty()
         self._silent = not (for_people or self._live)
@@ -46,10 +73,13 @@ class LiveLines:
             return
         if self._live:
             if self._drawn:
-                sys.stderr.write(f"\x1b[{self._drawn}A")
+                # A line longer than the terminal is wide takes several of its rows: all of them are cleared.
+                width = shutil.get_terminal_size().columns
+                rows = sum(max(1, -(-len(text) // width)) for text in self._drawn)
+                sys.stderr.write(f"\x1b[{rows}A\x1b[J")
             for text in lines.values():
-                sys.stderr.write(f"\x1b[2K{text}\n")
-            self._drawn = len(lines)
+                sys.stderr.write(f"{text}\n")
+            self._drawn = list(lines.values())
         else:
             for label, text in steady.items():
                 if self._last.get(label) != text:

@@ -8,7 +8,7 @@ import click
 
 from supervisor.cli import figures
 from supervisor.cli.options import as_json, connect, supervisor_options
-from supervisor.cli.tables import table
+from supervisor.cli.tables import table, terminal_width
 
 PS_HEADER = ("NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "UNTIL", "PID")
 
@@ -25,7 +25,7 @@ def ps(as_json: bool, runtime_dir: Path) -> None:
     if as_json:
         click.echo(json.dumps(models, indent=2))
     else:
-        click.echo(table(PS_HEADER, [_ps_row(m) for m in models]))
+        click.echo(table(PS_HEADER, [_ps_row(m) for m in models], terminal_width()))
 
 
 @click.command()

@@ -47,20 +47,29 @@ def modelctl(
 
 
 class Terminal:
-    """``modelctl`` on a terminal of its own, and a person who reads and types. A context manager."""
+    """``modelctl`` on a terminal of its own, and a person who reads and types. A context manager.
 
-    def __init__(self, *arguments: object, environment: Mapping[str, str], **more: Any) -> None:
+    columns  width of the terminal; None leaves it unknown
+    """
+
+    def __init__(
+        self, *arguments: object, environment: Mapping[str, str], columns: int | None = None, **more: Any
+    ) -> None:
         self._master, slave = pty.openpty()
+        if columns is not None:
+            termios.tcsetwinsize(slave, (24, columns))
         # Ctrl-C would make the terminal drop what the program has written and nobody has read yet.
         mode = termios.tcgetattr(slave)
         mode[3] |= termios.NOFLSH
         termios.tcsetattr(slave, termios.TCSANOW, mode)
+        # whoever runs the tests may have set a size, which would count for more than the terminal's own
+        known = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [*MODELCTL, *map(str, arguments)],
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**environment, "TERM": "dumb"},
+            env=known | {"TERM": "dumb"},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             **more,

@@ -78,7 +78,7 @@ def test_a_restart_is_over_when_somebody_stops_the_model(serving: Serving) -> No
         stream.cancel()
         _, said = restarting.communicate(timeout=60)
     assert restarting.returncode == 1
-    assert "modelctl: a: is stopped (log: " in said
+    assert "modelctl: a: somebody else's order stopped it before it was ready\n" in said
     assert serving.modelctl("start", "a").returncode == 0
 
 
@@ -88,7 +88,7 @@ def test_a_start_is_over_when_somebody_stops_the_model(serving: Serving) -> None
     serving.order("stop", model="slow", now=True)
     _, said = starting.communicate(timeout=60)
     assert starting.returncode == 1
-    assert "modelctl: slow: is " in said
+    assert "modelctl: slow: somebody else's order stopped it before it was ready\n" in said
     serving.wait_state("slow", "stopped")
 
 

@@ -68,16 +68,25 @@ def test_options_become_route_and_body(runtime_dir: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("given", "sent"), [("1", 1000), ("0.5", 500), ("250ms", 250), ("2m", 120_000)])
+def test_a_deadline_may_be_a_number_of_seconds(runtime_dir: Path, given: str, sent: int) -> None:
+    with ScriptedPeer(runtime_dir / "front", Answering([])) as peer:
+        done = modelctl("run", "m", "hi", "--deadline", given, "--runtime-dir", runtime_dir)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert [request.route for request in peer.of(Generate)] == [{"deadline_ms": sent}]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--deadline", "soon"), "must be a duration such as 250ms, 30s, 5m or 1h"),
+        (("--deadline", "nan"), "must be a duration such as"),
         (("--deadline", "1s", "--set", "deadline_ms=5"), "--deadline is given as well"),
         (("--json-schema", "/nonexistent"), "does not exist"),
         (("--json-schema", __file__), "is not JSON"),
         (("--priority", "urgent"), "'urgent' is not one of"),
     ],
-    ids=["deadline", "twice", "no file", "no JSON", "priority"],
+    ids=["deadline", "deadline nan", "twice", "no file", "no JSON", "priority"],
 )
 def test_options_that_are_wrong_are_named(runtime_dir: Path, options: tuple[str, ...], message: str) -> None:
     done = modelctl("run", "m", "hi", *options, "--runtime-dir", runtime_dir)

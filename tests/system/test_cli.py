@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cli.programs import Terminal, modelctl
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.serving import ROOT, Serving, engine, is_alive, wait_until
@@ -31,6 +32,21 @@ def test_ps(serving: Serving) -> None:
     assert a.split()[:7] == ["a", "ready", "cpu", "-", "4096", "0", "0"]
     assert b.split()[:4] == ["b", "stopped", "cpu", "-"]
     assert broken.split()[0] == "broken"
+
+
+def test_ps_on_a_narrow_terminal_breaks_between_columns(serving: Serving) -> None:
+    command = ("ps", "--runtime-dir", serving.runtime_dir)
+    with Terminal(*command, environment=serving.environment, columns=60) as terminal:
+        assert terminal.wait_for_exit() == 0
+        lines = terminal.look().splitlines()
+    assert max(map(len, lines)) <= 60
+    whole = [line.split() for line in serving.modelctl("ps").stdout.splitlines()]
+    assert len(lines) % 5 == 4, "header and three models, divided by empty lines"
+    parts = [[line.split() for line in lines[at : at + 4]] for at in range(0, len(lines), 5)]
+    header = [name for number, part in enumerate(parts) for name in part[0][number > 0 :]]
+    assert header == whole[0]
+    for part in parts:
+        assert [row[0] for row in part] == [row[0] for row in whole]
 
 
 def test_json(serving: Serving) -> None:
@@ -94,7 +110,8 @@ def test_a_model_that_cannot_be_loaded(serving: Serving) -> None:
         (["frobnicate"], 2, "frobnicate"),
         (["ps", "--nonsense"], 2, "--nonsense"),
         (["logs", "../../etc/passwd"], 2, "is no model name"),
-        (["logs", "nosuch"], 1, "no log at"),
+        (["logs", "nosuch"], 1, "nosuch.log: there are logs of a, "),
+        (["logs", "Letters"], 2, "'Letters' is no model name: there are logs of a, "),
     ],
 )
 def test_errors(serving: Serving, arguments: list[str], code: int, says: str) -> None:
@@ -195,6 +212,19 @@ def test_check(tmp_path: Path) -> None:
     told = json.loads(check(bad, "--json").stdout)
     assert (told["ok"], told["problems"][0]["line"], told["problems"][0]["path"]) == (False, 2, "models.a.model_dir")
     assert check(ROOT / "models.yaml").returncode == 0
+
+
+def test_models_yaml_is_named_in_the_same_ways_everywhere(tmp_path: Path) -> None:
+    """``FILE``, ``-c FILE`` and ``--config FILE``; not two of them."""
+    file = tmp_path / "absent.yaml"
+    for command in ("check", "plan", "serve"):
+        for arguments in ([file], ["-c", file], ["--config", file]):
+            done = modelctl(command, *arguments, cwd=tmp_path)
+            assert done.returncode == 78, done.stderr
+            assert str(file) in done.stderr
+        done = modelctl(command, file, "-c", tmp_path / "other.yaml", cwd=tmp_path)
+        assert done.returncode == 2
+        assert f"given twice: {file}, and --config {tmp_path / 'other.yaml'}" in " ".join(done.stderr.split())
 
 
 def test_supervisord_in_the_same_environment_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,18 @@
+"""How a group of commands lists them in its help."""
+
+import click
+
+
+class CommandGroup(click.Group):
+    """Lists each command with the whole first sentence of its help, which click itself cuts at the line's end."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _first_sentence(command)) for name, command in commands if command is not None])
+
+
+def _first_sentence(command: click.Command) -> str:
+    paragraph = " ".join((command.help or "").partition("\n\n")[0].split())
+    sentence, stop, _ = paragraph.partition(". ")
+    return sentence + stop.strip()

@@ -1,0 +1,47 @@
+"""What ``modelctl --help`` and the help of each command say."""
+
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from supervisor.cli.root import cli
+
+
+def commands(command: click.Command = cli, name: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Every command, with the words that call it."""
+    yield name, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for word in command.list_commands(context):
+            found = command.get_command(context, word)
+            assert found is not None
+            yield from commands(found, f"{name} {word}".strip())
+
+
+ALL = dict(commands())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_command_and_option_is_explained(name: str) -> None:
+    command = ALL[name]
+    assert command.help
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and not parameter.hidden:
+            assert parameter.help, f"{name} {parameter.opts}"
+        elif isinstance(parameter, click.Argument):
+            shown = (parameter.metavar or parameter.human_readable_name).removesuffix("...")
+            assert shown.lower() in command.help.lower(), f"{name} {shown}"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("name", ALL)
+def test_no_explanation_is_cut_nor_runs_over(name: str, width: int) -> None:
+    done = CliRunner().invoke(cli, [*name.split(), "--help"], terminal_width=width, max_content_width=width)
+    assert done.exit_code == 0
+    lines = done.output.splitlines()
+    for line in lines[lines.index("") :]:  # what follows "Usage: ...", where MODEL... means several
+        assert not line.endswith("..."), line
+    if width >= 80:  # the names of the longest option alone are wider than 60
+        assert max(map(len, lines)) <= width, max(lines, key=len)
