@@ -71,14 +71,14 @@ class Rounded:
 
     def packed(self) -> dict[str, "torch.Tensor"]:
         return {
-            "qweight": _packed(self.levels),
-            "qzeros": _packed((self.zeros - 1).T.contiguous()).T.contiguous(),
+            "qweight": pack_rows(self.levels),
+            "qzeros": pack_rows((self.zeros - 1).T.contiguous()).T.contiguous(),
             "scales": self.scales,
             "g_idx": self.groups,
         }
 
 
-def _packed(values: "torch.Tensor") -> "torch.Tensor":
+def pack_rows(values: "torch.Tensor") -> "torch.Tensor":
     """int32 [rows / 8, columns] of int32 [rows, columns] from 0 to 15: eight rows in one, the first lowest."""
     import torch
 

@@ -1,10 +1,12 @@
-"""Models to measure with: Llama shapes with random weights, and their conversions, written to a directory.
+"""Models to measure with: Llama and Qwen3-MoE shapes with random weights, and their conversions, in a directory.
 
     python -m benchmarks.models [1b 8b 1b-exl2 letters-gptq ...] [--into DIR]
 
     1b, 8b, tiny               random weights, fp16
+    mixture, 30b-a3b-2layers   random weights, fp16, 128 experts of which 8 compute each token
     letters, stories           the demo models, as they are shipped
     NAME-exl2                  an EXL2 conversion of one of these; needs ExLlamaV2 and a GPU
+    NAME-exl2-rounded          EXL2 with 4 bits everywhere, made without the converter (benchmarks.exl2)
     NAME-gptq                  in GPTQ's format, 4 bits, groups of 128, symmetric (benchmarks.gptq)
     NAME-gptq-act-order        the same, not symmetric, and with the inputs in another order than their groups
     NAME-gptq-dequantised      the weights of NAME-gptq as fp16; NAME-gptq-act-order-dequantised is there, too
@@ -27,7 +29,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from benchmarks import gptq
+from benchmarks import exl2, gptq
 from model_worker.demo_models import NAMES, directory
 
 WHERE = Path(tempfile.gettempdir()) / "models"
@@ -58,18 +60,31 @@ class Shape:
     rope_theta: float = 500000.0
 
 
-SHAPES = {
+@dataclass(frozen=True)
+class MixtureShape(Shape):
+    """Of a Qwen3-MoE model."""
+
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = True
+
+
+SHAPES: dict[str, Shape] = {
     "1b": Shape(2048, 8192, 16, 32, 8, 64, 128256),
     "8b": Shape(4096, 14336, 32, 32, 8, 128, 128256),
     "tiny": Shape(256, 512, 2, 4, 2, 64, 2048, 2048),
+    "mixture": MixtureShape(256, 512, 2, 4, 2, 64, 2048, 2048, moe_intermediate_size=128),
+    "30b-a3b-2layers": MixtureShape(2048, 6144, 2, 32, 4, 128, 151936),
 }
-"""Of Llama 3.2 1B (with an output layer of its own) and Llama 3.1 8B, and one that any CPU computes."""
+"""Of Llama 3.2 1B (with an output layer of its own) and Llama 3.1 8B, and one that any CPU computes; the same of
+mixtures, where the large one has two of Qwen3-30B-A3B's 48 layers."""
 
 
 def source_of(name: str) -> str:
     """The model that ``name`` was made from: itself, unless it is a conversion."""
     name = name.removesuffix(TWIN)
-    for suffix in ("exl2", *gptq.SCHEMES):
+    for suffix in ("exl2", "exl2-rounded", *gptq.SCHEMES):
         name = name.removesuffix(f"-{suffix}")
     return name
 
@@ -96,6 +111,8 @@ def path_of(name: str, where: Path = WHERE) -> Path:
             write_model(target, SHAPES[name])
         elif name == f"{source}-exl2":
             convert(source, target, where)
+        elif name == f"{source}-exl2-rounded":
+            exl2.write(path_of(source, where), target)
         else:
             quantized = name.removesuffix(TWIN)
             scheme = gptq.SCHEMES[quantized.removeprefix(f"{source}-")]
@@ -104,17 +121,22 @@ def path_of(name: str, where: Path = WHERE) -> Path:
     return target
 
 
-def write_model(target: Path, shape: Shape, seed: int = 0) -> None:
-    """fp16 safetensors, config.json and tokenizer.json. Layer i has the same weights whatever the number of layers."""
+def write_model(target: Path, shape: Shape, seed: int = 0, std: float = STD) -> None:
+    """fp16 safetensors, config.json and tokenizer.json. Layer i has the same weights whatever the number of layers.
+
+    std  the standard deviation of the weights. A mixture's router has its own: its logits spread by about 2 whatever
+         ``std`` is, so that a few experts get most of the weight.
+    """
     import torch
     from safetensors.torch import save_file
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def weight(generator: torch.Generator, *size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.half, device=device).normal_(0, STD, generator=generator).cpu()
+    def weight(generator: torch.Generator, *size: int, std: float = std) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.half, device=device).normal_(0, std, generator=generator).cpu()
 
     hidden, inner = shape.hidden_size, shape.intermediate_size
+    experts = shape.num_experts if isinstance(shape, MixtureShape) else 0
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     ones = torch.ones(hidden, dtype=torch.half)
     ends = torch.Generator(device).manual_seed(seed)
@@ -133,16 +155,23 @@ def write_model(target: Path, shape: Shape, seed: int = 0) -> None:
             name + "self_attn.v_proj.weight": weight(own, keys, hidden),
             name + "self_attn.o_proj.weight": weight(own, hidden, queries),
             name + "post_attention_layernorm.weight": ones.clone(),
-            name + "mlp.gate_proj.weight": weight(own, inner, hidden),
-            name + "mlp.up_proj.weight": weight(own, inner, hidden),
-            name + "mlp.down_proj.weight": weight(own, hidden, inner),
         }
+        if isinstance(shape, MixtureShape):
+            inner, of_heads = shape.moe_intermediate_size, torch.ones(shape.head_dim, dtype=torch.half)
+            tensors[name + "mlp.gate.weight"] = weight(own, experts, hidden, std=2 / hidden**0.5)
+            tensors |= {name + f"self_attn.{norm}.weight": of_heads.clone() for norm in ("q_norm", "k_norm")}
+        for mlp in [f"mlp.experts.{number}." for number in range(experts)] or ["mlp."]:
+            tensors |= {
+                name + mlp + "gate_proj.weight": weight(own, inner, hidden),
+                name + mlp + "up_proj.weight": weight(own, inner, hidden),
+                name + mlp + "down_proj.weight": weight(own, hidden, inner),
+            }
     target.mkdir(parents=True, exist_ok=True)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(target, shape.vocab_size)
     config = asdict(shape) | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen3MoeForCausalLM" if experts else "LlamaForCausalLM"],
+        "model_type": "qwen3_moe" if experts else "llama",
         "torch_dtype": "float16",
         "bos_token_id": 0,
         "eos_token_id": 1,

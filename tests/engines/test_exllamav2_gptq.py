@@ -2,10 +2,6 @@
 
 import ctypes
 import json
-import platform
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import gptq, models
+from tests.engines.exllamav2_cpu.matrix_kernels import compile_kernels, pointer
 from tests.engines.exllamav2_cpu.package import import_package
 from tests.engines.random_model import edit_json
-
-HERE = Path(__file__).parent / "exllamav2_cpu"
-KERNELS = ("shuffle_kernel", "make_sequential_kernel", "reconstruct_gptq_kernel")
-
-
-def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 class Matrix:
@@ -54,50 +44,29 @@ class Matrix:
             assert perm.shape == invperm.shape == (self.height,)
             perm.copy_(index.argsort(stable=True).short())
             self._perm = perm
-        library.prepare(_pointer(weight), _pointer(self._perm), self.height, self.width)
+        library.prepare(pointer(weight), pointer(self._perm), self.height, self.width)
 
     def weight(self) -> torch.Tensor:
         """fp16 [in, out]"""
         out = torch.empty((self.height, self.width), dtype=torch.half)
         self._library.reconstruct(
-            _pointer(self._weight), _pointer(self._perm), _pointer(self._zeros), _pointer(self._scales), self.height,
-            self.width, self.group_size, self.groups, _pointer(out),
+            pointer(self._weight), pointer(self._perm), pointer(self._zeros), pointer(self._scales), self.height,
+            self.width, self.group_size, self.groups, pointer(out),
         )  # fmt: skip
         return out
 
     def multiply(self, a: torch.Tensor) -> torch.Tensor:
         out = torch.empty((len(a), self.width), dtype=torch.half)
         self._library.multiply(
-            _pointer(a), _pointer(self._weight), _pointer(self._perm), _pointer(self._zeros), _pointer(self._scales),
-            len(a), self.height, self.width, self.group_size, self.groups, _pointer(out),
+            pointer(a), pointer(self._weight), pointer(self._perm), pointer(self._zeros), pointer(self._scales),
+            len(a), self.height, self.width, self.group_size, self.groups, pointer(out),
         )  # fmt: skip
         return out
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    sources = Path(import_package().__file__).parent / "exllamav2_ext"
-    if shutil.which("g++") is None or platform.machine() != "x86_64":
-        pytest.skip("needs g++ on x86-64, to compile the package's kernels")
-    made = tmp_path_factory.mktemp("kernels")
-    text = (sources / "cuda" / "q_matrix.cu").read_text()
-    found = [re.search(rf"__global__ void {name}\n.*?^}}", text, re.DOTALL | re.MULTILINE) for name in KERNELS]
-    (made / "kernels_of_q_matrix.inc").write_text("\n".join(match[0] for match in found if match))
-    for name in ("cuda_runtime.h", "cuda_fp16.h"):
-        (made / name).write_text("")
-    command = [
-        "g++",
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-fno-strict-aliasing",
-        "-shared",
-        "-fPIC",
-        f"-I{made}",
-        f"-I{sources}",
-    ]
-    subprocess.run([*command, HERE / "gptq_kernels.cpp", "-o", made / "gptq.so"], check=True)
-    return ctypes.CDLL(str(made / "gptq.so"))
+    return compile_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture

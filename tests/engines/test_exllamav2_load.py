@@ -366,6 +366,15 @@ def test_one_gpu_is_loaded_plainly(model: Path, monkeypatch: pytest.MonkeyPatch)
     assert (generator.paged, generator.use_ngram_draft, generator.num_draft_tokens) == (True, True, 3)
 
 
+def test_rows_of_mixtures_are_kept_apart_before_anything_is_loaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake(monkeypatch)
+    monkeypatch.setattr(exllamav2_load, "keep_rows_apart", lambda: fake.called("rows kept apart", None))
+    run(spec(model, draft_model=str(model)))
+    assert fake.calls[0] == ("rows kept apart", None)
+
+
 def test_draft_models_are_loaded_beside(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake, phases = Fake(monkeypatch), dict[str, list[tuple[int, int]]]()
     loaded = run(spec(model, cache_mode="Q8", draft_model=str(model), draft_rope_alpha=3.0), phases)

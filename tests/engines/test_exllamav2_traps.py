@@ -3,7 +3,7 @@
 The package is archived: none of this will be mended there. Modules are in model_worker/engines, tests in tests/engines;
 those of loading (architectures, rope, splits, flash-attn, adapters, the CUDA build) are in test_load_errors and
 test_exllamav2_load*. P = test_exllamav2_pages, G = ..._generating, B = ..._batch, A = ..._answers, K = ..._kernels,
-S = test_engine_suite.
+M = ..._mixture, S = test_engine_suite.
 
 ================================================================  ==============================  ====================
 trap                                                              defence                         test
@@ -17,6 +17,8 @@ a page completed while another job is to compute it: assertion    exllamav2.job.
 rewinding a shared page (its own banned strings)                  exllamav2.answer: a new job     A ..led_away_from..
 an exception in iterate leaves keys unwritten count as cached     not caught: the process ends    G ..not_survived
 keys of another sequence, whatever the jobs do                    all of these                    P test_random_jobs
+layers
+128 experts, 2 to 4 rows: only those that row 0 chose compute     exllamav2.mixture               M ..never_fused..
 drawing
 top_p drops likely tokens and goes on with unlikely ones          exllamav2.cut                   K ..top_p_drops..
 top_a, min_p write behind their buffers where all tokens pass     exllamav2.cut                   G settings, K

@@ -19,6 +19,7 @@ from model_worker.engines.exllamav2 import vram
 from model_worker.engines.exllamav2.attention_choice import Package, check_attention, import_package
 from model_worker.engines.exllamav2.check import check_cache, check_directory, check_parallel, open_draft
 from model_worker.engines.exllamav2.lora import check_adapter, load_adapters
+from model_worker.engines.exllamav2.mixture import keep_rows_apart
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes, sizes_of
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.vetting import understood
@@ -101,6 +102,7 @@ def load(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir, progr
         raise refusal
     attention = check_attention(package, directory, gpus, progress)
     _keep_rope_to_context()
+    keep_rows_apart()
     config = _config(package, directory, options.rope_scale, options.rope_alpha, sizes)
     core, draft_model, draft_cache = package.core, None, None
     try:

@@ -1,8 +1,10 @@
-// The package's own CUDA kernels for GPTQ (cuda/q_matrix.cu, cuda/q_gemm_kernel_gptq.cuh), compiled for the CPU.
+// The package's own CUDA kernels for GPTQ and EXL2 matrices (cuda/q_matrix.cu, cuda/q_gemm_kernel_gptq.cuh,
+// cuda/q_gemm_kernel.cuh), compiled for the CPU.
 //
 // The threads of a block run one after the other. What one leaves in shared memory for others after __syncthreads() is
 // complete when all have run, so every block runs twice, and its first results are thrown away.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -46,13 +48,9 @@ inline void atomicAdd(half2* sum, half2 value) { *sum = __hadd2(*sum, value); }
 
 #define _compat_cuh // atomicAdd for GPUs that lack it
 #include "cuda/q_gemm_kernel_gptq.cuh"
+#include "cuda/q_gemm_kernel.cuh"
 #define THREADS_X 32
 #define BLOCK_KN_SIZE 128
-#define shuffle_8bit_4(...)
-#define shuffle_6bit_16(...)
-#define shuffle_5bit_32(...)
-#define shuffle_3bit_32(...)
-#define shuffle_2bit_16(...)
 #include "kernels_of_q_matrix.inc" // cut out of q_matrix.cu by the test
 
 template <typename Kernel> static void launch(dim3 grid, int threads, Kernel kernel)
@@ -108,4 +106,45 @@ extern "C" void multiply(
             a, weight, zeros, scales, pass ? out : thrown_away.data(), rows, width, height, groups, group_size, perm,
             height, true, nullptr, 0);
     });
+}
+
+// QMatrix::reconstruct of an EXL2 matrix that has 4 bits everywhere: out is [height, width]
+extern "C" void reconstruct_exl2(
+    const uint32_t* weight, const uint16_t* perm, const uint32_t* scale, const half* scale_max,
+    const uint16_t* group_map, int height, int width, int groups, half* out)
+{
+    std::vector<half> thrown_away(height * width);
+    launch({parts(width, 128), parts(height, 128)}, 128, [&](int pass) {
+        reconstruct_kernel(
+            weight, perm, scale, scale_max, group_map, height, width, groups, pass ? out : thrown_away.data(), 0, 0, 0,
+            height, height, height, 0, height);
+    });
+}
+
+// gemm_half_q_half_cuda of few rows and an EXL2 matrix that has 4 bits everywhere: a is [rows, height]
+template <int block>
+static void multiply_exl2(
+    const half* a, const uint32_t* weight, const uint16_t* perm, const uint32_t* scale, const half* scale_max,
+    const uint16_t* group_map, int rows, int height, int width, int groups, half* out)
+{
+    std::vector<half> thrown_away(rows * width);
+    launch({parts(width, 4 * block), parts(rows, MAX_Q_GEMM_ROWS_KERNEL), parts(height, block)}, block, [&](int pass) {
+        gemm_half_q_half_kernel<MAX_Q_GEMM_ROWS_KERNEL, 0b00001000, false, false, block>(
+            a, weight, scale, scale_max, pass ? out : thrown_away.data(), rows, width, height, groups, group_map, perm,
+            0, 0, 0, height, height, height, true, nullptr, 0);
+    });
+}
+
+extern "C" void multiply_exl2_32(
+    const half* a, const uint32_t* weight, const uint16_t* perm, const uint32_t* scale, const half* scale_max,
+    const uint16_t* group_map, int rows, int height, int width, int groups, half* out)
+{
+    multiply_exl2<32>(a, weight, perm, scale, scale_max, group_map, rows, height, width, groups, out);
+}
+
+extern "C" void multiply_exl2_64(
+    const half* a, const uint32_t* weight, const uint16_t* perm, const uint32_t* scale, const half* scale_max,
+    const uint16_t* group_map, int rows, int height, int width, int groups, half* out)
+{
+    multiply_exl2<64>(a, weight, perm, scale, scale_max, group_map, rows, height, width, groups, out);
 }
