@@ -13,6 +13,9 @@ from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
 from supervisor.cli.waiting import wait_for_turnovers
 
+_APPLIED = dict.fromkeys(("vram_limit", "watch"), "applied to workers that are started from now on")
+"""What becomes of keys of the section ``supervisor`` that do not count at once."""
+
 
 @click.command()
 @click.argument("model", required=False)
@@ -25,7 +28,8 @@ def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, run
     """Apply models.yaml as it is now; no request is lost.
 
     Models that have not changed keep their processes. With MODEL, only that model is looked at, and its workers are
-    exchanged in any case. A new worker is started beside the old one where both fit; else requests wait meanwhile.
+    exchanged in any case; the section supervisor is left as it was. A new worker is started beside the old one where
+    both fit; else requests wait meanwhile.
     A file with anything wrong in it changes nothing.
     """
     with connect(runtime_dir, admin=True) as client:
@@ -38,12 +42,14 @@ def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, run
             return exit_codes.OK
         (done,) = wait_for_turnovers(client, [number], for_people=not as_json)
     if as_json:
-        click.echo(json.dumps(done["models"], indent=2))
+        click.echo(json.dumps({"supervisor": done["settings"], "models": done["models"]}, indent=2))
     else:
         for told in done["models"]:
             if told["change"] != "unchanged" or told["model"] == model:
                 click.echo(f"{told['model']}: {_outcome(told)}")
-        if all(told["change"] == "unchanged" for told in done["models"]):
+        for key in done["settings"]:
+            click.echo(f"supervisor.{key}: {_APPLIED.get(key, 'applied')}")
+        if not done["settings"] and all(told["change"] == "unchanged" for told in done["models"]):
             click.echo("nothing has changed")
     failed = [f"{told['model']}: {told['message']}" for told in done["models"] if told["state"] == "failed"]
     if failed:

@@ -3,10 +3,12 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 
 from protocol.errors import ErrorCode, WireError
 from supervisor.config import Config, ModelSpec, load_config
+from supervisor.config_schema import SupervisorConfig
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.turnover import Change, How, Plan, Step, Turnover, changes
@@ -59,12 +61,19 @@ class Reloads:
             if only not in config.models:
                 models.pop(only, None)  # an earlier order may be removing it already
             config = Config(config.file, models, before.supervisor)
+        settings = [
+            key.name
+            for key in fields(SupervisorConfig)
+            if getattr(before.supervisor, key.name) != getattr(config.supervisor, key.name)
+        ]
+        if settings:
+            self._log.info("%s: applied supervisor.%s", cause, ", supervisor.".join(settings))
         self._fleet.adopt(config)
         self._scheduler.set_policies(
             HoldLimits(stall_s=config.supervisor.stall), strikes=config.supervisor.strike_policy
         )
         forced = () if only is None else (only,)
-        number = self.turnover.order(cause, how, partial(self._plan, config, forced))
+        number = self.turnover.order(cause, how, partial(self._plan, config, forced), settings)
         self.advance_soon()
         return number
 

@@ -118,20 +118,30 @@ class Plan(NamedTuple):
 
 @dataclass
 class Ticket:
-    """One order. ``models``: model → {change, state: "waiting", "running", "done" or "failed", how, message}, once its
-    turn has come."""
+    """One order.
+
+    settings  keys of the section ``supervisor`` that it has changed; they were applied when it was given
+    models    model → {change, state: "waiting", "running", "done" or "failed", how, message}, once its turn has come
+    """
 
     number: int
     cause: str
     how: How
     plan: Callable[[], Plan]
+    settings: Sequence[str] = ()
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: deque[Step] | None = None
     running: bool = True
 
     def describe(self) -> dict[str, Any]:
         models = [{"model": model, **told} for model, told in self.models.items()]
-        return {"number": self.number, "cause": self.cause, "running": self.running, "models": models}
+        return {
+            "number": self.number,
+            "cause": self.cause,
+            "running": self.running,
+            "settings": list(self.settings),
+            "models": models,
+        }
 
 
 class Turnover:
@@ -153,10 +163,13 @@ class Turnover:
         """The last orders, the newest last."""
         return [ticket.describe() for ticket in self._told]
 
-    def order(self, cause: str, how: How, plan: Callable[[], Plan]) -> int:
-        """Carry out what ``plan`` says when the orders before are done. Returns the order's number."""
+    def order(self, cause: str, how: How, plan: Callable[[], Plan], settings: Sequence[str] = ()) -> int:
+        """Carry out what ``plan`` says when the orders before are done. Returns the order's number.
+
+        settings  see ``Ticket``
+        """
         self._last += 1
-        ticket = Ticket(self._last, cause, how, plan)
+        ticket = Ticket(self._last, cause, how, plan, settings)
         self._tickets.append(ticket)
         self._told.append(ticket)
         while len(self._told) > KEPT and not self._told[0].running:

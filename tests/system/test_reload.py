@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from protocol.errors import ErrorCode, WireError
 from tests.conftest import Serve
@@ -124,6 +125,41 @@ def test_the_difference_of_a_file_is_applied(serve: Serve) -> None:
     serving.order("start", model="rests")
     assert serving.wait_state("rests", "ready")["context"] == 32
     assert reload(serving)["other"]["change"] == "unchanged"
+
+
+def test_changed_settings_of_the_supervisor_are_applied_and_named(serve: Serve) -> None:
+    serving = serve({"a": engine(context=1_000_000)}, stop={"drain": "10m"})
+
+    def settings(**sections: Any) -> str:
+        file = yaml.safe_load(serving.config.read_text())
+        file["supervisor"] |= sections
+        serving.config.write_text(yaml.safe_dump(file))
+        done = serving.modelctl("reload")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert settings() == "nothing has changed\n"
+    told = settings(stop={"drain": "10ms"}, watch={"step": "50s"}, stall="30s", poison={"limit": 3})
+    assert sorted(told.splitlines()) == [
+        "supervisor.poison: applied",
+        "supervisor.stall: applied",
+        "supervisor.stop: applied",
+        "supervisor.watch: applied to workers that are started from now on",
+    ]
+    assert settings() == "nothing has changed\n"
+    assert "reload ordered: applied supervisor.stop, supervisor.poison" in serving.log()
+    with RawClient(serving.runtime_dir) as client:
+        client.generate(1, "a", "x", max_tokens=900_000)
+        while not client.heard:
+            client.receive()
+        serving.order("stop", model="a")
+        client.read_until_ended(1)
+        assert client.heard[1].ends == ["draining"], "the drain's new time is what counts"
+    serving.wait_state("a", "stopped")
+    assert settings(stall="40s").splitlines() == ["supervisor.stall: applied"]
+    serving.config.write_text(serving.config.read_text().replace("40s", "45s"))
+    assert "supervisor." not in serving.modelctl("reload", "a").stdout
+    assert "supervisor.stall" in serving.modelctl("reload").stdout, "one model's reload leaves the section as it was"
 
 
 def test_an_invalid_file_changes_nothing_and_says_why(serve: Serve) -> None:
