@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 import zmq
 
@@ -22,9 +23,12 @@ from protocol.messages import (
     Ready,
     Stats,
 )
-from protocol.socket_calls import has_input
+from protocol.peer_user import check_listener
+from protocol.socket_calls import has_input, monitor_event
 from protocol.worker_spec import WorkerSpec
 
+CONNECT_WAIT_MS = 10_000
+"""Connecting to a Unix socket takes no time, or fails at once. A machine may have others to serve first."""
 PROGRESS_INTERVAL_S = 0.05
 MAX_FRAME_EVENTS = 256
 MAX_FRAME_BYTES = 4 << 10
@@ -48,15 +52,28 @@ class SupervisorLink:
         socket.setsockopt(zmq.MAXMSGSIZE, limits.SOCKET_MAX_FRAME)
         # A worker that lost its supervisor is of no use: a new generation is cleaner than a resumed connection.
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         socket.connect(spec.endpoint)
         self._socket = socket
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self._outbox = outbox = Outbox(socket, spec.generation, MAX_FRAME_EVENTS, MAX_FRAME_BYTES)
         self.steps, self.take, self.queue, self.flush = outbox.steps, outbox.take, outbox.queue, outbox.flush
         """As they are there: no detour for what is called for every step."""
         self._last_progress = ("", 0.0)
 
     def hello(self) -> None:
+        """Send HELLO, once it is known that our own user listens. To be called first: nothing is sent before.
+
+        Ends the process if nobody listens, or if another user does: what is said here are answers to prompts.
+        """
+        if not self._monitor.poll(CONNECT_WAIT_MS):
+            _leave("the supervisor did not take the connection")
+        event, descriptor = monitor_event(self._monitor)
+        if event != zmq.EVENT_CONNECTED:
+            _leave("the supervisor does not listen any more")
+        try:
+            check_listener(descriptor)
+        except OSError as e:
+            _leave(f"the supervisor's socket cannot be trusted: {e}")
         self._socket.send(encode(Hello(pack_body({"pid": os.getpid(), "build": __version__}))))
 
     def progress(self, phase: str, done: int, total: int) -> None:
@@ -134,8 +151,7 @@ class SupervisorLink:
         if os.getppid() != self._supervisor_pid:
             os._exit(EXIT_ASKED)
         if self._monitor.poll(0):
-            print("the connection to the supervisor was lost", file=sys.stderr, flush=True)
-            os._exit(EXIT_DISCONNECTED)
+            _leave("the connection to the supervisor was lost")
 
     def close(self) -> None:
         """Hand the last frames to the kernel, within half a second."""
@@ -143,3 +159,9 @@ class SupervisorLink:
         self._monitor.close(linger=0)
         self._socket.close(linger=500)
         self._context.term()
+
+
+def _leave(why: str) -> NoReturn:
+    """End the process, which is of no use without its supervisor."""
+    print(why, file=sys.stderr, flush=True)
+    os._exit(EXIT_DISCONNECTED)

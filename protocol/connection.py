@@ -300,7 +300,8 @@ class Connection:
         # The monitor is read before the socket: when it tells of the end, all that came before the end is still
         # readable, and a terminal event among it must not turn into a lost connection.
         end = line.read_monitor(self.session.goaway)
-        while True:
+        # What another user's listener sends is not even read: its WELCOME would let requests out.
+        while line.trusted:
             if self._receive_all(line, touched):
                 self._liveness.heard(now)
             self._send_all(line)

@@ -1,6 +1,7 @@
 """One try to reach the supervisor: a DEALER, its monitor, and what the monitor tells. Nothing here blocks."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -8,7 +9,8 @@ import zmq
 
 from protocol.client_key import ClientKey
 from protocol.limits import SOCKET_MAX_FRAME
-from protocol.runtime_paths import ipc_path
+from protocol.peer_user import check_listener
+from protocol.runtime_paths import ENVIRONMENT_VARIABLE, ipc_path
 from protocol.socket_calls import monitor_event
 
 LINGER_MS: Final = 200
@@ -33,11 +35,13 @@ _WATCHED: Final = (
 
 
 class Line:
-    """Connects at once, without waiting, and sends ``hello``. ``key`` is for TCP.
+    """Connects at once, without waiting. Sends ``hello`` as soon as the listener is trusted. ``key`` is for TCP.
 
     Raises ValueError for what is no endpoint, ZMQError where no socket can be made.
 
     connected  whether somebody listens there
+    trusted    whether frames may be sent and read: over ipc, whether the listener is a process of our own user. Over
+               TCP the handshake with the key sees to that, before libzmq sends any frame
     refused    whether the supervisor is there and will not have us: trying again is of no use
     barred     whether it ended for want of the right key
     left       whether ``leave`` was called
@@ -47,10 +51,12 @@ class Line:
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, hello: bytes, key: ClientKey | None = None
     ) -> None:
         self._endpoint = endpoint
+        self._hello = hello
         self._key = key
         self.barred = False
         self._handshaken = False
         self.connected = False
+        self.trusted = False
         self.refused = False
         self.left = False
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
@@ -69,7 +75,6 @@ class Line:
         except zmq.ZMQError as e:
             self.hang_up(0)
             raise ValueError(f"{endpoint!r} is not an endpoint: {e}") from None
-        self.socket.send(hello, zmq.NOBLOCK)
 
     @property
     def descriptors(self) -> tuple[int, int]:
@@ -108,10 +113,32 @@ class Line:
                 return end
             if number == zmq.EVENT_CONNECTED:
                 self.connected = True
+                end = end or self._meet(value)
             elif number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._handshaken = True
             else:
                 end = end or self._explain(number, value, goaway)
+
+    def _meet(self, descriptor: int) -> str | None:
+        """Send ``hello`` if the listener is trusted; if not, return why the connection must end.
+
+        Until then nothing waits in the socket, so another user who listens there receives no frame at all.
+        """
+        if self._endpoint.startswith("ipc://"):
+            try:
+                check_listener(descriptor)
+            except PermissionError as e:
+                self.refused = True
+                return (
+                    f"{e} ({self._endpoint}): nothing was sent; look who has put a socket, a directory or a link "
+                    f"there, or give another --runtime-dir (${ENVIRONMENT_VARIABLE})"
+                )
+            except OSError:
+                return None  # the connection has ended already; the next event says why
+        self.trusted = True
+        with suppress(zmq.Again):  # refused in the handshake already, which the next event says
+            self.socket.send(self._hello, zmq.NOBLOCK)
+        return None
 
     def _explain(self, event: int, value: int, goaway: str | None) -> str:
         if not self._handshaken and (barred := self._explain_keys(event, value)) is not None:
@@ -187,7 +214,8 @@ def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     # A new connection is a new session, so libzmq must not reconnect. But told so outright (RECONNECT_IVL=-1), or with
     # IMMEDIATE=1, it discards at the end of the connection what had arrived and was not read yet, perhaps whole
-    # answers. So it is told to wait eleven days, and ``pump`` disconnects once it has read everything.
+    # answers. So it is told to wait eleven days, and ``pump`` disconnects once it has read everything. Nobody asks who
+    # listens when libzmq reconnects by itself: a client that lost its connection must not rest for longer than that.
     socket.setsockopt(zmq.RECONNECT_IVL, 1_000_000_000)
     socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_MAX_FRAME)
     # Without a high-water mark on receiving: at the mark libzmq stops reading, heartbeats with it, and takes a client

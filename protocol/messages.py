@@ -79,6 +79,8 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
   ``ZMQ_IMMEDIATE=1``: with either, libzmq drops at the end of a connection what had arrived and was not read yet, whole
   answers among it. Instead it sets ``ZMQ_RECONNECT_IVL`` to a very long time (1,000,000,000 ms), reads what has come
   after the monitor has told of the end (DISCONNECTED), closes the socket, and connects with a new one.
+* Over ipc a client sends nothing before it knows that its own user listens: SO_PEERCRED of the descriptor that the
+  monitor's CONNECTED tells. Another user may have put a socket of hers in the supervisor's place.
 """
 
 from dataclasses import dataclass, field

@@ -1,9 +1,14 @@
 """What only our own user may reach: the one place where owners and modes of files with keys and of directories with
 sockets are judged, and what is said of those that will not do."""
 
+import errno
 import os
 import stat
 from pathlib import Path
+from typing import Final
+
+MAX_LINKS: Final = 40
+"""Symbolic links that are followed on the way to one directory, as the kernel has it."""
 
 
 class NotPrivate(ValueError):
@@ -34,19 +39,47 @@ def make_private(directory: Path) -> None:
 
 
 def check_place(directory: Path) -> None:
-    """Raise NotPrivate if everybody may put another directory in the place of this one. Raises OSError."""
-    for above in directory.resolve().parents:
-        mode = above.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+    """Raise NotPrivate if another user could put another directory, or a link, in the place of this one.
+
+    Looks at every directory and every symbolic link on the way, from the root on. Each must belong to our user, to
+    root, or to the owner of the root directory (in a user namespace files of the real root show another uid). Each
+    directory must be closed to everybody, or be sticky like /tmp, where an entry can only be moved by its owner.
+    Members of a group that may write there are trusted.
+
+    Raises OSError.
+    """
+    trusted = {os.getuid(), 0, os.stat("/").st_uid}
+    place, left, links = Path("/"), [*reversed(directory.absolute().parts[1:])], 0
+    while left:
+        name = left.pop()
+        if name == "..":
+            place = place.parent
+            continue
+        if place.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
             raise NotPrivate(
-                f"{directory} lies in {above}, where everybody may put another in its place; run `chmod o-w {above}`"
+                f"{directory} lies in {place}, where everybody may put another in its place; run `chmod o-w {place}`"
             )
+        place = place / name
+        status = place.lstat()
+        if status.st_uid not in trusted:
+            raise NotPrivate(
+                f"{directory} is reached through {place}, which belongs to uid {status.st_uid}, who may put another in "
+                "its place; choose a place of your own"
+            )
+        if stat.S_ISLNK(status.st_mode):
+            links += 1
+            if links > MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(place))
+            target = place.readlink()
+            left.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
+            place = Path("/") if target.is_absolute() else place.parent
 
 
 def check_runtime_dir(directory: Path) -> None:
-    """For clients: raise ValueError if another user could be listening in there, and would be told what we send.
+    """Raise ValueError, with what to do, if the directory belongs to another user. For clients.
 
-    Passes for a directory that does not exist: nobody listens.
+    This only makes an error early and clear: the directory may be another one by the time that the client connects.
+    ``protocol.peer_user`` is what keeps prompts from other users. A directory that does not exist passes.
     """
     try:
         status = os.stat(directory)

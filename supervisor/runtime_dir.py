@@ -2,10 +2,14 @@
 
 import fcntl
 import os
-import stat
+from contextlib import suppress
 from pathlib import Path
 
 from protocol.private_paths import NotPrivate, check_place, check_private, make_private
+
+LOCK = "lock"
+"""The file that names the pid of the supervisor whose directory this is."""
+SOCKETS = ("front", "front.paused", "admin", "admin.paused", "back")
 
 
 class RuntimeDirError(Exception):
@@ -17,57 +21,79 @@ class AlreadyRunning(RuntimeDirError):
 
 
 class RuntimeDir:
-    """An acquired runtime directory. Binding an ipc socket silently takes over a path in use, hence the lock first."""
+    """An acquired runtime directory. Binding an ipc socket silently takes over a path in use, hence the lock first.
+
+    The directory is held open. What is judged and locked is what is held, not what the name leads to a moment later.
+    """
 
     def __init__(self, path: Path) -> None:
+        """Make and lock the directory. Raises RuntimeDirError, OSError."""
         self.path = path
-        self._make_private(path)
-        self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as e:
-            told = f"cannot open {path / 'lock'}: {e.strerror}; remove it or give --runtime-dir"
-            raise RuntimeDirError(told) from None
-        try:
-            # The directory itself is locked: a file in it may be removed under us by whoever tidies /tmp up.
-            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.read(self._lock_fd, 32).decode(errors="replace").strip()
-            raise AlreadyRunning(
-                f"a supervisor (pid {pid or 'unknown'}) is already running in {path}; "
-                "use it, stop it with `modelctl shutdown`, or give another --runtime-dir"
-            ) from None
-        try:
-            os.ftruncate(self._lock_fd, 0)
-            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
-        except OSError as e:
-            told = f"cannot write {path / 'lock'}: {e.strerror}; free its disk, or give another --runtime-dir"
-            raise RuntimeDirError(told) from None
-        self._remove_sockets()  # left by a killed supervisor; the lock says that nobody listens
-
-    @staticmethod
-    def _make_private(path: Path) -> None:
-        try:
-            make_private(path)
-            status = path.lstat()
-        except OSError as e:
-            raise RuntimeDirError(
-                f"cannot make the runtime directory {path}: {e.strerror}; give --runtime-dir"
-            ) from None
-        if not stat.S_ISDIR(status.st_mode):
-            raise RuntimeDirError(f"the runtime directory {path} is no directory; remove it or give --runtime-dir")
-        try:
-            check_private(path, status, or_roots=False)
-            check_place(path)
-        except (NotPrivate, OSError) as e:
-            raise RuntimeDirError(f"the runtime directory {e}, or give another --runtime-dir") from None
+        self._directory = _acquire(path)
 
     def release(self) -> None:
         """Remove the sockets and give the directory up. The lock file stays: removing it would race with the next."""
-        self._remove_sockets()
-        os.close(self._lock_fd)
+        _remove_sockets(self._directory)
         os.close(self._directory)
 
-    def _remove_sockets(self) -> None:
-        for name in ("front", "front.paused", "admin", "admin.paused", "back"):
-            (self.path / name).unlink(missing_ok=True)
+
+def _acquire(path: Path) -> int:
+    """Make the directory if it is missing, and lock it. Returns its descriptor. Raises RuntimeDirError, OSError."""
+    directory = _open_private(path)
+    try:
+        _lock(path, directory)
+        _remove_sockets(directory)  # left by a killed supervisor; the lock says that nobody listens
+    except BaseException:
+        os.close(directory)
+        raise
+    return directory
+
+
+def _open_private(path: Path) -> int:
+    try:
+        make_private(path)
+    except OSError as e:
+        raise RuntimeDirError(f"cannot make the runtime directory {path}: {e.strerror}; give --runtime-dir") from None
+    try:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:
+        told = f"the runtime directory {path} is no directory; remove it or give --runtime-dir"
+        raise RuntimeDirError(told) from None
+    try:
+        check_private(path, os.fstat(directory), or_roots=False)
+        check_place(path)
+    except (NotPrivate, OSError) as e:
+        os.close(directory)
+        raise RuntimeDirError(f"the runtime directory {e}, or give another --runtime-dir") from None
+    return directory
+
+
+def _lock(path: Path, directory: int) -> None:
+    try:
+        file = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+    except OSError as e:
+        told = f"cannot open {path / LOCK}: {e.strerror}; remove it or give --runtime-dir"
+        raise RuntimeDirError(told) from None
+    try:
+        # The directory itself is locked, not the file. Cleaners of /tmp remove a file that is not locked itself, and
+        # systemd-tmpfiles leaves a directory alone, with all that is in it, while somebody else has it locked.
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+    except BlockingIOError:
+        pid = os.read(file, 32).decode(errors="replace").strip()
+        raise AlreadyRunning(
+            f"a supervisor (pid {pid or 'unknown'}) is already running in {path}; "
+            "use it, stop it with `modelctl shutdown`, or give another --runtime-dir"
+        ) from None
+    except OSError as e:
+        told = f"cannot write {path / LOCK}: {e.strerror}; free its disk, or give another --runtime-dir"
+        raise RuntimeDirError(told) from None
+    finally:
+        os.close(file)
+
+
+def _remove_sockets(directory: int) -> None:
+    for name in SOCKETS:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory)

@@ -1,10 +1,18 @@
 """The worker's frames: bounded, nothing lost between two of them."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model_worker.exit_codes import EXIT_DISCONNECTED
 from model_worker.link import MAX_FRAME_BYTES, MAX_FRAME_EVENTS
 from model_worker.sending import slices
+from tests.protocol.stranger import REPOSITORY, UID, stranger
 
 
 @given(st.lists(st.integers(0, MAX_FRAME_BYTES // 2), max_size=30))
@@ -25,3 +33,22 @@ def test_many_small_events_are_cut_by_their_number() -> None:
 def test_one_event_larger_than_a_frame_should_be_goes_alone() -> None:
     chunks = [b"x", bytes(2 * MAX_FRAME_BYTES), b"x"]
     assert list(slices(chunks, MAX_FRAME_EVENTS, MAX_FRAME_BYTES)) == [(0, 1), (1, 2), (2, 3)]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_worker_says_nothing_to_another_user(runtime_dir: Path) -> None:
+    """The runtime directory may have been removed since the worker was started, and made again by somebody else."""
+    runtime_dir.chmod(0o777)
+    code = (
+        "import os, sys; from model_worker.link import SupervisorLink\n"
+        "from protocol.worker_spec import EngineSpec, WorkerSpec\n"
+        "spec = WorkerSpec(EngineSpec('m', '', '/'), 1, '', f'ipc://{sys.argv[1]}/back', b'w', '', os.getppid())\n"
+        "SupervisorLink(spec).hello()"
+    )
+    with stranger(runtime_dir, ["back"]) as her:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(runtime_dir)], capture_output=True, text=True, cwd=REPOSITORY, timeout=60
+        )
+        assert her.received() == []
+    assert done.returncode == EXIT_DISCONNECTED
+    assert f"uid {UID}, and not of yours" in done.stderr

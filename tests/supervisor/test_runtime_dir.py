@@ -100,7 +100,39 @@ def test_files_in_the_way(tmp_path: Path) -> None:
             RuntimeDir(path)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
+only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
+
+
+@only_root
+def test_a_parent_of_another_users_is_refused(tmp_path: Path) -> None:
+    """Its owner can rename what is in it, at any time, and put something else there."""
+    (tmp_path / "hers").mkdir()
+    os.chown(tmp_path / "hers", 65534, 65534)
+    with pytest.raises(RuntimeDirError, match=f"reached through {tmp_path / 'hers'}, which belongs to uid 65534"):
+        RuntimeDir(tmp_path / "hers" / "run")
+
+
+@only_root
+def test_another_users_link_on_the_way_is_refused_and_our_own_is_not(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "roundabout").symlink_to(tmp_path / "real" / ".." / "link")
+    RuntimeDir(tmp_path / "roundabout" / "run").release()
+    os.chown(tmp_path / "link", 65534, 65534, follow_symlinks=False)
+    with pytest.raises(RuntimeDirError, match=f"reached through {tmp_path / 'link'}, which belongs to uid 65534"):
+        RuntimeDir(tmp_path / "roundabout" / "run")
+
+
+def test_a_link_in_a_place_where_everybody_could_exchange_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    (tmp_path / "shared" / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(RuntimeDirError, match="run `chmod o-w "):
+        RuntimeDir(tmp_path / "shared" / "link" / "run")
+
+
+@only_root
 def test_another_users_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     os.chown(tmp_path / "run", 65534, 65534)

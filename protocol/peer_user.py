@@ -1,0 +1,35 @@
+"""Which user listens at the other end of an ipc connection. The kernel answers, so nobody can forge it.
+
+A client looks only after libzmq has connected. The name of a socket proves nothing: another user may put a socket of
+her own in its place between a check of the name and the connect. The connection itself cannot be exchanged.
+
+Only our own user will do. Root is no exception, for two reasons. A supervisor admits its own user only, so no user has
+a use for root's. And the kernel notes who called listen(): systemd, as root, calls it for sockets that it then hands to
+services of other users.
+"""
+
+import os
+import socket
+import struct
+
+_PEER = struct.Struct("iII")
+"""struct ucred: pid, uid, gid."""
+
+
+def check_listener(descriptor: int) -> None:
+    """Raise PermissionError, with the uid, unless a process of our own user listens at the other end.
+
+    descriptor  a connected Unix socket
+
+    Raises another OSError if the descriptor is no Unix socket, because libzmq has closed it and it may be reused.
+    A descriptor that libzmq has closed and that is another Unix socket by now may pass. That is harmless: the
+    connection has ended, and the caller has told libzmq not to reconnect, so nothing can be sent over it.
+    """
+    # fromfd duplicates the descriptor: closing the duplicate, whenever that happens, leaves libzmq its own.
+    with socket.fromfd(descriptor, socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        family = connection.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN)
+        if family != socket.AF_UNIX:
+            raise OSError(f"descriptor {descriptor} is a socket of family {family}")
+        _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if uid != os.getuid():
+        raise PermissionError(f"a process of uid {uid}, and not of yours ({os.getuid()}), listens there")

@@ -1,0 +1,99 @@
+"""Another user, who listens where a supervisor should be: a real process with a uid of its own. Run as root.
+
+It makes the directory if it is missing. To whoever connects it says WELCOME at once, without being greeted, and it
+keeps what it receives.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import zmq
+
+from protocol.codec import encode, pack_body
+from protocol.messages import Welcome
+
+UID = 1001
+REPOSITORY = Path(__file__).parents[2]
+WELCOMES = 100
+"""How often she says WELCOME. A client that believes her must see her fall silent, and give up."""
+WELCOME = encode(Welcome(pack_body({"server": "a stranger's", "session": "s", "window": 256, "models": []})))
+
+
+class Stranger:
+    """A running stranger."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def received(self) -> list[str]:
+        """End it; every frame that it was sent, in hexadecimal."""
+        told, _ = self._process.communicate("", timeout=60)
+        assert self._process.returncode == 0
+        frames: list[str] = json.loads(told)
+        return frames
+
+
+@contextmanager
+def stranger(directory: Path, names: Sequence[str] = ("front",)) -> Iterator[Stranger]:
+    """Another user who listens at these sockets in ``directory``."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.protocol.stranger", str(directory), *names],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "listening\n"
+            yield Stranger(process)
+        finally:
+            process.kill()
+
+
+def become(uid: int) -> None:
+    """Give root up, for good. Everything is imported already: another user may not be allowed to read it."""
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+
+
+def _listen(directory: str, names: Sequence[str]) -> None:
+    become(UID)
+    os.makedirs(directory, exist_ok=True)
+    context = zmq.Context()
+    sockets = []
+    for name in names:
+        # A DEALER, because it can speak first: a ROUTER has to be spoken to.
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(f"ipc://{directory}/{name}")
+        sockets.append(socket)
+    print("listening", flush=True)
+    received, left = [], WELCOMES
+    while not select.select([sys.stdin], [], [], 0.002)[0]:
+        for socket in sockets:
+            try:
+                while True:
+                    received.append(socket.recv(zmq.NOBLOCK).hex())
+            except zmq.Again:
+                pass
+            try:
+                if left:
+                    socket.send(WELCOME, zmq.NOBLOCK)
+                    left -= 1
+            except zmq.Again:  # nobody is connected, or does not read
+                pass
+    print(json.dumps(received), flush=True)
+    context.destroy(linger=0)
+
+
+if __name__ == "__main__":
+    _listen(sys.argv[1], sys.argv[2:])
