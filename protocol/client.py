@@ -131,7 +131,8 @@ class Client:
         token_ids        ids, or bytes (u32, little endian)
 
         What the answer must look like, at most one of:
-        json_schema      a JSON schema, as a dict or as JSON text
+        json_schema      a JSON schema, as a dict or as JSON text; the answer has no white space between its parts,
+                         unless ``whitespace_flexible=True`` is given, too
         regex            a regular expression that the whole answer matches
         choice           texts, of which the answer is one
 

@@ -105,6 +105,9 @@ class GenerateRequest(SamplingParams, Conversation):
     """The answer is JSON that validates against this schema, a map or its JSON text (kept as text). Of json_schema,
     regex and choice one at most. max_tokens may cut the answer short; what of JSON Schema is not offered is refused by
     name."""
+    whitespace_flexible: bool = False
+    """Let the model put white space between the parts of the JSON that json_schema asks for: a line break and up to 40
+    blanks at each place. By default there is none there."""
     regex: Annotated[str, Field(min_length=1, max_length=8192)] | None = None
     """The whole answer matches this regular expression (the Rust regex crate's syntax; no look-around, no
     back-references; ``\\d`` is 0-9)."""
@@ -146,6 +149,8 @@ class GenerateRequest(SamplingParams, Conversation):
         shapes = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(shapes) > 1:
             raise FieldsDisagree(shapes[1], f"cannot be given together with {shapes[0]}")
+        if self.whitespace_flexible and self.json_schema is None:
+            raise FieldsDisagree("whitespace_flexible", "is true: needs json_schema")
         if self.top_logprobs and not self.logprobs:
             raise FieldsDisagree("top_logprobs", f"is {self.top_logprobs}: needs logprobs to be true")
         if self.negative_prompt is not None and self.cfg_scale == 1:
@@ -154,9 +159,13 @@ class GenerateRequest(SamplingParams, Conversation):
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """What gives the answer its shape: (field, text), the text of choice being a JSON list. None for any shape."""
+        """What gives the answer its shape: (field, text). None for any shape. The text of choice is a JSON list. In the
+        text of json_schema, ``whitespace_flexible`` stands as the library has it."""
         if self.choice is not None:
             return "choice", json.dumps(self.choice)
+        if self.whitespace_flexible and self.json_schema is not None:
+            schema = json.loads(self.json_schema) | {"x-guidance": {"whitespace_flexible": True}}
+            return "json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
         return next(((name, text) for name in CONSTRAINTS[:2] if (text := getattr(self, name)) is not None), None)
 
     def check_limits(self, limits: Mapping[str, Any], given: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -17,8 +17,8 @@ llguidance (Rust; MIT; no dependencies) says at each step which tokens may come 
 * An answer that goes on in another worker goes through the constraint first (``replay``).
 * A mask that exceeds the library's bounds (constraint_grammar.LIMITS) ends the answer with an error. So does nothing
   else: bounds are per mask, so that no answer delays the others for long.
-* Which tokens spell a text is left to the model: every spelling is allowed. JSON has bounded whitespace, its keys stand
-  in the order of the schema's properties, and a key may not stand twice.
+* Which tokens spell a text is left to the model: every spelling is allowed. JSON has no white space between its parts,
+  or little (``whitespace_flexible``). Its keys stand in the order of the schema's properties, and none stands twice.
 * An answer's text is that of its tokens joined. A tokenizer that drops the space before a text's first word does so
   here too, if nothing stands before the answer: then a shape that begins with a space is delivered without it.
 
@@ -124,9 +124,12 @@ class Constraint:
 
     def push(self, token: int) -> None:
         """The next token, one of ``allowed`` and none that ends the answer. Raises RequestError."""
+        bits = self._bits
+        was_allowed = bits is not None and bool(bits[token >> 3] >> (token & 7) & 1)
         self._bits = self._allowed = None
         self._matcher.consume_token(token)
-        self._check()
+        # Where the library runs out of states inside a token, it says that the token does not match.
+        self._check(too_costly=was_allowed)
         self.position += 1
 
     def replay(self, tokens: Iterable[int]) -> None:
@@ -144,9 +147,10 @@ class Constraint:
             self._check()
             self.position, self._bits, self._allowed = position, None, None
 
-    def _check(self) -> None:
+    def _check(self, *, too_costly: bool = False) -> None:
+        """Raise RequestError if the library met an error. ``too_costly``: only its limits can be the reason."""
         if self._matcher.is_error():
-            costs = TOO_COSTLY.search(self._matcher.get_error())
+            costs = too_costly or TOO_COSTLY.search(self._matcher.get_error())
             why = "has become too costly for the answer to go on" if costs else "does not allow what was drawn"
             raise RequestError(f"{self._kind} {why}", field=self._kind)
 

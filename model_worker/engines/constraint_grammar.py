@@ -25,8 +25,12 @@ LIMITS = llguidance.LLParserLimits(
 among masks made to be slow), and of an answer's memory (60 MB). A string with a maxLength takes 2 or 3 states for each
 of its characters: one of 40,000 ends the answer with an error."""
 
-_WHITESPACE = r"(\r?\n)?[ \t]{0,40}"
-"""Between the parts of JSON: what pretty printers write. The library's default has no end, nor has a small model."""
+WHITESPACE_OPTION = "whitespace_flexible"
+"""The library's name for white space between the parts of JSON, beside a schema as {"x-guidance": {NAME: true}}."""
+_COMPACT = {WHITESPACE_OPTION: False}
+"""JSON without white space between its parts: small models, once they may, write blanks until max_tokens is reached."""
+_FLEXIBLE = {"whitespace_pattern": r"(\r?\n)?[ \t]{0,40}"}
+"""White space as pretty printers write it. The library's own default has no end."""
 
 _PREFIX = '%llguidance { "no_forcing": true }\nstart: '
 """Text that must come next is drawn like any other: the model picks the tokens that it is written with."""
@@ -75,15 +79,23 @@ class Vocabulary:
 
 
 def grammar(kind: str, text: str) -> str:
-    """The grammar of a GenerateRequest.constraint. Raises RequestError for what the library would take for something
-    else."""
+    """Return the grammar of a GenerateRequest.constraint. Raises RequestError for text that the library would
+    misunderstand."""
     if kind == "json_schema":
         schema = json.loads(text)
         if not isinstance(schema, dict):
             raise RequestError("json_schema: must be a map", field=kind)
-        if "x-guidance" in schema:
-            raise RequestError("json_schema: x-guidance is not offered", field=kind, code=ErrorCode.UNSUPPORTED)
-        schema["x-guidance"] = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
+        given = schema.get("x-guidance", {})
+        if not isinstance(given, dict) or not all(
+            key == WHITESPACE_OPTION and type(given[key]) is bool for key in given
+        ):
+            raise RequestError(
+                f"json_schema: x-guidance is not offered, except for {WHITESPACE_OPTION}, which is true or false",
+                field=kind,
+                code=ErrorCode.UNSUPPORTED,
+            )
+        white_space = _FLEXIBLE if given.get(WHITESPACE_OPTION) else _COMPACT
+        schema["x-guidance"] = {**white_space, "lenient": False, "coerce_one_of": False}
         return f"{_PREFIX}%json {json.dumps(schema, ensure_ascii=False)}"
     if kind == "choice":
         text = "|".join("".join(map(_literal, choice)) for choice in json.loads(text))

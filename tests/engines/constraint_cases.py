@@ -128,6 +128,9 @@ NOT_OFFERED: list[tuple[str, dict[str, Any]]] = [
     ("look-around", {"type": "string", "pattern": "^(?!a)b$"}),
     ("$ref to another document", {"$ref": "https://example.org/schema.json"}),
     ("x-guidance", {"x-guidance": {"lenient": True}, "not": {}}),
+    ("whitespace_flexible", {"x-guidance": {"whitespace_flexible": 1}}),
+    ("x-guidance", {"x-guidance": {"whitespace_flexible": True, "item_separator": "x"}}),
+    ("x-guidance", {"x-guidance": True}),
     ("not", {"type": "object", "properties": {"a": {"type": "array", "items": {"not": {"const": 1}}}}}),
 ]
 """(what the refusal names, schema)."""

@@ -44,6 +44,14 @@ def asked(engine: Engine, kind: str, what: Any, seed: int = 7, size: int = 900, 
     return answer(engine, PROMPT, size, sampling, constraint=(kind, text), **fields)
 
 
+IN_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+def between_parts(text: str) -> str:
+    """JSON with its strings left out."""
+    return IN_STRINGS.sub("", text)
+
+
 def whole(outcome: Outcome) -> str:
     """The text of an answer that was not cut short."""
     assert outcome.reason == FinishReason.STOP, (outcome.job.constraint, outcome.reason, outcome.text[-200:])
@@ -71,7 +79,29 @@ def test_json_validates(engine: Engine, name: str) -> None:
             validator.validate(json.loads(text))
         except (ValueError, jsonschema.ValidationError) as e:
             raise AssertionError(f"seed {seed}: {text!r}") from e
+        assert not re.search(r"\s", between_parts(text)), "compact"
     assert ended
+
+
+@pytest.mark.parametrize("name", ["nested", "object", "array", "words of a person"])
+def test_white_space_does_not_use_up_the_answer(name: str) -> None:
+    """A model that was taught stories writes blanks wherever it may."""
+    stories = build_engine(demo_spec("transformers", "stories"))
+    stories.load(lambda *_: None)
+
+    def told(schema: dict[str, Any], seed: int) -> Outcome:
+        sampling = SamplingParams(temperature=1.0, seed=seed)
+        return answer(stories, "Once upon a time", 300, sampling, constraint=("json_schema", json.dumps(schema)))
+
+    try:
+        for seed in range(6):
+            text = whole(told(SCHEMAS[name], seed))
+            jsonschema.validate(json.loads(text), SCHEMAS[name])
+            assert not re.search(r"\s", between_parts(text))
+        flexible = SCHEMAS[name] | {"x-guidance": {"whitespace_flexible": True}}
+        assert any(re.search(r"\s", between_parts(told(flexible, seed).text)) for seed in range(6))
+    finally:
+        stories.close()
 
 
 @pytest.mark.parametrize("regex", REGEXES)

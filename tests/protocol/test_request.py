@@ -55,6 +55,7 @@ FIELDS: dict[str, list[Any]] = {
     "stop": [["a"]], "min_tokens": [0, 9], "stop_token_ids": [[2, 3]], "banned_strings": [["shiver", "spine"]],
     "token_healing": [True], "logprobs": [True, False], "top_logprobs": [0], "preset": ["none", None],
     "json_schema": ['{"type":"integer"}', None], "regex": ["[a-z]+", None], "choice": [["yes", "no"], None],
+    "whitespace_flexible": [False],
 }  # fmt: skip
 
 
@@ -112,6 +113,8 @@ def test_a_schema_is_kept_as_text_without_spaces() -> None:
 def test_what_gives_an_answer_its_shape() -> None:
     assert GenerateRequest(prompt="x").constraint is None
     assert GenerateRequest(prompt="x", regex="a|b").constraint == ("regex", "a|b")
+    flexible = GenerateRequest(prompt="x", json_schema='{"const":"ü"}', whitespace_flexible=True)
+    assert flexible.constraint == ("json_schema", '{"const":"ü","x-guidance":{"whitespace_flexible":true}}')
     assert GenerateRequest(prompt="x", choice=("yes", "né")).constraint == ("choice", '["yes", "n\\u00e9"]')
 
 
@@ -171,6 +174,7 @@ def test_top_k_of_minus_one_is_off() -> None:
         ({"dry_range": 20}, "dry_range is 20: must be 0 or more than 20"),
         ({"json_schema": {}, "regex": "a"}, "regex cannot be given together with json_schema"),
         ({"regex": "a", "choice": ["a"]}, "choice cannot be given together with regex"),
+        ({"regex": "a", "whitespace_flexible": True}, "whitespace_flexible is true: needs json_schema"),
     ],
 )
 def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) -> None:

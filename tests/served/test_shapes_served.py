@@ -38,6 +38,12 @@ def test_every_kind(client: Client) -> None:
         told = client.complete("letters", PROMPT, json_schema=given, seed=1, max_tokens=400)
         jsonschema.validate(json.loads(told.text), schema)
         assert told.finish_reason == "stop"
+        assert not re.search(r"\s", told.text), "no white space but in strings, of which it has none"
+    flexible = [
+        client.complete("letters", PROMPT, json_schema=schema, whitespace_flexible=True, seed=seed, max_tokens=400).text
+        for seed in range(3)
+    ]
+    assert any(re.search(r"\s", text) for text in flexible)
     assert re.fullmatch("[a-f]{3}-[0-9]{2}", client.complete("letters", PROMPT, regex=r"[a-f]{3}-\d{2}", seed=1).text)
     assert client.complete("letters", PROMPT, choice=["yes", "no"], seed=1).text in ("yes", "no")
 
