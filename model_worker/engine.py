@@ -19,7 +19,21 @@ a name of its own. Called from load(), often."""
 
 
 class LoadError(Exception):
-    """The model cannot be loaded as configured, and trying again will not help. One line a person can act on."""
+    """The model cannot be loaded as configured, and trying again will not help. One line a person can act on.
+
+    key   the key of the model in models.yaml that has to change, such as "max_seq_len" or "lora.0.dir"; None for
+          model_dir: what lies in the directory is wrong
+    also  further faults of the same model, which were found along with this one
+    """
+
+    def __init__(self, message: str, *, key: str | None = None, also: "Sequence[LoadError]" = ()) -> None:
+        super().__init__(message)
+        self.key = key
+        self.also = tuple(also)
+
+
+class NotInstalled(LoadError):
+    """This machine lacks a package that the engine needs; on another one the model may load."""
 
 
 @dataclass(frozen=True)

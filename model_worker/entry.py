@@ -88,7 +88,7 @@ def run(spec: WorkerSpec, beat: Beat, output: LogOutput) -> int:
     """Connect, load, serve. Returns the process's exit code."""
     from model_worker.engine import LoadError
     from model_worker.engines import build_engine
-    from model_worker.intake import not_offered
+    from model_worker.intake import check_defaults
     from model_worker.link import SupervisorLink
     from model_worker.loop import WorkerLoop
 
@@ -106,8 +106,7 @@ def run(spec: WorkerSpec, beat: Beat, output: LogOutput) -> int:
         gc.freeze()
         gc.enable()  # a load may leave cycles that hold tensors
         engine.load(progress)
-        if name := not_offered(spec.sampling, engine.capabilities.offered):
-            raise LoadError(f"sampling.{name} is not offered by this model's engine: remove it")
+        check_defaults(spec.sampling, engine.capabilities.offered)
     except LoadError as e:
         print(LOAD_ERROR_PREFIX + " ".join(str(e).split()), file=sys.stderr)
         link.close()

@@ -1,12 +1,21 @@
-"""A process of its own that says what models will take of GPUs: ``python -P -m model_worker.estimating PARENT``.
+"""A process of its own that reads models' directories for others: ``python -P -m model_worker.estimating PARENT``.
 
-A model's directory may be hostile, huge, or on a file system that hangs: the supervisor reads none of it itself. Reads
-from stdin a JSON list of {"spec": fields of EngineSpec, "counts": [numbers of GPUs]}, and writes one line of JSON for
-each, in that order: {"needs": {count: {"weights", "cache", "draft", "workspace", "per_gpu"}}} in bytes,
-{"error": text} for a model that cannot be loaded as configured, or {"unknown": text} where nobody can tell.
+It says what is wrong with a model, by the same checks that its worker makes before it loads, and what the model will
+take of GPUs. A directory may be hostile, huge, or on a file system that hangs: neither the supervisor nor a command
+reads any of it itself.
+
+Reads from stdin a JSON list of questions: {"spec": fields of EngineSpec, "sampling": the model's defaults, "counts":
+[numbers of GPUs], "installed": whether to check that the engine's package is installed here}. Writes one line of JSON
+for each, in that order:
+
+    {"faults": [{"key", "message", "machine"}, ...]} for a model that cannot be loaded as configured: the key of the
+        model in models.yaml, a line for people, and whether only this machine lacks something
+    {"needs": {count: {"weights", "cache", "draft", "workspace", "per_gpu"}}} in bytes, by number of GPUs
+    {"unknown": text} for a model without a fault whose needs nobody can tell
 """
 
 import json
+import os
 import resource
 import sys
 from dataclasses import asdict
@@ -18,23 +27,62 @@ MEMORY_LIMIT = 2 << 30
 """Bytes of address space: a safetensors header of the format's own limit, 100 MiB, takes 1 GiB as objects."""
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one request."""
-    from model_worker.engine import LoadError
-    from model_worker.engines.exllamav2.vram import estimate
-    from model_worker.engines.vetting import understood
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one question."""
+    from model_worker.engine import LoadError, NotInstalled
     from protocol.worker_spec import EngineSpec
 
-    spec = EngineSpec(**request["spec"])
-    if spec.engine != "exllamav2":
-        return {"unknown": f"there is no estimate for engine {spec.engine}"}
+    spec = EngineSpec(**question["spec"])
     try:
-        with understood(spec.model_dir):
-            return {"needs": {count: asdict(estimate(spec, count)) for count in request["counts"]}}
+        if spec.engine == "exllamav2":
+            return _of_exllamav2(spec, question)
+        if spec.engine == "transformers":
+            _check_transformers(spec, question)
+        return {"unknown": f"there is no estimate for engine {spec.engine}"}
     except LoadError as e:
-        return {"error": _one_line(str(e))}
+        return {"faults": [_fault(str(fault), fault.key, isinstance(fault, NotInstalled)) for fault in (e, *e.also)]}
     except MemoryError:
-        return {"error": f"{spec.model_dir}: reading it takes more than {MEMORY_LIMIT >> 30} GiB of memory"}
+        told = f"{spec.model_dir}: reading it takes more than {MEMORY_LIMIT >> 30} GiB of memory"
+        return {"faults": [_fault(told)]}
+
+
+def _check_transformers(spec: Any, question: dict[str, Any]) -> None:
+    """Raises LoadError."""
+    from model_worker.engines.embedded.check import OFFERED, check
+    from model_worker.engines.vetting import Faults
+    from model_worker.intake import check_defaults
+
+    faults = Faults(spec.model_dir)
+    faults.of(lambda: check(spec))
+    faults.of(lambda: check_defaults(question["sampling"], OFFERED))
+    faults.raise_found()
+
+
+def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
+    """The needs by number of GPUs. Raises LoadError."""
+    from model_worker.engines.exllamav2.check import check, check_installed, check_parallel
+    from model_worker.engines.exllamav2.options import offered
+    from model_worker.engines.exllamav2.vram import estimate_of
+    from model_worker.engines.vetting import Faults
+    from model_worker.intake import check_defaults
+
+    faults = Faults(spec.model_dir)
+    if question["installed"]:
+        faults.of(check_installed)
+    needs = {}
+    if (checked := faults.of(lambda: check(spec))) is not None:
+        options, directory, sizes, draft = checked.options, checked.directory, checked.sizes, checked.draft
+        faults.of(lambda: check_defaults(question["sampling"], offered(options.speculates)))
+        # further counts are for a remedy, should the first not suffice
+        faults.of(lambda: check_parallel(options, directory, sizes, question["counts"][0]))
+        for count in question["counts"]:
+            needs[count] = faults.of(lambda count=count: asdict(estimate_of(options, sizes, directory, draft, count)))  # type: ignore[misc]
+    faults.raise_found()
+    return {"needs": needs}
+
+
+def _fault(message: str, key: str | None = None, machine: bool = False) -> dict[str, Any]:
+    return {"key": key or "model_dir", "message": _one_line(message), "machine": machine}
 
 
 def _one_line(text: str) -> str:
@@ -45,10 +93,11 @@ def _one_line(text: str) -> str:
 def main() -> None:
     if not die_with(int(sys.argv[1])):
         return
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would take address space
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for request in json.load(sys.stdin):
-        print(json.dumps(answer(request)), flush=True)
+    for question in json.load(sys.stdin):
+        print(json.dumps(answer(question)), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Whether a job fits and is offered, the engine's ``submit`` says.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from model_worker.engine import Engine, Job
+from model_worker.engine import Engine, Job, LoadError
 from protocol.chat import Conversation
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.presets import PRESETS
@@ -144,6 +144,13 @@ def not_resumable(request: GenerateRequest) -> str | None:
     if request.cfg_scale != 1:
         return "cfg_scale"
     return None
+
+
+def check_defaults(sampling: Mapping[str, Any], offered: frozenset[str]) -> None:
+    """Raise LoadError for a sampling default of models.yaml that the engine does not offer."""
+    if name := not_offered(sampling, offered):
+        told = f"sampling.{name} is not offered by this model's engine: remove it"
+        raise LoadError(told, key=f"sampling.{name}" if name in sampling else "sampling.preset")
 
 
 def not_offered(sampling: Mapping[str, Any], offered: frozenset[str]) -> str | None:

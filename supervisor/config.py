@@ -4,14 +4,16 @@ Unknown keys, wrong types, missing directories and combinations that cannot work
 started, each with its line. Nothing is clamped and nothing is ignored.
 """
 
-import difflib
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from protocol import limits
 from protocol.worker_spec import EngineSpec
+from supervisor.config_rules import combination_problems, sampling_problems
 from supervisor.config_schema import ENGINE_KEYS, FileConfig, ModelConfig, SupervisorConfig
-from supervisor.fitting import Unfit, fit
+from supervisor.fitting import Flaw, Unfit, fit
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir
 from supervisor.requests.model_queue import QueueLimits
@@ -19,10 +21,6 @@ from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"
 DEMO_DIR = Path(__file__).resolve().parent.parent / "model_worker" / "demo_models"
-
-
-PAGE = 256
-"""Tokens of a page of ExLlamaV2's cache."""
 
 
 class ModelSpec:
@@ -114,45 +112,107 @@ class Config:
             raise KeysProblem(f"supervisor.keys is {given!r}: {e}") from None
 
 
+@dataclass(frozen=True)
+class Examined:
+    """What there is to say of a models.yaml.
+
+    problems  all that was found; none: ``config`` may be used
+    config    what is right of the file. Keys that are wrong are left out, so that the rest can be checked further
+    source    finds the line of a key
+    """
+
+    source: YamlSource
+    config: Config
+    problems: list[Problem]
+
+    def problem(self, model: str, key: str, message: str) -> Problem:
+        """A problem at a model's key, which is written with dots: "lora.0.dir"."""
+        parts = [int(part) if part.isdecimal() else part for part in key.split(".")]
+        return self.source.problem(("models", model, *parts), message)
+
+
 def load_config(file: Path) -> Config:
     """Read and check a models.yaml. Raises ConfigError with every problem found; starts nothing, changes nothing."""
+    examined = examine_config(file)
+    if examined.problems:
+        raise ConfigError(examined.problems)
+    return examined.config
+
+
+def examine_config(file: Path) -> Examined:
+    """Read and check a models.yaml as far as it can be understood. Raises ConfigError if nothing of it can be."""
     source = YamlSource(file)
-    try:
-        parsed = fit(FileConfig, source.data)
-    except Unfit as e:
-        raise ConfigError([source.problem(flaw.path, flaw.message) for flaw in e.flaws]) from None
-    problems: list[Problem] = []
-    models = {}
-    if not parsed.models:
+    parsed, flaws = _fit(source.data)
+    problems = [*source.problems, *(source.problem(flaw.path, flaw.message) for flaw in flaws)]
+    if not parsed.models and not flaws:
         problems.append(source.problem(("models",), "names no model; add at least one"))
+    flawed = {flaw.path[1] for flaw in flaws if len(flaw.path) > 2 and flaw.path[0] == "models"}
+    models = {}
+    base = Path(file).resolve().parent
     for name, config in parsed.models.items():
         path: KeyPath = ("models", name)
-        if not re.fullmatch(limits.MODEL_NAME_PATTERN, name):
-            message = (
-                "is no model name: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a letter or digit"
-            )
-            problems.append(source.problem(path, message))
-        if name == limits.SUPERVISOR_NAME:
-            problems.append(source.problem(path, "is taken: the supervisor's own log is called so"))
-        problems += [source.problem((*path, key), message) for key, message in _combination_problems(config)]
-        problems += [source.problem((*path, *key), message) for key, message in _sampling_problems(config)]
-        base = Path(file).resolve().parent
-        paths: list[tuple[KeyPath, str]] = [(("model_dir",), config.model_dir)]
-        if config.draft_model is not None:
-            paths.append((("draft_model",), config.draft_model))
-        paths += [(("lora", index, "dir"), entry.dir) for index, entry in enumerate(config.lora or ())]
-        found = {}
-        for key, given in paths:
+        if problem := _name_problem(name):
+            problems.append(source.problem(path, problem))
+        if name not in flawed:  # a key that is left out would be missed by others
+            problems += [source.problem((*path, key), message) for key, message in combination_problems(config)]
+            wrong = sampling_problems(config)
+            problems += [source.problem((*path, *key), message) for key, message in wrong]
+            if wrong:
+                config = replace(config, sampling=None, limits=None)
+        spec, missing = _find(name, config, base)
+        problems += [source.problem((*path, *key), message) for key, message in missing]
+        if spec is not None:
+            models[name] = spec
+    problems.sort(key=lambda problem: problem.line)
+    return Examined(source, Config(Path(file).resolve(), models, parsed.supervisor), problems)
+
+
+def _fit(data: Any) -> tuple[FileConfig, list[Flaw]]:
+    """The file's values in their types, without those that do not fit, and what is wrong with these."""
+    try:
+        return fit(FileConfig, data), []
+    except Unfit as e:
+        flaws = e.flaws
+    models = data.get("models") if isinstance(data, dict) else None
+    sound = {}
+    for name, keys in models.items() if isinstance(models, dict) else ():
+        wrong = {flaw.path[2] for flaw in flaws if flaw.path[:2] == ("models", name) and len(flaw.path) > 2}
+        if isinstance(keys, dict):
             try:
-                found[key] = _resolve(given, base)
-            except (ValueError, RuntimeError, OSError) as e:  # no such user in ~user, a loop of links, a name too long
-                problems.append(source.problem((*path, *key), str(e)))
-        if len(found) == len(paths):
-            lora = tuple(directory for key, directory in found.items() if key[0] == "lora")
-            models[name] = ModelSpec(name, config, found["model_dir",], found.get(("draft_model",)), lora)
-    if problems:
-        raise ConfigError(problems)
-    return Config(Path(file).resolve(), models, parsed.supervisor)
+                sound[name] = fit(ModelConfig, {key: value for key, value in keys.items() if key not in wrong})
+            except Unfit:  # what is required is missing or wrong
+                continue
+    supervisor = SupervisorConfig()
+    if isinstance(data, dict) and not any(flaw.path[:1] == ("supervisor",) for flaw in flaws):
+        supervisor = fit(SupervisorConfig, data.get("supervisor", {}))
+    return FileConfig(models=sound, supervisor=supervisor), flaws
+
+
+def _name_problem(name: str) -> str | None:
+    if not re.fullmatch(limits.MODEL_NAME_PATTERN, name):
+        return "is no model name: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a letter or digit"
+    return "is taken: the supervisor's own log is called so" if name == limits.SUPERVISOR_NAME else None
+
+
+def _find(name: str, config: ModelConfig, base: Path) -> tuple[ModelSpec | None, list[tuple[KeyPath, str]]]:
+    """The model with its directories, None if one is missing; and (key, message) for each that is.
+
+    base  what paths are relative to
+    """
+    paths: list[tuple[KeyPath, str]] = [(("model_dir",), config.model_dir)]
+    if config.draft_model is not None:
+        paths.append((("draft_model",), config.draft_model))
+    paths += [(("lora", index, "dir"), entry.dir) for index, entry in enumerate(config.lora or ())]
+    found, missing = {}, []
+    for key, given in paths:
+        try:
+            found[key] = _resolve(given, base)
+        except (ValueError, RuntimeError, OSError) as e:  # no such user in ~user, a loop of links, a name too long
+            missing.append((key, str(e)))
+    if missing:
+        return None, missing
+    lora = tuple(directory for key, directory in found.items() if key[0] == "lora")
+    return ModelSpec(name, config, found["model_dir",], found.get(("draft_model",)), lora), []
 
 
 def _resolve(model_dir: str, base: Path) -> Path:
@@ -167,97 +227,3 @@ def _resolve(model_dir: str, base: Path) -> Path:
     if not path.is_dir():
         raise ValueError(f"{model_dir!r} is no directory (looked for {path}); give the directory with config.json")
     return path
-
-
-def _combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
-    """(key, message) for keys that are fine alone and wrong together."""
-    problems = []
-    custom = ":" in config.engine
-    if not custom and config.engine not in ENGINE_KEYS:
-        near = difflib.get_close_matches(config.engine, ENGINE_KEYS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(ENGINE_KEYS)}, or package.module:Class"
-        problems.append(("engine", f"{config.engine!r} is no engine: {hint}"))
-        return problems
-    known = ENGINE_KEYS.get(config.engine, frozenset())
-    foreign = sorted(frozenset[str]().union(*ENGINE_KEYS.values()) - known)
-    message = f"is not a key of engine {config.engine!r}; remove it"
-    problems += [(key, message) for key in foreign if getattr(config, key) is not None]
-    if config.options is not None and not custom:
-        problems.append(("options", "is only for an engine named by an import string; remove it"))
-    problems += _demand_problems(config)
-    if config.engine == "exllamav2" and config.gpu in (None, "cpu"):
-        problems.append(
-            ("gpu", "engine exllamav2 needs a GPU: add gpu: auto, or pin it with gpu: 0, [0, 1] or GPU-<uuid>")
-        )
-    if config.vram is not None:
-        gpus = len(config.gpu) if isinstance(config.gpu, tuple) else 1
-        if config.gpu in (None, "cpu"):
-            problems.append(("vram", "is for a model on a GPU; add gpu, or remove it"))
-        elif len(config.vram) not in (1, gpus):
-            problems.append(("vram", f"has {len(config.vram)} values for {gpus} GPUs; give one, or one for each"))
-    if config.engine == "exllamav2":
-        problems += _exllamav2_problems(config)
-    return problems
-
-
-def _sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
-    """(path, message) for defaults and limits that no request could have."""
-    if config.sampling is None and config.limits is None:
-        return []
-    # a tenth of a second, for keys that few models have
-    from protocol.sampling_defaults import DefaultsProblem, check_limits, check_sampling
-
-    sampling, limits = config.sampling or {}, config.limits or {}
-    name = "sampling"
-    try:
-        check_sampling(sampling)
-        name = "limits"  # which are held against defaults that are right
-        check_limits(limits, sampling)
-    except DefaultsProblem as e:
-        return [((name,) if e.key is None else (name, e.key), e.problem)]
-    return []
-
-
-def _demand_problems(config: ModelConfig) -> list[tuple[str, str]]:
-    """(key, message) for what is only for lazy models, or contradicts itself."""
-    given = {"ttl": config.ttl is not None, "pinned": config.pinned, "priority": config.priority != 0}
-    why = "is for a model that a request can start: add lazy: true, or remove it"
-    problems = [(key, why) for key, is_given in given.items() if is_given and not config.lazy]
-    if config.pinned and config.ttl is not None:
-        problems.append(("ttl", "unloads what pinned keeps loaded; keep one of them"))
-    if config.pinned and config.priority:
-        problems.append(("priority", "says who is unloaded first, and pinned that it never is; keep one of them"))
-    return problems
-
-
-def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:
-    """(key, message) for keys of engine exllamav2 that are wrong together."""
-    problems = []
-    for key in ("cache_size", "chunk_size"):
-        value = getattr(config, key)
-        if value is not None and value % PAGE:
-            near = -(-value // PAGE) * PAGE
-            problems.append((key, f"is {value}: must be a multiple of {PAGE}, such as {near}"))
-    if config.draft_model is not None and config.ngram_draft:
-        problems.append(("ngram_draft", "speculates as draft_model does; keep one of them"))
-    if config.draft_model is None:
-        alone = ("draft_cache_mode", "draft_rope_scale", "draft_rope_alpha")
-        problems += [(key, "is for a draft_model; add one, or remove it") for key in alone if getattr(config, key)]
-        if config.draft_tokens and not config.ngram_draft:
-            problems.append(("draft_tokens", "is without effect: add draft_model or ngram_draft, or remove it"))
-    gpus = len(config.gpu) if isinstance(config.gpu, tuple) else 1
-    for key in ("gpu_split", "autosplit_reserve"):
-        value = getattr(config, key)
-        if value is not None and gpus == 1:
-            problems.append((key, "is for several GPUs; list them (gpu: [0, 1]), or remove it"))
-        elif value is not None and len(value) != gpus:
-            problems.append((key, f"has {len(value)} values for {gpus} GPUs; give one for each"))
-    if config.autosplit_reserve is not None and (config.gpu_split is not None or config.tensor_parallel):
-        other = "gpu_split" if config.gpu_split is not None else "tensor_parallel"
-        problems.append(("autosplit_reserve", f"is for the automatic split, which {other} turns off; keep one of them"))
-    if config.tensor_parallel:
-        if gpus == 1:
-            problems.append(("tensor_parallel", "needs several GPUs; list them (gpu: [0, 1]), or remove it"))
-        if config.lora:
-            problems.append(("lora", "does not work with tensor_parallel; remove one of them"))
-    return problems

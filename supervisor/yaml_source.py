@@ -59,12 +59,16 @@ class _Loader(yaml.SafeLoader):
 
 
 class YamlSource:
-    """Data and lines of one file. Raises ConfigError if it cannot be read, parsed, or holds a key twice."""
+    """Data and lines of one file. Raises ConfigError if it cannot be read or parsed.
+
+    data      of a key that stands twice, the second value
+    problems  the keys that stand twice: the file may not be used
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = str(file)
         self._lines: dict[KeyPath, int] = {}
-        self._problems: list[Problem] = []
+        self.problems: list[Problem] = []
         self._nodes = 0
         try:
             # not waiting: a running supervisor reads it again, and a pipe in its place would hold everything up
@@ -79,8 +83,6 @@ class YamlSource:
         if len(raw) > MAX_FILE_BYTES:
             raise ConfigError([Problem(self.file, 0, "", f"is larger than {MAX_FILE_BYTES} bytes")])
         self.data = self._parse(raw)
-        if self._problems:
-            raise ConfigError(self._problems)
 
     def problem(self, path: KeyPath, message: str) -> Problem:
         """A problem at a key path, with the line of the path or of its nearest existing parent."""
@@ -124,9 +126,7 @@ class YamlSource:
                 line = key_node.start_mark.line + 1
                 if key_node.value in seen:
                     message = f"stands here and in line {seen[key_node.value]}; each name may stand once"
-                    self._problems.append(
-                        Problem(self.file, line, ".".join(map(str, (*path, key_node.value))), message)
-                    )
+                    self.problems.append(Problem(self.file, line, ".".join(map(str, (*path, key_node.value))), message))
                 seen[key_node.value] = line
         loader.flatten_mapping(node)
         built: dict[Any, Any] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from model_worker.engine import LoadError
-from model_worker.engines.vetting import check_shard_names, parse_json, read_json, vet
+from model_worker.engines.vetting import Faults, check_shard_names, parse_json, read_json, vet
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HEADER_LIMIT = 100 << 20  # the safetensors format's own limit
@@ -57,30 +57,41 @@ class ModelDir:
         if not self.path.is_dir():
             raise LoadError(f"model_dir {path} is no directory")
         vet(self.path)
-        self.config = self._json("config.json", required=True)
-        self.generation_config = self._json("generation_config.json")
-        self.tokenizer_config = self._json("tokenizer_config.json")
-        self.quantize_config = self._json("quantize_config.json")
-        self._json("added_tokens.json")  # which ExLlamaV2's tokenizer reads
-        if not self.tokenizer_path.is_file():
-            raise LoadError(f"{path} has no tokenizer.json: convert the tokenizer to that format, no other is read")
+        faults = Faults(path)
+        self.config = faults.of(lambda: self._json("config.json", required=True)) or {}
+        self.generation_config = faults.of(lambda: self._json("generation_config.json")) or {}
+        self.tokenizer_config = faults.of(lambda: self._json("tokenizer_config.json")) or {}
+        self.quantize_config = faults.of(lambda: self._json("quantize_config.json")) or {}
+        faults.of(lambda: self._json("added_tokens.json"))  # which ExLlamaV2's tokenizer reads
+        faults.of(self._check_tokenizer)
         if "auto_map" in self.config:
             print(f"{self.path}/config.json names code of its own (auto_map), which is never run", file=sys.stderr)
         self.weights = sorted(self.path.glob("*.safetensors"))
+        self.tensors: dict[str, Tensor] = {}
+        faults.of(self._read_weights)
+        faults.raise_found()
+
+    def _check_tokenizer(self) -> None:
+        if not self.tokenizer_path.is_file():
+            raise LoadError(
+                f"{self.path} has no tokenizer.json: convert the tokenizer to that format, no other is read"
+            )
+
+    def _read_weights(self) -> None:
         if not self.weights:
             pickles = sorted(p.name for pattern in _PICKLES for p in self.path.glob(pattern))
             if pickles:
                 raise LoadError(
-                    f"{path} holds pickled weights only ({pickles[0]}), which are never loaded: convert to safetensors"
+                    f"{self.path} holds pickled weights only ({pickles[0]}), which are never loaded: convert to "
+                    "safetensors"
                 )
-            raise LoadError(f"{path} has no weights: no *.safetensors file")
-        self.tensors: dict[str, Tensor] = {}
+            raise LoadError(f"{self.path} has no weights: no *.safetensors file")
         for file in self.weights:
             for name, tensor in read_header(file).items():
                 if name in self.tensors:
                     raise LoadError(
-                        f"{path}: {file.name} and {self.tensors[name].file} both hold {name}: they are not of one "
-                        "model; remove the files that do not belong to it"
+                        f"{self.path}: {file.name} and {self.tensors[name].file} both hold {name}: they are not of "
+                        "one model; remove the files that do not belong to it"
                     )
                 self.tensors[name] = tensor
         self._check_index()
@@ -146,12 +157,16 @@ class ModelDir:
             raise LoadError(f"{self.path}/config.json: the context is {own}: it must be from 1 to {LONGEST_CONTEXT}")
         if asked is None:
             if own is None:
-                raise LoadError(f"{self.path}/config.json does not say how long the context is: set max_seq_len")
+                raise LoadError(
+                    f"{self.path}/config.json does not say how long the context is: set max_seq_len", key="max_seq_len"
+                )
             return own
         if asked < 2:
-            raise LoadError(f"max_seq_len is {asked}: it must be at least 2")
+            raise LoadError(f"max_seq_len is {asked}: it must be at least 2", key="max_seq_len")
         if own is not None and asked > max(own, self._scaled_context()) and not stretched:
-            raise LoadError(f"max_seq_len is {asked}, but the model's own context is {own}: set at most that")
+            raise LoadError(
+                f"max_seq_len is {asked}, but the model's own context is {own}: set at most that", key="max_seq_len"
+            )
         return asked
 
     def _scaled_context(self) -> int:

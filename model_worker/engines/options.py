@@ -16,7 +16,7 @@ class Options:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-                raise LoadError(f"engine {engine} knows no option {key!r}: {hint}")
+                raise LoadError(f"engine {engine} knows no option {key!r}: {hint}", key=key)
 
     def integer(self, key: str, default: int, *, minimum: int = 1, multiple_of: int = 1) -> int:
         """An integer option, or ``default`` as it is. Raises LoadError for another type, a smaller value, or no
@@ -26,13 +26,15 @@ class Options:
         value = self._given[key]
         # bool is an int in Python, and `threads: yes` a bool in YAML
         if isinstance(value, bool) or not isinstance(value, int):
-            raise LoadError(f"option {key} of engine {self._engine} is {value!r}: it must be an integer")
+            raise LoadError(f"option {key} of engine {self._engine} is {value!r}: it must be an integer", key=key)
         if value < minimum:
-            raise LoadError(f"option {key} of engine {self._engine} is {value}: it must be at least {minimum}")
+            told = f"option {key} of engine {self._engine} is {value}: it must be at least {minimum}"
+            raise LoadError(told, key=key)
         if value % multiple_of:
             raise LoadError(
                 f"option {key} of engine {self._engine} is {value}: it must be a multiple of {multiple_of}, "
-                f"such as {-(-value // multiple_of) * multiple_of}"
+                f"such as {-(-value // multiple_of) * multiple_of}",
+                key=key,
             )
         return value
 
@@ -41,6 +43,6 @@ class Options:
         value = self._given.get(key, default)
         if value not in choices:
             raise LoadError(
-                f"option {key} of engine {self._engine} is {value!r}: it must be one of {', '.join(choices)}"
+                f"option {key} of engine {self._engine} is {value!r}: it must be one of {', '.join(choices)}", key=key
             )
         return str(value)

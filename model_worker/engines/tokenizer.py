@@ -5,6 +5,7 @@ count other tokens than the engine computes.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import jinja2
 import tokenizers
@@ -24,7 +25,6 @@ class Tokenizer:
 
     vocab_size  one more than the highest id that has a text; models may have rows beyond, for alignment
     eos_ids     every id that ends an answer
-    pieces      what each id adds to a text; None for a tokenizer that is not of that kind
     chat_template  the model's own, None if it has none
     """
 
@@ -48,11 +48,19 @@ class Tokenizer:
         self._bos_id = self.token_id(self._special.get("bos_token", ""))
         self.eos_ids = directory.eos_ids(self.token_id)
         self.chat_template = _chat_template(directory, self._special)
-        self.pieces: Pieces | None = None
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """What each id adds to a text; None for a tokenizer that is not of that kind.
+
+        Read at the first use, because it takes a second for a large vocabulary: engines use it while they load, and a
+        check of the directory does not need it.
+        """
         try:
-            self.pieces = read_pieces(self._tokenizer, self.vocab_size)
+            return read_pieces(self._tokenizer, self.vocab_size)
         except NoPieces as e:
             print(f"text: ids are decoded in a window at every token: {e}", flush=True)
+            return None
 
     @property
     def has_chat_template(self) -> bool:

@@ -13,12 +13,13 @@ import json
 import os
 import stat
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from model_worker.engine import LoadError
 
+T = TypeVar("T")
 MIB = 1 << 20
 TOKENIZER_BYTES = 128 * MIB
 """Of tokenizer.json; those of 260,000 tokens have some 35."""
@@ -178,3 +179,36 @@ def understood(directory: object) -> Iterator[None]:
         traceback.print_exc()
         told = " ".join(str(e).split())[:300] or "no more is known"
         raise LoadError(f"{directory} holds what cannot be understood ({type(e).__name__}: {told})") from e
+
+
+class Faults:
+    """Runs several checks of one model and keeps what each of them finds, so that a person learns all faults at once.
+
+    directory  the model's directory, for the message of a fault that no check has a message for
+    """
+
+    def __init__(self, directory: object) -> None:
+        self._directory = directory
+        self._found: list[LoadError] = []
+
+    def of(self, check: Callable[[], T]) -> T | None:
+        """Run a check. Returns its result, None if it raised LoadError."""
+        try:
+            with understood(self._directory):
+                return check()
+        except LoadError as e:
+            self._found += [e, *e.also]
+            return None
+
+    def passes(self, check: Callable[[], object]) -> bool:
+        """Run a check. Returns whether it raised no LoadError."""
+        before = len(self._found)
+        self.of(check)
+        return len(self._found) == before
+
+    def raise_found(self) -> None:
+        """Raise the first fault, which holds the others in ``also``; return if no check has found one."""
+        if self._found:
+            first, *others = self._found
+            first.also = tuple(others)
+            raise first

@@ -1,7 +1,9 @@
-"""check: is this models.yaml usable?"""
+"""check: can the models of this models.yaml be served?"""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -9,29 +11,85 @@ from supervisor.cli import exit_codes
 from supervisor.cli.config_file import find_config
 from supervisor.cli.options import as_json, config_file
 
+if TYPE_CHECKING:
+    from supervisor.config import Examined
+    from supervisor.yaml_source import Problem
+
 
 @click.command()
 @config_file
+@click.option(
+    "--elsewhere",
+    is_flag=True,
+    help="The file is for another machine: this one's GPUs, and the packages installed here, are not looked at.",
+)
 @as_json
-def check(file: Path | None, as_json: bool) -> int:
-    """Check a models.yaml (FILE) line by line. Starts nothing."""
-    from supervisor.config import load_config
+def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
+    """Check a models.yaml (FILE) and the models' directories, and say all that is wrong, line by line. Starts nothing.
+
+    Each directory is checked as the model's worker checks it before it loads. Exit code 78 if anything is wrong.
+    """
+    from supervisor.config import examine_config
+    from supervisor.yaml_source import ConfigError
+
+    try:
+        examined = examine_config(find_config(file))
+    except ConfigError as e:
+        return _tell(e.problems, (), as_json)
+    of_models, of_machine, unknown = _of_models(examined, elsewhere=elsewhere)
+    of_file = [*examined.problems, *_of_port(examined), *of_models]
+    if of_file or of_machine:
+        return _tell(of_file, of_machine, as_json)
+    names = list(examined.config.models)
+    if as_json:
+        click.echo(json.dumps({"ok": True, "models": names}, indent=2))
+    else:
+        click.echo(f"{examined.config.file}: fine; models: {', '.join(names)}")
+        if unknown:
+            click.echo(f"not looked into, because only their own engine can: {', '.join(unknown)}")
+    return exit_codes.OK
+
+
+def _of_port(examined: "Examined") -> "list[Problem]":
+    """What speaks against opening the port that the file asks for."""
     from supervisor.listening import opening_of
     from supervisor.yaml_source import ConfigError
 
     try:
-        config = load_config(find_config(file))
-        opening_of(config)
+        opening_of(examined.config)
     except ConfigError as e:
-        if as_json:
-            click.echo(json.dumps({"ok": False, "problems": [vars(p) for p in e.problems]}, indent=2))
-        else:
-            for problem in e.problems:
-                click.echo(str(problem), err=True)
-        return exit_codes.CONFIG
-    names = list(config.models)
+        return e.problems
+    return []
+
+
+def _of_models(examined: "Examined", *, elsewhere: bool) -> "tuple[list[Problem], list[Problem], list[str]]":
+    """Problems of the models, problems of this machine, and names of models that only their own engine can check."""
+    from supervisor.placement.vetting import lacking_gpus, problems_of, vet_models
+    from supervisor.placement.wishes import VETTED
+
+    models = examined.config.models
+    found = [
+        (name, fault) for name, told in vet_models(models, installed=not elsewhere).items() for fault in told.faults
+    ]
+    if not elsewhere:
+        found += lacking_gpus(models).items()
+    of_models = problems_of(examined, [(name, fault) for name, fault in found if not fault.machine])
+    of_machine = problems_of(examined, [(name, fault) for name, fault in found if fault.machine])
+    return of_models, of_machine, [name for name, spec in models.items() if spec.config.engine not in VETTED]
+
+
+def _tell(of_file: "Collection[Problem]", of_machine: "Collection[Problem]", as_json: bool) -> int:
+    """Print the problems by line. Returns the exit code."""
+    problems = sorted([*of_file, *of_machine], key=lambda problem: problem.line)
     if as_json:
-        click.echo(json.dumps({"ok": True, "models": names}, indent=2))
-    else:
-        click.echo(f"{config.file}: fine; models: {', '.join(names)}")
-    return exit_codes.OK
+        shown: list[dict[str, Any]] = [{**vars(p), "machine": p in of_machine} for p in problems]
+        click.echo(json.dumps({"ok": False, "problems": shown}, indent=2))
+        return exit_codes.CONFIG
+    for problem in problems:
+        click.echo(str(problem), err=True)
+    if of_machine:
+        count = len(of_machine)
+        which = f"{count} of these {'is' if count == 1 else 'are'}" if of_file else "all of that is"
+        told = f"{which} about this machine, not the file; --elsewhere checks a file that is for another machine"
+        click.echo(f"modelctl: {told}", err=True)
+    return exit_codes.CONFIG

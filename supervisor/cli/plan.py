@@ -16,7 +16,7 @@ from supervisor.cli.options import as_json, config_file, connect, runtime_dir_op
 from supervisor.cli.tables import table
 
 if TYPE_CHECKING:
-    from supervisor.config import Config
+    from supervisor.config import Examined
     from supervisor.placement.fit import Candidate, Outcome
     from supervisor.placement.gpus import Gpu
 
@@ -51,20 +51,20 @@ def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: 
 
     Exit code 3 if those that start with the supervisor do not all find room, 1 if one of them cannot be loaded at all.
     """
-    from supervisor.config import load_config
+    from supervisor.config import examine_config
     from supervisor.placement.fit import fit
     from supervisor.yaml_source import ConfigError
 
     try:
-        config = load_config(find_config(file))
+        examined = examine_config(find_config(file))
     except ConfigError as e:
         raise Failure(exit_codes.CONFIG, "config", *map(str, e.problems)) from None
-    candidates = _candidates(config)
+    candidates = _candidates(examined, installed=gpus is None)
     if gpus is not None:
         box, outer = _made_up(gpus), None
     else:
         box, outer = _this_box(candidates, runtime_dir), os.environ.get("CUDA_VISIBLE_DEVICES")
-    outcomes = fit(candidates, box, config.supervisor.vram_limit, outer)
+    outcomes = fit(candidates, box, examined.config.supervisor.vram_limit, outer)
     if as_json:
         click.echo(json.dumps(_as_data(outcomes, box), indent=2))
     else:
@@ -75,31 +75,24 @@ def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: 
     return exit_codes.FAILED if failed else exit_codes.OK
 
 
-def _candidates(config: "Config") -> "list[Candidate]":
-    """Every worker with what it needs; the directories are read by a process of its own."""
-    from supervisor.placement.estimates import Estimated, ask_now
+def _candidates(examined: "Examined", *, installed: bool) -> "list[Candidate]":
+    """Every worker with what it needs, or with its faults and their lines. Raises Failure for a file that is wrong."""
     from supervisor.placement.fit import Candidate
-    from supervisor.placement.wishes import ESTIMATED, declared, wish_of
+    from supervisor.placement.vetting import problems_of, vet_models
+    from supervisor.placement.wishes import wish_of
 
-    wishes = {name: wish_of(spec) for name, spec in config.models.items()}
-    known: dict[str, Estimated] = {}
-    asked = []
-    for name, spec in config.models.items():
-        wish = wishes[name]
-        if wish is None:
-            known[name] = Estimated()
-        elif (needs := declared(spec, wish)) is not None:
-            known[name] = Estimated(needs=needs)
-        elif spec.config.engine not in ESTIMATED:
-            known[name] = Estimated(unknown=f"there is no estimate for engine {spec.config.engine}")
-        else:
-            asked.append((name, (spec.engine_spec, wish.counts)))
-    answers = ask_now([question for _, question in asked])
-    known |= {name: answer for (name, _), answer in zip(asked, answers, strict=True)}
+    models = examined.config.models
+    known = vet_models(models, installed=installed)
+    if examined.problems:
+        of_models = problems_of(examined, [(name, fault) for name, told in known.items() for fault in told.faults])
+        problems = sorted([*examined.problems, *of_models], key=lambda problem: problem.line)
+        raise Failure(exit_codes.CONFIG, "config", *map(str, problems))
+    for name, told in known.items():
+        lines = [str(examined.problem(name, fault.key, fault.message)) for fault in told.faults]
+        faults = tuple(replace(fault, message=line) for fault, line in zip(told.faults, lines, strict=True))
+        known[name] = replace(told, faults=faults)
     return [
-        Candidate(worker, spec, wishes[name], known[name])
-        for name, spec in config.models.items()
-        for worker in spec.workers
+        Candidate(worker, spec, wish_of(spec), known[name]) for name, spec in models.items() for worker in spec.workers
     ]
 
 
@@ -164,7 +157,10 @@ def _lines(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> list[str]:
     lines += [f"{o.candidate.worker}: {_in_words(o)}" for o in outcomes if _in_words(o)]
     misfits = sum(o.why_not is not None for o in started)
     count = len(started)
-    lines.append(f"{misfits} of {count} workers would not start" if misfits else f"all {count} workers would start")
+    broken = sum(bool(o.candidate.estimated.faults) for o in started)
+    why = f"; {broken} cannot be loaded, and the tables do not count them" if broken else ""
+    told = f"{misfits} of {count} workers would not start{why}" if misfits else f"all {count} workers would start"
+    lines.append(told)
     return lines
 
 

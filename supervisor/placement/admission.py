@@ -23,7 +23,7 @@ from supervisor.placement.gpus import Gpu
 from supervisor.placement.policy import Holding, Placed, Refused, Wish, gib, place, place_unseen, rooms
 from supervisor.placement.sizes import Limit
 from supervisor.placement.vram import Vram
-from supervisor.placement.wishes import ESTIMATED, declared, wish_of
+from supervisor.placement.wishes import ESTIMATED, answer_with, declared, question_of, wish_of
 from supervisor.timers import Timers
 from supervisor.workers.exits import ExitReport, not_admitted, not_spawned
 
@@ -162,17 +162,16 @@ class Admission:
         self._number += 1
         asked = _Asked(worker, label, spec, wish, self._number, limits, last, spawn, refuse)
         self._asked[worker] = asked
-        if (needs := declared(spec, wish)) is not None:
-            asked.estimated = Estimated(needs=needs)
-        elif spec.config.engine not in ESTIMATED:
-            asked.estimated = Estimated(unknown=f"there is no estimate for engine {spec.config.engine}")
-        else:
+        # not for engine transformers: its worker finds the same faults, and the first token would wait for both
+        question = question_of(spec) if spec.config.engine in ESTIMATED else None
+        if question is not None:
             try:
-                self._estimator.ask(worker, spec.engine_spec, wish.counts, lambda told: self._told(asked, told))
+                self._estimator.ask(worker, question, lambda told: self._told(asked, told))
             except OSError as e:
                 report = not_spawned(e)
                 self._at_next_turn(lambda: self._refuse(asked, report))
             return
+        asked.estimated = answer_with(spec, None)
         if wish.pins is None:
             self._at_next_turn(self._go_on)  # the pinned ones that are started along with it go first
         else:
@@ -249,7 +248,7 @@ class Admission:
         }
 
     def _told(self, asked: _Asked, told: Estimated) -> None:
-        asked.estimated = told
+        asked.estimated = answer_with(asked.spec, told)
         if told.error is not None:
             reason = "unreadable" if told.retry else "config"
             self._refuse(asked, not_admitted(reason, LOAD_ERROR_PREFIX + told.error, retry=told.retry))

@@ -1,7 +1,8 @@
-"""What workers will take of GPUs' memory, asked of a process that reads the models' directories instead of us.
+"""What is wrong with models, and what their workers will take of GPUs' memory.
 
-One process for each question; it is killed when it takes too long, and dies with the supervisor. Its answer comes as a
-file in memory that is read when it has ended: there is no pipe that could fill or be left half read.
+A process of its own is asked, which reads the models' directories instead of us. The supervisor starts one for each
+question. It is killed when it takes too long, and dies with the supervisor. Its answer comes as a file in memory that
+is read when it has ended: there is no pipe that could fill or be left half read.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +26,63 @@ from supervisor.timers import Timer, Timers
 _PROGRAM = (sys.executable, "-P", "-m", "model_worker.estimating")
 ESTIMATE_S = 20.0
 """How long one may take. Reading the headers of a 70B model takes some milliseconds, from a cold disk a second."""
+LOOK_S = 0.05
+"""How often a command that waits looks for new answers."""
 MAX_ANSWER = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """sampling   the model's sampling defaults
+    counts     numbers of GPUs for which the needs are wanted, the likeliest first
+    installed  whether it is a fault that the engine's package is not installed on this machine
+    """
+
+    spec: EngineSpec
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    counts: Sequence[int] = (1,)
+    installed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a model cannot be loaded.
+
+    key      the key of the model in models.yaml that has to change
+    machine  only this machine lacks something: the model may load on another one
+    """
+
+    key: str
+    message: str
+    machine: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Estimated:
-    """An answer. Exactly one of: ``needs`` by number of GPUs; ``unknown``: why nobody can tell; ``error``: why the
-    model cannot be loaded, and whether another try may help."""
+    """An answer. Exactly one of: ``needs`` by number of GPUs; ``unknown``: why nobody can tell; ``faults``: why the
+    model cannot be loaded, then with ``retry``: whether another try may help."""
 
     needs: Mapping[int, Needs] | None = None
     unknown: str | None = None
-    error: str | None = None
+    faults: tuple[Fault, ...] = ()
     retry: bool = False
 
+    @property
+    def error(self) -> str | None:
+        """The first fault's message, which is what a worker would say, too. None without a fault."""
+        return self.faults[0].message if self.faults else None
 
-_LATE = Estimated(error=f"its files could not be read within {ESTIMATE_S:.0f} s: is its file system there?", retry=True)
+
+def _not_read(told: str) -> Estimated:
+    return Estimated(faults=(Fault("model_dir", told),), retry=True)
+
+
+_LATE = _not_read(f"its files could not be read within {ESTIMATE_S:.0f} s: is its file system there?")
 
 
 def _lost(code: int) -> Estimated:
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return Estimated(error=f"the process that reads its files ended ({how}) without an answer", retry=True)
+    return _not_read(f"the process that reads its files ended ({how}) without an answer")
 
 
 @dataclass
@@ -70,11 +108,10 @@ class Estimator:
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def ask(self, worker: str, spec: EngineSpec, counts: Sequence[int], done: Callable[[Estimated], None]) -> None:
-        """Call ``done`` later, once, with what ``spec`` takes on so many GPUs. Raises OSError if there is no process or
-        descriptor left."""
+    def ask(self, worker: str, question: Question, done: Callable[[Estimated], None]) -> None:
+        """Call ``done`` later, once, with the answer. Raises OSError if there is no process or descriptor left."""
         self.forget(worker)
-        process, answer = start([(spec, counts)])
+        process, answer = start([question])
         try:
             pidfd = os.pidfd_open(process.pid)
         except OSError:
@@ -127,28 +164,43 @@ class Estimator:
             done(estimated)
 
 
-def ask_now(questions: Sequence[tuple[EngineSpec, Sequence[int]]]) -> list[Estimated]:
-    """As ``Estimator.ask``, for a command that waits. Raises OSError."""
+def ask_now(questions: Sequence[Question]) -> list[Estimated]:
+    """Return the answers, in the order of the questions, for a command that waits. Raises OSError."""
     found: list[Estimated] = []
     while len(found) < len(questions):  # once more for the rest, where one of them ends the process
         process, answer = start(questions[len(found) :])
-        try:
-            lost = _lost(process.wait(ESTIMATE_S))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            lost = _LATE
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1)
+        lost = _wait(process, answer)
         found += answers(answer)[: len(questions) - len(found)]
         if len(found) < len(questions):
             found.append(lost)
     return found
 
 
-def start(questions: Sequence[tuple[EngineSpec, Sequence[int]]]) -> "tuple[subprocess.Popen[bytes], int]":
+def _wait(process: "subprocess.Popen[bytes]", answer: int) -> Estimated:
+    """Wait until the process has ended. It is killed when the next answer takes too long.
+
+    Returns what is to be said of the first question that it has left unanswered.
+    """
+    size, deadline = 0, time.monotonic() + ESTIMATE_S
+    while True:
+        try:
+            return _lost(process.wait(LOOK_S))
+        except subprocess.TimeoutExpired:
+            pass
+        now = time.monotonic()
+        if (grown := os.fstat(answer).st_size) > size:
+            size, deadline = grown, now + ESTIMATE_S
+        elif now > deadline:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+            return _LATE
+
+
+def start(questions: Sequence[Question]) -> "tuple[subprocess.Popen[bytes], int]":
     """The process, and the descriptor that has its answers when it is gone. From the main thread only: it lives as long
     as the thread that started it. Raises OSError."""
-    asked = [{"spec": asdict(spec), "counts": list(counts)} for spec, counts in questions]
+    asked = [asdict(question) for question in questions]
     # found where this package is, whatever the directory in which the user happens to be
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
     stdin = os.memfd_create("questions", os.MFD_CLOEXEC)
@@ -186,4 +238,4 @@ def _read(line: bytes) -> Estimated:
     told: dict[str, Any] = json.loads(line)
     if "needs" in told:
         return Estimated(needs={int(count): Needs(**parts) for count, parts in told["needs"].items()})
-    return Estimated(unknown=told.get("unknown"), error=told.get("error"))
+    return Estimated(unknown=told.get("unknown"), faults=tuple(Fault(**fault) for fault in told.get("faults", ())))

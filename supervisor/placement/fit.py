@@ -80,10 +80,10 @@ def _try(
     limits: Mapping[str, Limit] | Limit | None,
     outer: str | None,
 ) -> Outcome:
+    if candidate.estimated.faults:
+        return Outcome(candidate, why_not="; ".join(fault.message for fault in candidate.estimated.faults))
     if candidate.wish is None:
         return Outcome(candidate)
-    if candidate.estimated.error is not None:
-        return Outcome(candidate, why_not=candidate.estimated.error)
     verdict = place(candidate.wish, candidate.estimated.needs, rooms(gpus, holdings, limits), outer)
     if isinstance(verdict, Refused):
         return Outcome(candidate, why_not=verdict.message, no_room=bool(verdict.missing))

@@ -1,12 +1,15 @@
 """What a configured model asks of placement. Pure."""
 
 from supervisor.config import ModelSpec
+from supervisor.placement.estimates import Estimated, Question
 from supervisor.placement.gpu_shares import Needs, Split
 from supervisor.placement.gpus import EVERY
 from supervisor.placement.policy import Wish
 
+VETTED = frozenset({"exllamav2", "transformers"})
+"""Engines whose models ``model_worker.estimating`` can check."""
 ESTIMATED = frozenset({"exllamav2"})
-"""Engines whose needs ``model_worker.estimating`` knows."""
+"""Those of them whose needs it knows."""
 
 
 def wish_of(spec: ModelSpec) -> Wish | None:
@@ -20,6 +23,33 @@ def wish_of(spec: ModelSpec) -> Wish | None:
     chooses = config.engine == "exllamav2" and isinstance(config.gpu, tuple) and len(config.gpu) > 1 and not by_hand
     reserve = tuple(mb << 20 for mb in config.autosplit_reserve) if config.autosplit_reserve else None
     return Wish(tuple(spec.visible_devices.split(",")), Split(by_hand, reserve, bool(config.tensor_parallel), chooses))
+
+
+def question_of(spec: ModelSpec, *, installed: bool = False) -> Question | None:
+    """What to ask of the process that reads the model's directory; None if only the engine itself can tell.
+
+    installed  whether it is a fault that the engine's package is not installed here
+    """
+    if spec.config.engine not in VETTED:
+        return None
+    wish = wish_of(spec)
+    counts = wish.counts if wish is not None else (1,)
+    return Question(spec.engine_spec, spec.config.sampling or {}, counts, installed)
+
+
+def answer_with(spec: ModelSpec, told: Estimated | None) -> Estimated:
+    """What is known of a model's needs: its faults first, then what models.yaml declares, then the estimate.
+
+    told  what the process that reads the model's directory has answered; None if it was not asked
+    """
+    if told is not None and told.faults:
+        return told
+    wish = wish_of(spec)
+    if wish is None:
+        return Estimated()  # nothing of a GPU
+    if (needs := declared(spec, wish)) is not None:
+        return Estimated(needs=needs)
+    return told or Estimated(unknown=f"there is no estimate for engine {spec.config.engine}")
 
 
 def declared(spec: ModelSpec, wish: Wish) -> dict[int, Needs] | None:

@@ -24,7 +24,7 @@ def write(directory: Path, models: dict[str, dict[str, object]], **supervisor: o
 def test_a_plan_shows_every_gpu_and_part(tmp_path: Path) -> None:
     models: dict[str, dict[str, object]] = {
         "anywhere": {"gpu": "auto", "vram": "20GiB", "replicas": 2},
-        "letters": {"engine": "exllamav2", "gpu": 0, "draft_model": "demo:stories", "cache_size": 1 << 20},
+        "letters": {"engine": "exllamav2", "gpu": 0, "draft_model": "demo:letters", "cache_size": 1 << 20},
         "wide": {"engine": "exllamav2", "gpu": [1, 2]},
         "unsaid": {"gpu": 1},
         "processor": {},

@@ -16,7 +16,7 @@ from model_worker.engine import LoadError
 from model_worker.engines.exllamav2 import attention_choice as exllamav2_attention_choice
 from model_worker.engines.exllamav2 import load as exllamav2_load
 from model_worker.engines.exllamav2.attention_choice import Package
-from model_worker.engines.exllamav2.check import check_cache, check_directory, check_parallel, open_draft
+from model_worker.engines.exllamav2.check import check, check_cache, check_directory, check_parallel, open_draft
 from model_worker.engines.exllamav2.load import Loaded, load, make_generator
 from model_worker.engines.exllamav2.lora import check_adapter, load_adapters
 from model_worker.engines.exllamav2.options import Adapter, read_options, sizes_of
@@ -342,7 +342,7 @@ def run(asked: EngineSpec, phases: dict[str, list[tuple[int, int]]] | None = Non
         if phases is not None:
             phases.setdefault(phase, []).append((done, total))
 
-    return load(asked, read_options(asked), ModelDir(asked.model_dir), progress)
+    return load(check(asked), progress)
 
 
 def test_one_gpu_is_loaded_plainly(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

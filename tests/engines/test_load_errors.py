@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from model_worker.engine import LoadError
 from model_worker.engines import build_engine
@@ -126,9 +127,26 @@ def test_broken_files(model: Path) -> None:
 
 def test_missing_tensors_are_not_made_up(model: Path) -> None:
     edit_json(model / "config.json", num_hidden_layers=3)
-    refused(lambda: load(model), "missing_keys", "layers.2")
+    refused(lambda: load(model), "describes 3 layers", "none with number 2")
     edit_json(model / "config.json", num_hidden_layers=2, intermediate_size=96)
+    refused(lambda: load(model), r"gate_proj.weight has shape \[128, 64\], config.json describes \[96, 64\]")
+    weights = load_file(model / "model.safetensors")
+    edit_json(model / "config.json", intermediate_size=128)
+    save_file({name: t for name, t in weights.items() if "1.mlp.up" not in name}, model / "model.safetensors")
+    refused(lambda: load(model), "lack model.layers.1.mlp.up_proj.weight")
+
+
+def test_missing_tensors_of_names_that_only_the_library_knows(model: Path) -> None:
+    """What a load itself finds."""
+    write_model(model, "gpt2")
+    edit_json(model / "config.json", n_inner=96)
     refused(lambda: load(model), "cannot be loaded|mismatched")
+    edit_json(model / "config.json", n_inner=None)
+    weights = load_file(model / "model.safetensors")
+    save_file(
+        {name: t for name, t in weights.items() if "h.1.mlp.c_fc.weight" not in name}, model / "model.safetensors"
+    )
+    refused(lambda: load(model), "missing_keys", "h.1.mlp.c_fc")
 
 
 def test_quantized_weights(model: Path) -> None:
@@ -271,6 +289,7 @@ import model_worker.engines, model_worker.text
 import model_worker.engines.admission, model_worker.engines.model_dir
 import model_worker.engines.options, model_worker.engines.tokenizer
 from model_worker.engines.exllamav2 import check, extension, vram
+from model_worker.engines.embedded import check
 assert not {"torch", "transformers", "exllamav2"} & set(sys.modules)
 """
     )

@@ -13,7 +13,7 @@ import pytest
 from model_worker.engines.exllamav2.vram import estimate
 from protocol.worker_spec import EngineSpec
 from supervisor.placement import estimates
-from supervisor.placement.estimates import Estimated, Estimator, ask_now
+from supervisor.placement.estimates import Estimated, Estimator, Fault, Question, ask_now
 from supervisor.placement.gpu_shares import Needs
 from supervisor.timers import Timers
 from tests.hanging_files import hanging_file
@@ -35,8 +35,8 @@ def with_header(directory: Path, header: bytes) -> Path:
 
 def test_answers_are_the_engines_own_and_errors_are_lines(tmp_path: Path) -> None:
     nested = with_header(tmp_path / "nested", b'{"a":' * 200_000)
-    asked = [spec(DEMO), spec(tmp_path / "none"), spec(nested), spec(DEMO, "transformers")]
-    good, none, deep, other = ask_now([(one, (1, 2)) for one in asked])
+    asked = [spec(DEMO), spec(tmp_path / "none"), spec(nested), EngineSpec("m", "transformers", str(DEMO))]
+    good, none, deep, other = ask_now([Question(one, counts=(1, 2)) for one in asked])
     assert good.needs is not None
     for count in (1, 2):
         theirs = estimate(asked[0], count)
@@ -44,7 +44,8 @@ def test_answers_are_the_engines_own_and_errors_are_lines(tmp_path: Path) -> Non
             theirs.weights, theirs.cache, theirs.draft, theirs.workspace, theirs.per_gpu
         )  # fmt: skip
         assert good.needs[count].total(count) == theirs.total + count * (612 << 20)
-    assert none == Estimated(error=f"model_dir {tmp_path / 'none'} is no directory")
+    assert none == Estimated(faults=(Fault("model_dir", f"model_dir {tmp_path / 'none'} is no directory"),))
+    assert none.error == f"model_dir {tmp_path / 'none'} is no directory"
     assert deep.error is not None
     assert "\n" not in deep.error
     assert other == Estimated(unknown="there is no estimate for engine transformers")
@@ -80,13 +81,13 @@ def test_what_takes_too_long_is_ended_and_may_be_tried_again(hanging: Path, monk
     monkeypatch.setattr(estimates, "ESTIMATE_S", 0.2)
     before = set(os.listdir("/proc/self/fd"))
     asking = Asking()
-    asking.estimator.ask("m", spec(hanging), (1,), asking.told.append)
+    asking.estimator.ask("m", Question(spec(hanging)), asking.told.append)
     (told,) = wait_until(asking.turn, 30)
     assert (told.retry, told.needs) == (True, None)
     assert told.error is not None
     assert "could not be read within" in told.error
     wait_until(lambda: not asking.turn() or not asking.estimator._by_pidfd, 30)
-    assert ask_now([(spec(hanging), (1,)), (spec(hanging), (1,))]) == [told, told]
+    assert ask_now([Question(spec(hanging))] * 2) == [told, told]
     asking.estimator.close()
     assert set(os.listdir("/proc/self/fd")) == before
     assert len(asking.told) == 1
@@ -94,12 +95,12 @@ def test_what_takes_too_long_is_ended_and_may_be_tried_again(hanging: Path, monk
 
 def test_a_question_that_is_forgotten_is_not_answered(hanging: Path) -> None:
     asking = Asking()
-    asking.estimator.ask("m", spec(hanging), (1,), asking.told.append)
+    asking.estimator.ask("m", Question(spec(hanging)), asking.told.append)
     assert asking.estimator.forget("m")
     assert not asking.estimator.forget("m")
     wait_until(lambda: asking.turn() or not asking.estimator._by_pidfd, 30)
     # and one that is killed by somebody else says so
-    asking.estimator.ask("m", spec(hanging), (1,), asking.told.append)
+    asking.estimator.ask("m", Question(spec(hanging)), asking.told.append)
     os.kill(next(iter(asking.estimator._by_pidfd.values())).process.pid, signal.SIGKILL)
     (told,) = wait_until(asking.turn, 30)
     assert (told.error, told.retry) == ("the process that reads its files ended (signal 9) without an answer", True)

@@ -36,9 +36,10 @@ def test_lines_and_paths(tmp_path: Path) -> None:
 
 
 def test_a_key_twice(tmp_path: Path) -> None:
-    told = problem(tmp_path, "models:\n  a: 1\n  b: 2\n  a: 3\n  b: 4\n")
-    assert "models.yaml:4: models.a: stands here and in line 2" in told
-    assert "models.yaml:5: models.b: stands here and in line 3" in told
+    source = load(tmp_path, "models:\n  a: 1\n  b: 2\n  a: 3\n  b: 4\n")
+    first, second = map(str, source.problems)
+    assert "models.yaml:4: models.a: stands here and in line 2" in first
+    assert "models.yaml:5: models.b: stands here and in line 3" in second
 
 
 def test_merge_keys_may_be_overridden_without_being_duplicates(tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def test_directories_are_read_by_others_before_anything_is_spawned(
     (tmp_path / "cut" / "model.safetensors").write_bytes((DEMO / "model.safetensors").read_bytes()[:5000])
     closing.enter_context(hanging_file(tmp_path / "hanging" / "model.safetensors"))
     models = {"cut": exl2(tmp_path / "cut", 0), "full": exl2("demo:letters", 0)}
+    models["declared"] = exl2(tmp_path / "cut", 1, vram="1GiB")
     serving = serve(
         models | {"hanging": exl2(tmp_path / "hanging", 0), "other": on(1)}, wait=False, options=["--no-compile"]
     )
@@ -167,8 +168,9 @@ def test_directories_are_read_by_others_before_anything_is_spawned(
     )
     assert refused(serving, "cut").startswith("cannot load: ")
     assert serving.status("cut")["last_exit"]["reason"] == "config"
+    assert refused(serving, "declared") == serving.status("cut")["last_exit"]["message"]
     assert serving.status("full")["vram_estimate"]["context"] == 612 << 20
-    assert serving.log("full") == serving.log("cut") == ""
+    assert serving.log("full") == serving.log("cut") == serving.log("declared") == ""
     # one directory that hangs: nobody else does
     serving.wait_state("other", "ready")
     assert serving.status("hanging")["state"] == "starting"

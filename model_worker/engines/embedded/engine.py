@@ -26,19 +26,15 @@ from model_worker.engines.admission import check_job, left_to_draw
 from model_worker.engines.constraint import OFFERED as CONSTRAINTS
 from model_worker.engines.constraint import WAIT_S, Constraint, Constraints
 from model_worker.engines.embedded.answer import Answer
+from model_worker.engines.embedded.check import OFFERED, check, read_options
 from model_worker.engines.embedded.load import check_room, device_name, load_model
 from model_worker.engines.embedded.sampling import Sampler, log_probability
 from model_worker.engines.embedded.slot_model import SlotModel
 from model_worker.engines.healing import Healer
-from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.options import Options
-from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import understood
 from protocol.errors import RequestError, WireError
 from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
-
-DEFAULT_CHUNK_SIZE = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -62,42 +58,12 @@ class _Counters:
     decode_steps: int = 0
 
 
-OFFERED = frozenset(
-    {
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "penalty_range",
-        "typical_p",
-        "temperature_last",
-        "logit_bias",
-        "banned_tokens",
-        "allowed_tokens",
-        "ignore_eos",
-        "seed",
-        "min_tokens",
-        "stop_token_ids",
-        "banned_strings",
-        "token_healing",
-        "logprobs",
-        "top_logprobs",
-    }
-)
-"""What the library has a processor for, or what needs none."""
-
-
 class TransformersEngine:
-    """See the module. Options: ``chunk_size`` (prompt tokens per step, default 256) and ``threads`` (CPU threads of
-    this process, default 1, so that the workers of several models do not fight for cores)."""
+    """See the module; options in ``embedded.check``."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        options = Options("transformers", spec.options, ("chunk_size", "threads"))
-        self._chunk_size = options.integer("chunk_size", DEFAULT_CHUNK_SIZE)
-        self._threads = options.integer("threads", 1)
+        options = read_options(spec)
+        self._chunk_size, self._threads = options.chunk_size, options.threads
         self._spec = spec
         self._pending: deque[Answer] = deque()
         # rows of the cache: the first _decoding ones advance together, those behind are prefilling
@@ -112,17 +78,18 @@ class TransformersEngine:
     def load(self, progress: ProgressCallback) -> None:
         """Load and warm up. Raises LoadError; the process's number of torch threads is set here."""
         torch.set_num_threads(self._threads)
+        checked = check(self._spec)
+        directory, context = checked.directory, checked.context
+        device = torch.device(self._spec.device)
         with understood(self._spec.model_dir):
-            directory = ModelDir(self._spec.model_dir)
-            context = directory.context(self._spec.max_seq_len)
-            device = torch.device(self._spec.device)
             check_room(directory, device, self._spec.max_batch_size, context)
-            self._tokenizer = Tokenizer(directory)
-            model = load_model(directory, device, context, progress)
-        self._healer = Healer(self._tokenizer.pieces) if self._tokenizer.pieces else None
+            self._tokenizer = checked.tokenizer
+            pieces = self._tokenizer.pieces
+            model = load_model(directory, device, progress)
+        self._healer = Healer(pieces) if pieces else None
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._drawable = min(self._vocab_size, self._tokenizer.vocab_size)
-        pieces, eos_ids = self._tokenizer.pieces, self._tokenizer.eos_ids
+        eos_ids = self._tokenizer.eos_ids
         self._constraints = Constraints(pieces, self._drawable, eos_ids) if pieces else None
         self._model = SlotModel(model, device, self._spec.max_batch_size, context)
         self._capabilities = Capabilities(

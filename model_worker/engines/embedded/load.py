@@ -1,32 +1,28 @@
-"""Loading a model with the transformers library: what is refused, and how far it is."""
+"""Loading a model with the transformers library: what only the load can refuse, and how far it is."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import transformers
 import transformers.modeling_utils  # the library would import it, and much else, in the middle of the first load
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import one_line
 from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.model_shape import check_counts
 
-_FULL_ATTENTION = ("full_attention",)
 _SLACK = 1 << 22
 """Parameters that may be missing at least, and are then told by name."""
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
 
 
-def load_model(directory: ModelDir, device: torch.device, context: int, progress: ProgressCallback) -> Any:
-    """The model in float32 on ``device``, in eval mode. Local safetensors only, never code from the directory.
+def load_model(directory: ModelDir, device: torch.device, progress: ProgressCallback) -> Any:
+    """The model in float32 on ``device``, in eval mode. Local safetensors only, never code from the directory, which
+    ``embedded.check`` has checked.
 
     progress counts tensors where the library tells, else the one load. Raises LoadError.
     """
-    _check_supported(directory, context)
     _check_size(directory)
     done_before = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -62,59 +58,6 @@ def load_model(directory: ModelDir, device: torch.device, context: int, progress
     return model
 
 
-def _check_supported(directory: ModelDir, context: int) -> None:
-    """Refuse by name what the slot cache cannot compute."""
-    if directory.quantization:
-        remedy = "use engine exllamav2" if directory.quantization in ("exl2", "gptq") else "use unquantized weights"
-        raise LoadError(
-            f"{directory.path} is quantized ({directory.quantization}), engine transformers loads none: {remedy}"
-        )
-    if (directory.path / "adapter_config.json").exists():
-        # the library would go on with the base model that it names, wherever that is
-        raise LoadError(
-            f"{directory.path} holds an adapter (adapter_config.json), which engine transformers does not load"
-        )
-    if "transformers_weights" in directory.config:
-        raise LoadError(f"{directory.path}/config.json names its weights (transformers_weights): remove that key")
-    _check_no_kernels(directory.config, f"{directory.path}/config.json")
-    config, name = directory.text_config, directory.architecture
-    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        raise LoadError(
-            f"architecture {name} is no causal language model known to transformers {transformers.__version__}"
-        )
-    odd = sorted(set(config.get("layer_types") or ()) - set(_FULL_ATTENTION))
-    window = config.get("sliding_window")
-    if config.get("use_sliding_window") is False:
-        window = None
-    windowed = isinstance(window, int) and window < context
-    if windowed and (not config.get("layer_types") or "sliding_attention" in odd):
-        raise LoadError(
-            f"{directory.path} attends over a sliding window of {window} tokens, which engine transformers does not "
-            f"support: set max_seq_len to at most {window}"
-        )
-    odd = [kind for kind in odd if kind != "sliding_attention"]
-    if odd:
-        raise LoadError(f"{directory.path} has layers of type {odd[0]}, which engine transformers does not support")
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = config.get(key)
-        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-        if kind in _LENGTH_DEPENDENT_ROPE:
-            raise LoadError(
-                f"{directory.path} has {key} of type {kind}, whose positions depend on the length of a sequence: "
-                "engine transformers batches sequences of different lengths and does not support it"
-            )
-
-
-def _check_no_kernels(config: Mapping[str, Any], where: str) -> None:
-    """The library takes OWNER/NAME for code of the Hugging Face hub that computes attention or experts, and runs it."""
-    for key, value in config.items():
-        values = value.values() if isinstance(value, Mapping) else [value]
-        if key.endswith("_implementation") and any("/" in str(each) for each in values):
-            raise LoadError(f"{where}: {key} is {value!r:.80}, which names code to run: remove that key")
-        if isinstance(value, Mapping):
-            _check_no_kernels(value, where)
-
-
 def _check_size(directory: ModelDir) -> None:
     """Raise LoadError for a config.json that describes a much larger model than the weights are: the library would make
     room for all of it, and fill it, before it sees what is missing."""
@@ -139,7 +82,6 @@ def _check_size(directory: ModelDir) -> None:
 
 def check_room(directory: ModelDir, device: torch.device, rows: int, context: int) -> None:
     """Raise LoadError if weights and cache cannot fit the device's free memory, with the arithmetic."""
-    check_counts(directory)
     config = directory.text_config
     layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
     hidden = config.get("hidden_size")

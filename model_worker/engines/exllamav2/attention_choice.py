@@ -16,6 +16,7 @@ import torch
 from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import one_line
 from model_worker.engines.exllamav2 import extension
+from model_worker.engines.exllamav2.check import check_installed
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import read_shape
 from model_worker.engines.paged import attention as paged_attention
@@ -37,6 +38,7 @@ def import_package(progress: ProgressCallback = lambda *_: None) -> Package:
     """
     if not __debug__:
         raise LoadError("ExLlamaV2 checks its input with assertions: do not run Python with -O or PYTHONOPTIMIZE")
+    check_installed()
     if not torch.cuda.is_available():
         raise LoadError(
             "no CUDA device is visible to this process: ExLlamaV2 needs one; see whether nvidia-smi finds it, and "
@@ -49,7 +51,7 @@ def import_package(progress: ProgressCallback = lambda *_: None) -> Package:
     try:
         core = importlib.import_module("exllamav2")
         generator = importlib.import_module("exllamav2.generator")
-    except ModuleNotFoundError as e:
+    except ModuleNotFoundError as e:  # check_installed has found the package itself
         raise LoadError(f"engine exllamav2 needs the package {e.name}: pip install 'modelctl[exllamav2]'") from e
     except Exception as e:
         raise LoadError(f"exllamav2 cannot be imported: {type(e).__name__}: {one_line(e)}") from e

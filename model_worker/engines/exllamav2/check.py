@@ -1,15 +1,22 @@
 """What ExLlamaV2 would refuse with an assertion, or load wrongly without a word: refused by name, before it starts.
 No torch."""
 
+import importlib.util
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
 
-from model_worker.engine import LoadError
-from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
+from model_worker.engine import LoadError, NotInstalled
+from model_worker.engines.exllamav2.lora import check_adapter
+from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes, read_options, sizes_of
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import check_counts, read_shape
+from model_worker.engines.tokenizer import Tokenizer
+from model_worker.engines.vetting import Faults
+from model_worker.engines.weight_shapes import check_layers
+from protocol.worker_spec import EngineSpec
 
 # The package loads an architecture that it does not know as Llama, after a line on stdout.
 ARCHITECTURES = frozenset(
@@ -45,6 +52,53 @@ PARALLEL = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 """Architectures that tensor parallelism computes rightly. The package takes more, but leaves out the norms of heads
 (Qwen3) and partial rotary embeddings (Glm4), and does not split experts (Qwen3Moe)."""
 _DTYPES = ("F16", "BF16", "F32", "I16", "I32")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A model that nothing speaks against. ``draft``: None without a draft model."""
+
+    options: ExLlamaV2Options
+    directory: ModelDir
+    tokenizer: Tokenizer
+    sizes: Sizes
+    draft: ModelDir | None
+
+
+def check(spec: EngineSpec) -> Checked:
+    """Read the model's directory and check all that can be known before a load, but for the number of GPUs.
+
+    Raises LoadError with every fault that is found.
+    """
+    faults = Faults(spec.model_dir)
+    options = faults.of(lambda: read_options(spec))
+    directory = faults.of(lambda: ModelDir(spec.model_dir))
+    tokenizer = sizes = draft = None
+    if directory is not None:
+        tokenizer = faults.of(lambda: Tokenizer(directory))
+        sound = faults.passes(lambda: check_directory(directory))
+        if options is not None:
+            sizes = faults.of(lambda: sizes_of(spec, options, directory))
+        if options is not None and sound:
+            faults.of(lambda: check_layers(directory))
+            faults.of(lambda: check_cache(directory, options.cache_mode))
+            for number, adapter in enumerate(options.loras):
+                faults.of(lambda adapter=adapter, number=number: check_adapter(adapter, directory, number))  # type: ignore[misc]
+            if sizes is not None:
+                draft = faults.of(lambda: open_draft(options, directory, sizes))
+    faults.raise_found()
+    assert options is not None
+    assert directory is not None
+    assert tokenizer is not None
+    assert sizes is not None
+    return Checked(options, directory, tokenizer, sizes, draft)
+
+
+def check_installed() -> None:
+    """Raise NotInstalled if the package exllamav2 is not there."""
+    if importlib.util.find_spec("exllamav2") is None:
+        told = "engine exllamav2 needs the package exllamav2: pip install 'modelctl[exllamav2]'"
+        raise NotInstalled(told, key="engine")
 
 
 def check_directory(directory: ModelDir) -> None:
@@ -133,7 +187,8 @@ def check_cache(directory: ModelDir, mode: str, key: str = "cache_mode") -> None
     """Raise LoadError for heads that a quantized cache cannot hold: it scales 32 elements at a time."""
     head_dim = read_shape(directory).head_dim
     if mode != "FP16" and head_dim % 32:
-        raise LoadError(f"{key} {mode} needs heads of a multiple of 32, those of {directory.path} are {head_dim}: FP16")
+        told = f"{key} {mode} needs heads of a multiple of 32, those of {directory.path} are {head_dim}: FP16"
+        raise LoadError(told, key=key)
 
 
 def open_draft(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes) -> ModelDir | None:
@@ -162,7 +217,7 @@ def open_draft(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes) -> 
         if draft_rows > rows:
             raise LoadError(f"{draft.path} can draw {draft_rows} ids, the model knows {rows} only: use another one")
     except LoadError as e:
-        raise LoadError(f"draft_model: {e}") from None
+        raise LoadError(f"draft_model: {e}", key=e.key or "draft_model") from None
     return draft
 
 
@@ -179,12 +234,14 @@ def check_parallel(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes,
     """Raise LoadError for splits that the package does not compute rightly, or not at all, on ``gpus`` GPUs."""
     for key, values in (("gpu_split", options.gpu_split), ("autosplit_reserve", options.autosplit_reserve)):
         if values is not None and len(values) != gpus:
-            raise LoadError(f"{key} has {len(values)} values, the worker has {gpus} GPUs: give one for each")
+            told = f"{key} has {len(values)} values, the worker has {gpus} GPUs: give one for each"
+            raise LoadError(told, key=key)
     if not options.tensor_parallel:
         return
 
     def no(why: str) -> LoadError:
-        return LoadError(f"tensor_parallel: {why}; without it, layers are split among the GPUs")
+        told = f"tensor_parallel: {why}; without it, layers are split among the GPUs"
+        return LoadError(told, key="tensor_parallel")
 
     if gpus < 2:
         raise no("the worker has one GPU")

@@ -33,14 +33,13 @@ from model_worker.engines.constraint import WAIT_S, Constraint, Constraints
 from model_worker.engines.draws import Draws
 from model_worker.engines.exllamav2.answer import Answer, GuardedAnswer, Redraw
 from model_worker.engines.exllamav2.batch import Batch
+from model_worker.engines.exllamav2.check import check
 from model_worker.engines.exllamav2.load import Loaded, load, make_generator
 from model_worker.engines.exllamav2.meter import Meter
 from model_worker.engines.exllamav2.ngram import propose_for_all
-from model_worker.engines.exllamav2.options import PAGE, read_options
+from model_worker.engines.exllamav2.options import PAGE, offered, read_options
 from model_worker.engines.exllamav2.sampling import (
-    GUIDANCE,
     NEVER,
-    OFFERED,
     PieceSearch,
     TokenBias,
     check_sampling,
@@ -48,8 +47,6 @@ from model_worker.engines.exllamav2.sampling import (
     xtc_is_on,
 )
 from model_worker.engines.healing import Healer, Healing
-from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import understood
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.request import SamplingParams
@@ -64,7 +61,7 @@ class ExLlamaV2Engine:
     """See the module; options in ``exllamav2.options``."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._options = read_options(spec)
+        read_options(spec)  # the constructor refuses wrong options
         self._spec = spec
         self._answers: dict[int, Answer] = {}
         self._meter = Meter()
@@ -72,10 +69,11 @@ class ExLlamaV2Engine:
 
     def load(self, progress: ProgressCallback) -> None:
         """Load onto the visible GPUs and warm up. Raises LoadError."""
+        checked = check(self._spec)
+        self._tokenizer = checked.tokenizer
         with understood(self._spec.model_dir):
-            directory = ModelDir(self._spec.model_dir)
-            self._tokenizer = Tokenizer(directory)
-        loaded = self._loaded = load(self._spec, self._options, directory, progress)
+            pieces = self._tokenizer.pieces
+        loaded = self._loaded = load(checked, progress)
         self._generator = make_generator(loaded, self._spec.max_batch_size)
         if loaded.ngram:
             self._generator.iterate_ngram_gen = lambda results: propose_for_all(self._generator)
@@ -84,7 +82,7 @@ class ExLlamaV2Engine:
         config = loaded.model.config
         self._vocab_size = int(config.vocab_size)  # rows of the embedding
         self._drawable = min(self._vocab_size, int(loaded.tokenizer.get_vocab_size()))
-        pieces, eos_ids = self._tokenizer.pieces, self._tokenizer.eos_ids
+        eos_ids = self._tokenizer.eos_ids
         self._healer = Healer(pieces) if pieces else None
         self._constraints = Constraints(pieces, self._drawable, eos_ids) if pieces else None
         self._pieces = PieceSearch(loaded.tokenizer.get_id_to_piece_list(True))
@@ -96,9 +94,7 @@ class ExLlamaV2Engine:
         self._capabilities = Capabilities(
             context=min(loaded.context, int(config.max_seq_len) - max(loaded.draft_tokens - 1, 0)),
             max_batch_size=self._spec.max_batch_size,
-            offered=OFFERED
-            - (GUIDANCE if loaded.draft_tokens else frozenset())
-            - (frozenset() if self._healer else {"token_healing"})
+            offered=offered(loaded.draft_tokens > 0) - (frozenset() if self._healer else {"token_healing"})
             | (CONSTRAINTS if pieces else frozenset()),
             chat=self._tokenizer.has_chat_template,
             device=", ".join(dict.fromkeys(torch.cuda.get_device_name(index) for index in loaded.devices)),

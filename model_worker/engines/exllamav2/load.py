@@ -1,6 +1,6 @@
 """Getting ExLlamaV2 and a model into memory.
 
-What can be known to fail is refused before anything heavy happens (``exllamav2.check``, ``exllamav2.lora``, ``vram``).
+``exllamav2.check`` has refused before what can be known to fail; here the GPUs' memory is added (``vram``).
 """
 
 import contextlib
@@ -17,13 +17,12 @@ from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import one_line
 from model_worker.engines.exllamav2 import vram
 from model_worker.engines.exllamav2.attention_choice import Package, check_attention, import_package
-from model_worker.engines.exllamav2.check import check_cache, check_directory, check_parallel, open_draft
-from model_worker.engines.exllamav2.lora import check_adapter, load_adapters
+from model_worker.engines.exllamav2.check import Checked, check_parallel
+from model_worker.engines.exllamav2.lora import load_adapters
 from model_worker.engines.exllamav2.mixture import keep_rows_apart
-from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes, sizes_of
+from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.vetting import understood
-from protocol.worker_spec import EngineSpec
 
 DEFAULT_RESERVE_MB = 256
 """Left free on each GPU by the automatic split: kernels that are loaded later, cuBLAS, attention, logits."""
@@ -76,19 +75,13 @@ class Loaded:
     devices: list[int] = field(default_factory=lambda: [0])
 
 
-def load(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir, progress: ProgressCallback) -> Loaded:
+def load(checked: Checked, progress: ProgressCallback) -> Loaded:
     """Load onto the visible GPUs: one as it is, several by layers or, if asked for, by tensors.
 
     Raises LoadError. progress: phase "compiling ExLlamaV2" (steps) if nobody has, "compiling attention" (GPUs),
     "loading draft" and "loading" (modules), "loading lora" (adapters).
     """
-    with understood(directory.path):
-        check_directory(directory)
-        check_cache(directory, options.cache_mode)
-        sizes = sizes_of(spec, options, directory)
-        draft = open_draft(options, directory, sizes)
-        for adapter in options.loras:
-            check_adapter(adapter, directory)
+    options, directory, sizes, draft = checked.options, checked.directory, checked.sizes, checked.draft
     package = import_package(progress)
     expand_segments()
     gpus = torch.cuda.device_count()

@@ -32,12 +32,15 @@ WEIGHTS = "adapter_model.safetensors"
 _KEY = re.compile(r"model\.layers\.(\d+)\.(self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.lora_([AB])\.weight$")
 
 
-def check_adapter(adapter: Adapter, directory: ModelDir) -> dict[str, Tensor]:
-    """The tensors of an adapter. Raises LoadError, naming it, for one that does not fit the model."""
+def check_adapter(adapter: Adapter, directory: ModelDir, number: int = 0) -> dict[str, Tensor]:
+    """The tensors of an adapter. Raises LoadError, naming it, for one that does not fit the model.
+
+    number  its place among the model's adapters, from 0
+    """
     try:
         return _check(Path(adapter.directory), directory)
     except LoadError as e:
-        raise LoadError(f"lora {adapter.directory}: {e}") from None
+        raise LoadError(f"lora {adapter.directory}: {e}", key=f"lora.{number}.dir") from None
 
 
 def _check(path: Path, directory: ModelDir) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 from model_worker.engine import LoadError
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.options import Options
+from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
 
 PAGE = 256
@@ -16,6 +17,18 @@ CACHE_MODES = ("FP16", "Q8", "Q6", "Q4")
 DEFAULT_DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = 16
 DEFAULT_CHUNK_SIZE = 2048
+
+OFFERED = frozenset(SamplingParams.model_fields) | {
+    "min_tokens",
+    "stop_token_ids",
+    "banned_strings",
+    "token_healing",
+    "logprobs",
+    "top_logprobs",
+    "negative_prompt",
+}
+"""All of them; two sequences per job (guidance) do not go with speculation."""
+GUIDANCE = frozenset({"cfg_scale", "negative_prompt"})
 
 _KEYS = (
     "cache_mode", "cache_size", "chunk_size", "rope_scale", "rope_alpha", "gpu_split", "autosplit_reserve",
@@ -74,6 +87,11 @@ class ExLlamaV2Options:
         return self.ngram_draft or self.draft_model is not None
 
 
+def offered(speculates: bool) -> frozenset[str]:
+    """What requests may ask for, as ``Capabilities.offered`` has it. speculates: with a draft model or n-grams."""
+    return OFFERED - GUIDANCE if speculates else OFFERED
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What a spec comes to, in tokens.
@@ -104,16 +122,19 @@ def sizes_of(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir) -
         tokens = f"{context} tokens" + (f" and {speculated} speculated ones" if speculated else "")
         raise LoadError(
             f"cache_size is {cache_size}, less than the context of {tokens}: set max_seq_len to at most "
-            f"{cache_size - speculated}, or cache_size to at least {padded}"
+            f"{cache_size - speculated}, or cache_size to at least {padded}",
+            key="cache_size",
         )
     if chunk_size > cache_size:
-        raise LoadError(f"chunk_size is {chunk_size}, more than cache_size, which is {cache_size}: lower it")
+        told = f"chunk_size is {chunk_size}, more than cache_size, which is {cache_size}: lower it"
+        raise LoadError(told, key="chunk_size")
     rows = batch * (speculated + 1)
     if rows > chunk_size:
         raise LoadError(
             f"max_batch_size is {batch}"
             + (f", each with {speculated} speculated tokens" if speculated else "")
-            + f": {rows} tokens a step, which must be at most chunk_size, {chunk_size}"
+            + f": {rows} tokens a step, which must be at most chunk_size, {chunk_size}",
+            key="max_batch_size",
         )
     return Sizes(context, chunk_size, cache_size, rows, max(context + speculated, chunk_size))
 
@@ -124,7 +145,8 @@ def read_options(spec: EngineSpec) -> ExLlamaV2Options:
     given = spec.options
     options = Options("exllamav2", given, _KEYS)
     if not spec.device.startswith("cuda"):
-        raise LoadError(f"engine exllamav2 needs a CUDA device, not {spec.device}: set gpu, or engine: transformers")
+        told = f"engine exllamav2 needs a CUDA device, not {spec.device}: set gpu, or engine: transformers"
+        raise LoadError(told, key="gpu")
     draft_cache_mode = None
     if "draft_cache_mode" in given:
         draft_cache_mode = options.choice("draft_cache_mode", "FP16", CACHE_MODES)
@@ -152,19 +174,23 @@ def read_options(spec: EngineSpec) -> ExLlamaV2Options:
 def _check_together(read: ExLlamaV2Options, given: Mapping[str, Any]) -> None:
     """Raise LoadError for options that are fine alone and wrong together."""
     if read.ngram_draft and read.draft_model:
-        raise LoadError("draft_model and ngram_draft both speculate: keep one of them")
+        raise LoadError("draft_model and ngram_draft both speculate: keep one of them", key="ngram_draft")
     if read.draft_tokens > MAX_DRAFT_TOKENS:
-        raise LoadError(f"draft_tokens is {read.draft_tokens}: it must be at most {MAX_DRAFT_TOKENS}")
+        told = f"draft_tokens is {read.draft_tokens}: it must be at most {MAX_DRAFT_TOKENS}"
+        raise LoadError(told, key="draft_tokens")
     if not read.speculates and "draft_tokens" in given:
-        raise LoadError("draft_tokens is set, but nothing speculates: add draft_model or ngram_draft, or remove it")
+        told = "draft_tokens is set, but nothing speculates: add draft_model or ngram_draft, or remove it"
+        raise LoadError(told, key="draft_tokens")
     if not read.draft_model:
         for key in ("draft_cache_mode", "draft_rope_scale", "draft_rope_alpha"):
             if key in given:
-                raise LoadError(f"{key} is set without draft_model: add draft_model, or remove it")
+                raise LoadError(f"{key} is set without draft_model: add draft_model, or remove it", key=key)
     if read.gpu_split and read.autosplit_reserve:
-        raise LoadError("autosplit_reserve is for the automatic split, gpu_split turns that off: keep one of them")
+        told = "autosplit_reserve is for the automatic split, gpu_split turns that off: keep one of them"
+        raise LoadError(told, key="autosplit_reserve")
     if read.tensor_parallel and read.autosplit_reserve:
-        raise LoadError("autosplit_reserve is for layers split among GPUs: remove it, or tensor_parallel")
+        told = "autosplit_reserve is for layers split among GPUs: remove it, or tensor_parallel"
+        raise LoadError(told, key="autosplit_reserve")
 
 
 def _size(options: Options, given: Mapping[str, Any], key: str) -> int | None:
@@ -172,7 +198,7 @@ def _size(options: Options, given: Mapping[str, Any], key: str) -> int | None:
 
 
 def _wrong(key: str, value: object, must: str) -> LoadError:
-    return LoadError(f"option {key} of engine exllamav2 is {value!r}: it must be {must}")
+    return LoadError(f"option {key} of engine exllamav2 is {value!r}: it must be {must}", key=key)
 
 
 def _is_number(value: object) -> bool:

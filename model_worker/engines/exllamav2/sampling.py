@@ -22,17 +22,6 @@ XTC_HIGHEST = 0.5
 
 NEVER = float("-inf")
 """Bias of what must not be drawn."""
-OFFERED = frozenset(SamplingParams.model_fields) | {
-    "min_tokens",
-    "stop_token_ids",
-    "banned_strings",
-    "token_healing",
-    "logprobs",
-    "top_logprobs",
-    "negative_prompt",
-}
-"""All of them; two sequences per job (guidance) do not go with speculation."""
-GUIDANCE = frozenset({"cfg_scale", "negative_prompt"})
 
 
 def settings_of(sampling: SamplingParams) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""What engine transformers refuses before it loads a model. No torch: the supervisor's commands ask for it, too."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model_worker.engine import LoadError
+from model_worker.engines.embedded.architectures import check_architecture
+from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.model_shape import check_counts
+from model_worker.engines.options import Options
+from model_worker.engines.tokenizer import Tokenizer
+from model_worker.engines.vetting import Faults, understood
+from model_worker.engines.weight_shapes import check_names_and_shapes
+from protocol.worker_spec import EngineSpec
+
+DEFAULT_CHUNK_SIZE = 256
+_FULL_ATTENTION = "full_attention"
+_SLIDING = "sliding_attention"
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
+OFFERED = frozenset(
+    {
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "penalty_range",
+        "typical_p",
+        "temperature_last",
+        "logit_bias",
+        "banned_tokens",
+        "allowed_tokens",
+        "ignore_eos",
+        "seed",
+        "min_tokens",
+        "stop_token_ids",
+        "banned_strings",
+        "token_healing",
+        "logprobs",
+        "top_logprobs",
+    }
+)
+"""What the library has a processor for, or what needs none."""
+
+
+@dataclass(frozen=True)
+class EmbeddedOptions:
+    """chunk_size  prompt tokens computed in one step
+    threads     CPU threads of the process, 1 by default, so that the workers of several models do not fight for cores
+    """
+
+    chunk_size: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A model that nothing speaks against. ``context``: tokens of prompt and answer together."""
+
+    directory: ModelDir
+    tokenizer: Tokenizer
+    context: int
+
+
+def read_options(spec: EngineSpec) -> EmbeddedOptions:
+    """The options of a spec. Raises LoadError for an unknown key or a wrong value."""
+    options = Options("transformers", spec.options, ("chunk_size", "threads"))
+    return EmbeddedOptions(options.integer("chunk_size", DEFAULT_CHUNK_SIZE), options.integer("threads", 1))
+
+
+def check(spec: EngineSpec) -> Checked:
+    """Read the model's directory and check all that can be known before a load. Raises LoadError with every fault."""
+    with understood(spec.model_dir):
+        directory = ModelDir(spec.model_dir)
+    faults = Faults(spec.model_dir)
+    faults.of(lambda: read_options(spec))
+    tokenizer = faults.of(lambda: Tokenizer(directory))
+    context = faults.of(lambda: directory.context(spec.max_seq_len))
+    faults.of(lambda: check_architecture(directory.architecture))
+    faults.of(lambda: _check_no_kernels(directory.config, f"{directory.path}/config.json"))
+    faults.of(lambda: _check_attention(directory, context))
+    faults.of(lambda: _check_positions(directory))
+    counts_fit = faults.passes(lambda: check_counts(directory))
+    if faults.passes(lambda: _check_weights(directory)) and counts_fit:
+        faults.of(lambda: check_names_and_shapes(directory))
+    faults.raise_found()
+    assert tokenizer is not None
+    assert context is not None
+    return Checked(directory, tokenizer, context)
+
+
+def _check_weights(directory: ModelDir) -> None:
+    """Refuse weights that the library would not take from this directory's safetensors files as they are."""
+    if directory.quantization:
+        remedy = "use engine exllamav2" if directory.quantization in ("exl2", "gptq") else "use unquantized weights"
+        raise LoadError(
+            f"{directory.path} is quantized ({directory.quantization}), engine transformers loads none: {remedy}"
+        )
+    if (directory.path / "adapter_config.json").exists():
+        # the library would go on with the base model that it names, wherever that is
+        raise LoadError(
+            f"{directory.path} holds an adapter (adapter_config.json), which engine transformers does not load"
+        )
+    if "transformers_weights" in directory.config:
+        raise LoadError(f"{directory.path}/config.json names its weights (transformers_weights): remove that key")
+
+
+def _check_attention(directory: ModelDir, context: int | None) -> None:
+    """Refuse layers that the slot cache cannot compute. context: None if it is not known, because of another fault."""
+    config = directory.text_config
+    kinds = set(config.get("layer_types") or ())
+    window = None if config.get("use_sliding_window") is False else config.get("sliding_window")
+    windowed = isinstance(window, int) and context is not None and window < context
+    if windowed and (not kinds or _SLIDING in kinds):
+        raise LoadError(
+            f"{directory.path} attends over a sliding window of {window} tokens, which engine transformers does not "
+            f"support: set max_seq_len to at most {window}",
+            key="max_seq_len",
+        )
+    if odd := sorted(kinds - {_FULL_ATTENTION, _SLIDING}):
+        raise LoadError(f"{directory.path} has layers of type {odd[0]}, which engine transformers does not support")
+
+
+def _check_positions(directory: ModelDir) -> None:
+    """Refuse rotary embeddings that differ among the sequences of a batch."""
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = directory.text_config.get(key)
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+        if kind in _LENGTH_DEPENDENT_ROPE:
+            raise LoadError(
+                f"{directory.path} has {key} of type {kind}, whose positions depend on the length of a sequence: "
+                "engine transformers batches sequences of different lengths and does not support it"
+            )
+
+
+def _check_no_kernels(config: Mapping[str, Any], where: str) -> None:
+    """Refuse names of code. The library takes OWNER/NAME for code of the Hugging Face hub that computes attention or
+    experts, and runs it."""
+    for key, value in config.items():
+        values = value.values() if isinstance(value, Mapping) else [value]
+        if key.endswith("_implementation") and any("/" in str(each) for each in values):
+            raise LoadError(f"{where}: {key} is {value!r:.80}, which names code to run: remove that key")
+        if isinstance(value, Mapping):
+            _check_no_kernels(value, where)

@@ -1,0 +1,103 @@
+"""Keys of a model in models.yaml that are right alone and wrong together, or that no request could go with. Pure."""
+
+import difflib
+
+from supervisor.config_schema import ENGINE_KEYS, ModelConfig
+from supervisor.yaml_source import KeyPath
+
+PAGE = 256
+"""Tokens of a page of ExLlamaV2's cache."""
+
+
+def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
+    """(key, message) for keys that are fine alone and wrong together."""
+    problems = []
+    custom = ":" in config.engine
+    if not custom and config.engine not in ENGINE_KEYS:
+        near = difflib.get_close_matches(config.engine, ENGINE_KEYS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(ENGINE_KEYS)}, or package.module:Class"
+        problems.append(("engine", f"{config.engine!r} is no engine: {hint}"))
+        return problems
+    known = ENGINE_KEYS.get(config.engine, frozenset())
+    foreign = sorted(frozenset[str]().union(*ENGINE_KEYS.values()) - known)
+    message = f"is not a key of engine {config.engine!r}; remove it"
+    problems += [(key, message) for key in foreign if getattr(config, key) is not None]
+    if config.options is not None and not custom:
+        problems.append(("options", "is only for an engine named by an import string; remove it"))
+    problems += _demand_problems(config)
+    if config.engine == "exllamav2" and config.gpu in (None, "cpu"):
+        problems.append(
+            ("gpu", "engine exllamav2 needs a GPU: add gpu: auto, or pin it with gpu: 0, [0, 1] or GPU-<uuid>")
+        )
+    if config.vram is not None:
+        gpus = len(config.gpu) if isinstance(config.gpu, tuple) else 1
+        if config.gpu in (None, "cpu"):
+            problems.append(("vram", "is for a model on a GPU; add gpu, or remove it"))
+        elif len(config.vram) not in (1, gpus):
+            problems.append(("vram", f"has {len(config.vram)} values for {gpus} GPUs; give one, or one for each"))
+    if config.engine == "exllamav2":
+        problems += _exllamav2_problems(config)
+    return problems
+
+
+def sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
+    """(path, message) for defaults and limits that no request could have."""
+    if config.sampling is None and config.limits is None:
+        return []
+    # a tenth of a second, for keys that few models have
+    from protocol.sampling_defaults import DefaultsProblem, check_limits, check_sampling
+
+    sampling, limits = config.sampling or {}, config.limits or {}
+    name = "sampling"
+    try:
+        check_sampling(sampling)
+        name = "limits"  # which are held against defaults that are right
+        check_limits(limits, sampling)
+    except DefaultsProblem as e:
+        return [((name,) if e.key is None else (name, e.key), e.problem)]
+    return []
+
+
+def _demand_problems(config: ModelConfig) -> list[tuple[str, str]]:
+    """(key, message) for what is only for lazy models, or contradicts itself."""
+    given = {"ttl": config.ttl is not None, "pinned": config.pinned, "priority": config.priority != 0}
+    why = "is for a model that a request can start: add lazy: true, or remove it"
+    problems = [(key, why) for key, is_given in given.items() if is_given and not config.lazy]
+    if config.pinned and config.ttl is not None:
+        problems.append(("ttl", "unloads what pinned keeps loaded; keep one of them"))
+    if config.pinned and config.priority:
+        problems.append(("priority", "says who is unloaded first, and pinned that it never is; keep one of them"))
+    return problems
+
+
+def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:
+    """(key, message) for keys of engine exllamav2 that are wrong together."""
+    problems = []
+    for key in ("cache_size", "chunk_size"):
+        value = getattr(config, key)
+        if value is not None and value % PAGE:
+            near = -(-value // PAGE) * PAGE
+            problems.append((key, f"is {value}: must be a multiple of {PAGE}, such as {near}"))
+    if config.draft_model is not None and config.ngram_draft:
+        problems.append(("ngram_draft", "speculates as draft_model does; keep one of them"))
+    if config.draft_model is None:
+        alone = ("draft_cache_mode", "draft_rope_scale", "draft_rope_alpha")
+        problems += [(key, "is for a draft_model; add one, or remove it") for key in alone if getattr(config, key)]
+        if config.draft_tokens and not config.ngram_draft:
+            problems.append(("draft_tokens", "is without effect: add draft_model or ngram_draft, or remove it"))
+    gpus = len(config.gpu) if isinstance(config.gpu, tuple) else 1
+    for key in ("gpu_split", "autosplit_reserve"):
+        value = getattr(config, key)
+        if value is not None and gpus == 1:
+            problems.append((key, "is for several GPUs; list them (gpu: [0, 1]), or remove it"))
+        elif value is not None and len(value) != gpus:
+            problems.append((key, f"has {len(value)} values for {gpus} GPUs; give one for each"))
+    if config.autosplit_reserve is not None and (config.gpu_split is not None or config.tensor_parallel):
+        other = "gpu_split" if config.gpu_split is not None else "tensor_parallel"
+        problems.append(("autosplit_reserve", f"is for the automatic split, which {other} turns off; keep one of them"))
+    if config.tensor_parallel:
+        if gpus == 1:
+            problems.append(("tensor_parallel", "needs several GPUs; list them (gpu: [0, 1]), or remove it"))
+        if config.lora:
+            problems.append(("lora", "does not work with tensor_parallel; remove one of them"))
+    return problems

@@ -1,0 +1,51 @@
+"""Which models of a models.yaml cannot be loaded, for commands that start nothing.
+
+The checks of a model are those of its worker, made by a process of its own (``estimates``). What only this machine
+lacks (a GPU, the engine's package) is told apart, since a file may be checked on another machine than it is for.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+
+from supervisor.config import Examined, ModelSpec
+from supervisor.placement.estimates import Estimated, Fault, ask_now
+from supervisor.placement.gpu_reader import read_once
+from supervisor.placement.gpus import Gpu, GpusUnknown
+from supervisor.placement.policy import Refused, place, rooms
+from supervisor.placement.wishes import answer_with, question_of, wish_of
+from supervisor.yaml_source import Problem
+
+
+def vet_models(models: Mapping[str, ModelSpec], *, installed: bool) -> dict[str, Estimated]:
+    """What is wrong with each model, else what its workers take. Raises OSError if no process can be started.
+
+    installed  whether it is a fault that an engine's package is not installed on this machine
+    """
+    questions = {name: question_of(spec, installed=installed) for name, spec in models.items()}
+    asked = {name: question for name, question in questions.items() if question is not None}
+    answers = dict(zip(asked, ask_now([*asked.values()]), strict=True)) if asked else {}
+    return {name: answer_with(spec, answers.get(name)) for name, spec in models.items()}
+
+
+def lacking_gpus(models: Mapping[str, ModelSpec]) -> dict[str, Fault]:
+    """The models whose GPUs this machine does not have, each with the reason."""
+    wishes = {name: wish for name, spec in models.items() if (wish := wish_of(spec)) is not None}
+    if not wishes:
+        return {}
+    try:
+        box: list[Gpu] = read_once()
+    except GpusUnknown as e:
+        return {name: Fault("gpu", f"no GPU of this machine can be seen (NVML: {e})", machine=True) for name in wishes}
+    outer, all_rooms = os.environ.get("CUDA_VISIBLE_DEVICES"), rooms(box, [])
+    verdicts = {name: place(wish, None, all_rooms, outer) for name, wish in wishes.items()}
+    return {
+        name: Fault("gpu", told.message, machine=True) for name, told in verdicts.items() if isinstance(told, Refused)
+    }
+
+
+def problems_of(examined: Examined, faults: Iterable[tuple[str, Fault]]) -> list[Problem]:
+    """The faults of models as problems with their lines. A key that the file's own problems name is left out: what is
+    wrong with it is said already, and what follows from that would only confuse."""
+    told = {problem.path for problem in examined.problems}
+    found = [examined.problem(name, fault.key, fault.message) for name, fault in faults]
+    return [problem for problem in found if problem.path not in told]
