@@ -3,11 +3,13 @@
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from protocol.limits import SUPERVISOR_NAME
 from protocol.runtime_paths import default_runtime_dir
 from supervisor.log_file import LogFile
+from supervisor.model_logs import ModelLogs
 
 MAX_LOG_BYTES = 8 << 20
 """A log larger than this is set aside as NAME.log.1, a worker's when it starts, the supervisor's at once."""
@@ -58,7 +60,8 @@ def tail(path: Path, size: int = 8192, since: int = 0) -> list[str]:
 
 
 def set_up_logging(runtime_dir: Path, *, quiet: bool) -> logging.Logger:
-    """Return the supervisor's logger. It writes to the supervisor's log file, and to stderr unless ``quiet``."""
+    """Return the supervisor's logger. It writes to the supervisor's log file, and to stderr unless ``quiet``; what is
+    about a worker also to that worker's log."""
     logger = logging.getLogger("modelctl")
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -73,6 +76,7 @@ def set_up_logging(runtime_dir: Path, *, quiet: bool) -> logging.Logger:
     for handler in [file] if screen is None else [screen, file]:
         handler.setFormatter(formatter)
         logger.addHandler(handler)
+    logger.addHandler(ModelLogs(partial(log_path, runtime_dir)))
     logging.raiseExceptions = False  # a screen that has gone must not stop the supervisor
     return logger
 

@@ -1,5 +1,7 @@
 """Engines that fail as torch and CUDA do, without torch: in load, or in a step. Named by import string."""
 
+import os
+
 from model_worker.engine import Job, ProgressCallback
 from tests.deterministic_engine import DeterministicEngine
 
@@ -44,3 +46,10 @@ class RunsOutInLoad(DeterministicEngine):
 
     def load(self, progress: ProgressCallback) -> None:
         raise FAULTS["vram"]
+
+
+class LeavesInLoad(DeterministicEngine):
+    """Ends its process without a word."""
+
+    def load(self, progress: ProgressCallback) -> None:
+        os._exit(7)

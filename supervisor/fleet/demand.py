@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
+from supervisor.model_logs import about
 from supervisor.placement.eviction import Candidate, NoRoom, choose
 from supervisor.placement.policy import gib
 from supervisor.requests.scheduler import Scheduler
@@ -68,7 +69,8 @@ class Demand:
         if isinstance(chosen, NoRoom):
             return chosen
         short = ", ".join(f"{gib(size)} GiB on GPU {gpu}" for gpu, size in missing.items())
-        self._log.info("%s: needs %s: unloading %s", coming.shown, short, ", ".join(chosen))
+        told = f"{coming.shown}: needs {short}: unloading {', '.join(chosen)}"
+        self._log.info("%s", told, extra=about(coming.log_name))
         for name in chosen:
             self._fleet.unload(name, f"evicted for {coming.label}")
         return chosen

@@ -22,6 +22,7 @@ from supervisor.config import Config, ModelSpec
 from supervisor.fleet.hang_watch import HangWatch
 from supervisor.fleet.replica import ROOM_RETRY_S, Replica
 from supervisor.fleet.roster import Roster
+from supervisor.model_logs import about, without_ours
 from supervisor.placement.admission import Admission
 from supervisor.placement.vram import Vram
 from supervisor.requests.in_flight import Effect as RequestEffect
@@ -160,12 +161,26 @@ class Fleet(Roster):
                 replica.progress = {}
                 if replica.process is not None:
                     self.admission.ready(replica.name, replica.process.pid)
-                loaded = f"loaded in {replica.info['load_seconds']} s, attention: {replica.info['attention']}"
-                self._apply(replica, Event.LOADED, loaded)
+                self._apply(replica, Event.LOADED, self._loaded(replica))
             case Stats(body):
                 replica.stats = checked_stats(body)
             case _:
                 raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")
+
+    def _loaded(self, replica: Replica) -> str:
+        """Say how a load went: how long it took, on what the model computes, and what memory it holds now."""
+        told = [
+            f"loaded in {replica.info['load_seconds']} s on {replica.info['device']}",
+            f"attention: {replica.info['attention']}",
+            f"context {replica.info['context']} tokens",
+        ]
+        if replica.process is not None:
+            if (held := replica.process.memory()) is not None:
+                told.append(f"{held / 2**20:.0f} MiB of RAM")
+            vram = self.vram.describe(replica.name, replica.process.pid)["vram_bytes"]
+            if vram is not None:
+                told.append(f"{vram / 2**20:.0f} MiB of VRAM")
+        return ", ".join(told)
 
     def on_exit(self, process: Launched) -> None:
         """A worker is gone, and all that it sent before is taken in."""
@@ -176,7 +191,7 @@ class Fleet(Roster):
         self._by_routing_id.pop(replica.routing_id, None)
         self.admission.ended(replica.name, process.pid)
         self._outlet.worker_gone(replica.name)
-        tail = logs.tail(replica.log_path, since=replica.log_begin)
+        tail = without_ours(logs.tail(replica.log_path, since=replica.log_begin))
         killed = (replica.kill_reason, replica.killed_for) if replica.killed_for else None
         self._ended(replica, classify(code, asked=asked, log_tail=tail, killed=killed), process.pid)
 
@@ -188,7 +203,9 @@ class Fleet(Roster):
         """End a worker that hangs, is out of its mind or out of reach. Its requests end when it is gone."""
         if replica.process is not None and replica.killed_for is None and not replica.process.is_gone:
             replica.killed_for, replica.kill_reason = why, reason
-            self._log.error("%s: killing pid %d: %s", replica.shown, replica.process.pid, why)
+            self._log.error(
+                "%s: killing pid %d: %s", replica.shown, replica.process.pid, why, extra=about(replica.log_name)
+            )
             replica.process.signal(signal.SIGKILL)
 
     def _ended(self, replica: Replica, report: ExitReport, pid: int | None) -> None:
@@ -208,7 +225,10 @@ class Fleet(Roster):
             verdict = f"next try in {pause:.1f} s" if again is not None else "not tried again"
             if replica.state in GOING_DOWN:
                 verdict = "it was being stopped"
-            self._log.warning("%s: pid %s: %s; %s", replica.shown, pid or "none", report.message, verdict)
+            self._log.warning(
+                "%s: pid %s: %s; %s", replica.shown, pid or "none", report.message, verdict,
+                extra=about(replica.log_name),
+            )  # fmt: skip
         self._apply(replica, event, report.message, pause=pause)
         if replica.wanted and replica.state is WorkerState.STOPPED:
             self._apply(replica, Event.START, "started again")
@@ -245,7 +265,9 @@ class Fleet(Roster):
         effects = replica.life.apply(event, now, cause)
         if replica.state is not before:
             pid = f" pid {replica.process.pid}" if replica.process else ""
-            self._log.info("%s: %s -> %s (%s)%s", replica.shown, before, replica.state, cause, pid)
+            self._log.info(
+                "%s: %s -> %s (%s)%s", replica.shown, before, replica.state, cause, pid, extra=about(replica.log_name)
+            )
         for effect in effects:
             self._do(replica, effect, now, pause)
         self._outlet.state_changed()
@@ -338,6 +360,11 @@ class Fleet(Roster):
             self._timers.at(time.monotonic(), lambda: self._ended(replica, report, None))
             return None
         self._by_routing_id[replica.routing_id] = replica
+        self._log.info(
+            "%s: spawned pid %d, generation %d, devices: %s",
+            replica.shown, replica.process.pid, replica.generation, spec.visible_devices or "cpu",
+            extra=about(replica.log_name),
+        )  # fmt: skip
         return replica.process.pid
 
     def _drain_expired(self, replica: Replica) -> None:
@@ -363,7 +390,7 @@ class Fleet(Roster):
     def _rung(self, replica: Replica, rung: Rung) -> None:
         if replica.process is None:
             return
-        self._log.info("%s: %s to pid %d", replica.shown, rung, replica.process.pid)
+        self._log.info("%s: %s to pid %d", replica.shown, rung, replica.process.pid, extra=about(replica.log_name))
         if rung is Rung.SHUTDOWN:
             self._outlet.send_worker(replica.name, encode(Shutdown()))
         else:

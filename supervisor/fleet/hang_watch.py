@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from supervisor.fleet.replica import Replica
+from supervisor.model_logs import about
 from supervisor.workers.launcher import Launched
 from supervisor.workers.watch import Looks, Verdict, Watched
 
@@ -41,10 +42,12 @@ class HangWatch:
         if verdict in (Verdict.HUNG, Verdict.LOST) and (process.is_gone or replica.killed_for is not None):
             return  # it is dead, or dying; the loop is about to hear of it
         if verdict is Verdict.HUNG:
-            self._log.error("%s: pid %d %s; %s", replica.shown, process.pid, watched.story(), process.condition())
+            told = f"{replica.shown}: pid {process.pid} {watched.story()}; {process.condition()}"
+            self._log.error("%s", told, extra=about(replica.log_name))
             if watched.can_tell:
                 process.dump_stacks()
         elif verdict is Verdict.SPARED:
-            self._log.warning("%s: pid %d goes on after all", replica.shown, process.pid)
+            told = f"{replica.shown}: pid {process.pid} goes on after all"
+            self._log.warning("%s", told, extra=about(replica.log_name))
         elif verdict is Verdict.LOST:
             self._kill(replica, f"{watched.story()}; {process.condition()}", "hung")

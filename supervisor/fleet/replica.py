@@ -79,6 +79,11 @@ class Replica:
         return self.label if self.current else f"{self.label}~{self.generation}"
 
     @property
+    def log_name(self) -> str:
+        """The name of its log: its label when it was started last."""
+        return self.log_path.stem
+
+    @property
     def state(self) -> WorkerState:
         return self.life.state
 

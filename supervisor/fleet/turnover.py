@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from supervisor.config import ModelSpec
 from supervisor.fleet.replica import Replica
+from supervisor.model_logs import about
 from supervisor.workers.lifecycle import AT_REST, WorkerState
 
 KEPT = 16
@@ -218,7 +219,7 @@ class Turnover:
         told["how"] = step.kind
         if step.failure is not None:
             told.update(state="failed", message=step.failure)
-            self._log.error("%s: %s: %s", ticket.cause, step.label, step.failure)
+            self._log.error("%s: %s: %s", ticket.cause, step.label, step.failure, extra=about(step.label))
             ticket.steps = deque(other for other in others if other.model != step.model)
         elif not any(other.model == step.model for other in others):
             told["state"] = "done"

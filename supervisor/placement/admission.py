@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from model_worker.exit_codes import LOAD_ERROR_PREFIX
 from protocol.worker_spec import EngineSpec
 from supervisor.config import ModelSpec
+from supervisor.model_logs import about
 from supervisor.placement.affinity import near_cpus, ranges
 from supervisor.placement.estimates import Estimated, Estimator
 from supervisor.placement.eviction import NoRoom
@@ -199,7 +200,10 @@ class Admission:
         measured, wanted = sum(known.measured.values()), sum(holding.placed.values())
         if measured and wanted:
             off = (measured - wanted) / wanted * 100
-            self._log.info("%s: holds %s GiB, estimated were %s (%+.1f %%)", worker, gib(measured), gib(wanted), off)
+            self._log.info(
+                "%s: holds %s GiB, estimated were %s (%+.1f %%)", worker, gib(measured), gib(wanted), off,
+                extra=about(worker),
+            )  # fmt: skip
 
     def ended(self, worker: str, pid: int) -> None:
         """The worker's process is gone."""
@@ -309,7 +313,8 @@ class Admission:
             return False
         if asked.since is None:
             asked.since = now
-            self._log.info("%s: %s; waits for busy models to become idle", asked.worker, verdict.message)
+            told = f"{asked.worker}: {verdict.message}; waits for busy models to become idle"
+            self._log.info("%s", told, extra=about(asked.worker))
         if any(h.loading and h.placed.keys() & verdict.missing.keys() for h in self._holdings.values()):
             asked.since = now  # who loads cannot be idle yet, and a large model may take longer than that
         if now - asked.since >= IDLE_WAIT_S:
@@ -322,7 +327,8 @@ class Admission:
         now = time.monotonic()
         if asked.unread_since is None:
             asked.unread_since = now
-            self._log.info("%s: waits for the GPUs to be read: %s", asked.worker, self.vram.trouble)
+            told = f"{asked.worker}: waits for the GPUs to be read: {self.vram.trouble}"
+            self._log.info("%s", told, extra=about(asked.worker))
         if now - asked.unread_since >= READING_WAIT_S:
             return False
         self._timers.at(now + IDLE_LOOK_S, lambda: self._look_again(asked))
@@ -358,7 +364,7 @@ class Admission:
             why = asked.estimated.unknown if asked.estimated else ""
             what = f"needs not known ({why}; `vram` in models.yaml can say it), so nothing is refused"
         near = f"; CPUs {ranges(known.cpus)}" if known.cpus else ""
-        self._log.info("%s: placed on GPU %s: %s%s", asked.worker, where, what, near)
+        self._log.info("%s: placed on GPU %s: %s%s", asked.worker, where, what, near, extra=about(asked.worker))
 
     def _say_unseen(self) -> None:
         if not self._said_unseen:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from supervisor.model_logs import about
 from supervisor.placement.gpu_reader import START_S, GpuReader
 from supervisor.placement.gpus import Gpu, Gpus, GpusAbsent, GpusLate, GpusUnknown
 from supervisor.placement.vram_return import Return, VramReturns, listing
@@ -134,7 +135,7 @@ class Vram:
         if watched is None or not pids:
             spawn()
             return
-        self._log.info("%s: waits for the VRAM of pid %s", model, ", ".join(map(str, pids)))
+        self._log.info("%s: waits for the VRAM of pid %s", model, ", ".join(map(str, pids)), extra=about(model))
         watched.spawn = spawn
 
     def forget(self, model: str) -> bool:
@@ -220,12 +221,12 @@ class Vram:
         if outcome.back:
             self._log.info(
                 "%s: VRAM back after %s ms (GPU %s, pid %d)",
-                outcome.model, watched.returned_ms, where, outcome.pid,
+                outcome.model, watched.returned_ms, where, outcome.pid, extra=about(outcome.model),
             )  # fmt: skip
         else:
             self._log.warning(
                 "%s: VRAM of pid %d on GPU %s is not back after %.1f s; not waiting any longer",
-                outcome.model, outcome.pid, where, outcome.after_s,
+                outcome.model, outcome.pid, where, outcome.after_s, extra=about(outcome.model),
             )  # fmt: skip
 
     def _recent(self) -> list[Gpu]:

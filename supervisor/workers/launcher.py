@@ -33,6 +33,9 @@ class Launched(Protocol):
     def condition(self) -> str:
         """What the system says of it, for people: "it is stopped (SIGSTOP)"."""
 
+    def memory(self) -> int | None:
+        """Bytes of RAM that it holds; None where that is not known."""
+
 
 class Launcher(Protocol):
     """Starts workers, and tells of the end of each exactly once. Nothing here blocks."""

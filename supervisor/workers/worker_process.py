@@ -96,6 +96,13 @@ class WorkerProcess:
             return "it is gone"
         return _CONDITIONS.get(after_name[:1], "it is gone")
 
+    def memory(self) -> int | None:
+        try:
+            pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
+        except (OSError, IndexError):
+            return None
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
     def abandon(self) -> None:
         """End a process that has only just been started, and wait for that."""
         self._process.kill()

@@ -1,0 +1,57 @@
+"""A model's log tells its life: what the supervisor says about a worker stands in that worker's own log, too.
+
+The worker process itself writes there what it and its libraries print. In a normal life that is nothing.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+_FORMAT = "%(asctime)s modelctl %(levelname)-7s %(message)s"
+_OURS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} modelctl [A-Z]+ ")
+
+
+def about(worker: str) -> dict[str, str]:
+    """Return the ``extra`` of a log record that tells about a worker. Its name begins with the name of its log."""
+    return {"worker": worker}
+
+
+def without_ours(lines: Iterable[str]) -> list[str]:
+    """Return the lines of a worker's log that the supervisor has not written: the worker's own last words."""
+    return [line for line in lines if not _OURS.match(line)]
+
+
+class ModelLogs(logging.Handler):
+    """Append each record that is ``about`` a worker to that worker's log.
+
+    The file is opened for each record, which are a few in a worker's life: a log that somebody has moved is made anew.
+    A record that cannot be written is lost here; it stands in the supervisor's log.
+
+    path_of  gives the path of the log of a name
+    """
+
+    def __init__(self, path_of: Callable[[str], Path]) -> None:
+        super().__init__()
+        self._path_of = path_of
+        self.setFormatter(logging.Formatter(_FORMAT))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        worker = getattr(record, "worker", None)
+        if worker is None:
+            return
+        # "letters~2" takes the place of "letters", and writes to its log
+        path = self._path_of(worker.partition("~")[0])
+        line = self.format(record).replace("\n", " ") + "\n"
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        except OSError:
+            return
+        try:
+            os.write(fd, line.encode(errors="backslashreplace"))
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
