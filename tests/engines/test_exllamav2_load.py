@@ -401,6 +401,15 @@ def test_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("cache", ("ExLlamaV2Cache_TP", 2048)) in fake.calls
 
 
+def test_what_kernels_compute_wrongly_is_refused_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llama(tmp_path, quantized=True, intermediate_size=96)
+    fake = Fake(monkeypatch)
+    refused(lambda: run(spec(tmp_path)), "the MLP's size is 96")
+    assert fake.calls == []
+
+
 def test_too_little_vram_is_known_before_loading(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake(monkeypatch, free=0.1)
     refused(lambda: run(spec(model)), "not enough VRAM: needs 0.", "has 0.1 free of 24.0")

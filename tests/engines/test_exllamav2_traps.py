@@ -3,7 +3,7 @@
 The package is archived: none of this will be mended there. Modules are in model_worker/engines, tests in tests/engines;
 those of loading (architectures, rope, splits, flash-attn, adapters, the CUDA build) are in test_load_errors and
 test_exllamav2_load*. P = test_exllamav2_pages, G = ..._generating, B = ..._batch, A = ..._answers, K = ..._kernels,
-M = ..._mixture, S = test_engine_suite.
+M = ..._mixture and ..._mixture_gpu, L = ..._limits and ..._limits_gpu, S = test_engine_suite.
 
 ================================================================  ==============================  ====================
 trap                                                              defence                         test
@@ -19,6 +19,16 @@ an exception in iterate leaves keys unwritten count as cached     not caught: th
 keys of another sequence, whatever the jobs do                    all of these                    P test_random_jobs
 layers
 128 experts, 2 to 4 rows: only those that row 0 chose compute     exllamav2.mixture               M ..never_fused..
+routing that is no number: kernels index with -1                  none needed: its own row only   M ..spares_the_others
+experts' weights are scaled to a sum of 1, asked for or not       refused by name                 L ..add_up_to_one
+quantized MLPs of 64 n + 32 columns: the last 32 lack activation  refused by name                 L ..activated
+norms of heads of other than 64, 128, 192 or 256 elements         refused by name                 L ..whole_warp..
+norms of vectors of more than 32768 elements: no kernel runs      refused by name                 L ..without_a_norm
+2**31 elements of a chunk, logits or a quantized cache            refused by name                 L ..cannot_count
+chunks of 65536 tokens: the norm of heads is not launched         refused by name                 L ..cannot_count
+block sizes are tuned under a key that mixes rows and vocabulary  none needed: both are right     L ..while_tuning..
+layer norms: a warp may overwrite sums that another reads         none; looked for                L ..layer_norms..
+norms make numbers of NaN                                         none: known                     L ..of_what_is_none
 drawing
 top_p drops likely tokens and goes on with unlikely ones          exllamav2.cut                   K ..top_p_drops..
 top_a, min_p write behind their buffers where all tokens pass     exllamav2.cut                   G settings, K

@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from model_worker.engine import LoadError, NotInstalled
+from model_worker.engines.exllamav2.limits import check_limits
 from model_worker.engines.exllamav2.lora import check_adapter
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes, read_options, sizes_of
 from model_worker.engines.model_dir import ModelDir
@@ -85,6 +86,7 @@ def check(spec: EngineSpec) -> Checked:
             for number, adapter in enumerate(options.loras):
                 faults.of(lambda adapter=adapter, number=number: check_adapter(adapter, directory, number))  # type: ignore[misc]
             if sizes is not None:
+                faults.of(lambda: check_limits(directory, sizes, options.cache_mode))
                 draft = faults.of(lambda: open_draft(options, directory, sizes))
     faults.raise_found()
     assert options is not None
@@ -198,7 +200,9 @@ def open_draft(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes) -> 
     try:
         draft = ModelDir(options.draft_model)
         check_directory(draft)
-        check_cache(draft, options.draft_cache_mode or options.cache_mode, "draft_cache_mode")
+        mode = options.draft_cache_mode or options.cache_mode
+        check_cache(draft, mode, "draft_cache_mode")
+        check_limits(draft, sizes, mode, "draft_")
         stretched = options.draft_rope_scale is not None or options.draft_rope_alpha is not None
         own = draft.context(None)
         if own < sizes.context and not stretched:
