@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from benchmarks.harness import Request, Run, spec_of
 from model_worker.engine import Finished, Job, Prefilling
 from model_worker.engines import build_engine
-from model_worker.engines.model_dir import ModelDir
 from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
 
@@ -34,10 +33,10 @@ class BareGenerator:
     """ExLlamaV2DynamicGenerator and nothing around it but the attention that it is given in place of flash-attn."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        from model_worker.engines.exllamav2.check import check
         from model_worker.engines.exllamav2.load import load, make_generator
-        from model_worker.engines.exllamav2.options import read_options
 
-        self._loaded = load(spec, read_options(spec), ModelDir(spec.model_dir), lambda *_: None)
+        self._loaded = load(check(spec), lambda *_: None)
         self.generator = make_generator(self._loaded, spec.max_batch_size)
 
     def run(self, asked: Sequence[Request], tokens: int) -> Run:
