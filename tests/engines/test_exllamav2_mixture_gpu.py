@@ -3,7 +3,8 @@
 Needs a CUDA device. The models have random weights and are made on the spot, in EXL2 and in GPTQ's format.
 
 Both ways compute in fp16, and add in other orders. Now and then a token's eighth and ninth expert are so close that
-each way chooses another one; that moves a row by some per cent. A row that lacks experts is off by most of its length.
+each way chooses another one. In a model of these weights that moves a row's logits by up to a quarter of their length,
+and missing experts move them by 0.8 of it or more (computed in fp32 on the CPU, with noise of 0.01 on the routing).
 """
 
 import contextlib
@@ -29,7 +30,9 @@ from tests.engines.driver import Driver
 pytestmark = pytest.mark.gpu
 
 ROWS = (1, 2, 3, 4, 5, 8)
-WRONG = 0.3
+STD = 0.3
+"""Of the weights: experts then add as much to a token as attention does."""
+WRONG = 0.5
 """A relative error that only missing experts make."""
 
 
@@ -44,7 +47,7 @@ def load(where: Path, form: str, experts: int = 128, **options: Any) -> Any:
     assert isinstance(shape, MixtureShape)
     chosen = min(shape.num_experts_per_tok, experts // 2)
     plain, quantized = where / "plain", where / "quantized"
-    write_model(plain, replace(shape, num_experts=experts, num_experts_per_tok=chosen), std=0.1)
+    write_model(plain, replace(shape, num_experts=experts, num_experts_per_tok=chosen), std=STD)
     if form == "exl2":
         exl2.write(plain, quantized)
     else:
@@ -112,9 +115,29 @@ def some_ids(engine: Any, streams: int, tokens: int) -> torch.Tensor:
     return torch.randint(2, engine._loaded.model.config.vocab_size, (streams, tokens), generator=random)
 
 
-def some_states(rows: int, width: int) -> torch.Tensor:
-    random = torch.Generator("cuda").manual_seed(rows)
-    return torch.randn((rows, 1, width), generator=random, device="cuda").half()
+def some_states(rows: int, seed: int) -> torch.Tensor:
+    random = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn((rows, 1, SHAPES["mixture"].hidden_size), generator=random, device="cuda").half()
+
+
+def check_layers(engine: Any, rows: int) -> list[float]:
+    """Compare what each layer adds to 20 inputs with what the PyTorch code adds. Returns the relative errors.
+
+    Of few experts two that are close may both have large weights: one row of twenty may be off by more than a rounding.
+    """
+    off = []
+    with torch.inference_mode():
+        for layer in layers(engine):
+            for seed in range(20):
+                x = some_states(rows, seed)
+                expected = (layer.forward_torch(x.clone()) - x).float().flatten(0, 1)
+                found = (layer.forward(x.clone()) - x).float().flatten(0, 1)
+                off += errors(found, expected)
+    off.sort()
+    print(f"rows {rows}: median {statistics.median(off):.4f}, worst {off[-3:]}")
+    assert statistics.median(off) < 0.05
+    assert off[len(off) * 19 // 20] < WRONG
+    return off
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -126,19 +149,11 @@ def test_logits_are_those_of_the_torch_code(rows: int, as_streams: bool, engine:
     off = errors(logits(engine, ids), expected)
     print(f"rows {rows}: {off}")
     assert max(off) < WRONG
-    assert statistics.median(off) < WRONG / 4
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_each_layer_computes_what_the_torch_code_does(rows: int, engine: Any) -> None:
-    with torch.inference_mode():
-        for layer in layers(engine):
-            x = some_states(rows, 256)
-            expected = (layer.forward_torch(x.clone()) - x).float().flatten(0, 1)
-            found = (layer.forward(x.clone()) - x).float().flatten(0, 1)
-            off = errors(found, expected)
-            print(f"rows {rows}: {off}")
-            assert max(off) < WRONG
+    assert max(check_layers(engine, rows)) < WRONG
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -192,12 +207,7 @@ def test_a_whole_engine_never_fuses_more_than_one_row(options: dict[str, Any], t
 def test_fewer_experts_are_fused_rightly(experts: int, form: str, tmp_path: Path) -> None:
     engine = load(tmp_path, form, experts)
     for rows in ROWS:
-        ids = some_ids(engine, rows, 1)
-        with in_torch():
-            expected = logits(engine, ids)
-        off = errors(logits(engine, ids), expected)
-        print(f"{experts} experts, rows {rows}: {off}")
-        assert max(off) < WRONG
+        check_layers(engine, rows)
     engine.close()
 
 
@@ -207,7 +217,7 @@ def test_a_row_whose_routing_is_no_number_spares_the_others(experts: int, tmp_pa
     engine = load(tmp_path, "exl2", experts)
     layer = layers(engine)[0]
     with torch.inference_mode():
-        x = some_states(4, 256)
+        x = some_states(4, 0)
         x[:, :, 0] = 0
         x[2, :, 0] = 1000.0
         layer.gate.linear.weight[:, 0] = 60000.0  # only row 2 sees it, and its logits overflow

@@ -26,7 +26,7 @@ norms of heads of other than 64, 128, 192 or 256 elements         refused by nam
 norms of vectors of more than 32768 elements: no kernel runs      refused by name                 L ..without_a_norm
 2**31 elements of a chunk, logits or a quantized cache            refused by name                 L ..cannot_count
 chunks of 65536 tokens: the norm of heads is not launched         refused by name                 L ..cannot_count
-block sizes are tuned under a key that mixes rows and vocabulary  none needed: both are right     L ..while_tuning..
+block sizes are tuned under a key that mixes rows and vocabulary  none needed: both are right     L ..are_tuned
 layer norms: a warp may overwrite sums that another reads         none; looked for                L ..layer_norms..
 norms make numbers of NaN                                         none: known                     L ..of_what_is_none
 drawing
