@@ -15,7 +15,7 @@ from supervisor.cli import exit_codes
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import connect
 from supervisor.cli.views import warn_of_lost_lines
-from supervisor.cli.waiting import settled_up, wait_for
+from supervisor.cli.waiting import settled_up, wait_for, why_not_ready
 from supervisor.logs import log_path
 
 WAIT_S = 10.0
@@ -25,6 +25,8 @@ _DIRECTORIES = (ENVIRONMENT_VARIABLE, "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
 
 def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
     """Start a supervisor and wait until its models are up (or are not going to be). Returns the exit code.
+
+    Raises Failure, with the reason of each model that is not ready.
 
     It lives in "/": in a directory that can be removed it could start no worker any more (multiprocessing asks for its
     name).
@@ -86,7 +88,9 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
             f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it", err=True
         )
         warn_of_lost_lines(answer)
-        return exit_codes.OK if all(m["state"] == "ready" for m in models) else exit_codes.FAILED
+        if failed := [why_not_ready(m) for m in models if m["state"] != "ready"]:
+            raise Failure(exit_codes.FAILED, "not_ready", *failed)
+        return exit_codes.OK
     return _account_for(process, log)
 
 

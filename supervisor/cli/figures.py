@@ -28,6 +28,17 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def seconds(value: float) -> str:
+    """Seconds that a person waited for: ``0.021 s``, ``9.25 s``, ``45 s``."""
+    return f"{value:.3g} s" if value < 10 else duration(value)
+
+
+def progress(values: Values) -> str:
+    """``loading: 25 %``."""
+    done, total = values.get("done", 0), values.get("total", 0)
+    return f"{values.get('phase')}: {percent(min(1.0, done / total)) if total else done}"
+
+
 def percent(share: float) -> str:
     """``12.5 %`` of a share from 0 to 1."""
     return f"{share * 100:.3g} %"
@@ -87,16 +98,12 @@ def _pairs(values: Values) -> list[str]:
 
 def _exit(values: Values) -> list[str]:
     again = "" if values.get("retry") or values.get("reason") == "asked" else "; not tried again by itself"
+    message = str(values.get("message"))
     return [
         f"{values.get('reason')} (exit code {values.get('code')}){again}",
-        str(values.get("message")),
-        *(f"  {line}" for line in values.get("lines", ())),
+        message,
+        *(f"  {line}" for line in values.get("lines", ()) if line.strip() != message),
     ]
-
-
-def _progress(values: Values) -> list[str]:
-    done, total = values.get("done", 0), values.get("total", 0)
-    return [f"{values.get('phase')}: {percent(min(1.0, done / total)) if total else done}"]
 
 
 def _totals(values: Values) -> list[str]:
@@ -128,7 +135,7 @@ _MAPS: dict[str, Callable[[Values], list[str]]] = {
     "tcp": _tcp,
     "engine_stats": engine_lines,
     "last_exit": _exit,
-    "progress": _progress,
+    "progress": lambda values: [progress(values)],
     "totals": _totals,
     "vram_by_gpu": _by_gpu,
 }
@@ -136,7 +143,7 @@ _NAMED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "state_s": ("since", lambda v: f"{duration(v)} ago"),
     "beat_s": ("last progress", lambda v: f"{duration(v)} ago"),
     "tokens_per_s": ("speed", lambda v: f"{v} tokens/s"),
-    "load_seconds": ("loaded in", lambda v: f"{v:.3g} s" if v < 10 else duration(v)),
+    "load_seconds": ("loaded in", seconds),
     "context": ("context", lambda v: counted(v, "token")),
     "max_batch_size": ("max_batch_size", lambda v: counted(v, "request")),
     "active": ("active", lambda v: counted(v, "request")),

@@ -23,8 +23,9 @@ from supervisor.cli.waiting import (
     settled_up,
     wait_for,
     wait_for_turnovers,
+    why_not_ready,
 )
-from supervisor.workers.lifecycle import AT_REST, GOING_DOWN, WorkerState
+from supervisor.workers.lifecycle import AT_REST
 
 _models = click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
@@ -131,22 +132,11 @@ def _watch(
 def _see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool) -> None:
     """Watch models of these generations come up. Raises Failure if one does not."""
     models = _watch(client, list(wanted), lambda m: settled_up(m, wanted[m["name"]]), no_wait, as_json)
-    failed = [_why_not(m) for m in models if m["state"] != "ready"]
+    failed = [why_not_ready(m) for m in models if m["state"] != "ready"]
     there = [m["name"] for m in models]
     failed += [f"{name}: a reload has removed it meanwhile" for name in wanted if name not in there]
     if failed and not no_wait:
         raise Failure(exit_codes.FAILED, "not_ready", *failed)
-
-
-def _why_not(model: ModelStatus) -> str:
-    """Return why a model that was ordered to start is not ready, in a line that begins with its name."""
-    name, state = model["name"], model["state"]
-    if state in (*GOING_DOWN, WorkerState.STOPPED):
-        return f"{name}: somebody else's order stopped it before it was ready"
-    if state == WorkerState.SLEEPING:
-        return f"{name}: it was unloaded before it was ready ({model['unloaded']}); the next request starts it"
-    why = (model.get("last_exit") or {}).get("message")
-    return f"{name}: {why or 'is ' + state} (log: {model['log']})"
 
 
 def _wait_for_silence(client: Client) -> None:

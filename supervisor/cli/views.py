@@ -6,11 +6,13 @@ from typing import Any
 
 import click
 
-from supervisor.cli import figures
+from supervisor.cli import figures, overview
 from supervisor.cli.options import as_json, connect, supervisor_options
-from supervisor.cli.tables import table, terminal_width
+from supervisor.cli.tables import GAP, table, terminal_width
 
-PS_HEADER = ("NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "UNTIL", "PID")
+PS_HEADER = ("NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "UNTIL", "PID", "REASON")
+SHORTEST_REASON = 30
+"""Columns that a reason has at least, however narrow the terminal is."""
 
 
 @click.command()
@@ -25,15 +27,21 @@ def ps(as_json: bool, runtime_dir: Path) -> None:
     if as_json:
         click.echo(json.dumps(models, indent=2))
     else:
-        click.echo(table(PS_HEADER, [_ps_row(m) for m in models], terminal_width()))
+        width = terminal_width()
+        longest = None if width is None else width - len(GAP) - max((len(m["name"]) for m in models), default=0)
+        click.echo(table(PS_HEADER, [_ps_row(m, longest) for m in models], width))
 
 
 @click.command()
 @click.argument("model", required=False)
+@click.option("-v", "--verbose", is_flag=True, help="Show everything that is known.")
 @as_json
 @supervisor_options
-def status(model: str | None, as_json: bool, runtime_dir: Path) -> None:
-    """Show the supervisor and its models, or one MODEL, in full."""
+def status(model: str | None, verbose: bool, as_json: bool, runtime_dir: Path) -> None:
+    """Show the supervisor and its models, or one MODEL.
+
+    Without --verbose, what is unknown or as it should be takes no line.
+    """
     with connect(runtime_dir) as client:
         answer = client.status(model)
     warn_of_lost_lines(answer)
@@ -41,13 +49,15 @@ def status(model: str | None, as_json: bool, runtime_dir: Path) -> None:
         click.echo(json.dumps(answer, indent=2))
         return
     if model is None:
-        _print_part("supervisor", answer["supervisor"])
+        supervisor = answer["supervisor"]
+        _print_part("supervisor", figures.lines(supervisor) if verbose else overview.of_supervisor(supervisor))
         for gpu in answer.get("gpus", []):
             click.echo(f"gpu {gpu['index']}\n  {_gpu(gpu)}")
         if why := answer.get("gpus_unknown"):
             click.echo(f"gpus\n  cannot be read: {why}")
     for entry in answer["models"]:
-        _print_part(entry.pop("name"), entry)
+        name = entry.pop("name")
+        _print_part(name, figures.lines(entry) if verbose else overview.of_model(entry))
 
 
 def warn_of_lost_lines(answer: dict[str, Any]) -> None:
@@ -56,10 +66,14 @@ def warn_of_lost_lines(answer: dict[str, Any]) -> None:
         click.echo(f"modelctl: the log {trouble}", err=True)
 
 
-def _ps_row(m: dict[str, Any]) -> tuple[object, ...]:
+def _ps_row(m: dict[str, Any], longest: int | None = None) -> tuple[object, ...]:
+    """The cells of a model. longest: characters of the reason that fit on the terminal; None: all of them."""
+    reason = m.get("reason")
+    if reason is not None and longest is not None and len(reason) > (room := max(longest, SHORTEST_REASON)):
+        reason = f"{reason[: room - 3]}..."  # `status` shows it whole
     return (
         m["name"], m["state"], _where(m), _vram(m), m["context"], m["active"], m["queued"],
-        m["tokens_per_s"], _age(m["idle_s"]), _until(m), m["pid"],
+        m["tokens_per_s"], _age(m["idle_s"]), _until(m), m["pid"], reason or "-",
     )  # fmt: skip
 
 
@@ -98,10 +112,9 @@ def _age(seconds: float | None) -> str:
     return f"{seconds / 60:.0f}m" if seconds < 7200 else f"{seconds / 3600:.0f}h"
 
 
-def _print_part(title: str, values: dict[str, Any]) -> None:
+def _print_part(title: str, entries: list[tuple[str, list[str]]]) -> None:
     """A heading, and under it labels with their values; a value of several lines goes on under its first."""
     click.echo(title)
-    entries = figures.lines(values)
     width = max((len(label) for label, _ in entries), default=0)
     for label, texts in entries:
         for number, text in enumerate(texts):

@@ -6,7 +6,7 @@ from typing import Any
 
 from protocol.client import Client
 from supervisor.cli.tables import LiveLines, bar
-from supervisor.workers.lifecycle import AT_REST, GOING_DOWN
+from supervisor.workers.lifecycle import AT_REST, GOING_DOWN, WorkerState
 
 POLL_S = 0.05
 
@@ -51,7 +51,14 @@ def wait_for_turnovers(client: Client, numbers: Collection[int], *, for_people: 
 
 
 def _show(live: LiveLines, models: list[ModelStatus]) -> None:
-    live.show({m["name"]: _line(m) for m in models}, {m["name"]: f"{m['name']}: {m['state']}" for m in models})
+    live.show({m["name"]: _line(m) for m in models}, {m["name"]: _steady(m) for m in models})
+
+
+def _steady(model: ModelStatus) -> str:
+    """A line without what moves. In backoff the command waits on, so that the reason is said here; of a model that has
+    failed the command says it at its end."""
+    text = f"{model['name']}: {model['state']}"
+    return f"{text}: {model['reason']}" if model["state"] == "backoff" and model.get("reason") else text
 
 
 def coming_generation(reply: dict[str, Any]) -> int:
@@ -86,6 +93,14 @@ def _line(model: ModelStatus) -> str:
         return f"{text} {progress['phase']:<8} {bar(progress['done'], progress['total'])}"
     if model["state"] == "ready" and model.get("load_seconds") is not None:
         return f"{text} loaded in {model['load_seconds']:.1f} s on {model['device']}"
-    if model["state"] in ("failed", "backoff") and model.get("last_exit"):
-        return f"{text} {model['last_exit']['message']}"
-    return text
+    return f"{text} {model['reason']}" if model.get("reason") else text
+
+
+def why_not_ready(model: ModelStatus) -> str:
+    """Return why a model that was to be started is not ready, in a line that begins with its name."""
+    name, state = model["name"], model["state"]
+    if state in (*GOING_DOWN, WorkerState.STOPPED):
+        return f"{name}: somebody else's order stopped it before it was ready"
+    if state == WorkerState.SLEEPING:
+        return f"{name}: it was unloaded before it was ready ({model['unloaded']}); the next request starts it"
+    return f"{name}: {model.get('reason') or 'is ' + state} (log: {model['log']})"

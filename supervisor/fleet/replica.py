@@ -107,6 +107,17 @@ class Replica:
         """Whether it may be unloaded for another model: it comes back with its next request."""
         return self.spec.config.lazy and not self.spec.config.pinned
 
+    @property
+    def reason(self) -> str | None:
+        """Why the worker is in its state, in one line: what ended its last process, or why it sleeps. None where the
+        state says it all."""
+        ended = self.last_exit.message if self.last_exit is not None else None
+        if self.state in (WorkerState.FAILED, WorkerState.BACKOFF):
+            return ended
+        if self.state is not WorkerState.SLEEPING:
+            return None
+        return self.unloaded or (ended if self.lacks_room else "lazy: its first request starts it")
+
     def refusal(self) -> WireError:
         """What a new request is told if no worker of the model takes any."""
         name = self.model
@@ -134,6 +145,7 @@ class Replica:
             "name": self.shown,
             "model": self.model,
             "state": str(self.state),
+            "reason": self.reason,
             "state_s": round(now - self.life.since, 1),
             "engine": config.engine,
             "gpu": self.spec.visible_devices or "cpu",

@@ -27,7 +27,7 @@ def test_ps(serving: Serving) -> None:
     done = serving.modelctl("ps")
     assert done.returncode == 0
     header, a, b, broken = done.stdout.splitlines()
-    columns = "NAME STATE GPU VRAM(EST) CTX ACTIVE QUEUED TOK/S IDLE UNTIL PID"
+    columns = "NAME STATE GPU VRAM(EST) CTX ACTIVE QUEUED TOK/S IDLE UNTIL PID REASON"
     assert header.split() == columns.split()
     assert a.split()[:7] == ["a", "ready", "cpu", "-", "4096", "0", "0"]
     assert b.split()[:4] == ["b", "stopped", "cpu", "-"]
@@ -60,7 +60,7 @@ def test_json(serving: Serving) -> None:
 
 def test_status_for_people(serving: Serving) -> None:
     serving.wait_idle("a")
-    told = serving.modelctl("status").stdout
+    told = serving.modelctl("status", "--verbose").stdout
     assert f"pid {serving.pid}" in " ".join(told.split())
     assert str(serving.config) in told
     assert "bad_frames 0" in told
@@ -68,6 +68,65 @@ def test_status_for_people(serving: Serving) -> None:
     assert {"state", "since", "context", "engine_stats", "last_exit", "log"} <= set(labels)
     assert "4096 tokens" in told
     assert "requests: 0 active; 0 waiting in the engine" in told
+
+
+CHEESE = "cannot load: config.json says the moon is made of cheese"
+
+
+def test_status_is_short_unless_all_is_wanted(serving: Serving) -> None:
+    serving.modelctl("start", "broken")
+    serving.wait_idle("a")
+    told = serving.modelctl("status").stdout
+    head, rest = told.split("\na\n")
+    a, _ = rest.split("\nb\n")
+    assert f"pid {serving.pid}, version " in head
+    assert str(serving.config) in head
+    assert not [line for line in told.splitlines() if line.rstrip().endswith(" -")]
+    assert "ready for " in a
+    assert "4096 tokens, 8 requests at once" in a
+    assert "0 active, 0 queued, idle for " in a
+    for name in ("a", "b", "broken"):
+        shown = serving.modelctl("status", name).stdout.splitlines()
+        assert shown[0] == name
+        assert len(shown) <= 12, shown
+        whole = serving.modelctl("status", name, "-v").stdout.splitlines()
+        assert len(whole) > 30
+    broken = serving.modelctl("status", "broken").stdout
+    assert f"  reason     {CHEESE}\n" in broken
+    assert "  last exit  config (exit code 78)\n" in broken
+    for options in ([], ["-v"]):
+        lines = serving.modelctl("status", "broken", *options).stdout.splitlines()
+        assert len([line for line in lines if "last exit" in line or "last_exit" in line]) == 1
+    (exit_of,) = [m["last_exit"] for m in json.loads(serving.modelctl("ps", "--json").stdout) if m["name"] == "broken"]
+    assert exit_of["message"] == CHEESE
+
+
+def test_ps_says_why_a_model_is_not_up(serving: Serving) -> None:
+    serving.modelctl("start", "broken")
+    rows = {line.split()[0]: line for line in serving.modelctl("ps").stdout.splitlines()}
+    assert rows["broken"].endswith(CHEESE)
+    assert rows["a"].split()[-1] == "-"
+    assert serving.status("broken")["reason"] == CHEESE
+    assert serving.status("a")["reason"] is None
+    with Terminal("ps", "--runtime-dir", serving.runtime_dir, environment=serving.environment, columns=60) as terminal:
+        assert terminal.wait_for_exit() == 0
+        lines = terminal.look().splitlines()
+    assert max(map(len, lines)) <= 60
+    assert "broken  cannot load: config.json says the moon is made of..." in lines
+
+
+def test_ps_says_why_a_model_sleeps_or_is_tried_again(serve: Serve) -> None:
+    models = {"lazy": engine(lazy=True, ttl="100ms"), "dying": engine("CrashesInLoad", autostart=False)}
+    serving = serve(models, restart={"limit": 100, "initial": "1h", "max": "1h"}, wait=False)
+    assert serving.wait_state("lazy", "sleeping")["reason"] == "lazy: its first request starts it"
+    serving.order("start", model="dying")
+    wait_until(lambda: serving.status("dying")["restarts"] == 2)  # the first try is made again at once
+    assert serving.wait_state("dying", "backoff")["reason"] == "OSError: the disk hiccupped"
+    serving.order("start", model="lazy")
+    wait_until(lambda: serving.status("lazy")["generation"] and serving.status("lazy")["state"] == "sleeping")
+    rows = {line.split()[0]: line for line in serving.modelctl("ps").stdout.splitlines()}
+    assert rows["lazy"].endswith("idle for 0.1 s")
+    assert rows["dying"].endswith("OSError: the disk hiccupped")
 
 
 def test_start_and_stop(serving: Serving) -> None:
@@ -188,7 +247,8 @@ def test_detached_with_a_model_that_fails(serve: Serve) -> None:
     wait_until(lambda: not serving.processes())
     started = serving.modelctl("serve", "--detach", "-c", str(serving.config))
     assert started.returncode == 1
-    assert "made of cheese" in started.stderr + serving.modelctl("status").stdout
+    assert started.stderr.splitlines()[-1] == f"modelctl: a: {CHEESE} (log: {serving.runtime_dir / 'logs' / 'a.log'})"
+    assert CHEESE in serving.modelctl("status").stdout
     assert serving.modelctl("shutdown").returncode == 0
 
 

@@ -65,7 +65,7 @@ def test_what_only_a_load_can_tell_is_unknown_before(serve: Serve) -> None:
         return by_status["chat"], by_status["context"], by_models["chat"], by_models["context"]
 
     def shown() -> list[str]:
-        lines = serving.modelctl("status", "a").stdout.splitlines()
+        lines = serving.modelctl("status", "a", "-v").stdout.splitlines()
         return next(line for line in lines if line.startswith("  chat ")).split()
 
     serving = serve({"a": lazy(ttl="1s")}, wait=False)

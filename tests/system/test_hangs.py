@@ -84,7 +84,7 @@ def test_every_hang_is_found_and_its_requests_go_on(serve: Serve) -> None:
         assert lines[0].startswith(("Current thread", "Thread"))
         assert any(f"in {where}" in line for line in lines)
         assert "in before_token" in serving.log(model) or model == "stuck"
-    assert "in hang" in serving.modelctl("status", "gil").stdout
+    assert "in hang" in serving.modelctl("status", "gil", "-v").stdout
 
     status = serving.wait_state("leaving", "stopped", 30)
     assert (status["last_exit"]["reason"], status["phase"], status["beat_s"]) == ("hung", None, None)

@@ -58,9 +58,12 @@ def test_auto_takes_the_most_free_and_the_worker_sees_only_that(serve: Serve, bo
     row = serving.modelctl("ps").stdout.splitlines()[1]
     assert "auto:1" in row
     assert "31.0 GiB (30.0 GiB)" in row
-    shown = " ".join(serving.modelctl("status", "a").stdout.split())
+    shown = " ".join(serving.modelctl("status", "a", "-v").stdout.split())
     assert "placed on GPU 1" in shown
     assert "vram estimated 30.0 GiB vram estimated of declared 30.0 GiB" in shown
+    shown = " ".join(serving.modelctl("status", "a").stdout.split())
+    assert "on GPU 1 (" in shown
+    assert "vram 31.0 GiB held, 30.0 GiB estimated" in shown
 
 
 def test_two_that_load_at_once_do_not_share_what_one_takes(serve: Serve, box: Box) -> None:

@@ -1,0 +1,128 @@
+"""The short form of `status`: what people ask first, in some ten lines a model. Pure.
+
+Nothing that is unknown takes a line. ``figures`` has the whole, for `status --verbose`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from supervisor.cli import figures
+
+Values = Mapping[str, Any]
+Entries = list[tuple[str, list[str]]]
+"""Labels, each with one or more lines of text."""
+_TROUBLE = {
+    "handshakes_failed": "handshakes failed",
+    "connections_denied": "connections denied",
+    "bad_frames": "bad frames",
+    "worker_frames_dropped": "frames of workers dropped",
+}
+"""Counters that are worth a line once they are not zero."""
+
+
+def of_supervisor(s: Values) -> Entries:
+    """The part of the supervisor."""
+    counters = s["counters"]
+    found = {
+        "process": f"pid {s['pid']}, version {s['version']}, up for {figures.duration(s['uptime_s'])}",
+        "shutting down": "yes" if s.get("shutting_down") else None,
+        "config": s["config"],
+        "runtime_dir": s["runtime_dir"],
+        "log": s.get("log_trouble"),
+        "clients": figures.counted(s["connections"], "connection"),
+        "forwarding": None if s.get("forwarding") == "compiled" else s.get("forwarding"),
+        "orders": ", ".join(t["cause"] for t in s.get("turnovers") or () if t["running"]),
+        "trouble": ", ".join(f"{counters[key]} {what}" for key, what in _TROUBLE.items() if counters.get(key)),
+    }
+    return [*_told(found), *figures.lines({"tcp": s["tcp"]} if s.get("tcp") else {})]
+
+
+def of_model(m: Values) -> Entries:
+    """The part of one worker."""
+    return _told(
+        {
+            "state": _state(m),
+            "reason": m.get("reason"),
+            "last exit": _last_exit(m),
+            "engine": f"{m['engine']} on {_place(m)}",
+            "attention": m.get("attention"),
+            "context": _context(m),
+            "vram": _vram(m),
+            "requests": _requests(m),
+            "cache": _cache(m.get("engine_stats") or {}),
+            "so far": _totals(m["totals"]),
+            "process": _process(m),
+            "log": m["log"],
+        }
+    )
+
+
+def _told(found: Mapping[str, str | None]) -> Entries:
+    return [(label, [text]) for label, text in found.items() if text]
+
+
+def _state(m: Values) -> str:
+    text = f"{m['state']} for {figures.duration(m['state_s'])}"
+    if progress := m.get("progress"):
+        return f"{text}, {figures.progress(progress)}"
+    if m["state"] == "ready" and (seconds := m.get("load_seconds")) is not None:
+        text += f", loaded in {figures.seconds(seconds)}"
+    return f"{text}, until it is unloaded {figures.duration(m['until_s'])}" if m.get("until_s") is not None else text
+
+
+def _last_exit(m: Values) -> str | None:
+    """How the last process ended, unless it was asked to, or the reason of the state says the same."""
+    last = m.get("last_exit")
+    if not last or last["reason"] == "asked":
+        return None
+    kind = f"{last['reason']} (exit code {last['code']})"
+    return kind if last["message"] == m.get("reason") else f"{kind}: {last['message']}"
+
+
+def _place(m: Values) -> str:
+    device = m.get("device")
+    if m["gpu"] == "cpu":
+        return device or "cpu"
+    gpus = ", ".join(map(str, m["placed"])) if m.get("placed") else m["gpu"]
+    return f"GPU {gpus}" + (f" ({device})" if device else "")
+
+
+def _context(m: Values) -> str:
+    told = [figures.counted(m["context"], "token")] if m["context"] is not None else []
+    told.append(f"{figures.counted(m['max_batch_size'], 'request')} at once")
+    if m.get("chat") is not None:
+        told.append("with a chat template" if m["chat"] else "no chat template")
+    return ", ".join(told)
+
+
+def _vram(m: Values) -> str | None:
+    held, estimated = m.get("vram_bytes"), m.get("vram_estimate_bytes")
+    told = [f"{figures.size(held)} held"] if held is not None else []
+    told += [f"{figures.size(estimated)} estimated"] if estimated else []
+    if m.get("vram_return") in ("awaited", "not back"):
+        told.append(f"that of the last process is {'not back yet' if m['vram_return'] == 'awaited' else 'not back'}")
+    return ", ".join(told) or None
+
+
+def _requests(m: Values) -> str:
+    text = f"{m['active']} active, {m['queued']} queued"
+    if m.get("idle_s") is not None:
+        return f"{text}, idle for {figures.duration(m['idle_s'])}"
+    return f"{text}, {m['tokens_per_s']} tokens/s" if m["active"] else text
+
+
+def _cache(stats: Values) -> str | None:
+    head = "cache: "
+    return next((line.removeprefix(head) for line in figures.engine_lines(stats) if line.startswith(head)), None)
+
+
+def _totals(totals: Values) -> str:
+    text = f"{figures.counted(totals['finished'], 'request')} finished, {totals['tokens']} tokens"
+    more = {"ended with an error": totals.get("errors"), "resumed after a worker's death": totals.get("resumed")}
+    return ", ".join([text, *(f"{count} {what}" for what, count in more.items() if count)])
+
+
+def _process(m: Values) -> str | None:
+    restarts = figures.counted(m["restarts"], "restart") if m["restarts"] else ""
+    pid = f"pid {m['pid']}" if m["pid"] is not None else ""
+    return ", ".join(filter(None, (pid, restarts))) or None
