@@ -44,7 +44,8 @@ class ErrorCode(IntEnum):
     OVERLOADED = 303
     """The model's queue is full. Retry after ``retry_after_ms``."""
     RATE_LIMITED = 304
-    """The key has as many requests unfinished, or tokens a minute, as it may. Retry after ``retry_after_ms``."""
+    """The key has as many requests unfinished, or tokens a minute, as it may; or the connection sent faster than its
+    messages are handled. Retry after ``retry_after_ms``."""
     DRAINING = 305
     """The model, or the supervisor, is being stopped and takes no new requests."""
     DEADLINE_EXCEEDED = 401

@@ -73,6 +73,8 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
 * Over TCP (CURVE, for keys on a list) one socket takes what the two over ipc take. What the connection's key has no
   right to is refused as ``forbidden``, a request beyond its limits as ``rate_limited``. When a key is revoked, each of
   its requests ends with ``unauthorized``, and then the connection does (ERROR of request 0).
+* A client that sends faster than the supervisor handles is told so (ERROR of request 0, ``rate_limited``), and then its
+  connection ends.
 * Frames beyond 16 MiB are cut off by libzmq itself (the connection closes); see ``protocol.limits`` for the rest.
 * A client must not let libzmq reconnect: the old session's requests are gone, and what the client sends would reach a
   new session that has not said HELLO. Nor may it forbid reconnecting by ``ZMQ_RECONNECT_IVL=-1``, or set

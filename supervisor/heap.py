@@ -5,14 +5,22 @@ resident for ever. Giving it back takes 0.1 ms where there is little, and 1 ms f
 """
 
 import ctypes
+import os
 from collections.abc import Callable
 
 TRIM_S = 60.0
 """Between two times."""
 _malloc_trim: Callable[[ctypes.c_size_t], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """Where the C library is not GNU's, there is none."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _KEEP = ctypes.c_size_t(0)
 """Bytes at its end that it need not ask for again."""
+
+
+def resident() -> int:
+    """Bytes that this process has in memory. Takes 10 µs."""
+    with open("/proc/self/statm", "rb", buffering=0) as statm:
+        return int(statm.read().split()[1]) * _PAGE
 
 
 def trim() -> None:

@@ -51,7 +51,9 @@ from supervisor.keys.opening import Opening
 from supervisor.keys.rights import OWNER
 from supervisor.keys.ring import KeyRing
 from supervisor.logs import log_trouble
-from supervisor.ports.client_port import ClientPort, Connection
+from supervisor.ports.client_port import LOOK_S as PORT_LOOK_S
+from supervisor.ports.client_port import ClientPort
+from supervisor.ports.connections import Connection
 from supervisor.ports.descriptors import DescriptorBudget
 from supervisor.ports.gate import REVOKE_S, Gate
 from supervisor.ports.probes import PROBE_INTERVAL_S, Probes
@@ -107,9 +109,14 @@ class Supervisor:
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
         ring = KeyRing(opening.store, log) if opening else None
-        self._zap = ZapHandler(self._context, os.getuid(), ring.admits if ring else None)  # before the first bind
-        self._front = ClientPort.bind(self._context, front_endpoint(runtime.path), self._descriptors.backlog)
-        self._admin = ClientPort.bind(self._context, admin_endpoint(runtime.path), self._descriptors.backlog)
+        self._zap = ZapHandler(  # before the first bind
+            self._context,
+            os.getuid(),
+            is_worker=lambda pid: self._launcher.is_worker(pid),
+            admits=ring.admits if ring else None,
+        )
+        self._front = ClientPort.bind(self._context, front_endpoint(runtime.path), self._descriptors.backlog, log)
+        self._admin = ClientPort.bind(self._context, admin_endpoint(runtime.path), self._descriptors.backlog, log)
         self._ports = [self._front, self._admin]
         self._gate: Gate | None = None
         if opening is not None and ring is not None:
@@ -133,18 +140,20 @@ class Supervisor:
         for port in self._ports:
             port.holds = self.scheduler.holds
         self._back.relay_to(self._front, self._seat_of)
-        self._reactor.watch(self._zap.socket, self._zap.handle)
+        self._reactor.watch(self._zap.socket, self._admit_newcomers)
         self._reactor.watch(self._back.socket, self._on_workers, busy=True)
         for port in self._ports:
-            self._reactor.watch(port.socket, partial(self._on_port, port), busy=port is not self._admin)
-            self._reactor.watch(port.monitor, partial(self._on_port, port))
+            handler = partial(self._on_port, port)
+            self._reactor.watch(port.socket, handler, busy=port is not self._admin, waiting=port.is_waiting)
+            self._reactor.watch(port.monitor, handler)
         self._reactor.watch(self._signals.receiver, self._on_signals)
         self._reactor.watch(self._launcher.descriptor, self._on_ends)
         self._reactor.watch(self.fleet.admission.descriptor, self.fleet.admission.answered)
 
     def _open_tcp(self, opening: Opening, ring: KeyRing) -> None:
         ring.look()
-        port = TcpPort.listen(self._context, opening.endpoint, opening.secret_key, ring, self._descriptors.backlog)
+        backlog = self._descriptors.backlog
+        port = TcpPort.listen(self._context, opening.endpoint, opening.secret_key, ring, backlog, self._log)
         self._front.beyond = port
         self._ports.append(port)
         self._gate = Gate(port, ring, self.scheduler, self.perform, self._log)
@@ -168,11 +177,13 @@ class Supervisor:
         self._reactor.every(PROBE_INTERVAL_S, self._probe)
         self._reactor.every(DESCRIPTORS_INTERVAL_S, self._mind_descriptors)
         self._reactor.every(WATCH_INTERVAL_S, self._watch_streams)
+        for port in (self._front, self._admin):
+            self._reactor.every(PORT_LOOK_S, partial(self._look_at, port))
         self._reactor.every(LOOK_S, self.fleet.look)
         if (gate := self._gate) is not None:
             self._log.info("listening on %s, for keys on the list only", gate.port.endpoint)
             self._reactor.every(REVOKE_S, gate.look)
-            self._reactor.every(TCP_LOOK_S, lambda: gate.port.look(time.monotonic()))
+            self._reactor.every(TCP_LOOK_S, partial(self._look_at, gate.port))
         self._reactor.every(RATE_WINDOW_S, self._sample)
         self._reactor.every(TRIM_S, trim)
         gc.collect()
@@ -251,6 +262,7 @@ class Supervisor:
                 "connections_closed": sum(c.disconnected for c in counters),
                 "handshakes_failed": sum(c.handshakes_failed for c in counters),
                 "connections_denied": self._zap.denied,
+                "connections_cut_off": sum(c.cut_off for c in counters),
                 "bad_frames": sum(c.bad_frames for c in counters),
                 "worker_frames_dropped": self._worker_frames_dropped + self.scheduler.dropped_frames,
             },
@@ -272,6 +284,16 @@ class Supervisor:
             self.fleet.stop(name, cause, now=now)
 
     # --- handlers -----------------------------------------------------------------------------------------------
+
+    def _admit_newcomers(self) -> None:
+        """Answer libzmq's questions who may connect.
+
+        Newcomers wait while the rest of a flood is dropped. A client that floods, is ended and connects again would
+        otherwise fill the memory faster than it can be emptied.
+        """
+        now = time.monotonic()
+        if not any(port.is_flooded(now) for port in self._ports):
+            self._zap.handle()
 
     def _on_port(self, port: ClientPort) -> None:
         more = True
@@ -435,6 +457,11 @@ class Supervisor:
             self._log.info("descriptors are free again: taking connections")
             for port in ports:
                 port.resume()
+
+    def _look_at(self, port: ClientPort) -> None:
+        """End connections of this port that take more than they may."""
+        port.look(time.monotonic())
+        self._end_gone()
 
     def _probe(self) -> None:
         """Third way of noticing a client's end, for when the monitor's event was missed and nothing is sent to it."""

@@ -18,6 +18,7 @@ from protocol.socket_calls import AnySocket, has_input
 from supervisor.timers import Timers
 
 Handler = Callable[[], object]
+Condition = Callable[[], bool]
 
 LOOK_S: Final = 0.001
 """While busy sockets have input all the time: how often the others, and the timers, get their turn."""
@@ -29,22 +30,23 @@ class Reactor:
     def __init__(self) -> None:
         self.timers = Timers()
         self._epoll = select.epoll()
-        self._busy: list[tuple[AnySocket, Handler]] = []
-        self._others: list[tuple[AnySocket, Handler]] = []
+        self._busy: list[tuple[AnySocket, Handler, Condition]] = []
+        self._others: list[tuple[AnySocket, Handler, Condition]] = []
         self._descriptors: dict[int, Handler] = {}
         """Of what is called when its descriptor tells of something: busy sockets, and what is none of ZeroMQ's."""
         self._busy_descriptors: set[int] = set()
         self._look = True
         self._look_at = 0.0
 
-    def watch(self, source: Any, handler: Handler, *, busy: bool = False) -> None:
+    def watch(self, source: Any, handler: Handler, *, busy: bool = False, waiting: Condition = lambda: False) -> None:
         """Call ``handler`` whenever a socket, or anything with a descriptor, is readable (level-triggered).
 
         busy  (ZeroMQ's only) asked in each turn; its handler may be called when there is nothing. Of sockets that are
               not, whoever uses one elsewhere than in a handler of its own or a timer calls ``look`` afterwards
+        waiting  (ZeroMQ's only) whether the handler still has something to do, though the socket may have no input
         """
         if isinstance(source, zmq.Socket):
-            (self._busy if busy else self._others).append((source, handler))
+            (self._busy if busy else self._others).append((source, handler, waiting))
             descriptor = int(source.get(zmq.FD))
             if busy:
                 self._busy_descriptors.add(descriptor)
@@ -90,11 +92,11 @@ class Reactor:
                 timer.callback()
 
     @staticmethod
-    def _ask(sockets: list[tuple[AnySocket, Handler]]) -> bool:
-        """Handle those that can be read; whether there were any."""
+    def _ask(sockets: list[tuple[AnySocket, Handler, Condition]]) -> bool:
+        """Handle those that can be read, or have something to do; whether there were any."""
         handled = False
-        for socket, handler in sockets:
-            if has_input(socket):
+        for socket, handler, waiting in sockets:
+            if has_input(socket) or waiting():
                 handler()
                 handled = True
         return handled

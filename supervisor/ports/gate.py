@@ -15,7 +15,7 @@ from protocol.messages import Events, Generate, Message
 from supervisor.keys.rights import check_right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.unfinished import Unfinished
-from supervisor.ports.client_port import Connection
+from supervisor.ports.connections import Connection
 from supervisor.ports.tcp_port import TcpPort
 from supervisor.requests.in_flight import Effect
 from supervisor.requests.model_queue import BYTES_PER_TOKEN
@@ -111,7 +111,7 @@ class Gate:
             "listen": self.port.endpoint,
             "keys": self._ring.describe(connections, time.monotonic()),
             "forbidden": self.forbidden,
-            "cut_off": self.port.cut_off,
+            "cut_off": self.port.counters.cut_off,
         }
 
     def _in_flight(self, public_key: str, limit: int | None) -> int:

@@ -32,9 +32,9 @@ def router(context: Context) -> zmq.Socket[bytes]:
     return socket
 
 
-def bind_private(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Bind an ipc socket that only our own user can connect to: mode 0600, and the ZAP domain for the uid check."""
-    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+def bind_private(socket: zmq.Socket[bytes], endpoint: str, domain: bytes = ZAP_DOMAIN) -> None:
+    """Bind an ipc socket that only our own user can connect to: mode 0600, and the ZAP domain that says who may."""
+    socket.setsockopt(zmq.ZAP_DOMAIN, domain)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     previous = os.umask(0o177)
     try:

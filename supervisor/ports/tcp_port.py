@@ -2,16 +2,11 @@
 
 * A connection is its key's: the public key, as the handshake proved it, stands in the metadata of each message
   (User-Id) and is looked up once, with the first.
-* libzmq has no way to end one connection of a socket. Its descriptor, which SRCFD and the monitor tell, is ours as much
-  as libzmq's: ``shutdown(2)`` on it looks to libzmq like a peer that has left. Before, the peer's address is compared
-  with the one that was noted, for descriptors are used again.
 * libzmq gathers a message of many parts whole before it gives us any, however long it grows, and no option limits that.
   The kernel counts the bytes of each connection (TCP_INFO): one that sends MAX_UNREAD without a message being complete
   is cut off. A peer without a key gets nowhere near: it has no session to gather for.
 * libzmq keeps what a peer does not read, up to a number of frames, however large each is. Of the bytes that were given
   to it for a connection, the kernel knows how many have arrived: whoever is MAX_BEHIND behind is cut off.
-* What a peer sends faster than we read, libzmq keeps as well (it must not stop reading, see ``listen``): who is
-  MAX_AHEAD of us is cut off.
 * libzmq numbers its connections, from a number of 32 bits that it draws (the same in each process, unless the C
   library's generator is seeded), and aborts the process when the next number is taken: by a peer that chose its routing
   id to look like one. So we seed the generator, and note what we were given first before anybody can connect. An id
@@ -23,39 +18,33 @@
 """
 
 import ctypes
+import logging
 import os
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
 
 import zmq
 
 from protocol import limits
-from protocol.codec import encode, pack_error
 from protocol.errors import ErrorCode, WireError
-from protocol.messages import Error, Message
-from protocol.socket_calls import has_input
 from supervisor.keys.ring import KeyRing
-from supervisor.ports.client_port import MONITORED, ClientPort, Connection, client_router
+from supervisor.ports.client_port import MONITORED, ClientPort, client_router
+from supervisor.ports.connections import Connection
 from supervisor.ports.monitors import open_monitor
 from supervisor.ports.sockets import Context
+from supervisor.ports.wires import borrow
 from supervisor.ports.zap import TCP_DOMAIN
 
 MAX_UNREAD = 2 * limits.SOCKET_MAX_FRAME
 """Bytes that a connection may send without a whole message coming of it."""
-MAX_AHEAD = 64 << 20
-"""Bytes of whole messages that one connection may have sent before we have read them."""
 MAX_BEHIND = 64 << 20
 """Bytes that may wait for one connection to read them, ..."""
 MAX_BEHIND_OF_KEY = 4 * MAX_BEHIND
 """... and for all of a key. Streams alone are kept to less by their credit."""
 MAX_CONNECTIONS_OF_KEY = 256
-LAST_WORD_S = 0.5
-"""Between the ERROR that tells a client why, and the end of its connection."""
 LOOK_S = 0.2
+"""Between two calls of ``look``."""
 HELLO_S = 5.0
 """Between a connection and its first message, HELLO, at most. Counted in looks: a loop that is stopped hears nobody."""
 NEWCOMERS = 1000
@@ -63,10 +52,7 @@ NEWCOMERS = 1000
 NEWCOMERS_PER_S = 100
 """... and how many more each second. Beyond, those who want to connect wait."""
 
-T = TypeVar("T")
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-_AROUND = 35
-"""Bytes that a message of CURVE takes at least besides what is in it."""
 _TCP_INFO, _BYTES_ACKED = 11, 120
 """linux/tcp.h: tcpi_bytes_acked and behind it tcpi_bytes_received, each a u64, are 120 bytes into struct tcp_info
 (since Linux 4.1)."""
@@ -77,33 +63,10 @@ class ListenError(Exception):
 
 
 @dataclass(slots=True)
-class Wire:
-    """An accepted descriptor. ``peer``: its other end; ``read``: bytes received when last a message was complete;
-    ``silent``: looks since it was accepted, while no message came; ``given``: bytes that libzmq was given for it;
-    ``base``: bytes received when last nothing of anybody's was unread; ``taken``: of those since, what was read."""
-
-    peer: object
-    read: int = 0
-    silent: int = 0
-    given: int = 0
-    base: int = 0
-    taken: int = 0
-
-    def behind(self, arrived: int) -> int:
-        """Bytes that are on their way, where ``arrived`` have arrived since the beginning. What arrives is more than
-        was given (encryption, heartbeats): that is not saved up to hide behind."""
-        self.given = max(self.given, arrived)
-        return self.given - arrived
-
-
-@dataclass(slots=True)
 class TcpPort(ClientPort):
-    """``ring`` says who is admitted. ``cut_off`` counts connections that were ended by us."""
+    """``ring`` says who is admitted."""
 
     ring: KeyRing | None = None
-    cut_off: int = 0
-    _wires: dict[int, Wire] = field(default_factory=dict)
-    _dying: list[tuple[float, int, object]] = field(default_factory=list)
     _listener: int = -1
     _first: int = 0
     """The number that libzmq gave out before anybody could connect."""
@@ -115,13 +78,12 @@ class TcpPort(ClientPort):
     _is_shut: bool = False
 
     @staticmethod
-    def listen(context: Context, endpoint: str, secret_key: str, ring: KeyRing, backlog: int) -> "TcpPort":
+    def listen(
+        context: Context, endpoint: str, secret_key: str, ring: KeyRing, backlog: int, log: logging.Logger
+    ) -> "TcpPort":
         """Open the port. Raises ListenError."""
         ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
         router = client_router(context, backlog)
-        # No mark: at the mark libzmq stops reading, and when such a connection ends while heartbeats are due, aborts
-        # the process (libzmq 4.3.5, an assertion on _io_error). Who is ahead of us by too much is cut off instead.
-        router.setsockopt(zmq.RCVHWM, 0)
         router.curve_server = True
         router.curve_secretkey = secret_key.encode()
         router.setsockopt(zmq.ZAP_DOMAIN, TCP_DOMAIN)
@@ -132,7 +94,7 @@ class TcpPort(ClientPort):
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         events = MONITORED | zmq.EVENT_LISTENING | zmq.EVENT_HANDSHAKE_SUCCEEDED
         monitor = open_monitor(context, router, events)
-        port = TcpPort(endpoint, router, monitor, ring=ring, _first=_next_number(context, router))
+        port = TcpPort(endpoint, router, monitor, ring=ring, log=log, _first=_next_number(context, router))
         try:
             router.bind(endpoint)
         except zmq.ZMQError as e:
@@ -160,15 +122,8 @@ class TcpPort(ClientPort):
             self.listening = True
             self._shut_or_open()
 
-    def receive(self) -> Iterator[tuple[Connection, Message]]:
-        # a dataclass with slots is another class than the one that super() without arguments means
-        for connection, message in ClientPort.receive(self):
-            connection.heard = True
-            if (wire := self._wires.get(connection.fd)) is not None:
-                wire.taken += _AROUND + len(getattr(message, "body", b""))
-            yield connection, message
-
     def send(self, channel: int, frame: bytes) -> bool:
+        # a dataclass with slots is another class than the one that super() without arguments means
         sent = ClientPort.send(self, channel, frame)
         connection = self._by_channel.get(channel)
         if sent and connection is not None and (wire := self._wires.get(connection.fd)) is not None:
@@ -181,59 +136,34 @@ class TcpPort(ClientPort):
     def connection(self, channel: int) -> Connection | None:
         return self._by_channel.get(channel)
 
-    def cut(self, connection: Connection, error: WireError) -> None:
-        """Tell a client why, hear nothing from it any more, and end its connection shortly after."""
-        self.cut_off += 1
-        self.send(connection.channel, encode(Error(0, pack_error(error))))
-        if (wire := self._wires.get(connection.fd)) is not None:
-            self._dying.append((time.monotonic() + LAST_WORD_S, connection.fd, wire.peer))
-        self._leave(connection)
-
     def look(self, now: float) -> None:
-        """Cut off who sends without end, or does not say a word, and end the connections of those who were told. Every
-        LOOK_S."""
+        """End the connections of clients that send a message without end, do not read, say nothing, or were told why
+        they end. Every LOOK_S."""
         self._hold_off()
-        due = [entry for entry in self._dying if entry[0] <= now]
-        self._dying = [entry for entry in self._dying if entry[0] > now]
-        for _, fd, peer in due:
-            _shut_down(fd, peer)
+        self._endings.look(now)
         behind_of_key: dict[str, int] = {}
-        all_read = not has_input(self.socket)
         for fd, wire in list(self._wires.items()):
             arrived, received = _bytes_both_ways(fd)
             connection = self._by_fd.get(fd)
             behind = wire.behind(arrived)
-            if all_read:
-                wire.base, wire.taken = received, 0
-            elif connection is not None and received - wire.base - wire.taken > MAX_AHEAD:
-                self._end(connection, fd, wire)
-                continue
             if connection is not None and behind:
                 key = connection.identity.public_key
                 behind_of_key[key] = behind_of_key.get(key, 0) + behind
                 if behind > MAX_BEHIND or behind_of_key[key] > MAX_BEHIND_OF_KEY:
                     behind_of_key[key] -= behind
-                    self._end(connection, fd, wire)
+                    self.end(connection)
                     continue
             if connection is not None and connection.heard:
                 connection.heard = False
                 wire.read = received
             elif received - wire.read > MAX_UNREAD:
-                self.cut_off += 1
                 wire.read = received  # said once
-                if connection is not None:
-                    self._leave(connection)
-                _shut_down(fd, wire.peer)
+                self.end_wire(fd, wire)
+                continue
             if connection is None:
                 wire.silent += 1
                 if wire.silent == round(HELLO_S / LOOK_S):
-                    self.cut_off += 1
-                    _shut_down(fd, wire.peer)
-
-    def _end(self, connection: Connection, fd: int, wire: Wire) -> None:
-        self.cut_off += 1
-        self._leave(connection)
-        _shut_down(fd, wire.peer)
+                    self.end_wire(fd, wire)
 
     def _hold_off(self) -> None:
         """Take no newcomers while more came than may."""
@@ -253,25 +183,16 @@ class TcpPort(ClientPort):
     def _listens(self, fd: int) -> None:
         self._listener = fd
 
-    def _accepted(self, fd: int) -> None:
-        self._wires[fd] = Wire(_peer(fd))
-
     def _shook_hands(self) -> None:
         self._handshakes += 1
         self._newcomers -= 1
-
-    def _disconnected(self, fd: int) -> None:
-        self._wires.pop(fd, None)
 
     def _admit(self, connection: Connection, part: zmq.Frame) -> bool:
         assert self.ring is not None
         number = (int.from_bytes(connection.routing_id[1:], "big") - self._first) % (1 << 32)
         if not 0 < number <= self._handshakes:
             self.counters.bad_frames += 1
-            self.cut_off += 1
-            wire = self._wires.get(connection.fd)
-            self._leave(connection)
-            _shut_down(connection.fd, None if wire is None else wire.peer)
+            self.end(connection)
             return False
         user = part.get("User-Id")
         identity = self.ring.find(str(user))
@@ -311,39 +232,13 @@ def _next_number(context: Context, router: zmq.Socket[bytes]) -> int:
     return int.from_bytes(routing_id[1:], "big")
 
 
-def _on(fd: int, act: Callable[[socket.socket], T]) -> T | None:
-    """What ``act`` returns for libzmq's descriptor; None if it was closed meanwhile, or its peer has left."""
-    try:
-        # With its kind given, little is asked of the kernel. The longer of the two kinds: as the other, an address of
-        # IPv6 would be cut short, and what is behind it differ from look to look.
-        borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
-    except OSError:
-        return None
-    try:
-        return act(borrowed)
-    except OSError:
-        return None
-    finally:
-        borrowed.detach()
-
-
 def _bytes_both_ways(fd: int) -> tuple[int, int]:
     """Of this connection: bytes that have arrived at its other end, and those that came from there."""
-    info = _on(fd, lambda borrowed: borrowed.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 192))
+    info = borrow(fd, lambda borrowed: borrowed.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 192))
     if info is None or len(info) < _BYTES_ACKED + 16:
         return 0, 0
     arrived, received = struct.unpack_from("=QQ", info, _BYTES_ACKED)
     return int(arrived), int(received)
-
-
-def _peer(fd: int) -> object:
-    """Address and port of the other end, None if it has gone."""
-    return _on(fd, lambda borrowed: borrowed.getpeername())
-
-
-def _shut_down(fd: int, peer: object) -> None:
-    if peer is not None and _peer(fd) == peer:  # else it has left by itself
-        _on(fd, lambda borrowed: borrowed.shutdown(socket.SHUT_RDWR))
 
 
 class _Instruction(ctypes.Structure):

@@ -1,5 +1,10 @@
 """The ROUTER that workers connect to. Each has the routing id that it was started with; what another sends is dropped
-by whoever knows them."""
+by whoever knows them.
+
+No other process may connect. This socket has a receive mark, since workers must wait for a supervisor that is slower
+than they are, and libzmq 4.3.5 can be made to abort the process at such a mark: by a PING of ZMTP, which no worker
+sends, from a connection that then ends (see ``client_port``).
+"""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -10,6 +15,7 @@ from protocol.compiled import find
 from protocol.socket_calls import DONT_WAIT, has_input, has_more, receive_now, send_to
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.sockets import Context, bind_private, router, skip_parts
+from supervisor.ports.zap import WORKER_DOMAIN
 from supervisor.requests.seats import Seat
 
 if TYPE_CHECKING:
@@ -38,7 +44,7 @@ class WorkerPort:
         self.socket = router(context)
         self.socket.setsockopt(zmq.SNDHWM, SEND_MARK)
         self.socket.setsockopt(zmq.RCVHWM, RECEIVE_MARK)
-        bind_private(self.socket, endpoint)
+        bind_private(self.socket, endpoint, WORKER_DOMAIN)
         self.more = False
         self._skipping = False
         """Parts of a message of several are still to be read."""

@@ -1,5 +1,5 @@
-"""Who may connect: over ipc processes of our own user, over TCP holders of a key that is on the list. Answers ZAP
-(ZeroMQ RFC 27) inside the supervisor's loop.
+"""Who may connect: over ipc processes of our own user, and to the workers' socket workers only; over TCP holders of a
+key that is on the list. Answers ZAP (ZeroMQ RFC 27) inside the supervisor's loop.
 
 pyzmq's ready-made authenticator does not look at uids. libzmq gives the peer of an ipc connection as
 ``localhost:uid:gid:pid`` (SO_PEERCRED), which cannot be forged. Over CURVE it gives the client's public key, after the
@@ -12,6 +12,7 @@ import zmq
 from zmq.utils import z85
 
 ZAP_DOMAIN = b"modelctl"
+WORKER_DOMAIN = b"modelctl-back"
 TCP_DOMAIN = b"modelctl-tcp"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
@@ -19,14 +20,21 @@ ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 class ZapHandler:
     """Must exist before the first socket is bound, and outlive them all.
 
-    uid     of those that may connect over ipc
-    admits  whether a public key (Z85) is on the list; None: there is none, and nobody may connect over TCP
+    uid        of those that may connect over ipc
+    is_worker  whether the process with this pid is a worker, and may connect to the workers' socket
+    admits     whether a public key (Z85) is on the list; None: there is none, and nobody may connect over TCP
     """
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", uid: int, admits: Callable[[str], bool] | None = None
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        uid: int,
+        *,
+        is_worker: Callable[[int], bool] = lambda pid: False,
+        admits: Callable[[str], bool] | None = None,
     ) -> None:
         self._uid = uid
+        self._is_worker = is_worker
         self._admits = admits
         self.denied = 0
         self.socket = context.socket(zmq.REP)
@@ -44,6 +52,8 @@ class ZapHandler:
             user = b""
             if domain == ZAP_DOMAIN and mechanism == b"NULL":
                 allowed, text = self._is_own(address), b"only processes of the supervisor's user"
+            elif domain == WORKER_DOMAIN and mechanism == b"NULL":
+                allowed, text = self._is_own(address) and self._is_worker(int(address.split(b":")[3])), b"only workers"
             elif domain == TCP_DOMAIN and mechanism == b"CURVE" and len(parts) == 7 and len(parts[6]) == 32:
                 user, text = z85.encode(parts[6]), b"this key is not on the list"
                 allowed = self._admits is not None and self._admits(user.decode())

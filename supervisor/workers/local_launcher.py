@@ -50,6 +50,10 @@ class LocalLauncher:
         self._workers[worker.pidfd] = worker
         return worker
 
+    def is_worker(self, pid: int) -> bool:
+        """Whether this process is a worker that was started here and has not been reaped."""
+        return any(worker.pid == pid for worker in self._workers.values())
+
     def ended(self) -> list[Launched]:
         # before the workers, one of whose successors may need it
         ready = sorted(self._epoll.poll(0), key=lambda event: event[0] != self._guard.pidfd)

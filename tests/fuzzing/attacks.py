@@ -123,14 +123,16 @@ class Attacker:
         peer.setsockopt(zmq.LINGER, 200)
         peer.setsockopt(zmq.RECONNECT_IVL, -1)
         peer.setsockopt(zmq.SNDHWM, 0)
+        peer.setsockopt(zmq.SNDTIMEO, 200)  # once the supervisor has ended the connection, nothing can be sent
         try:
             peer.connect(f"ipc://{self._directory}/{name}")
-            if hello and self._chance.random() < 0.9:
-                peer.send(encode(Hello(pack_body({"library": "hostile"}))))
-            for message in messages:
-                parts = message if isinstance(message, list) else [message]
-                peer.send_multipart(parts, copy=len(parts) > 1)
-                self.frames += len(parts)
+            with suppress(zmq.Again):
+                if hello and self._chance.random() < 0.9:
+                    peer.send(encode(Hello(pack_body({"library": "hostile"}))))
+                for message in messages:
+                    parts = message if isinstance(message, list) else [message]
+                    peer.send_multipart(parts, copy=len(parts) > 1)
+                    self.frames += len(parts)
             while peer.poll(20):
                 peer.recv_multipart()
         finally:

@@ -1,5 +1,6 @@
 """A client port in the process of a test, with the part of the loop that it needs: ZAP, HELLO and PING are answered."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -7,8 +8,11 @@ import zmq
 
 from protocol.codec import encode, pack_body
 from protocol.messages import Hello, Message, Ping, Pong, Welcome
-from supervisor.ports.client_port import ClientPort, Connection
+from supervisor.ports.client_port import ClientPort
+from supervisor.ports.connections import Connection
 from supervisor.ports.zap import ZapHandler
+
+LOG = logging.getLogger("test")
 
 
 class Host:
@@ -45,7 +49,7 @@ class PortHost(Host):
         self.directory = directory
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         zap = ZapHandler(context, os.getuid())
-        super().__init__(context, zap, ClientPort.bind(context, f"ipc://{directory}/front", backlog=64))
+        super().__init__(context, zap, ClientPort.bind(context, f"ipc://{directory}/front", 64, LOG))
 
     def admit(self) -> bool:
         self.zap.handle()

@@ -13,7 +13,7 @@ import zmq
 from protocol import limits
 from protocol.codec import encode
 from protocol.messages import Call, Cancel, Error, Generate, Hello, Kind, Message, Ping, Pong, Reply, Welcome
-from supervisor.ports.client_port import Connection
+from supervisor.ports.connections import Connection
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until
 from tests.supervisor.port_host import PortHost

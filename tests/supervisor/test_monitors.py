@@ -7,7 +7,7 @@ from pathlib import Path
 from supervisor.ports.monitors import UNSEEN
 
 PROGRAM = """
-import os, resource, socket, sys, time
+import logging, os, resource, socket, sys, time
 import zmq
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.descriptors import BACKLOG
@@ -40,7 +40,7 @@ def taken():
     return len(os.listdir("/proc/self/fd"))
 
 context = zmq.Context()
-port = ClientPort.bind(context, "ipc://" + path, BACKLOG)
+port = ClientPort.bind(context, "ipc://" + path, BACKLOG, logging.getLogger())
 before = taken()
 allowed = before + UNSEEN + 8
 resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

@@ -29,7 +29,7 @@ class Between:
 
     def __init__(self, directory: Path) -> None:
         self.context = zmq.Context()
-        self.zap = ZapHandler(self.context, os.getuid())
+        self.zap = ZapHandler(self.context, os.getuid(), is_worker=lambda pid: pid == os.getpid())
         self.port = WorkerPort(self.context, f"ipc://{directory}/back")
         self.front = self._socket(zmq.ROUTER)
         self.front.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -22,13 +22,15 @@ from protocol.socket_calls import send_to
 from supervisor.keys.rights import Right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore
+from supervisor.ports.arrivals import ArrivalLimits
 from supervisor.ports.client_port import ClientPort
-from supervisor.ports.tcp_port import MAX_CONNECTIONS_OF_KEY, ListenError, TcpPort
+from supervisor.ports.tcp_port import MAX_CONNECTIONS_OF_KEY, ListenError, TcpPort, _bytes_both_ways
+from supervisor.ports.wires import Wire
 from supervisor.ports.zap import ZapHandler
 from tests.keyed import free_port
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until
-from tests.supervisor.port_host import Host
+from tests.supervisor.port_host import LOG, Host
 
 
 class TcpHost(Host):
@@ -39,12 +41,14 @@ class TcpHost(Host):
     def __init__(self, directory: Path, address: str = "127.0.0.1") -> None:
         self.store = KeyStore(directory / "keys")
         self.key = self.store.add("a", frozenset({Right.INFER}), directory / "a.key")
-        self.ring = KeyRing(self.store, logging.getLogger("test"))
+        self.ring = KeyRing(self.store, LOG)
         self.number = free_port()
         self.endpoint = f"tcp://{address}:{self.number}"
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        zap = ZapHandler(context, os.getuid(), self.ring.admits)
-        port = TcpPort.listen(context, self.endpoint, self.store.server_pair()[1], self.ring, backlog=64)
+        zap = ZapHandler(context, os.getuid(), admits=self.ring.admits)
+        port = TcpPort.listen(
+            context, self.endpoint, self.store.server_pair()[1], self.ring, backlog=64, log=logging.getLogger()
+        )
         super().__init__(context, zap, port)
 
     def turn(self) -> bool:
@@ -96,7 +100,7 @@ def test_over_ipv6(tmp_path: Path, address: str) -> None:
     host = TcpHost(tmp_path, address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     line = Line(context, f"tcp://[::1]:{host.number}", encode(Hello(pack_body({}))), host.key)
-    wait_until(lambda: host.turn() and line.has_input)
+    wait_until(lambda: host.turn() and line.read_monitor(None) is None and line.has_input)
     (connection,) = host.port.connections()
     host.port.cut(connection, WireError(ErrorCode.UNAUTHORIZED, "its descriptor is found there, too"))
     wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
@@ -137,9 +141,10 @@ def test_one_connection_is_cut_off_and_told_why(host: TcpHost) -> None:
 def test_a_descriptor_that_is_anothers_by_now_is_left_alone(host: TcpHost) -> None:
     with host.greet() as client:
         (connection,) = host.port.connections()
-        host.port._dying.append((0.0, connection.fd, ("127.0.0.1", 1)))
-        host.port._dying.append((0.0, 1_000_000, ("127.0.0.1", 1)))
+        host.port._endings.add(b"1", connection.fd, Wire((0, 1)), -1.0)
+        host.port._endings.add(b"2", 1_000_000, Wire((0, 1)), -1.0)
         host.turn()
+        assert not host.port._endings._endings
         assert host.is_answered(client, 1)
 
 
@@ -155,7 +160,9 @@ def test_a_key_has_so_many_connections_and_no_more(host: TcpHost, monkeypatch: p
 
 def test_a_port_that_is_taken(host: TcpHost) -> None:
     with pytest.raises(ListenError, match="Address already in use"):
-        TcpPort.listen(host.context, host.endpoint, host.store.server_pair()[1], host.ring, backlog=64)
+        TcpPort.listen(
+            host.context, host.endpoint, host.store.server_pair()[1], host.ring, backlog=64, log=logging.getLogger()
+        )
 
 
 @contextmanager
@@ -194,10 +201,10 @@ def test_a_chosen_name_that_looks_like_libzmqs_own_is_cut_off(host: TcpHost) -> 
             socket.create_connection(("127.0.0.1", host.number)).close()
         wait_until(lambda: host.turn() and host.port.counters.disconnected >= 20)
         for ahead in (3, 10, 1000, 1 << 31):
-            before, left = host.port.cut_off, host.port.counters.disconnected
+            before, left = host.port.counters.cut_off, host.port.counters.disconnected
             with forger(host, number + ahead) as dealer:
                 dealer.send(encode(Hello(pack_body({}))))
-                wait_until(lambda before=before: host.turn() and host.port.cut_off == before + 1)  # type: ignore[misc]
+                wait_until(lambda before=before: host.turn() and host.port.counters.cut_off == before + 1)  # type: ignore[misc]
                 wait_until(lambda left=left: host.turn() and host.port.counters.disconnected == left + 1)  # type: ignore[misc]
                 assert not dealer.poll(0)
         assert host.port.connections() == [connection]
@@ -215,7 +222,7 @@ def test_whoever_says_nothing_is_cut_off(host: TcpHost, monkeypatch: pytest.Monk
         with forger(host, number):
             wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
             wait_until(lambda: is_free(host, number))
-            assert host.port.cut_off == 1
+            assert host.port.counters.cut_off == 1
             monkeypatch.setattr("supervisor.ports.tcp_port.HELLO_S", 1e6)
             with host.greet() as other:
                 assert host.is_answered(other, 1)
@@ -247,27 +254,31 @@ def test_whoever_does_not_read_is_cut_off(host: TcpHost, monkeypatch: pytest.Mon
             if bad not in host.port.connections():
                 break
         wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
-        assert host.port.cut_off == 1
+        assert host.port.counters.cut_off == 1
         assert host.port.connections() == [good]
         assert host.is_answered(reader, 1)
     context.term()
 
 
-def test_whoever_is_too_far_ahead_is_cut_off(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_is_too_far_ahead_is_cut_off(host: TcpHost) -> None:
     """There is no mark at which libzmq would stop reading: it aborts if such a connection ends at the wrong time."""
     assert host.port.socket.get(zmq.RCVHWM) == 0
-    monkeypatch.setattr("supervisor.ports.tcp_port.MAX_AHEAD", 4 << 20)
     question = encode(Call(1, "tokenize", pack_body({"prompt": bytes(1 << 19)})))
     with host.greet() as client, host.greet() as other:
-        for _ in range(32):  # as many bytes, but they are read
+        for _ in range(32):  # as many bytes as below, but they are handled
             client.socket.send(question)
             wait_until(lambda: host.turn() and isinstance(host.received[-1][1], Call))
-            host.received.clear()
-            host.received.append((host.port.connections()[0], Ping(0)))
-        assert not host.port.cut_off
+            host.received[:] = [(host.port.connections()[0], Ping(0))]
+        assert not host.port.counters.cut_off
+        host.port._arrivals.bounds = ArrivalLimits(bytes_of_connection=4 << 20)
+        (fd, *_) = sorted(host.port._by_fd, key=lambda fd: -_bytes_both_ways(fd)[1])
+        before = _bytes_both_ways(fd)[1]
         for _ in range(32):
             client.socket.send(question)
-        wait_until(lambda: host.port.look(time.monotonic()) or host.port.cut_off == 1)
+        wait_until(lambda: _bytes_both_ways(fd)[1] - before > 32 << 19, what="all of it to have come")
+        wait_until(lambda: host.turn() and client.socket.poll(0))
+        client.receive()
+        assert [error["name"] for _, error in client.errors] == ["rate_limited"]
         wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
         assert len(host.port.connections()) == 1
         assert host.is_answered(other, 1)
@@ -279,7 +290,9 @@ def test_nobody_knows_the_numbers(host: TcpHost) -> None:
     for _ in range(3):
         ctypes.CDLL(None).srand(1)
         endpoint = f"tcp://127.0.0.1:{free_port()}"
-        port = TcpPort.listen(host.context, endpoint, host.store.server_pair()[1], host.ring, backlog=64)
+        port = TcpPort.listen(
+            host.context, endpoint, host.store.server_pair()[1], host.ring, backlog=64, log=logging.getLogger()
+        )
         firsts.add(port._first)
         port.close()
     assert len(firsts) == 3
@@ -312,7 +325,7 @@ def test_another_user_is_not_admitted_over_ipc(runtime_dir: Path) -> None:
     """The kernel says whose process it is; here the supervisor's user is somebody else than we."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     zap = ZapHandler(context, os.getuid() + 1)
-    port = ClientPort.bind(context, f"ipc://{runtime_dir}/front", backlog=64)
+    port = ClientPort.bind(context, f"ipc://{runtime_dir}/front", 64, LOG)
 
     def turn() -> bool:
         zap.handle()
@@ -346,7 +359,7 @@ def test_another_user_cannot_even_reach_the_socket(runtime_dir: Path) -> None:
     """Two doors: the directory (0700), and, were it open, the file (0600)."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     zap = ZapHandler(context, os.getuid())
-    port = ClientPort.bind(context, f"ipc://{runtime_dir}/front", backlog=64)
+    port = ClientPort.bind(context, f"ipc://{runtime_dir}/front", 64, LOG)
     runtime_dir.chmod(0o700)
     for mode in (0o700, 0o711):
         runtime_dir.chmod(mode)

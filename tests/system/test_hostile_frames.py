@@ -193,18 +193,23 @@ def test_peers_that_begin_a_handshake_and_go_on_with_garbage(serving: Serving) -
     wait_until(lambda: serving.counters()["handshakes_failed"] > 0)
 
 
-def test_worker_frames_from_a_stranger_are_dropped(serving: Serving) -> None:
-    """The worker socket knows its workers by unguessable names; anybody else is not heard."""
-    before = serving.counters()["worker_frames_dropped"]
+def test_only_workers_may_connect_to_the_workers_socket(serving: Serving) -> None:
+    """The kernel says which process a connection comes from, and the supervisor knows which ones it has started."""
+    before = serving.counters()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.setsockopt(zmq.LINGER, 0)
+    monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     stranger.connect(f"ipc://{serving.runtime_dir}/back")
     try:
         for frame in (b"", b"\x91\x01\x23", msgpack.packb([1, 18, 1, 1, [[1, 0, 2, 0, 1]], b"\x80"]), os.urandom(1000)):
             stranger.send(frame)
         stranger.send_multipart([b"a", b"b", b"c"])
-        wait_until(lambda: serving.counters()["worker_frames_dropped"] == before + 5)
+        assert monitor.poll(10_000), "the stranger was not refused"
+        assert serving.counters()["connections_denied"] == before["connections_denied"] + 1
+        assert serving.counters()["worker_frames_dropped"] == before["worker_frames_dropped"]
     finally:
+        stranger.disable_monitor()
+        monitor.close(linger=0)
         stranger.close()
         context.term()

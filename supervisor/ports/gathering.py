@@ -1,0 +1,51 @@
+"""Local connections that fill libzmq's memory with what it never gives us.
+
+libzmq reads a message of several parts whole before we get any of it, however long the message grows. And it reads, but
+never passes on, the messages of a client that chose a routing id which another connection has. Over TCP the kernel
+counts the bytes of each connection (see ``tcp_port``); of a local connection it tells only whether more is there.
+"""
+
+import fcntl
+from collections.abc import Callable, Collection
+
+from protocol import limits
+
+GROWTH = 4 * limits.SOCKET_MAX_FRAME
+"""Bytes that the process must have grown by before a connection is suspected."""
+_FIONREAD = 0x541B
+
+
+class Gathering:
+    """Which connections to end: memory has grown, and in two looks in a row each of them had sent something that libzmq
+    had still to read, while no message came of it."""
+
+    def __init__(self) -> None:
+        self._calm: int | None = None
+        """Bytes that the process had in memory when last nobody was suspected."""
+        self._suspects: set[int] = set()
+
+    def look(self, resident: int, accepted: Collection[int], heard: Callable[[], Collection[int]]) -> set[int]:
+        """The descriptors to end.
+
+        resident  bytes that the process has in memory
+        accepted  the descriptors of all connections
+        heard     returns those that a message came through since it was called last
+        """
+        if self._calm is None:
+            self._calm = resident
+        if resident - self._calm < GROWTH:
+            self._suspects = set()
+            return self._suspects
+        before = self._suspects
+        speaking = heard()
+        self._suspects = {fd for fd in accepted if fd not in speaking and _has_unread(fd)}
+        if not self._suspects:
+            self._calm = resident
+        return before & self._suspects
+
+
+def _has_unread(fd: int) -> bool:
+    try:
+        return any(fcntl.ioctl(fd, _FIONREAD, bytes(4)))
+    except OSError:  # closed meanwhile
+        return False

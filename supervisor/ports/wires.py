@@ -1,0 +1,126 @@
+"""Ending one connection of a libzmq socket, for which libzmq has no call.
+
+The socket's monitor and SRCFD tell the descriptor of a connection. ``shutdown(2)`` on that descriptor looks to libzmq
+like a peer that has left. Descriptors are used again, so the kernel's socket behind a descriptor is noted when libzmq
+accepts it and compared before anything is done to it.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+LAST_WORD_S = 0.5
+"""Between the ERROR that tells a client why, and the end of its connection."""
+MOST_AFTER_LAST_WORD = 4096
+"""Frames that a connection may send in this time. One that sends more is ended at once."""
+
+T = TypeVar("T")
+KernelSocket = tuple[int, int]
+"""Device and inode number. No two sockets that exist at the same time have the same."""
+
+
+@dataclass(slots=True)
+class Wire:
+    """An accepted descriptor.
+
+    socket  the kernel's socket behind it; None if it had been closed before we looked
+    read    bytes received when last a message was complete
+    silent  looks since it was accepted, while no message came
+    given   bytes that libzmq was given for it
+    """
+
+    socket: KernelSocket | None
+    read: int = 0
+    silent: int = 0
+    given: int = 0
+
+    def behind(self, arrived: int) -> int:
+        """Bytes that are on their way, where ``arrived`` have arrived since the beginning. What arrives is more than
+        was given (encryption, heartbeats): that is not saved up to hide behind."""
+        self.given = max(self.given, arrived)
+        return self.given - arrived
+
+
+@dataclass(slots=True)
+class _Ending:
+    at: float
+    fd: int
+    wire: Wire
+    frames: int = 0
+
+
+class Endings:
+    """Connections that were told why they end, and are shut down a moment later. By routing id."""
+
+    def __init__(self) -> None:
+        self._endings: dict[bytes, _Ending] = {}
+
+    def add(self, routing_id: bytes, fd: int, wire: Wire, now: float) -> None:
+        """Shut this connection down LAST_WORD_S after ``now``."""
+        self._endings[routing_id] = _Ending(now + LAST_WORD_S, fd, wire)
+
+    def count(self, routing_id: bytes) -> None:
+        """A frame of an ended connection was dropped. Shut the connection down now if it goes on sending."""
+        ending = self._endings.get(routing_id)
+        if ending is not None:
+            ending.frames += 1
+            if ending.frames > MOST_AFTER_LAST_WORD:
+                del self._endings[routing_id]
+                shut_down(ending.fd, ending.wire)
+
+    def look(self, now: float) -> None:
+        """Shut down the connections whose time has come."""
+        for routing_id, ending in list(self._endings.items()):
+            if ending.at <= now:
+                del self._endings[routing_id]
+                shut_down(ending.fd, ending.wire)
+
+
+def socket_behind(fd: int) -> KernelSocket | None:
+    """The kernel's socket that a descriptor stands for now, None if the descriptor is closed."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def process_of(fd: int) -> int:
+    """The pid of a local client; 0 if it cannot be told, as over TCP."""
+    credentials = borrow(fd, lambda borrowed: borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return 0 if credentials is None else int.from_bytes(credentials[:4], sys.byteorder, signed=True)
+
+
+def shut_down(fd: int, wire: Wire) -> None:
+    """End the connection, unless it has ended by itself and the descriptor is another connection's by now."""
+    if wire.socket is not None and socket_behind(fd) == wire.socket:
+        borrow(fd, lambda borrowed: borrowed.shutdown(socket.SHUT_RDWR))
+
+
+def stop_reading(fd: int, wire: Wire) -> None:
+    """Let libzmq read what the kernel has of this connection, and no more.
+
+    Over ipc the client cannot send from now on. libzmq sees the end of the connection when it has read the rest, some
+    200 KB. Before that it writes what it was given to send: an ERROR that says why arrives. Over TCP the client's
+    kernel goes on sending, and the connection ends when it is shut down.
+    """
+    if wire.socket is not None and socket_behind(fd) == wire.socket:
+        borrow(fd, lambda borrowed: borrowed.shutdown(socket.SHUT_RD))
+
+
+def borrow(fd: int, act: Callable[[socket.socket], T]) -> T | None:
+    """What ``act`` returns for libzmq's descriptor; None if it was closed meanwhile, or its peer has left."""
+    try:
+        # With its kind given, Python asks the kernel for little. ``act`` must not ask for addresses.
+        borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
+    except OSError:
+        return None
+    try:
+        return act(borrowed)
+    except OSError:
+        return None
+    finally:
+        borrowed.detach()

@@ -1,0 +1,151 @@
+"""A hostile local process: ZMTP 3.1 by hand over a unix socket, without libzmq.
+
+    python -m tests.flooding hit-and-run SOCKET ROUNDS
+    python -m tests.flooding flood SOCKET SECONDS FRAME_SIZE CONNECTIONS
+    python -m tests.flooding parts SOCKET SECONDS FRAME_SIZE CONNECTIONS
+    python -m tests.flooding same-id SOCKET SECONDS FRAME_SIZE CONNECTIONS
+
+``hit-and-run`` connects, floods and leaves, ROUNDS times. The others send frames as fast as they can over CONNECTIONS
+connections, open a new one for each that is ended, and print one line of JSON when the time is over: whole messages;
+one message of parts without end; whole messages of connections that all chose the same routing id.
+"""
+
+import json
+import select
+import socket
+import sys
+import time
+from contextlib import suppress
+
+from protocol.codec import encode, pack_body
+from protocol.messages import Hello, Ping
+
+GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1NULL" + bytes(48)
+HELLO = encode(Hello(pack_body({"library": "by hand"})))
+ZMTP_PING = b"\x04\x07\x04PING\0\0"
+FRAMES_A_ROUND = 2000
+FRAMES_A_PING = 3
+FLOOD_BLOCK = 1 << 18
+"""Bytes of frames that are handed to the kernel at once."""
+
+
+def ready(kind: bytes = b"DEALER", routing_id: bytes = b"") -> bytes:
+    """The READY command of ZMTP's NULL mechanism."""
+    body = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+    body += b"\x08Identity" + len(routing_id).to_bytes(4, "big") + routing_id
+    return bytes((4, len(body))) + body
+
+
+def frame(content: bytes, *, more: bool = False) -> bytes:
+    """One ZMTP frame with this content."""
+    if len(content) < 256:
+        return bytes((more, len(content))) + content
+    return bytes((2 | more,)) + len(content).to_bytes(8, "big") + content
+
+
+def shake_hands(path: str, routing_id: bytes = b"", *, timeout: float = 30.0) -> socket.socket:
+    """A connection that is ready for frames. Raises OSError if the listener ends it before."""
+    peer = socket.socket(socket.AF_UNIX)
+    try:
+        peer.settimeout(timeout)
+        peer.connect(path)
+        peer.sendall(GREETING + ready(routing_id=routing_id))
+        heard = b""
+        while len(heard) < len(GREETING) + 2 or len(heard) < len(GREETING) + 2 + heard[len(GREETING) + 1]:
+            if not (part := peer.recv(4096)):
+                raise ConnectionError("the listener ended the handshake")
+            heard += part
+        if b"READY" not in heard:
+            raise ConnectionError("the listener refused the handshake")
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+ROUND = frame(HELLO) + b"".join(
+    frame(encode(Ping(n))) + (ZMTP_PING if n % FRAMES_A_PING == 0 else b"") for n in range(FRAMES_A_ROUND)
+)
+
+
+def hit_and_run(path: str) -> bool:
+    """Flood with small frames and ZMTP's own PINGs, and leave without reading. Whether all could be sent.
+
+    libzmq 4.3.5 aborts its process if it has stopped reading this connection, finds it ended, and then comes to a PING.
+    """
+    with suppress(OSError), shake_hands(path) as peer:
+        peer.sendall(ROUND)
+        return True
+    return False
+
+
+class Flood:
+    """Frames of ``size`` bytes as fast as the listener reads, over connections that are replaced when they end.
+
+    more        whether all frames are parts of one message
+    routing_id  what every connection calls itself; empty leaves it to the listener
+    """
+
+    def __init__(self, path: str, size: int, connections: int, *, more: bool, routing_id: bytes) -> None:
+        self.path, self.connections, self.routing_id = path, connections, routing_id
+        one = frame(b"\xc1" * size, more=more)
+        self.block = one * max(1, FLOOD_BLOCK // len(one))
+        self.peers: dict[int, socket.socket] = {}
+        self.left: dict[int, bytes] = {}
+        """What each connection has still to send of its block."""
+        self.sent = self.ended = self.told = 0
+
+    def run(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        poller = select.poll()
+        while time.monotonic() < until:
+            while len(self.peers) < self.connections and time.monotonic() < until:
+                try:
+                    peer = shake_hands(self.path, self.routing_id, timeout=5)
+                except OSError:
+                    break
+                peer.setblocking(False)
+                self.peers[peer.fileno()] = peer
+                self.left[peer.fileno()] = frame(HELLO)
+                poller.register(peer, select.POLLOUT)
+            for descriptor, _ in poller.poll(100):
+                try:
+                    count = self.peers[descriptor].send(self.left[descriptor])
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    poller.unregister(descriptor)
+                    self._close(descriptor)
+                    continue
+                self.sent += count
+                self.left[descriptor] = self.left[descriptor][count:] or self.block
+        for descriptor in list(self.peers):
+            self._close(descriptor, ended=False)
+
+    def _close(self, descriptor: int, *, ended: bool = True) -> None:
+        peer = self.peers.pop(descriptor)
+        if ended:
+            self.ended += 1
+            heard = b""
+            with suppress(OSError):
+                while part := peer.recv(1 << 20):
+                    heard = (heard + part)[-(1 << 20) :]
+            self.told += b"was ended" in heard
+        peer.close()
+
+
+def main() -> None:
+    what, path, *numbers = sys.argv[1:]
+    if what == "hit-and-run":
+        done = sum(hit_and_run(path) for _ in range(int(numbers[0])))
+        print(json.dumps({"whole": done}))
+        return
+    seconds, size, connections = float(numbers[0]), int(numbers[1]), int(numbers[2])
+    routing_id = b"the same" if what == "same-id" else b""
+    flood = Flood(path, size, connections, more=what == "parts", routing_id=routing_id)
+    flood.run(seconds)
+    print(json.dumps({"bytes": flood.sent, "ended": flood.ended, "told": flood.told}))
+
+
+if __name__ == "__main__":
+    main()
