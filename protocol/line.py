@@ -10,7 +10,7 @@ import zmq
 from protocol.client_key import ClientKey
 from protocol.limits import SOCKET_MAX_FRAME
 from protocol.peer_user import check_listener
-from protocol.runtime_paths import ENVIRONMENT_VARIABLE, ipc_path
+from protocol.runtime_paths import ENVIRONMENT_VARIABLE, ipc_path, serve_hint
 from protocol.socket_calls import monitor_event
 
 LINGER_MS: Final = 200
@@ -182,7 +182,7 @@ class Line:
         )
 
     def _with_remedy(self, what: str) -> str:
-        return f"{what} ({self._endpoint}); start it with `modelctl serve`"
+        return f"{what} ({self._endpoint}); {serve_hint(self._endpoint)}"
 
 
 class Sockets:

@@ -1,11 +1,14 @@
 """Where the supervisor's sockets are: one place for the supervisor and everyone who wants to reach it."""
 
 import os
+import shlex
 from pathlib import Path
 
 from protocol.limits import IPC_PATH_MAX
 
 ENVIRONMENT_VARIABLE = "MODELCTL_RUNTIME_DIR"
+_SOCKETS = ("front", "admin")
+"""Names of the sockets that clients connect to."""
 
 
 def default_runtime_dir() -> Path:
@@ -47,6 +50,17 @@ def ipc_path(endpoint: str) -> str | None:
     """The file behind an ipc endpoint; None for other transports and for abstract sockets (``ipc://@name``)."""
     path = endpoint.removeprefix("ipc://")
     return None if path == endpoint or path.startswith("@") else path
+
+
+def serve_hint(endpoint: str) -> str:
+    """Return what a person can do where no supervisor listens at this endpoint: the command to type."""
+    path = ipc_path(endpoint)
+    if path is None:
+        return "start it there with `modelctl serve`"
+    directory = Path(path).parent
+    usual = directory == default_runtime_dir() or Path(path).name not in _SOCKETS  # another name is nothing of serve's
+    option = "" if usual else f" --runtime-dir {shlex.quote(str(directory))}"
+    return f"start it with `modelctl serve{option}`"
 
 
 def _endpoint(runtime_dir: str | os.PathLike[str], name: str) -> str:

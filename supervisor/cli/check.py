@@ -9,6 +9,7 @@ import click
 
 from supervisor.cli import exit_codes
 from supervisor.cli.config_file import find_config
+from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, config_file
 
 if TYPE_CHECKING:
@@ -86,10 +87,10 @@ def _tell(of_file: "Collection[Problem]", of_machine: "Collection[Problem]", as_
         click.echo(json.dumps({"ok": False, "problems": shown}, indent=2))
         return exit_codes.CONFIG
     for problem in problems:
-        click.echo(str(problem), err=True)
+        say(str(problem))
     if of_machine:
         count = len(of_machine)
         which = f"{count} of these {'is' if count == 1 else 'are'}" if of_file else "all of that is"
         told = f"{which} about this machine, not the file; --elsewhere checks a file that is for another machine"
-        click.echo(f"modelctl: {told}", err=True)
+        say(f"modelctl: {told}")
     return exit_codes.CONFIG

@@ -13,6 +13,7 @@ from protocol.limits import SUPERVISOR_NAME
 from protocol.runtime_paths import ENVIRONMENT_VARIABLE
 from supervisor.cli import exit_codes
 from supervisor.cli.errors import Failure
+from supervisor.cli.hints import say
 from supervisor.cli.options import connect
 from supervisor.cli.views import warn_of_lost_lines
 from supervisor.cli.waiting import settled_up, wait_for, why_not_ready
@@ -58,7 +59,7 @@ def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
     except KeyboardInterrupt:
         if process.poll() is None:
             told = f"modelctl: interrupted; the supervisor (pid {process.pid}) goes on, `modelctl shutdown` ends it"
-            click.echo(f"\n{told}" if sys.stderr.isatty() else told, err=True)
+            say(f"\n{told}" if sys.stderr.isatty() else told)
         return exit_codes.INTERRUPTED
 
 
@@ -84,9 +85,7 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
                 raise Failure(exit_codes.SOFTWARE, "no_answer", told) from None
             time.sleep(0.02)
             continue
-        click.echo(
-            f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it", err=True
-        )
+        say(f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it")
         warn_of_lost_lines(answer)
         if failed := [why_not_ready(m) for m in models if m["state"] != "ready"]:
             raise Failure(exit_codes.FAILED, "not_ready", *failed)

@@ -5,6 +5,7 @@ import click
 from protocol.errors import ErrorCode, WireError
 from supervisor.cli import exit_codes
 from supervisor.cli.conversation import Conversation
+from supervisor.cli.hints import say
 
 QUOTES = '"""'
 HELP = f"""\
@@ -41,7 +42,7 @@ def hold(conversation: Conversation) -> int:
         except WireError as e:
             if e.code is ErrorCode.CONNECTION_LOST:
                 raise
-            click.echo(f"modelctl: {e}", err=True)
+            say(f"modelctl: {e}")
 
 
 def _one_turn(conversation: Conversation) -> None:

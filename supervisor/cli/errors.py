@@ -9,6 +9,7 @@ import click
 
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from supervisor.cli import exit_codes
+from supervisor.cli.hints import completed, say
 
 DEBUG_VARIABLE = "MODELCTL_DEBUG"
 """Set, errors come with their traceback."""
@@ -36,12 +37,12 @@ def report(error: BaseException, *, as_json: bool) -> int:
         if os.environ.get(DEBUG_VARIABLE) and lines:
             traceback.print_exception(error)
         if as_json and told is not None:
-            click.echo(json.dumps({"error": told}), err=True)
+            click.echo(json.dumps({"error": {**told, "message": completed(told["message"])}}), err=True)
         elif isinstance(error, click.ClickException):
             error.show()
         else:
             for line in lines:
-                click.echo(f"modelctl: {line}", err=True)
+                say(f"modelctl: {line}")
     except OSError:
         pass  # stderr is gone as well; the exit code remains
     return code

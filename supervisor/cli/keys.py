@@ -9,6 +9,7 @@ import click
 from supervisor.cli import exit_codes
 from supervisor.cli.command_group import CommandGroup
 from supervisor.cli.errors import Failure
+from supervisor.cli.hints import need
 from supervisor.cli.options import as_json
 from supervisor.cli.tables import table, terminal_width
 
@@ -25,8 +26,11 @@ def _store(context: click.Context, option: click.Parameter, given: Path | None) 
     from supervisor.yaml_source import ConfigError
 
     if given is not None:
+        need("--keys", given.absolute())
         return KeyStore(given.absolute())
     config: Path | None = context.params.get("config")
+    if config is not None:
+        need("--config", config.absolute())
     try:
         found = find_config(config)
         if config is None and not found.exists():

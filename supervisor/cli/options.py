@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from protocol.runtime_paths import default_runtime_dir
+from supervisor.cli.hints import need
 
 if TYPE_CHECKING:
     from protocol.client import Client
@@ -24,6 +26,8 @@ def config_file(command: F) -> F:
 
     def merge(context: click.Context, _: click.Parameter, value: Path | None) -> Path | None:
         option: Path | None = context.meta["modelctl.config"]
+        if given := option or value:
+            need("--config", given.absolute())
         if option is not None and value is not None:
             raise click.UsageError(f"the models.yaml is given twice: {value}, and --config {option}")
         return option if value is None else value
@@ -40,7 +44,11 @@ def runtime_dir_option(command: F) -> F:
     """Adds ``--runtime-dir``, handed on as an absolute path."""
 
     def absolute(_: click.Context, __: click.Parameter, value: Path | None) -> Path:
-        return value.absolute() if value is not None else default_runtime_dir()
+        usual = default_runtime_dir()
+        path = value.absolute() if value is not None else usual
+        if path != usual:
+            need("--runtime-dir", path)
+        return path
 
     option = click.option(
         "--runtime-dir",
@@ -58,6 +66,9 @@ def supervisor_options(command: F) -> F:
 
     def keep(context: click.Context, option: click.Parameter, value: object) -> None:
         context.meta[f"modelctl.{option.name}"] = value
+        assert option.name is not None
+        if context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
+            need(option.opts[0], value.absolute() if isinstance(value, Path) else value)
 
     connect_option = click.option(
         "--connect",

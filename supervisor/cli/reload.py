@@ -10,6 +10,7 @@ from protocol.client import Client
 from supervisor.cli import exit_codes
 from supervisor.cli.compiling import compile_for
 from supervisor.cli.errors import Failure
+from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
 from supervisor.cli.waiting import wait_for_turnovers
 
@@ -66,7 +67,7 @@ def _prepare(client: Client, *, quiet: bool) -> int:
         config = load_config(Path(client.status()["supervisor"]["config"]))
     except ConfigError as e:
         for problem in e.problems:
-            click.echo(str(problem), err=True)
+            say(str(problem))
         click.echo("modelctl: nothing is changed", err=True)
         return exit_codes.CONFIG
     compile_for([spec.config.engine for spec in config.models.values()], quiet=quiet)

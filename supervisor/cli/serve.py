@@ -11,6 +11,7 @@ from supervisor.cli import exit_codes
 from supervisor.cli.compiling import compile_for
 from supervisor.cli.config_file import find_config
 from supervisor.cli.errors import Failure
+from supervisor.cli.hints import say
 from supervisor.cli.options import config_file, runtime_dir_option
 
 
@@ -31,7 +32,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
         opening = opening_of(loaded)
     except ConfigError as e:
         for problem in e.problems:
-            click.echo(str(problem), err=True)
+            say(str(problem))
         return exit_codes.CONFIG
     if not no_compile:
         try:
@@ -69,7 +70,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
     except ListenError as e:
         log.error("%s", e)
         if quiet:  # else that was said here, too
-            click.echo(f"modelctl: {e}", err=True)
+            say(f"modelctl: {e}")
         code = exit_codes.CONFIG
     except KeyboardInterrupt:  # so early that it is not caught yet
         code = exit_codes.INTERRUPTED

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from supervisor.cli import figures, overview
+from supervisor.cli.hints import completed
 from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.tables import GAP, table, terminal_width
 
@@ -68,12 +69,12 @@ def warn_of_lost_lines(answer: dict[str, Any]) -> None:
 
 def _ps_row(m: dict[str, Any], longest: int | None = None) -> tuple[object, ...]:
     """The cells of a model. longest: characters of the reason that fit on the terminal; None: all of them."""
-    reason = m.get("reason")
-    if reason is not None and longest is not None and len(reason) > (room := max(longest, SHORTEST_REASON)):
+    reason = completed(m.get("reason") or "-")
+    if longest is not None and len(reason) > (room := max(longest, SHORTEST_REASON)):
         reason = f"{reason[: room - 3]}..."  # `status` shows it whole
     return (
         m["name"], m["state"], _where(m), _vram(m), m["context"], m["active"], m["queued"],
-        m["tokens_per_s"], _age(m["idle_s"]), _until(m), m["pid"], reason or "-",
+        m["tokens_per_s"], _age(m["idle_s"]), _until(m), m["pid"], reason,
     )  # fmt: skip
 
 
@@ -118,4 +119,4 @@ def _print_part(title: str, entries: list[tuple[str, list[str]]]) -> None:
     width = max((len(label) for label, _ in entries), default=0)
     for label, texts in entries:
         for number, text in enumerate(texts):
-            click.echo(f"  {label if number == 0 else '':<{width}}  {text}")
+            click.echo(f"  {label if number == 0 else '':<{width}}  {completed(text)}")

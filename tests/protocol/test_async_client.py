@@ -326,7 +326,7 @@ def test_a_killed_supervisor_ends_every_request_once_and_at_once(runtime_dir: Pa
 
 def test_no_supervisor_and_one_that_never_greets(runtime_dir: Path) -> None:
     async def main() -> None:
-        with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*`modelctl serve`"):
+        with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*serve --runtime-dir /.+`"):
             await AsyncClient(runtime_dir=runtime_dir, timeout=3600).connect()  # waiting would outlast the test
         with (
             ScriptedPeer(runtime_dir / "front", welcome=False) as peer,

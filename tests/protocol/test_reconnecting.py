@@ -116,7 +116,7 @@ def test_nobody_there_is_said_in_time(runtime_dir: Path) -> None:
     with lost_client(runtime_dir) as client:
         for attempt in (lambda: client.generate("letters", "x"), lambda: client.call("status")):
             start = time.monotonic()
-            with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*`modelctl serve`"):
+            with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*serve --runtime-dir /.+`"):
                 attempt()
             assert time.monotonic() - start > 0.9
 

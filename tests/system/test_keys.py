@@ -264,7 +264,7 @@ def test_unsafe_settings_refuse_to_start(tmp_path: Path) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     assert "write tcp://0.0.0.0:PORT" in told("tcp://*:5570")
     assert "there are no keys" in told("tcp://0.0.0.0:5570")
-    assert "make one with `modelctl keys new NAME`" in told(endpoint, "serve")
+    assert f"make one with `modelctl keys new NAME --config {config}`" in told(endpoint, "serve")
     new = [sys.executable, "-m", "supervisor", "keys", "new", "a", "--keys", str(keys), "--out", str(tmp_path / "a")]
     subprocess.run(new, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=60, capture_output=True)
     (keys / "server.json").chmod(0o644)

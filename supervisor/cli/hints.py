@@ -1,0 +1,50 @@
+"""Commands that messages tell people to type, with the options that such a command needs to reach the same supervisor.
+
+A message may come from the command itself, from the client library or, over the wire, from the supervisor. None of them
+knows how this command was called. So the options are added in one place: here, when a message is shown. A hint is what
+a message has between backquotes: `modelctl start letters`.
+"""
+
+import re
+import shlex
+
+import click
+
+_HINT = re.compile(r"`modelctl ([a-z]+)([^`]*)`")
+_HERE = frozenset({"serve", "logs", "plan"})
+"""Commands that take --runtime-dir, ..."""
+_ANYWHERE = frozenset(
+    {"start", "stop", "restart", "reload", "shutdown", "ps", "status", "run", "bench", "load", "unload", "ls"}
+)
+"""... and those that take --connect and --key-file instead, too."""
+_needed: dict[str, str] = {}
+"""Option → value, of the one command that this process is."""
+
+
+def need(option: str, value: object) -> None:
+    """Have hints repeat an option. Only for what a command would not find without it: not for a default, and not for
+    what stands in the environment."""
+    _needed[option] = str(value)
+
+
+def completed(message: str) -> str:
+    """Return the message with the options added that its hints need."""
+    return _HINT.sub(_complete, message)
+
+
+def say(message: str) -> None:
+    """Print a message to stderr, its hints completed."""
+    click.echo(completed(message), err=True)
+
+
+def _complete(hint: "re.Match[str]") -> str:
+    verb, rest = hint.groups()
+    wanted: tuple[str, ...] = ()
+    if verb in _ANYWHERE and "--connect" in _needed:
+        wanted = ("--connect", "--key-file")
+    elif verb in _ANYWHERE or verb in _HERE:
+        wanted = ("--runtime-dir",)
+    elif verb == "keys":
+        wanted = ("--keys",) if "--keys" in _needed else ("--config",)
+    options = [f" {name} {shlex.quote(_needed[name])}" for name in wanted if name in _needed and f"{name} " not in rest]
+    return f"`modelctl {verb}{rest}{''.join(options)}`"
