@@ -41,10 +41,12 @@ def _check_widths(directory: ModelDir, shape: ModelShape) -> None:
     if any(name.endswith(".q_norm.weight") for name in directory.tensors) and (
         shape.head_dim % 64 or shape.head_dim > 256
     ):
-        # head_norm.cu: a warp sums 64 elements and exchanges with all of its 32 threads; memory for 8 warps
+        # head_norm.cu: a warp sums 64 elements and exchanges them among all of its 32 threads. A head that does not
+        # fill its last warp exchanges with threads that do not exist, which CUDA leaves undefined (an H200 computed
+        # heads of 32 and 96 rightly). A head of more than 256 elements overflows the memory for 8 warps.
         raise LoadError(
-            f"{where}: heads of {shape.head_dim} have norms of their own: ExLlamaV2 computes those of 64, 128, 192 and "
-            "256 elements rightly, and no others"
+            f"{where}: heads of {shape.head_dim} have norms of their own: ExLlamaV2's kernel is made for heads of 64, "
+            "128, 192 and 256 elements only"
         )
 
 
