@@ -37,7 +37,7 @@ def memory(pid: int) -> tuple[float, float]:
 def nvml_reader(supervisor: int) -> int | None:
     """The pid of the process that reads NVML; None if there is none."""
     children = psutil.Process(supervisor).children()
-    return next((p.pid for p in children if any(a.endswith("nvml_child.py") for a in p.cmdline())), None)
+    return next((p.pid for p in children if " ".join(p.cmdline()).startswith("modelctl: NVML reader")), None)
 
 
 def python_seconds() -> float:

@@ -15,6 +15,7 @@ import traceback
 from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 from model_worker.log_output import LogOutput
 from model_worker.parent_death import die_with
+from model_worker.process_title import set_title
 from protocol.beat import Beat
 from protocol.core_dumps import forbid_core_dumps
 from protocol.worker_spec import WorkerSpec
@@ -36,7 +37,8 @@ def main(spec: WorkerSpec, page: int | None = None) -> None:
             os._exit(EXIT_ASKED)
         ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         os.setsid()
-        name_and_contain()
+        set_title(f"worker {spec.name or spec.engine.model}")
+        contain()
         output = LogOutput(spec.log_path)
         keep_to(spec.cpus)
         beat = Beat(spec.leases, page)
@@ -51,7 +53,7 @@ def main(spec: WorkerSpec, page: int | None = None) -> None:
         os._exit(code)
 
 
-def name_and_contain() -> None:
+def contain() -> None:
     """Signals and limits of a worker: Ctrl-C is the supervisor's business, SIGUSR1 dumps all stacks into the log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

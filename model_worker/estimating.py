@@ -22,6 +22,7 @@ from dataclasses import asdict
 from typing import Any
 
 from model_worker.parent_death import die_with
+from model_worker.process_title import set_title
 
 MEMORY_LIMIT = 2 << 30
 """Bytes of address space: a safetensors header of the format's own limit, 100 MiB, takes 1 GiB as objects."""
@@ -93,6 +94,7 @@ def _one_line(text: str) -> str:
 def main() -> None:
     if not die_with(int(sys.argv[1])):
         return
+    set_title("model-directory reader")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would take address space
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -2,7 +2,7 @@
 
 A template is a program from a model's directory, and clients choose its input. It runs in jinja's sandbox, within
 bounds of time and memory, where neither can hurt the worker: ``rendering.Renderer`` starts this file as a program and
-gives it one conversation at a time. It imports the standard library, msgpack and jinja2.
+gives it one conversation at a time. It imports the standard library, msgpack, jinja2 and setproctitle.
 
     python -P template_child.py PARENT MAILBOX
 
@@ -27,6 +27,7 @@ import jinja2.sandbox
 import msgpack
 
 from model_worker.parent_death import die_with
+from model_worker.process_title import set_title
 
 MEMORY = 512 << 20
 """Bytes of address space of this process."""
@@ -165,6 +166,7 @@ def _texts(value: Any) -> Iterator[str]:
 def main(parent: int, mailbox: int) -> None:
     if not die_with(parent):
         return
+    set_title("template child")
     # A look at the worker's stacks is sent to its whole group. SIGPROF ends a render that takes too long.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

@@ -42,6 +42,7 @@ class WorkerSpec:
     limits          what requests may not exceed: ``sampling_defaults.LIMITS``, as ``check_limits`` passed it
     cpus            numbers of the CPUs that it keeps to, those next to its GPUs; empty for all
     leases          how long it may go without a beat, by what it is doing
+    name            what people call the worker, such as "letters:2"; empty is the model's name
     """
 
     engine: EngineSpec
@@ -55,3 +56,4 @@ class WorkerSpec:
     limits: dict[str, Any] = field(default_factory=dict)
     cpus: tuple[int, ...] = ()
     leases: Leases = DEFAULT_LEASES
+    name: str = ""

@@ -81,6 +81,12 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
+def is_helper(process: psutil.Process, title: str, program: str) -> bool:
+    """Whether a process is a helper of ours: it shows its title, or its program while it is starting."""
+    line = " ".join(process.cmdline())
+    return line.startswith(f"modelctl: {title}") or program in line
+
+
 def describe(processes: Sequence[psutil.Process]) -> str:
     lines = []
     for process in processes:
@@ -257,7 +263,7 @@ class Serving:
         """The guard; None while there is none."""
         for child in psutil.Process(self.pid).children():
             try:
-                if is_alive(child) and any("guard.py" in argument for argument in child.cmdline()):
+                if is_alive(child) and is_helper(child, "guard", "guard.py"):
                     return child
             except psutil.NoSuchProcess:
                 continue  # gone meanwhile

@@ -93,7 +93,7 @@ def test_a_process_of_its_own_asks_nvml() -> None:
     found = {path: {top(name) for name in imports(path)} for path in modules("supervisor")}
     child = ROOT / "supervisor/placement/nvml_child.py"
     assert [path for path, names in found.items() if "pynvml" in names] == [child]
-    assert found[child] - sys.stdlib_module_names == {"pynvml"}
+    assert found[child] - sys.stdlib_module_names == {"pynvml", "setproctitle"}
     for path in modules("supervisor"):
         assert not [name for name in imports(path) if name.endswith("nvml_child")], path
         assert "import nvml_child" not in path.read_text(), path

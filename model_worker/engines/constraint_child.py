@@ -32,6 +32,7 @@ import numpy as np
 
 from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, refusal
 from model_worker.parent_death import die_with
+from model_worker.process_title import set_title
 from protocol.errors import ErrorCode, RequestError
 
 SECONDS = 1
@@ -50,6 +51,7 @@ def main(parent: int, descriptor: int, vocabulary: int) -> None:
     """Answer until the worker closes the connection."""
     if not die_with(parent):
         return
+    set_title("constraint child")
     # A look at the worker's stacks is sent to its whole group. Ctrl-C is the supervisor's business.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

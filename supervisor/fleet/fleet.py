@@ -338,6 +338,7 @@ class Fleet(Roster):
             log_path=str(replica.log_path),
             supervisor_pid=os.getpid(),
             leases=self._config.supervisor.leases(replica.spec.config),
+            name=replica.label,
         )
         replica.log_begin = logs.prepare(replica.log_path)
         self.admission.admit(

@@ -13,10 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from protocol.helper_environment import helper_environment
+from supervisor.packages import directory_of, directory_of_titles
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
 from supervisor.placement.nvml_answers import MAX_ANSWER, Answer, Fixed, Nonsense, question, read_answer, read_greeting
 from supervisor.placement.patience import PATIENCE_S, Asking, Patience, Restarts
@@ -47,7 +47,7 @@ class _Child:
             theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_ANSWER)
             self._socket.setblocking(False)
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _PROGRAM, str(os.getpid()), where],
+                [sys.executable, "-I", "-S", _PROGRAM, str(os.getpid()), where, directory_of_titles()],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -117,7 +117,7 @@ class GpuReader:
         """Why a later process could not open the driver, which an earlier one could."""
         self._number = 0
         self._only: Collection[int] | None = None
-        self._where = _find()
+        self._where = directory_of("pynvml")
         if self._where is not None:
             self._start(self._where)
 
@@ -216,12 +216,3 @@ def read_once() -> list[Gpu]:
         return reader.read()
     finally:
         reader.close()
-
-
-def _find() -> str | None:
-    """The directory that has the package pynvml, which is not imported here; None if there is none."""
-    found = PathFinder.find_spec("pynvml")
-    if found is None or found.origin is None:
-        return None
-    file = Path(found.origin).absolute()
-    return str(file.parents[1 if found.submodule_search_locations else 0])

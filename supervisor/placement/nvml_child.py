@@ -2,12 +2,13 @@
 
 A GPU that has fallen off the bus makes calls into the driver take seconds, or for ever, and the driver's library alone
 takes 18 MB. Neither is to happen to the supervisor: ``gpu_reader.GpuReader`` starts this file as a program, with
-``python -I -S``, and asks it one question at a time. It imports the standard library and pynvml only.
+``python -I -S``, and asks it one question at a time. It imports the standard library, pynvml and setproctitle only.
 
-    python -I -S nvml_child.py PARENT WHERE
+    python -I -S nvml_child.py PARENT WHERE TITLES
 
 PARENT  pid of the supervisor
 WHERE   directory in which pynvml is found; the end of what is looked through
+TITLES  directory in which setproctitle is found
 stdin   a SEQPACKET socket, both ways, whose messages are JSON, see ``nvml_answers``. Its end is the end of this.
 """
 
@@ -95,8 +96,7 @@ def _tell(message: dict[str, Any]) -> None:
         os.write(0, json.dumps({**kept, "error": "more processes hold memory than can be told"}).encode())
 
 
-def _serve(where: str) -> None:
-    sys.path.append(where)
+def _serve() -> None:
     try:
         import pynvml
     except ImportError as e:
@@ -126,7 +126,12 @@ def _main() -> None:
         return
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)  # the supervisor decides when it is not needed any more
-    _serve(sys.argv[2])
+    sys.path += sys.argv[2:4]
+    os.environ["SPT_NOENV"] = "1"  # as ``process_title`` of the workers
+    from setproctitle import setproctitle
+
+    setproctitle("modelctl: NVML reader")
+    _serve()
 
 
 if __name__ == "__main__":

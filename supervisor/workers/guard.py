@@ -4,8 +4,8 @@ PR_SET_PDEATHSIG already kills each worker, but is cleared on fork: what a worke
 would live on and hold the GPU. The guard holds the read end of a pipe whose write end only the supervisor has; the
 kernel closes it with the supervisor.
 
-``Guard`` runs in the supervisor. The rest of the file is also the guard's own program, run with ``python -I -S``: it
-imports the standard library only.
+``Guard`` runs in the supervisor. The rest of the file is also the guard's own program, run with ``python -I -S``. It is
+given the directory of setproctitle, the one package that it imports.
 """
 
 import os
@@ -18,16 +18,18 @@ class Guard:
     """The supervisor's end. ``pid`` and ``pidfd`` let the loop notice if somebody kills the guard.
 
     environment  of the guard's process
+    titles       directory in which the guard's process finds setproctitle
     """
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], titles: str) -> None:
         self._environment = environment
+        self._titles = titles
         self._groups: set[int] = set()
         self._start()
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(__file__)],
+            [sys.executable, "-I", "-S", os.path.abspath(__file__), self._titles],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C, or a kill of the supervisor's group, must not take the guard along
@@ -92,6 +94,11 @@ def kill_group(group: int, signal_number: int) -> None:
 def _main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)
+    sys.path.append(sys.argv[1])
+    os.environ["SPT_NOENV"] = "1"  # as ``process_title`` of the workers
+    from setproctitle import setproctitle
+
+    setproctitle("modelctl: guard")
     groups: set[int] = set()
     rest = b""
     while chunk := os.read(0, 65536):

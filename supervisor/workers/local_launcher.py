@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from protocol.helper_environment import helper_environment
 from protocol.worker_spec import WorkerSpec
+from supervisor.packages import directory_of_titles
 from supervisor.timers import Timers
 from supervisor.workers.guard import Guard
 from supervisor.workers.launcher import Launched
@@ -30,7 +31,7 @@ class LocalLauncher:
         self._workers: dict[int, WorkerProcess] = {}
         """By pidfd."""
         self._epoll = select.epoll()
-        self._guard = Guard(helper_environment())
+        self._guard = Guard(helper_environment(), directory_of_titles())
         self._epoll.register(self._guard.pidfd, select.EPOLLIN)
         self._look_after_guard()
 

@@ -8,7 +8,7 @@ import psutil
 
 from tests.chaos.laws import Violation
 from tests.chaos.plan import SECRET
-from tests.serving import Serving, describe, opened
+from tests.serving import Serving, describe, is_helper, opened
 
 MEMORY_MIB = 24
 """By which a supervisor may grow over a block."""
@@ -67,10 +67,10 @@ def strangers(serving: Serving, workers: list[int]) -> str:
     extra = []
     for process in serving.processes():
         try:
-            line = " ".join(process.cmdline())
+            of_the_supervisor = is_helper(process, "guard", "guard.py") or "resource_tracker" in str(process.cmdline())
         except psutil.NoSuchProcess:
             continue
-        if process.pid not in known and "guard.py" not in line and "resource_tracker" not in line:
+        if process.pid not in known and not of_the_supervisor:
             extra.append(process)
     return describe(extra)
 

@@ -22,6 +22,7 @@ from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.request import SamplingParams
 from tests.engines.conftest import DEMO_MODELS
 from tests.engines.constraint_cases import HOSTILE, NOT_OFFERED, REGEXES, SCHEMAS
+from tests.serving import is_helper
 
 PATIENCE_S = 120.0
 END = 2
@@ -178,7 +179,7 @@ def test_a_hostile_constraint_is_refused_or_compiled(constraints: Constraints, k
         assert (found.field, found.retryable) == (kind, False)
         assert str(outcome(constraints, job)) == str(found)
     compiled(constraints, "regex", "next")
-    children = [p for p in psutil.Process().children() if "constraint_child" in " ".join(p.cmdline())]
+    children = [p for p in psutil.Process().children() if is_helper(p, "constraint child", "constraint_child")]
     assert len(children) == 1
 
 

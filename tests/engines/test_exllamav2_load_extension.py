@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.skipif(
@@ -136,6 +137,9 @@ def test_two_that_come_at_once_build_once(box: Box) -> None:
     box.gate.touch()
     first = box.start()
     box.wait_for_compilers()
+    builder = psutil.Process(first.pid)
+    for process in (builder, *builder.children()):
+        assert " ".join(process.cmdline()).strip() == "modelctl: builder"
     second = box.start()
     assert second.stdout is not None
     assert second.stdout.readline() == "waiting\n"

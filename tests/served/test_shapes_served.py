@@ -13,7 +13,7 @@ import pytest
 from protocol import Client
 from protocol.errors import ErrorCode, WireError
 from tests.engines.constraint_cases import HOSTILE, SCHEMAS
-from tests.serving import Serving, is_alive, wait_until
+from tests.serving import Serving, is_alive, is_helper, wait_until
 
 PROMPT = "sort: d b a c ->"
 
@@ -96,8 +96,8 @@ def test_a_stream_goes_on_beside_hostile_schemas(serving: Serving, client: Clien
 def test_the_child_ends_with_its_worker(serving: Serving, client: Client) -> None:
     client.complete("letters", PROMPT, choice=["once"])
     worker = serving.worker("letters")
-    children = [child for child in worker.children() if "constraint_child" in " ".join(child.cmdline())]
-    assert len(children) == 1
+    children = [child for child in worker.children() if is_helper(child, "constraint child", "constraint_child")]
+    assert [" ".join(child.cmdline()).strip() for child in children] == ["modelctl: constraint child"]
     worker.kill()
     wait_until(lambda: not is_alive(children[0]), what="the end of the child")
     serving.wait_state("letters", "ready")

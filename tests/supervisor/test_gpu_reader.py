@@ -18,7 +18,7 @@ from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
 from supervisor.placement.nvml_answers import MAX_ANSWER, Fixed, Nonsense, question, read_answer, read_greeting
 from supervisor.placement.patience import Asking, Patience, Restarts
 from tests.nvml_box import GIB, Box
-from tests.serving import ROOT, is_alive, wait_until
+from tests.serving import ROOT, is_alive, is_helper, wait_until
 
 # --- when it is asked ------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ def reader(box: Box) -> Iterator[GpuReader]:
 
 
 def processes() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "nvml_child" in " ".join(p.cmdline())]
+    return [p for p in psutil.Process().children() if is_helper(p, "NVML reader", "nvml_child")]
 
 
 def comes(reader: GpuReader) -> list[Gpu]:

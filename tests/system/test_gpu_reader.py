@@ -10,13 +10,13 @@ from supervisor.placement.patience import PATIENCE_S
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.nvml_box import Box
-from tests.serving import Serving, engine, is_alive, wait_until
+from tests.serving import Serving, engine, is_alive, is_helper, wait_until
 from tests.system.test_vram import load, on, wait_log
 
 
 def reader(serving: Serving) -> psutil.Process | None:
     """The process that asks NVML, while there is one."""
-    found = [p for p in serving.processes() if any("nvml_child" in argument for argument in p.cmdline())]
+    found = [p for p in serving.processes() if is_helper(p, "NVML reader", "nvml_child")]
     return found[0] if found else None
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import Serve
 from tests.hanging_files import hanging_file
 from tests.nvml_box import GIB, STRANGER, Box
-from tests.serving import ROOT, Serving, engine, is_alive, wait_until
+from tests.serving import ROOT, Serving, engine, is_alive, is_helper, wait_until
 
 DEMO = ROOT / "model_worker" / "demo_models" / "letters"
 LATER = {"autostart": False}
@@ -144,7 +144,7 @@ def test_several_share_a_gpu_within_the_limits(serve: Serve, box: Box, monkeypat
 
 def readers(serving: Serving) -> list[psutil.Process]:
     """The processes that read models' directories."""
-    return [p for p in serving.processes() if "model_worker.estimating" in p.cmdline()]
+    return [p for p in serving.processes() if is_helper(p, "model-directory reader", "model_worker.estimating")]
 
 
 @pytest.fixture
@@ -179,6 +179,7 @@ def test_directories_are_read_by_others_before_anything_is_spawned(
     serving.wait_state("other", "ready")
     assert serving.status("hanging")["state"] == "starting"
     (reader,) = wait_until(lambda: readers(serving), 10)
+    wait_until(lambda: " ".join(reader.cmdline()).strip() == "modelctl: model-directory reader", what="its name")
     serving.order("stop", model="hanging")
     assert serving.wait_state("hanging", "stopped")["last_exit"]["reason"] == "asked"
     wait_until(lambda: not is_alive(reader), 10)

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from model_worker.parent_death import die_with
+from model_worker.process_title import set_title
 
 NAME = "exllamav2_ext"
 Report = Callable[[str, int, int], None]
@@ -321,6 +322,7 @@ def main() -> int:
     _unwind_at_signals()
     if len(sys.argv) > 1 and not die_with(int(sys.argv[1]), signal.SIGTERM):
         return 1
+    set_title("builder")
     try:
         ensure(say)
     except ExtensionError as e:

@@ -14,6 +14,7 @@ from typing import Any
 
 from model_worker.engines.exllamav2.extension import end_session
 from model_worker.parent_death import die_with
+from model_worker.process_title import set_title
 
 
 def _die_with(parent: int) -> None:
@@ -30,6 +31,7 @@ def _end(*_: object) -> None:
 
 def main() -> int:
     _die_with(int(sys.argv[1]))
+    set_title("builder")
     # ninja and its compilers inherit the lock: it is free when they are gone, whatever becomes of this process
     subprocess.run = functools.partial(subprocess.run, close_fds=False)  # type: ignore[assignment]
     import torch
