@@ -29,6 +29,7 @@ LONGEST = (
     "system/test_chaos.py",
     "engines/test_resume.py",
     "system/test_chaos_on.py",
+    "system/test_busy_machine.py",
     "engines/test_constrained_answers.py",
     "system/test_demand.py",
     "fuzzing/test_what_the_supervisor_reads.py",
