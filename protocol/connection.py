@@ -40,8 +40,9 @@ class Connection:
     admin        connect to the operators' socket
     key          for an endpoint over TCP: the key, or the file that holds it
     patience     seconds until WELCOME must have come
-    redial       whether to try again, while there is patience, where nobody listens; else that is final. Nothing but
-                 HELLO is sent before WELCOME, so no request is ever sent twice
+    redial       whether to try again, while there is patience, where nobody listens; else that is final. (Where the
+                 supervisor was too busy for the handshake, it is tried again in any case.) Nothing but HELLO is sent
+                 before WELCOME, so no request is ever sent twice
     silence      seconds, see ``protocol.liveness``
 
     Raises ValueError for a socket path that is too long, a runtime directory of another user's, a key file that cannot
@@ -285,7 +286,8 @@ class Connection:
         """The connection ended, or could not be made: it is tried again, or lost."""
         line, session = self.line, self.session
         refused, barred = line is not None and line.refused, line is not None and line.barred
-        if not self._redial or refused or session.welcome is not None or session.broken is not None:
+        again = self._redial or (line is not None and line.overdue)
+        if not again or refused or session.welcome is not None or session.broken is not None:
             touched += session.bar(reason) if barred else session.lose(reason)
             return
         if line is not None:

@@ -1,6 +1,7 @@
 """One try to reach the supervisor: a DEALER, its monitor, and what the monitor tells. Nothing here blocks."""
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,10 @@ IPC_HEARTBEAT_MS = (1000, 4000, 6000)
 The second must exceed the transfer of the largest frame, or heartbeats end the connection in the middle of it."""
 TCP_HEARTBEAT_MS = (2000, 10_000, 12_000)
 """As IPC_HEARTBEAT_MS, for connections to other machines."""
+
+SLOW_HANDSHAKE_S: Final = 2.5
+"""A supervisor ends a handshake that takes longer than 3 s, also where it is the supervisor that is slow. An end that
+comes sooner than this after the first try to connect has another reason."""
 
 _MECHANISM_MISMATCH: Final = 0x11000002
 """Value of EVENT_HANDSHAKE_FAILED_PROTOCOL: one side uses keys, the other does not."""
@@ -44,6 +49,7 @@ class Line:
                TCP the handshake with the key sees to that, before libzmq sends any frame
     refused    whether the supervisor is there and will not have us: trying again is of no use
     barred     whether it ended for want of the right key
+    overdue    whether the handshake ended so late that the supervisor may just have been too busy for it
     left       whether ``leave`` was called
     """
 
@@ -54,6 +60,8 @@ class Line:
         self._hello = hello
         self._key = key
         self.barred = False
+        self.overdue = False
+        self._dialled = time.monotonic()
         self._handshaken = False
         self.connected = False
         self.trusted = False
@@ -141,12 +149,17 @@ class Line:
         return None
 
     def _explain(self, event: int, value: int, goaway: str | None) -> str:
+        late = time.monotonic() - self._dialled > SLOW_HANDSHAKE_S
+        self.overdue = late and self.connected and not self._handshaken
         if not self._handshaken and (barred := self._explain_keys(event, value)) is not None:
+            self.overdue = False
             self.barred = True
             return f"{barred} ({self._endpoint})"
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refused = True
             return f"the supervisor refused this connection ({self._endpoint}): it admits its own user only"
+        if self.overdue:
+            return f"the supervisor was too busy to complete the handshake ({self._endpoint}): try again"
         if self._handshaken:
             if goaway is not None:
                 return self._with_remedy(f"the supervisor has shut down: {goaway}")
@@ -175,6 +188,8 @@ class Line:
                 f"the supervisor does not admit key {key.name!r} (public key {key.public_key}): it is not on its list, "
                 "or was revoked; `modelctl keys list` shows who is"
             )
+        if self.overdue:
+            return None
         return (
             f"the connection was ended in the handshake: the server_key in the file of key {key.name!r} is not this "
             "supervisor's, or its secret_key is not the one of its public_key, or no supervisor listens here; get "
@@ -222,7 +237,9 @@ def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     # that is slow to call us for dead. What can arrive unread is bounded by the credit of each stream.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+    # No limit of libzmq's for the handshake: at its end one sees only that there is no connection, as with a wrong key.
+    # ``Connection`` gives up when its patience is over, and knows that nobody has answered.
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
     interval, timeout, ttl = IPC_HEARTBEAT_MS if ipc else TCP_HEARTBEAT_MS
     socket.setsockopt(zmq.HEARTBEAT_IVL, interval)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout)
