@@ -11,7 +11,7 @@ import zmq
 from protocol.client_key import ClientKey
 from protocol.limits import SOCKET_MAX_FRAME
 from protocol.peer_user import check_listener
-from protocol.runtime_paths import ENVIRONMENT_VARIABLE, ipc_path, serve_hint
+from protocol.runtime_paths import ENVIRONMENT_VARIABLE, PAUSED, ipc_path, serve_hint
 from protocol.socket_calls import monitor_event
 
 LINGER_MS: Final = 200
@@ -168,6 +168,11 @@ class Line:
         if path is not None and Path(path).exists() and not os.access(path, os.W_OK):
             self.refused = True
             return f"no permission to connect to the supervisor ({self._endpoint}): it belongs to another user"
+        if self.connected:
+            return f"the supervisor is there and did not answer ({self._endpoint}): it may be overloaded; try again"
+        if path is not None and Path(path + PAUSED).exists():
+            told = "the supervisor takes no new connections now: almost all of its descriptors are in use"
+            return f"{told} ({self._endpoint}); try again, close other clients, or start it with a higher `ulimit -n`"
         return self._with_remedy("no supervisor is running here")
 
     def _explain_keys(self, event: int, value: int) -> str | None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from protocol.limits import IPC_PATH_MAX
 
 ENVIRONMENT_VARIABLE = "MODELCTL_RUNTIME_DIR"
+PAUSED = ".paused"
+"""Ending of a socket's file while the supervisor takes no new connections through it."""
 _SOCKETS = ("front", "admin")
 """Names of the sockets that clients connect to."""
 

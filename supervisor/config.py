@@ -103,6 +103,11 @@ class Config:
         self.supervisor = supervisor
 
     @property
+    def worker_count(self) -> int:
+        """How many workers all models have when all of them run."""
+        return sum(len(model.workers) for model in self.models.values())
+
+    @property
     def keys_dir(self) -> Path:
         """Directory of the keys. Raises KeysProblem where it is in a home that there is not."""
         given = self.supervisor.keys

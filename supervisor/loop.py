@@ -54,7 +54,7 @@ from supervisor.logs import log_trouble
 from supervisor.ports.client_port import LOOK_S as PORT_LOOK_S
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.connections import Connection
-from supervisor.ports.descriptors import DescriptorBudget
+from supervisor.ports.descriptors import DescriptorBudget, raise_limit
 from supervisor.ports.gate import REVOKE_S, Gate
 from supervisor.ports.probes import PROBE_INTERVAL_S, Probes
 from supervisor.ports.sockets import Context
@@ -96,7 +96,8 @@ class Supervisor:
         self._log = log
         self._runtime = runtime
         self._started = time.monotonic()
-        self._descriptors = DescriptorBudget(log, ports=2 if opening is None else 3)
+        ports = 2 if opening is None else 3
+        self._descriptors = DescriptorBudget(raise_limit(config.worker_count, ports), ports, log)
         self._session = os.urandom(8).hex()  # the module secrets loads OpenSSL, which takes 3.5 MB
         self._reactor = Reactor()
         settings = config.supervisor
@@ -447,16 +448,22 @@ class Supervisor:
 
     def _mind_descriptors(self) -> None:
         """Stop listening while descriptors are scarce: libzmq would abort this process for want of one."""
-        ports = self._ports
-        if self._descriptors.scarce():
-            if any(port.listening for port in ports):
-                self._log.error("almost all of %d descriptors are in use: no new connections", self._descriptors.limit)
-            for port in ports:
+        clients = [port for port in self._ports if port is not self._admin]
+        budget, connected = self._descriptors, sum(port.accepted for port in clients)
+        if self._front.listening and budget.scarce(connected):
+            self._log.error("almost all of %d descriptors are in use: no new connections of clients", budget.limit)
+            for port in clients:
                 port.pause()
-        elif not all(port.listening for port in ports) and self._descriptors.plenty():
-            self._log.info("descriptors are free again: taking connections")
-            for port in ports:
+        elif not self._front.listening and budget.plenty(connected):
+            self._log.info("descriptors are free again: taking connections of clients")
+            for port in clients:
                 port.resume()
+        if self._admin.listening and budget.scarce_for_operators(self._admin.accepted):
+            self._log.error("%d connections of operators: no new ones", self._admin.accepted)
+            self._admin.pause()
+        elif not self._admin.listening and budget.plenty_for_operators(self._admin.accepted):
+            self._log.info("taking connections of operators again")
+            self._admin.resume()
 
     def _look_at(self, port: ClientPort) -> None:
         """End connections of this port that take more than they may."""

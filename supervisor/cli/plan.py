@@ -125,7 +125,7 @@ def _held_by_us(runtime_dir: Path) -> dict[int, int]:
 
     held: dict[int, int] = {}
     try:
-        with connect(runtime_dir) as client:
+        with connect(runtime_dir, admin=True) as client:
             models = client.status()["models"]
     except ConnectionLost:
         return held

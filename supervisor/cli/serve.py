@@ -25,6 +25,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
     """Run the supervisor with the models of a models.yaml (FILE)."""
     from supervisor.config import load_config
     from supervisor.listening import opening_of
+    from supervisor.ports.descriptors import TooFewDescriptors, raise_limit
     from supervisor.yaml_source import ConfigError
 
     try:
@@ -34,6 +35,10 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
         for problem in e.problems:
             say(str(problem))
         return exit_codes.CONFIG
+    try:
+        raise_limit(loaded.worker_count, ports=2 if opening is None else 3)
+    except TooFewDescriptors as e:
+        raise Failure(exit_codes.CONFIG, "too_few_descriptors", str(e)) from None
     if not no_compile:
         try:
             compile_for([model.config.engine for model in loaded.models.values()], quiet=quiet)

@@ -21,7 +21,7 @@ SHORTEST_REASON = 30
 @supervisor_options
 def ps(as_json: bool, runtime_dir: Path) -> None:
     """List the models."""
-    with connect(runtime_dir) as client:
+    with connect(runtime_dir, admin=True) as client:
         answer = client.status()
     warn_of_lost_lines(answer)
     models = answer["models"]
@@ -43,7 +43,7 @@ def status(model: str | None, verbose: bool, as_json: bool, runtime_dir: Path) -
 
     Without --verbose, what is unknown or as it should be takes no line.
     """
-    with connect(runtime_dir) as client:
+    with connect(runtime_dir, admin=True) as client:
         answer = client.status(model)
     warn_of_lost_lines(answer)
     if as_json:

@@ -18,6 +18,7 @@ import zmq
 from protocol.codec import decode, encode, named, pack_error, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
+from protocol.runtime_paths import PAUSED
 from protocol.socket_calls import DONT_WAIT, has_input, monitor_event, send_to
 from supervisor.heap import resident, trim
 from supervisor.ports.arrivals import ArrivalLimits, Arrivals
@@ -30,8 +31,6 @@ from supervisor.requests.refusals import number_of, refusal
 
 MAX_LEFT = 1024
 """Ended connections that are remembered, because frames they sent may still be read."""
-PAUSED = ".paused"
-"""What a socket's file is called while no connections are taken."""
 DRAIN_LIMIT = 64
 """Messages handled per turn of the loop, so that a busy client cannot keep the loop from the workers."""
 FLOOD_S = 1.0
@@ -237,6 +236,11 @@ class ClientPort:
 
     def channels(self) -> list[int]:
         return [*self._by_channel, *(() if self.beyond is None else self.beyond.channels())]
+
+    @property
+    def accepted(self) -> int:
+        """Connections that libzmq has accepted and that have not ended, as far as its monitor has been read."""
+        return len(self._wires)
 
     @property
     def connections_by_channel(self) -> dict[int, Connection]:

@@ -1,9 +1,11 @@
 """Descriptors: libzmq aborts the whole process if it has none left for an incoming connection. We stop before.
 
 Connections are taken by libzmq's own thread, which is ahead of us by up to ``UNSEEN`` of each port, and by those that
-the kernel has ready when we stop listening. So many, and some for workers, are kept in reserve. With fewer than
-COMFORTABLE there are not so many to keep: then half of them are, and it takes a fast flood, while our thread does not
-get to run, to come to the end of them. That is said at start.
+the kernel has ready when we stop listening. So many, and some for workers and for operators, are kept in reserve. With
+fewer than COMFORTABLE there are not so many to keep: then half of them are, and it takes a fast flood, while our thread
+does not get to run, to come to the end of them. That is said at start.
+
+The port for operators has a share of its own. It goes on taking connections while the others take none.
 """
 
 import errno
@@ -18,39 +20,86 @@ BACKLOG = 128
 """Connections that the kernel may have ready for each socket: they come even after we stopped listening."""
 FOR_OURSELVES = 64
 """Descriptors for workers that are started, files that are read, and connections that are seen in the meantime."""
+FOR_OPERATORS = 32
+"""Connections to the port for operators that may exist while the other ports take none."""
+OF_SUPERVISOR = 48
+"""Descriptors of a supervisor without workers and clients. 31 were counted; reading a models.yaml takes a few more."""
+OF_WORKER = 8
+"""Descriptors for each worker. 5 were counted; starting one takes a few more."""
+FEWEST_CLIENTS = 32
+"""Connections that there must be room for."""
+LAST = 16
+"""Descriptors that not even operators get."""
+
+
+class TooFewDescriptors(Exception):
+    """The limit is so low that the supervisor could not work. One line that says what to do."""
 
 
 def reserve_of(limit: int, ports: int) -> int:
     """Descriptors of ``limit`` that are not for clients, where so many ports listen."""
     if limit < COMFORTABLE:
-        return max(32, limit // 2)
+        return limit // 2
     return ports * (UNSEEN + BACKLOG) + FOR_OURSELVES
 
 
-class DescriptorBudget:
-    """How many descriptors this process may have, and whether so many are in use that no connection should be taken.
+def needed(workers: int, ports: int) -> int:
+    """The lowest limit at which a supervisor with so many workers and ports can work."""
+    used = OF_SUPERVISOR + OF_WORKER * workers + FOR_OPERATORS + FEWEST_CLIENTS
+    return 2 * used if 2 * used < COMFORTABLE else max(COMFORTABLE, used + reserve_of(COMFORTABLE, ports))
 
+
+def raise_limit(workers: int, ports: int) -> int:
+    """Raise the limit of this process as far as the system lets it, and return it. Raises TooFewDescriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < (fewest := needed(workers, ports)):
+        raise TooFewDescriptors(
+            f"only {hard} descriptors are allowed, and {fewest} are needed for {workers} workers and some clients: "
+            "raise the limit (`ulimit -Hn`, LimitNOFILE= of systemd, --ulimit nofile= of docker), best to "
+            f"{COMFORTABLE} or more"
+        )
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+class DescriptorBudget:
+    """Which ports should take no new connections, because so many descriptors are in use.
+
+    limit  descriptors that this process may have, see ``raise_limit``
     ports  sockets that clients connect to
     """
 
-    def __init__(self, log: logging.Logger, ports: int) -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        self.limit = hard
-        reserve = reserve_of(hard, ports)
-        self._mark = hard - reserve
+    def __init__(self, limit: int, ports: int, log: logging.Logger) -> None:
+        self.limit = limit
+        reserve = reserve_of(limit, ports)
+        self._mark = limit - reserve - FOR_OPERATORS
         self.backlog = min(BACKLOG, max(8, reserve // 8))
-        if hard < COMFORTABLE:
+        if limit < COMFORTABLE:
             told = "few clients can be connected at once, and a flood of them could end this process"
-            log.warning("only %d descriptors are allowed (ulimit -n): %s; allow %d", hard, told, COMFORTABLE)
+            log.warning("only %d descriptors are allowed (ulimit -n): %s; allow %d", limit, told, COMFORTABLE)
 
-    def scarce(self) -> bool:
-        return self._in_use() > self._mark
+    def scarce(self, clients: int) -> bool:
+        """Whether clients should not be taken any more, of whom so many are connected."""
+        in_use = self._in_use()
+        return in_use > self.limit - LAST or (in_use > self._mark and clients > 0)
 
-    def plenty(self) -> bool:
-        """Well below the mark, so that taking connections again does not end at once."""
-        return self._in_use() < self._mark * 3 // 4
+    def plenty(self, clients: int) -> bool:
+        """Whether clients should be taken again: a quarter of the room for them is free, or none is connected.
+
+        Only clients go away by themselves. What else is in use may be more than was thought at the start.
+        """
+        in_use = self._in_use()
+        room = max(0, self._mark - (in_use - clients))
+        return in_use <= self.limit - 2 * LAST and clients <= room * 3 // 4
+
+    def scarce_for_operators(self, operators: int) -> bool:
+        """Whether operators should not be taken any more, of whom so many are connected."""
+        return operators > FOR_OPERATORS or self._in_use() > self.limit - LAST
+
+    def plenty_for_operators(self, operators: int) -> bool:
+        """Whether operators should be taken again."""
+        return operators <= FOR_OPERATORS // 2 and self._in_use() <= self.limit - 2 * LAST
 
     def _in_use(self) -> int:
         try:

@@ -10,52 +10,121 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 import zmq
 
 from protocol import limits
 from protocol.codec import encode, pack_body
 from protocol.messages import Credit, Generate, Hello, JobMessage
+from supervisor.ports.descriptors import needed
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.raw_client import RawClient
 from tests.serving import ROOT, WITHIN, engine, wait_until
 
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
+sys.argv[0] = 'supervisor'
+if __name__ == '__main__':
+    runpy.run_module('supervisor', run_name='__main__', alter_sys=True)
+"""
+
+
+def limited(directory: Path, limit: int) -> Path:
+    """A program that is ``modelctl`` with so many descriptors."""
+    wrapper = directory / "limited.py"
+    wrapper.write_text(LIMITED.format(limit=limit))
+    return wrapper
+
+
+def connect_often(path: Path, count: int) -> list[socket.socket]:
+    """Connections to a socket, until one is refused. At most ``count``."""
+    flood: list[socket.socket] = []
+    try:
+        while len(flood) < count:
+            connection = socket.socket(socket.AF_UNIX)
+            flood.append(connection)
+            connection.connect(str(path))
+            if len(flood) % 16 == 0:
+                time.sleep(0.002)  # 8,000 a second: faster than any leak, slower than a loop that is kept waiting
+    except OSError:
+        pass  # refused: that is the point
+    return flood
+
 
 def test_few_descriptors_are_lived_with(serve: Serve, tmp_path: Path) -> None:
     """libzmq aborts the process if accept() finds no descriptor left: we stop listening in time, and go on later."""
-    wrapper = tmp_path / "limited.py"
-    wrapper.write_text(
-        "import resource, runpy, sys\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))\n"
-        "sys.argv[0] = 'supervisor'\n"
-        "if __name__ == '__main__':\n"
-        "    runpy.run_module('supervisor', run_name='__main__', alter_sys=True)\n"
-    )
-    serving = serve({"a": engine(context=100_000, step_s=0.005)}, script=wrapper)
+    serving = serve({"a": engine(context=100_000, step_s=0.005)}, script=limited(tmp_path, 1024))
     with serving.client() as client:
         stream = client.generate("a", "steady", max_tokens=300)
         parts = [next(stream).text]
-        flood: list[socket.socket] = []
-        try:
-            while len(flood) < 1200:
-                connection = socket.socket(socket.AF_UNIX)
-                flood.append(connection)
-                connection.connect(str(serving.runtime_dir / "front"))
-                if len(flood) % 16 == 0:
-                    time.sleep(0.002)  # 8,000 a second: faster than any leak, slower than a loop that is kept waiting
-        except OSError:
-            pass  # refused: that is the point
-        refused_after = len(flood)
+        flood = connect_often(serving.runtime_dir / "front", 1200)
         parts += [delta.text for delta in stream]
-        for connection in flood:
-            connection.close()
-        assert refused_after < 1200
+        assert len(flood) < 1200
         assert serving.process.poll() is None
         assert "".join(parts) == answer("steady", 300)
+        for connection in flood:
+            connection.close()
     wait_until(lambda: (serving.runtime_dir / "front").exists(), what="listening again")
     with serving.client() as client:
         assert client.complete("a", "again", max_tokens=5).text == answer("again", 5)
     assert "no new connections" in serving.log()
+
+
+def test_at_the_lowest_limit_clients_come_back_and_operators_look_in(serve: Serve, tmp_path: Path) -> None:
+    """With ``ulimit -n 96``, 40 short connections once closed both sockets for ever, and ps said: nothing runs here."""
+    serving = serve({"a": engine()}, script=limited(tmp_path, needed(workers=1, ports=2)))
+    front = serving.runtime_dir / "front"
+    for attempt in range(3):
+        flood = connect_often(front, 500)
+        assert len(flood) < 500
+        wait_until(lambda: not front.exists(), what="clients to be refused")
+        done = serving.modelctl("ps")
+        assert done.returncode == 0, done.stderr
+        assert "ready" in done.stdout
+        done = serving.modelctl("run", "a", "anything")
+        assert done.returncode == 69
+        assert "takes no new connections now" in done.stderr
+        assert "ulimit -n" in done.stderr
+        assert "running here" not in done.stderr
+        for connection in flood:
+            connection.close()
+        wait_until(front.exists, what="clients to be taken again")
+        for _ in range(40):
+            with serving.client() as client:
+                assert client.complete("a", f"again {attempt}", max_tokens=1).text == answer(f"again {attempt}", 1)
+
+
+def test_many_operators_are_refused_and_clients_go_on(serve: Serve, tmp_path: Path) -> None:
+    serving = serve({"a": engine()}, script=limited(tmp_path, needed(workers=1, ports=2)))
+    admin = serving.runtime_dir / "admin"
+    flood = connect_often(admin, 500)
+    assert len(flood) < 500
+    wait_until(lambda: not admin.exists(), what="operators to be refused")
+    done = serving.modelctl("ps")
+    assert done.returncode == 69
+    assert "takes no new connections now" in done.stderr
+    for connection in flood:
+        connection.close()
+    wait_until(admin.exists, what="operators to be taken again")
+    assert serving.modelctl("ps").returncode == 0
+    with serving.client() as client:
+        assert client.complete("a", "as ever", max_tokens=5).text == answer("as ever", 5)
+
+
+@pytest.mark.parametrize("detach", [(), ("--detach",)])
+def test_a_limit_that_cannot_work_is_refused_at_start(tmp_path: Path, detach: tuple[str, ...]) -> None:
+    (tmp_path / "models.yaml").write_text("models: {a: {model_dir: ., engine: 'tests.deterministic_engine:X'}}\n")
+    fewest = needed(workers=1, ports=2)
+    done = subprocess.run(
+        [sys.executable, limited(tmp_path, fewest - 1), "serve", "-c", str(tmp_path / "models.yaml"),
+         "--runtime-dir", str(tmp_path / "run"), *detach],
+        capture_output=True, text=True, cwd=ROOT, timeout=WITHIN, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 78, done.stderr
+    assert f"only {fewest - 1} descriptors are allowed, and {fewest} are needed" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_descriptor_at_all_is_lived_with(serve: Serve) -> None:
