@@ -10,6 +10,7 @@ from model_worker.engine import LoadError
 from model_worker.engines.model_dir import ModelDir
 
 _LAYER = re.compile(r"(.*?)\b(?:layers|h|blocks)\.(\d+)\.")
+_EMBEDDING = "embed_tokens.weight"
 _LLAMA_LIKE = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM"}
 )
@@ -53,6 +54,8 @@ def check_shapes(directory: ModelDir) -> None:
     prefix = "model." if any(name.startswith("model.") for name in directory.tensors) else ""
     for name, shape in expected.items():
         tensor = directory.tensors.get(prefix + name)
+        if tensor is None and name == _EMBEDDING and "lm_head.weight" in directory.tensors:
+            continue  # tied: one of the two is enough
         if tensor is None:
             raise LoadError(f"{directory.path}: the weights lack {prefix}{name}: download them again")
         if shape is not None and tensor.shape != shape:
@@ -93,7 +96,7 @@ def _llama_shapes(directory: ModelDir) -> dict[str, tuple[int, ...] | None]:
     }
     layers = size("num_hidden_layers") or 0
     return {
-        "embed_tokens.weight": shape(vocab, hidden),
+        _EMBEDDING: shape(vocab, hidden),
         "norm.weight": shape(hidden),
         **{f"layers.{number}.{name}.weight": wanted for number in range(layers) for name, wanted in layer.items()},
     }

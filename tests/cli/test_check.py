@@ -253,9 +253,7 @@ supervisor:
 
 
 def test_what_only_this_machine_lacks_is_told_apart(tmp_path: Path) -> None:
-    """The stand-in for NVML that finds no GPU, and the package hidden."""
-    for name in ("pynvml.py", "exllamav2.py"):
-        (tmp_path / name).write_text("raise ImportError('hidden')\n")
+    (tmp_path / "pynvml.py").write_text("raise ImportError('hidden')\n")
     hide = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     file = write(
         tmp_path, {"x": {"model_dir": str(DEMO), "gpu": 0}, "t": {"model_dir": str(DEMO), "engine": "transformers"}}
@@ -269,6 +267,25 @@ def test_what_only_this_machine_lacks_is_told_apart(tmp_path: Path) -> None:
     assert problem["machine"] is True
     done = modelctl("check", file, "--elsewhere", **hide)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_package_that_is_missing_is_told(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "PathFinder.find_spec = lambda name, *rest: None if name == 'exllamav2' else find(name, *rest)\n"
+    )
+    Box(tmp_path / "box.json").becomes([24])
+    path = f"{tmp_path}:{ROOT / 'tests' / 'stand_in_nvml'}:{ROOT}"
+    here = {"MODELCTL_TEST_BOX": str(tmp_path / "box.json"), "PYTHONPATH": path}
+    file = write(tmp_path, {"x": {"model_dir": str(DEMO), "gpu": 0}})
+    done = modelctl("check", file, **here)
+    assert done.returncode == 78
+    says = "engine exllamav2 needs the package exllamav2: pip install 'modelctl[exllamav2]'"
+    assert done.stderr.splitlines()[0] == f"{file}:2: models.x.engine: {says}"
+    assert says in modelctl("plan", file, "--runtime-dir", tmp_path / "r", **here).stdout
+    assert modelctl("plan", file, "--gpus", "24G", **here).returncode == 0, "for another box"
+    assert modelctl("check", file, "--elsewhere", **here).returncode == 0
 
 
 def test_pins_are_held_against_this_machines_gpus(tmp_path: Path) -> None:

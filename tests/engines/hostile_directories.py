@@ -383,23 +383,17 @@ def embedded(model: Path) -> None:
 
 def exllamav2(model: Path) -> None:
     """What the engine for GPUs does to load, up to where it would need one; the package reads the rest of the files."""
-    from model_worker.engines.exllamav2.check import check_cache, check_directory
-    from model_worker.engines.exllamav2.options import read_options, sizes_of
-    from model_worker.engines.exllamav2.vram import estimate
-    from model_worker.engines.model_dir import ModelDir
-    from model_worker.engines.tokenizer import Tokenizer
+    from model_worker.engines.exllamav2.check import check
+    from model_worker.engines.exllamav2.vram import estimate_of
     from model_worker.engines.vetting import understood
     from tests.engines.exllamav2_cpu.package import import_package
 
     spec = EngineSpec("m", "exllamav2", str(model), device="cuda")
-    options = read_options(spec)
+    checked = check(spec)
+    directory = checked.directory
     with understood(model):  # as in ExLlamaV2Engine.load and load.load
-        directory = ModelDir(str(model))
-        Tokenizer(directory)
-        check_directory(directory)
-        check_cache(directory, options.cache_mode)
-        sizes_of(spec, options, directory)
-        estimate(spec)
+        _ = checked.tokenizer.pieces
+        estimate_of(checked.options, checked.sizes, directory, checked.draft)
         package = import_package()
         config = package.ExLlamaV2Config()
         config.model_dir = str(directory.path)
