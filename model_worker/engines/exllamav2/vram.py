@@ -18,8 +18,9 @@ and ``create_state_tensors``), and the rounding of PyTorch's allocator.
 from dataclasses import dataclass
 
 from model_worker.engine import LoadError
+from model_worker.engines.exllamav2.check import check
 from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
-from model_worker.engines.exllamav2.options import PAGE, ExLlamaV2Options, Sizes, read_options, sizes_of
+from model_worker.engines.exllamav2.options import PAGE, ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir, Tensor
 from model_worker.engines.model_shape import ModelShape, read_shape
 from protocol.worker_spec import EngineSpec
@@ -53,17 +54,15 @@ class Estimate:
 
 
 def estimate(spec: EngineSpec, gpus: int = 1) -> Estimate:
-    """What ``spec`` takes on ``gpus`` GPUs together. Raises LoadError for a directory or options that cannot be."""
-    options, directory = read_options(spec), ModelDir(spec.model_dir)
-    sizes = sizes_of(spec, options, directory)
-    draft = ModelDir(options.draft_model) if options.draft_model else None
-    return estimate_of(options, sizes, directory, draft, gpus)
+    """What ``spec`` takes on ``gpus`` GPUs together. Raises LoadError for a model that cannot be loaded."""
+    checked = check(spec)
+    return estimate_of(checked.options, checked.sizes, checked.directory, checked.draft, gpus)
 
 
 def estimate_of(
     options: ExLlamaV2Options, sizes: Sizes, directory: ModelDir, draft: ModelDir | None, gpus: int = 1
 ) -> Estimate:
-    """As ``estimate``, of what has been read already."""
+    """What a model takes on ``gpus`` GPUs together, of what ``check`` has read."""
     shape = read_shape(directory)
     per_gpu = _shared_bytes(directory, shape, sizes)
     workspace = per_gpu * gpus + _logits_bytes(shape, sizes) + _page_buffers(shape, options.cache_mode)
