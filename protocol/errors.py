@@ -57,7 +57,7 @@ class ErrorCode(IntEnum):
     WORKER_DIED = 500
     """The process that computed the answer ended before it was finished."""
     POISONED = 504
-    """The request was being computed when its worker died, more often than is tolerated: it is not tried again."""
+    """Deaths of workers are blamed on the request, or on one just like it: it is not tried again for a while."""
     HELPER_FAILED = 505
     """A process that helps the worker was killed or stood still, twice: the one that renders chat templates, or the one
     that tries constraints. The request is not to blame. Retry."""

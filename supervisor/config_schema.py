@@ -248,10 +248,13 @@ _POISON = StrikePolicy()
 
 @dataclass(frozen=True, kw_only=True)
 class PoisonConfig:
-    """When a request is to blame for the deaths of the workers that were computing it."""
+    """When a request is refused because the workers that compute it die."""
 
     limit: Annotated[int, Within(1, 1000)] = _POISON.limit
+    """Deaths of workers that are blamed on the request: it was on probation, or the only one that was computed. Each
+    death before that, with other requests beside it, only puts it on probation."""
     window: Duration = _POISON.window_s
+    """How long after the last death a request, and each one with the same payload, is remembered."""
 
 
 _WATCH = DEFAULT_LEASES

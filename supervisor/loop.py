@@ -386,7 +386,7 @@ class Supervisor:
         return self._back.more
 
     def _seat_of(self, routing_id: bytes) -> Seat | None:
-        """Whose usual events are passed on without a look at them here."""
+        """Return the seat of a worker whose usual events are passed on without a look at them here."""
         replica = self.fleet.replica_of(routing_id)
         return None if replica is None or replica.killed_for is not None else self.scheduler.seat(replica.name)
 

@@ -162,6 +162,15 @@ class RaisesAtToken(DeterministicEngine):
             raise ValueError("the engine broke")
 
 
+class KillsAtToken(DeterministicEngine):
+    """SIGKILL to its own process, in the step that computes token N of a prompt ``kill N ...``."""
+
+    def before_token(self, job: Job, k: int) -> None:
+        prompt = bytes(job.prompt_ids)
+        if prompt.startswith(b"kill ") and k == int(prompt.split()[1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class HangsAtToken(DeterministicEngine):
     """Never returns from step(), at token 5 of any prompt that begins with ``bad``."""
 

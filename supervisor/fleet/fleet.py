@@ -219,10 +219,15 @@ class Fleet(Roster):
         pause = 0.0
         event = Event.DIED
         if report.reason != "asked":
-            again = replica.history.failed(time.monotonic(), random.random()) if report.retry else None
+            now, again, why = time.monotonic(), None, ""
+            if report.retry and self._scheduler.finds_culprit(replica.name, now):
+                # The reason is gone with the request. Counted, a few such requests would take the model from everybody.
+                again, why = 0.0, ", a request is to blame"
+            elif report.retry:
+                again = replica.history.failed(now, random.random())
             event = Event.DIED if again is not None else Event.DIED_FOR_GOOD
             pause = again or 0.0
-            verdict = f"next try in {pause:.1f} s" if again is not None else "not tried again"
+            verdict = f"next try in {pause:.1f} s{why}" if again is not None else "not tried again"
             if replica.state in GOING_DOWN:
                 verdict = "it was being stopped"
             self._log.warning(
@@ -279,7 +284,8 @@ class Fleet(Roster):
                 self._spawn(replica)
             case Effect.OPEN:
                 replica.last_active = now
-                self._outlet.perform(self._scheduler.open(name, replica.generation, replica.info["max_jobs"], now))
+                capacity, slots = replica.info["max_jobs"], replica.spec.config.max_batch_size
+                self._outlet.perform(self._scheduler.open(name, replica.generation, capacity, now, slots=slots))
             case Effect.ACCEPT_NEW:
                 self._scheduler.accept_new(name)
             case Effect.HOLD_NEW:

@@ -8,6 +8,12 @@ from supervisor.requests.phase import Phase
 from supervisor.requests.route import Route
 from supervisor.requests.stream import Stream
 
+PROBATION = 4
+"""Events with which a request shows that it did not kill its worker. The supervisor may have seen fewer events than
+the worker that died had computed: the step in which the worker died brought none, on a GPU the next step may have been
+queued already, and the events of the last step or two may have been lost on their way out of the process. A step brings
+at most one event of a request, however many tokens are in it (with speculation it has several)."""
+
 
 @dataclass(slots=True)  # not frozen: that makes it three times as dear, and there is one for every token
 class ToClient:
@@ -44,7 +50,10 @@ class InFlight(Stream):
     cost               tokens of the prompt, estimated from its bytes
     window             events that may go to the client before it grants any
     resumes            how often it went on in another worker
-    strikes            deaths of workers that were computing it, or a request just like it
+    begun              number of the first event that is due from its present worker
+    place              events that it had when a worker died while computing it, or a request just like it: this request
+                       is a suspect. None for one that is not
+    alone              one more death that is blamed on it makes it poisoned: it is on probation alone
     """
 
     channel: int
@@ -61,7 +70,8 @@ class InFlight(Stream):
     started: float | None = None
     cancelled: bool = False
     resumes: int = 0
-    strikes: int = 0
+    begun: int = 0
+    place: int | None = None
     alone: bool = False
     reported: int = -1
     """The queue position last reported."""
@@ -88,3 +98,19 @@ class InFlight(Stream):
     def next_seq(self) -> int:
         """The number of the event that is due from the worker."""
         return self.sent + len(self.held)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether its present worker may still be reading its prompt, or has only just begun to answer."""
+        return self.next_seq < self.begun + PROBATION
+
+    @property
+    def on_probation(self) -> bool:
+        """Whether a death now would be blamed on this suspect: it is new to its worker, or where it was at a death."""
+        place = self.place
+        return place is not None and (self.is_new or place - PROBATION <= self.next_seq < place + PROBATION)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the request is under no suspicion, or has passed its probation in its present worker."""
+        return self.place is None or self.next_seq >= max(self.begun, self.place) + PROBATION

@@ -1,8 +1,10 @@
 """What one model has to do and who can do it: its line, its workers, and which request goes where. Pure."""
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isqrt
 
 from protocol.errors import ErrorCode, WireError
 from supervisor.requests.fair_queue import FairQueue
@@ -14,8 +16,6 @@ BYTES_PER_TOKEN = 4
 RETRY_MS = (100, 60_000)
 """Bounds of ``retry_after_ms``."""
 UNMEASURED_RETRY_MS = 1000
-RESERVE_S = 5.0
-"""How long a worker is kept from new requests for one that must be alone, before it is another's turn."""
 SMOOTHING = 0.2
 """Weight of the newest service time in their average."""
 
@@ -46,20 +46,29 @@ class Totals:
 
 @dataclass(slots=True)
 class ModelQueue:
-    """One model. Three lines: ``again`` for requests whose worker died, which have waited before; ``alone`` for those
-    of them that may be why; ``line`` for the rest."""
+    """One model. Requests wait in three lines: ``suspects`` were being computed when a worker died, and may be why;
+    ``again`` go on after their worker was ended on purpose; ``line`` has the rest.
+
+    Suspects go first, since their clients wait in the middle of an answer. A worker takes a few of them at a time, the
+    next one when one has passed its probation: so a second death finds only few on probation, and is blamed on those. A
+    suspect that has one strike left goes to a worker where no request is new, and nothing else is given to that worker
+    until it has passed: a death then is its own doing. The requests that have passed go on meanwhile.
+    """
 
     name: str
     limits: QueueLimits
     seats: dict[str, Seat]
     line: FairQueue = field(default_factory=FairQueue)
     again: deque[InFlight] = field(default_factory=deque)
-    alone: deque[InFlight] = field(default_factory=deque)
+    suspects: list[InFlight] = field(default_factory=list)
+    """In the order in which they are tried, see ``_order``."""
     affinity: Affinity = field(default_factory=Affinity)
     totals: Totals = field(default_factory=Totals)
-    reserved: Seat | None = None
-    """It is being emptied for a request that must be alone."""
-    reserved_since: float = 0.0
+    most_tried: int = 1
+    """Suspects that are on probation at once in one worker."""
+    watched: bool = False
+    """A request waits until others have passed their probation: every event of the model's workers may be what it
+    waits for."""
     removed: bool = False
     """It is not configured any more. Kept for requests whose ends are still held."""
 
@@ -81,7 +90,7 @@ class ModelQueue:
 
     @property
     def waiting(self) -> int:
-        return len(self.line) + len(self.again) + len(self.alone)
+        return len(self.line) + len(self.again) + len(self.suspects)
 
     @property
     def refusal(self) -> WireError:
@@ -93,7 +102,7 @@ class ModelQueue:
         return next((error for error in told if error.code is ErrorCode.MODEL_FAILED), told[0])
 
     def all_waiting(self) -> Iterator[InFlight]:
-        yield from self.alone
+        yield from self.suspects
         yield from self.again
         yield from self.line
 
@@ -117,8 +126,8 @@ class ModelQueue:
         return int(min(most, max(least, 1000 * self.totals.seconds * self.waiting / capacity)))
 
     def push(self, request: InFlight) -> None:
-        if request.alone:
-            self.alone.append(request)
+        if request.place is not None:
+            insort(self.suspects, request, key=_order)
         elif request.resumes:
             self.again.append(request)
         else:
@@ -126,8 +135,8 @@ class ModelQueue:
 
     def remove(self, request: InFlight) -> None:
         """Take out a request that waits."""
-        if request.alone:
-            self.alone.remove(request)
+        if request.place is not None:
+            self.suspects.remove(request)
         elif request.resumes:
             self.again.remove(request)
         else:
@@ -135,28 +144,66 @@ class ModelQueue:
 
     def position(self, request: InFlight) -> int:
         """About how many requests will be started before this one."""
-        if request.alone:
-            return self.alone.index(request)
+        if request.place is not None:
+            return self.suspects.index(request)
         if request.resumes:
-            return len(self.alone) + self.again.index(request)
-        return len(self.alone) + len(self.again) + self.line.position(request)
+            return len(self.suspects) + self.again.index(request)
+        return len(self.suspects) + len(self.again) + self.line.position(request)
 
-    def next(self, now: float) -> tuple[Seat, InFlight] | None:
-        """A request taken out of the lines, and the worker it goes to; None if none can be started now."""
-        if self.alone:
-            empty = next((s for s in self.seats.values() if s.capacity and not s.running), None)
-            if empty is not None:
-                self.reserved = None
-                empty.isolates = True
-                return empty, self.alone.popleft()
-            self._reserve(now)
+    def after_death(self) -> None:
+        """The suspects of a death have been pushed: decide how many are tried at once.
+
+        With n suspects, k at a time, all have passed after n / k probations. If a death strikes k of them, those are
+        then tried one by one. Both together take the fewest probations where k is the root of n.
+        """
+        self.most_tried = max(1, isqrt(len(self.suspects)))
+
+    def next(self) -> tuple[Seat, InFlight] | None:
+        """Return a request taken out of the lines, and the worker that it goes to; None if none can be started now."""
+        self.watched = False
+        for seat in self.seats.values():
+            seat.review_suspects()
+        return self._next_suspect() or self._next_other()
+
+    def _next_suspect(self) -> tuple[Seat, InFlight] | None:
+        free = [seat for seat in self.seats.values() if seat.free_slots]
+        if not self.suspects or not free:
+            return None
+        request = self.suspects[0]
+        if request.alone:
+            able = [seat for seat in free if not seat.unsettled]
         else:
-            self.reserved = None
-        free = [s for s in self.seats.values() if s.has_room and s is not self.reserved]
-        if not free or not (self.again or self.line):
+            able = [seat for seat in free if seat.probations < self.most_tried and not seat.tries_alone]
+        if not able:
+            self.watched = True
+            return None
+        del self.suspects[0]
+        return self._seat(able, request), request
+
+    def _next_other(self) -> tuple[Seat, InFlight] | None:
+        """Find a request that is no suspect, and a worker whose room no waiting suspect needs."""
+        if not (self.again or self.line):
+            return None
+        room = [seat for seat in self.seats.values() if len(seat.running) < seat.capacity]
+        if self.suspects:
+            if sum(seat.free_slots for seat in room) <= len(self.suspects):
+                return None
+            room = [seat for seat in room if seat.free_slots]
+        kept = self._kept_for_one_alone()
+        free = [seat for seat in room if seat is not kept and not seat.tries_alone]
+        if not free:
+            self.watched = self.watched or bool(room)
             return None
         request = self.again.popleft() if self.again else self._pop()
         return self._seat(free, request), request
+
+    def _kept_for_one_alone(self) -> Seat | None:
+        """Return the worker that gets no other requests, so that soon none is new there and the suspect that comes next
+        can be tried there alone. The other workers get requests as usual."""
+        if not self.suspects or not self.suspects[0].alone:
+            return None
+        able = [seat for seat in self.seats.values() if seat.capacity]
+        return min(able, key=lambda seat: (not seat.free_slots, seat.unsettled), default=None)
 
     def _pop(self) -> InFlight:
         if len(self.line) > 1:  # else there is nothing to choose, and a start need not look at all that run
@@ -165,17 +212,14 @@ class ModelQueue:
                     running.settle()
         return self.line.pop()
 
-    def _reserve(self, now: float) -> None:
-        """Have one worker emptied, and only one: the others go on. In turns, since its last request may be endless."""
-        reserved = self.reserved
-        if reserved is not None and reserved.capacity and now - self.reserved_since < RESERVE_S:
-            return
-        able = [s for s in self.seats.values() if s.capacity and not s.isolates]
-        others = [s for s in able if s is not reserved]
-        self.reserved = min(others or able, key=lambda s: len(s.running), default=None)
-        self.reserved_since = now
-
     def _seat(self, free: Sequence[Seat], request: InFlight) -> Seat:
         if len(self.seats) == 1:
             return free[0]
         return self.affinity.choose(free, affinity_key(request))
+
+
+def _order(suspect: InFlight) -> tuple[bool, bool, int]:
+    """Return what suspects are sorted by. A client that waits in the middle of its answer goes before one that may not
+    even have had a slot in the worker that died. Those that must be alone go after the others. Then the prompt that is
+    the quickest to read goes first, so that a long one delays nobody but itself."""
+    return not suspect.has_tokens, suspect.alone, suspect.cost + len(suspect.ids) // 4

@@ -15,7 +15,7 @@ from supervisor.requests.in_flight import Effect, InFlight, ToWorker, Wake
 from supervisor.requests.model_queue import ModelQueue
 from supervisor.requests.phase import Phase
 from supervisor.requests.seats import Seat
-from supervisor.requests.strikes import StrikePolicy, Strikes
+from supervisor.requests.strikes import StrikePolicy, Strikes, Suspicion
 
 
 class RequestTable:
@@ -52,9 +52,10 @@ class RequestTable:
         return len(seat.running), seat.tokens
 
     def seat(self, worker: str) -> Seat | None:
-        """Where a worker's requests are; None for one that was removed."""
+        """Return the seat of a worker whose usual events may be passed on without a call of ``events``. Return None
+        where each event may be what a request waits for, and for a worker that was removed."""
         queue = self._of_worker.get(worker)
-        return None if queue is None else queue.seats.get(worker)
+        return None if queue is None or queue.watched else queue.seats.get(worker)
 
     def totals(self, model: str) -> dict[str, int]:
         """Counts since the supervisor's start: tokens generated, requests finished, ended with an error, resumed."""
@@ -84,20 +85,18 @@ class RequestTable:
 
     def _dispatch(self, queue: ModelQueue, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while queue.waiting and (chosen := queue.next(now)) is not None:
+        queue.watched = False
+        while queue.waiting and (chosen := queue.next()) is not None:
             seat, request = chosen
-            strikes = self._strikes.count(request.model, request.body, now)  # others like it may have run meanwhile
-            if self._strikes.poisons(strikes):
-                seat.isolates = seat.isolates and not request.alone
-                effects += self._end(request, self._poisoned(strikes))
+            suspicion = self._strikes.find(request.model, request.body, now)  # others like it may have run meanwhile
+            if self._strikes.poisons(suspicion):
+                effects += self._end(request, self._poisoned())
                 continue
-            request.strikes = max(request.strikes, strikes)
-            if self._strikes.isolates(strikes) and not request.alone:
-                request.alone = True
+            if self._has_changed(request, suspicion):
                 queue.push(request)
                 continue
             request.phase, request.worker = Phase.RUNNING, seat.worker
-            seat.running[request.key] = request
+            seat.give(request)
             if request.started is None:
                 request.started = now
             job = JobMessage(request.channel, request.request, _carry(request), request.body)
@@ -105,6 +104,19 @@ class RequestTable:
         if queue.waiting and queue.sleeps:
             effects.append(Wake(queue.name))
         return effects
+
+    def _has_changed(self, request: InFlight, suspicion: Suspicion | None) -> bool:
+        """Bring a request up to date with what is remembered of its payload. Return whether it has become a suspect, or
+        one of another kind, and thus has other things to wait for."""
+        if suspicion is None:
+            request.place, request.alone = None, False
+            return False
+        alone = self._strikes.next_is_last(suspicion)
+        if request.place is not None and request.alone == alone:
+            return False
+        request.place = suspicion.place if request.place is None else request.place
+        request.alone = alone
+        return True
 
     def _finish(self, seat: Seat, request: InFlight, flags: int, now: float) -> None:
         """The worker said how it ended, and the client was told."""
@@ -161,8 +173,6 @@ class RequestTable:
     def _leave_seat(self, seat: Seat, request: InFlight) -> None:
         del seat.running[request.key]
         request.settle()
-        if request.alone:
-            seat.isolates = False
 
     def _leave(self, request: InFlight) -> None:
         """Out of the table."""
@@ -180,12 +190,12 @@ class RequestTable:
             self._leave(request)
         return list(frames)
 
-    def _poisoned(self, strikes: int) -> WireError:
-        window = self._strikes.policy.window_s
+    def _poisoned(self) -> WireError:
+        policy = self._strikes.policy
         return WireError(
             ErrorCode.POISONED,
-            f"{strikes} workers died while they were computing this request, or one just like it: it is not tried "
-            f"again for {window:g} s",
+            f"the deaths of {policy.limit} workers are blamed on this request, or one just like it: it is not tried "
+            f"again for {policy.window_s:g} s",
         )
 
 

@@ -1,11 +1,12 @@
 """Requests from acceptance to their one terminal event. Pure: messages and times in, effects out; no sockets, no clock.
 
-Law 1 lives here, in three rooms: this one is what clients ask and what becomes of workers, ``worker_events`` what
-workers say, ``request_table`` what both do to the table of requests.
+Every accepted request ends in exactly one terminal event. Four modules see to that: this one handles what clients ask
+and which workers there are, ``deaths`` the ends of workers, ``worker_events`` what workers say, and ``request_table``
+what all of these do to the table of requests.
 
 A request whose worker dies goes back into its model's line with the ids that were delivered, and on in the next worker
-that is free. What is decided about it there is in the rooms beside these: ``model_queue`` (which is next, where),
-``deliveries`` (numbering, credit), ``strikes`` (whether it is to blame).
+that is free. The modules beside these decide about it: ``model_queue`` (which request is next, and where),
+``deliveries`` (numbers of events, credit), ``strikes`` (which payloads deaths are blamed on).
 """
 
 from itertools import islice
@@ -13,6 +14,7 @@ from itertools import islice
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Accepted, Generate
+from supervisor.requests.deaths import Deaths
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.held import HeldEvents
 from supervisor.requests.in_flight import Effect, InFlight, ToClient
@@ -22,7 +24,7 @@ from supervisor.requests.refusals import refusal
 from supervisor.requests.route import read_route
 from supervisor.requests.seats import Affinity, Seat
 from supervisor.requests.strikes import StrikePolicy
-from supervisor.requests.worker_events import WorkerEvents, report
+from supervisor.requests.worker_events import report
 
 UNLIMITED = 1 << 32
 """Credit for everything that a stream may still hold."""
@@ -32,7 +34,7 @@ MOST_REPORTS = 256
 """Queue positions that are reported at once, of each model: counting them is quadratic."""
 
 
-class Scheduler(WorkerEvents):
+class Scheduler(Deaths):
     """The table of requests of all models and connections. One writer: the supervisor's loop.
 
     Times are monotonic seconds. A worker is known by its name, which is one model's.
@@ -105,54 +107,17 @@ class Scheduler(WorkerEvents):
         seat.refusal, seat.capacity, seat.asleep = error, 0, False
         return self._dispatch(queue, now)  # what it was kept free for goes elsewhere
 
-    def open(self, worker: str, generation: int, capacity: int, now: float) -> list[Effect]:
-        """A worker is ready for up to ``capacity`` jobs at once: give it what waits."""
-        queue = self._of_worker[worker]
-        seat = queue.seats[worker]
-        seat.generation, seat.capacity, seat.isolates = generation, capacity, False
-        return self._dispatch(queue, now)
+    def open(
+        self, worker: str, generation: int, capacity: int, now: float, *, slots: int | None = None
+    ) -> list[Effect]:
+        """A worker is ready: give it what waits.
 
-    def worker_gone(self, worker: str, error: WireError, now: float, *, struck: bool = True) -> list[Effect]:
-        """The worker's process has ended. What it was computing goes on in another one, now or after the restart.
-
-        error   what those are told that cannot: resume is false, or no worker of the model will come up
-        struck  whether the requests may be why it ended (an order to stop it is none of their doing)
+        capacity  jobs that it takes at once
+        slots     jobs that it computes at once, the others wait in the worker; None: all of them
         """
         queue = self._of_worker[worker]
-        seat = queue.seats[worker]
-        seat.capacity = seat.generation = 0
-        seat.isolates = False
-        running = list(seat.running.values())
-        seat.running.clear()
-        effects: list[Effect] = []
-        if struck:  # once a death for each payload, and also those that were given up: they were being computed
-            for body in {request.body for request in running}:
-                self._strikes.add(queue.name, body, now)
-        for request in running:
-            request.settle()
-            if request.phase is Phase.RUNNING:
-                effects += self._after_death(queue, request, error, now, struck=struck)
-            else:
-                self._leave(request)
-        return effects + self._dispatch(queue, now)
-
-    def _after_death(
-        self, queue: ModelQueue, request: InFlight, error: WireError, now: float, *, struck: bool
-    ) -> list[Effect]:
-        if request.cancelled:  # its client need not know how narrow that was
-            return self._end_cancelled(request)
-        if struck:
-            request.strikes = self._strikes.count(request.model, request.body, now)
-            if self._strikes.poisons(request.strikes):
-                return self._end(request, self._poisoned(request.strikes))
-        if not request.resumable or not queue.accepts:
-            return self._end(request, error)
-        request.phase, request.worker = Phase.WAITING, ""
-        request.resumes += 1
-        request.alone = self._strikes.isolates(request.strikes)
-        queue.totals.resumed += 1
-        queue.push(request)
-        return []
+        queue.seats[worker].open(generation, capacity, capacity if slots is None else slots)
+        return self._dispatch(queue, now)
 
     def end_waiting(self, worker: str, error: WireError) -> list[Effect]:
         """This worker will not serve: if none of the model's will, end everything that waits."""
@@ -222,9 +187,8 @@ class Scheduler(WorkerEvents):
             raise queue.refusal.again()
         cost = 1 + len(message.body) // BYTES_PER_TOKEN
         queue.check_room(cost)
-        strikes = self._strikes.count(message.model, message.body, now)
-        if self._strikes.poisons(strikes):
-            raise self._poisoned(strikes)
+        if self._strikes.poisons(self._strikes.find(message.model, message.body, now)):
+            raise self._poisoned()
         request = InFlight(
             channel,
             message.request,
@@ -236,7 +200,6 @@ class Scheduler(WorkerEvents):
             accepted=now,
             window=self._deliveries.window,
             held=HeldEvents(),
-            strikes=strikes,
         )
         return queue, request
 
@@ -248,7 +211,7 @@ class Scheduler(WorkerEvents):
         if request.phase is Phase.WAITING:
             queue = self._models[request.model]
             queue.remove(request)
-            # and then the others: one that had to be alone kept a worker free
+            # and then the others: they may have waited for one that had to be tried alone
             return self._end_cancelled(request) + self._dispatch(queue, now)
         # Whoever cancels may not go on granting credit: what is held, and the terminal event behind it, must not wait.
         request.cancelled = True
@@ -290,7 +253,7 @@ class Scheduler(WorkerEvents):
                 self._leave(request)
         for queue in self._models.values():
             queue.line.forget(channel)
-            if queue.name in touched:  # one that had to be alone may have left: a worker is kept free no more
+            if queue.name in touched:  # others may have waited for one that had to be tried alone
                 effects += self._dispatch(queue, now)
         return effects
 

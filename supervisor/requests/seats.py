@@ -25,23 +25,65 @@ A system prompt that all conversations share would otherwise send them all to on
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """One worker of a model. ``capacity``: jobs it takes now; ``refusal``: None while requests may wait for it."""
+    """One worker of a model. ``capacity``: jobs it takes now; ``slots``: those of them that it computes at once;
+    ``refusal``: None while requests may wait for it."""
 
     worker: str
     refusal: WireError | None
     capacity: int = 0
+    slots: int = 0
     generation: int = 0
     running: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     tokens: int = 0
     """Generated since the supervisor's start."""
     asleep: bool = False
     """No process, until it is woken."""
-    isolates: bool = False
-    """It runs a request that must be alone."""
+    suspects: list[InFlight] = field(default_factory=list)
+    """Those of the running requests that have yet to pass their probation."""
+
+    def open(self, generation: int, capacity: int, slots: int) -> None:
+        """A new process is ready."""
+        self.generation, self.capacity, self.slots = generation, capacity, slots
+
+    def close(self) -> list[InFlight]:
+        """The process is gone. Return the requests that it had."""
+        running = list(self.running.values())
+        self.generation = self.capacity = self.slots = 0
+        self.running.clear()
+        self.suspects.clear()
+        return running
+
+    def give(self, request: InFlight) -> None:
+        """The worker gets a request."""
+        self.running[request.key] = request
+        request.begun = request.next_seq
+        if request.place is not None:
+            self.suspects.append(request)
+
+    def review_suspects(self) -> None:
+        """Forget the suspects that have ended or passed."""
+        if self.suspects:
+            self.suspects = [r for r in self.suspects if self.running.get(r.key) is r and not r.has_passed]
 
     @property
-    def has_room(self) -> bool:
-        return len(self.running) < self.capacity and not self.isolates
+    def probations(self) -> int:
+        """How many requests are on probation."""
+        return sum(request.on_probation for request in self.suspects)
+
+    @property
+    def tries_alone(self) -> bool:
+        """Whether a request is on probation that must be alone with that."""
+        return any(request.alone and request.on_probation for request in self.suspects)
+
+    @property
+    def unsettled(self) -> int:
+        """How many requests may be the reason if the worker dies: those that are new to it, and those on probation."""
+        return sum(request.is_new or request.on_probation for request in self.running.values())
+
+    @property
+    def free_slots(self) -> int:
+        """How many more requests would be computed at once."""
+        return max(0, min(self.slots, self.capacity) - len(self.running))
 
     @property
     def load(self) -> float:

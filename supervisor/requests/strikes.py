@@ -1,4 +1,4 @@
-"""Requests that were being computed when their worker died: one of them may be why. Pure.
+"""What is remembered of requests that were being computed when their worker died: one of them may be why. Pure.
 
 Counted by payload, not by request: a client that sends the same again does not get a new count.
 """
@@ -14,55 +14,70 @@ MOST = 10_000
 
 @dataclass(frozen=True)
 class StrikePolicy:
-    """limit     deaths after which a payload is refused; with one less it runs alone on its worker
-    window_s  seconds after the last of them that it is remembered for
+    """limit     deaths that are blamed on a payload, after which it is refused
+    window_s  seconds after the last death for which a payload is remembered
     """
 
     limit: int = 2
     window_s: float = 600.0
 
 
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What is remembered of one payload.
+
+    strikes  deaths that are blamed on it
+    place    events that its request had when the last worker died; the most, of several requests with this payload
+    at       when that worker died, monotonic seconds
+    """
+
+    strikes: int
+    place: int
+    at: float
+
+
 class Strikes:
-    """Deaths by payload."""
+    """Suspicions by payload."""
 
     def __init__(self, policy: StrikePolicy) -> None:
         self.policy = policy
-        self._struck: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self._suspicions: OrderedDict[bytes, Suspicion] = OrderedDict()
 
-    def count(self, model: str, body: bytes, now: float) -> int:
-        """Deaths that this payload is remembered for."""
-        if not self._struck:  # the usual case costs nothing
-            return 0
-        return self._count(_digest(model, body), now)
+    def find(self, model: str, body: bytes, now: float) -> Suspicion | None:
+        """Return what is remembered of a payload; None for one that is under no suspicion."""
+        if not self._suspicions:  # the usual case costs nothing
+            return None
+        return self._find(_digest(model, body), now)
 
-    def add(self, model: str, body: bytes, now: float) -> int:
-        """One more; how many there are."""
+    def add(self, model: str, body: bytes, place: int, now: float, *, blamed: bool) -> None:
+        """Remember that a worker died while it computed this payload. The death counts only if it is ``blamed``."""
         digest = _digest(model, body)
-        count = self._count(digest, now) + 1
-        self._struck[digest] = count, now
-        self._struck.move_to_end(digest)
-        if len(self._struck) > MOST:
-            self._struck.popitem(last=False)
-        return count
+        before = self._find(digest, now)
+        strikes = (before.strikes if before else 0) + blamed
+        self._suspicions[digest] = Suspicion(strikes, place, now)
+        self._suspicions.move_to_end(digest)
+        if len(self._suspicions) > MOST:
+            self._suspicions.popitem(last=False)
 
     def clear(self, model: str, body: bytes) -> None:
-        """It was computed to its end: it was not the reason."""
-        if self._struck:
-            self._struck.pop(_digest(model, body), None)
+        """Forget a payload: a request with it was computed to its end."""
+        if self._suspicions:
+            self._suspicions.pop(_digest(model, body), None)
 
-    def isolates(self, count: int) -> bool:
-        """Whether a payload with so many strikes has to run alone: its next would be the last."""
-        return 0 < count == self.policy.limit - 1
+    def next_is_last(self, suspicion: Suspicion | None) -> bool:
+        """Return whether one more death that is blamed on this payload makes it poisoned."""
+        return (suspicion.strikes if suspicion else 0) >= self.policy.limit - 1
 
-    def poisons(self, count: int) -> bool:
-        return count >= self.policy.limit
+    def poisons(self, suspicion: Suspicion | None) -> bool:
+        """Return whether a payload is refused."""
+        return suspicion is not None and suspicion.strikes >= self.policy.limit
 
-    def _count(self, digest: bytes, now: float) -> int:
-        count, last = self._struck.get(digest, (0, now))
-        if now - last <= self.policy.window_s:
-            return count
-        del self._struck[digest]
-        return 0
+    def _find(self, digest: bytes, now: float) -> Suspicion | None:
+        found = self._suspicions.get(digest)
+        if found is not None and now - found.at > self.policy.window_s:
+            del self._suspicions[digest]
+            return None
+        return found
 
 
 def _digest(model: str, body: bytes) -> bytes:

@@ -52,7 +52,7 @@ class WorkerEvents(RequestTable):
                     ended = True
                     self._finish(seat, request, flags, now)
             seat.tokens += tokens_in_all
-        return effects + self._dispatch(queue, now) if ended else effects
+        return effects + self._dispatch(queue, now) if ended or queue.watched else effects
 
     @staticmethod
     def _note_tokens(request: InFlight, tokens: int, ids: bytes) -> None:

@@ -1,8 +1,9 @@
 """Whether and when to start a model again after its process ended unasked. Pure: times and chance are arguments.
 
-The limit counts every unexpected exit in a sliding window, whatever the uptime (a model that crashes 1.5 s after each
-start must not be restarted for ever). It is kept per model and ends in ``failed`` for that model alone: models are
-independent, so the supervisor itself does not give up, unlike an OTP supervisor.
+The limit counts unexpected exits in a sliding window, whatever the uptime (a model that crashes 1.5 s after each start
+must not be restarted for ever). An exit for which a request was refused as poisoned is not told to this module. The
+limit is kept per model and ends in ``failed`` for that model alone: models are independent, so the supervisor itself
+does not give up, unlike an OTP supervisor.
 """
 
 from collections import deque

@@ -76,7 +76,7 @@ def wounds_of(plan: EpisodePlan, block: BlockPlan) -> dict[str, Wounds]:
             if what in ("late", "repeated"):  # about a request that is over; its number may be used again
                 wound.deaths += 0
             elif how == "always":
-                wound.deaths += block.poison_limit - 1  # the last of them it dies alone
+                wound.deaths += block.poison_limit - 1  # the last strike is for it alone
             else:
                 wound.deaths += 1
         elif fault.kind == "order":
@@ -207,12 +207,17 @@ _FORGIVEN = re.compile(r"INFO +\S+: \S+ -> (stopped|sleeping|starting) \((?!paus
 
 @dataclass(frozen=True)
 class End:
-    """An unexpected one of a worker, as the supervisor's log has it. ``at``: seconds since the epoch; ``recent``: how
-    many there were by then within the policy's window and since an order, this one included."""
+    """An unexpected end of a worker, as the supervisor's log has it.
+
+    at      seconds since the epoch
+    counts  whether it counts towards giving the worker up: an end for which a request was refused does not
+    recent  ends that count within the policy's window and since an order, this one included
+    """
 
     at: float
     why: str
     verdict: str
+    counts: bool
     recent: int
 
 
@@ -237,8 +242,9 @@ def ends_of(log: str, worker: str, window_s: float) -> list[End]:
             continue
         if match := _VERDICT.search(line):
             at = datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-            recent = sum(end.at >= at - window_s - CLOCKS_S for end in found[since:])
-            found.append(End(at, match["why"], match["verdict"], 1 + recent))
+            recent = sum(end.counts and end.at >= at - window_s - CLOCKS_S for end in found[since:])
+            counts = not match["verdict"].endswith("a request is to blame")
+            found.append(End(at, match["why"], match["verdict"], counts, recent + counts))
         elif _FORGIVEN.search(line):
             since = len(found)
     return found
@@ -247,7 +253,7 @@ def ends_of(log: str, worker: str, window_s: float) -> list[End]:
 def tried_too_often(ends: list[End], limit: int) -> Iterable[Violation]:
     """A worker that ends again and again is given up. ``ends`` of one worker that nobody has exchanged meanwhile."""
     for end in ends:
-        if end.recent >= limit and end.verdict.startswith("next try"):
+        if end.counts and end.recent >= limit and end.verdict.startswith("next try"):
             yield Violation(
                 "a crash loop is given up", f"{end.recent} ends within the window, {end.verdict}: {end.why}"
             )

@@ -21,7 +21,7 @@ from protocol.messages import (
     Message,
 )
 from supervisor.requests.deliveries import HoldLimits
-from supervisor.requests.in_flight import Effect, ToClient, ToWorker, Wake
+from supervisor.requests.in_flight import PROBATION, Effect, ToClient, ToWorker, Wake
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.route import read_route
 from supervisor.requests.scheduler import Scheduler
@@ -387,7 +387,7 @@ def test_granting_nothing_is_no_sign_of_life(scheduler: Scheduler) -> None:
     assert told(scheduler.end_stalled(NOW + 60), 5)[0][3]["error"]["name"] == "slow_consumer"
 
 
-def test_another_worker_is_emptied_when_the_first_does_not_become_free() -> None:
+def test_one_worker_is_kept_for_a_suspect_that_must_be_alone_and_the_other_goes_on() -> None:
     scheduler = Scheduler(window=1000)
     scheduler.add_model("m")
     for worker in ("m:1", "m:2"):
@@ -405,7 +405,7 @@ def test_another_worker_is_emptied_when_the_first_does_not_become_free() -> None
         scheduler.submit(channel, Generate(1, "m", {"affinity": str(channel)}, b"long"), NOW)
         assert scheduler.counts("m") == (number + 1, 0)
     assert scheduler.work("m:1")[0] == scheduler.work("m:2")[0] == 1
-    submit(scheduler, 5, 2)  # the suspect again: it waits until a worker is empty
+    submit(scheduler, 5, 2)  # the suspect again: both workers have a request that is new to them
 
     def next_goes_to(request: int, now: float) -> str:
         message = Generate(request, "m", {"affinity": f"short {request}"}, b"short")
@@ -415,12 +415,17 @@ def test_another_worker_is_emptied_when_the_first_does_not_become_free() -> None
         return job.worker
 
     first = next_goes_to(1, NOW)
-    assert next_goes_to(2, NOW + 4) == first, "one is kept free, the other goes on"
-    assert next_goes_to(3, NOW + 6) != first, "in turns"
-    channel = 6 if scheduler.work("m:1")[0] and first == "m:1" else 7
-    raw = frame(channel, (1, 0, FINISHED), generation=2 if first == "m:1" else 1)
-    started = messages(scheduler.events(first, raw, decoded(raw), NOW + 7))
-    assert (first, JobMessage(5, 2, {"queue_ms": 7000.0}, b"body")) in started
+    assert next_goes_to(2, NOW + 4) == next_goes_to(3, NOW + 6) == first, "one is kept, the other goes on"
+    kept, channel = ("m:2", 7) if first == "m:1" else ("m:1", 6)
+    assert scheduler.work(kept)[0] == 1
+    started: list[tuple[int | str, Message]] = []
+    for seq in range(PROBATION):
+        assert not started, "the long one may still be the reason if the worker dies"
+        assert scheduler.seat(kept) is None, "each of its events is looked at"
+        raw = frame(channel, (1, seq, 0), generation=2 if kept == "m:1" else 1)
+        started = messages(scheduler.events(kept, raw, decoded(raw), NOW + 7))[1:]
+    assert started == [(kept, JobMessage(5, 2, {"queue_ms": 7000.0}, b"body"))], "beside the long one, which goes on"
+    assert scheduler.seat(kept) is not None
 
 
 def test_a_sleeping_model_is_woken_for_what_waits() -> None:

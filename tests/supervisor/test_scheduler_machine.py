@@ -17,7 +17,7 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import WORKER_TO_SUPERVISOR, EventEntry, EventFlag, Events, Generate
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.held import EVENT_COST
-from supervisor.requests.in_flight import Effect, InFlight, ToClient
+from supervisor.requests.in_flight import PROBATION, Effect, InFlight, ToClient
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.phase import Phase as RequestPhase
 from supervisor.requests.scheduler import Scheduler
@@ -89,6 +89,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         connected = [client for client in self.clients if client.connected]
         return connected[n % len(connected)] if connected else None
 
+    def poisoned(self, model: str, body: bytes) -> bool:
+        suspicion = self.scheduler._strikes.find(model, body, self.now)
+        return suspicion is not None and suspicion.strikes >= STRIKES.limit
+
     def accepts(self, model: str) -> bool:
         return any(self.accepting[worker] for worker, of in WORKERS.items() if of == model)
 
@@ -108,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = (client.channel, request) in self.scheduler._live
         refused = len(client.refused)
         body = b"p" * size
-        poisoned = self.scheduler._strikes.count(model, body, self.now) >= STRIKES.limit
+        poisoned = self.poisoned(model, body)
         self.perform(self.scheduler.submit(client.channel, Generate(request, model, route, body), self.now))
         assert (len(client.refused) > refused) == (live or full or poisoned or not self.accepts(model))
         if len(client.refused) == refused:
@@ -155,8 +159,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # --- workers
 
-    @rule(worker=a_worker, capacity=st.integers(1, 3))
-    def ready(self, worker: str, capacity: int) -> None:
+    @rule(worker=a_worker, capacity=st.integers(1, 4), slack=st.integers(0, 2))
+    def ready(self, worker: str, capacity: int, slack: int = 0) -> None:
         if self.workers[worker] is None or not self.accepting[worker]:
             self.die(worker, True, False, False)
             steps["ready"] += 1
@@ -164,7 +168,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.accepting[worker] = True
             self.scheduler.accept_new(worker)
             self.workers[worker] = FakeWorker(self.generations[worker], capacity)
-            self.perform(self.scheduler.open(worker, self.generations[worker], capacity, self.now))
+            slots = max(1, capacity - slack)
+            self.perform(self.scheduler.open(worker, self.generations[worker], capacity, self.now, slots=slots))
 
     @rule(
         worker=a_worker,
@@ -251,10 +256,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         if process is not None:
             steps["die"] += 1
             self.late += [(worker, frame) for frame in process.outbox]
-            self.perform(self.scheduler.worker_gone(worker, GONE, self.now, struck=struck))
-            assert self.scheduler.work(worker)[0] == 0
+            self._gone(worker, struck)
         if for_good:
             self.perform(self.scheduler.end_waiting(worker, DOWN))
+
+    def _gone(self, worker: str, struck: bool) -> None:
+        """Tell the scheduler, and see that nobody becomes poisoned by what may have been another's doing."""
+        model = WORKERS[worker]
+        running = self.scheduler._of_worker[worker].seats[worker].running
+        events = {key: request.next_seq - request.begun for key, request in running.items()}
+        payloads = {key: request.body for key, request in running.items()}
+        clean = {body for body in payloads.values() if not self.poisoned(model, body)}
+        expected = struck and self.scheduler.finds_culprit(worker, self.now)
+        self.perform(self.scheduler.worker_gone(worker, GONE, self.now, struck=struck))
+        assert self.scheduler.work(worker)[0] == 0
+        found = {body for body in clean if self.poisoned(model, body)}
+        assert found <= clean if expected else not found
+        assert len(found) <= 1, "one of them is innocent"
+        for key, body in payloads.items():
+            if found - {body}:
+                assert events[key] >= PROBATION, "another one was as new to the worker"
+                steps["found among others"] += 1
 
     @rule(worker=a_worker)
     def crash(self, worker: str) -> None:
@@ -290,14 +312,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             for worker, seat in queue.seats.items():
                 process = self.workers[worker]
                 assert len(seat.running) <= (process.capacity if process else 0)
-                alone = [request for request in seat.running.values() if request.alone]
-                assert not alone or len(seat.running) == 1, "one that must be alone is not"
-                assert bool(alone) == seat.isolates
-                if seat.has_room and (queue.again or queue.line):
-                    assert queue.alone, "a request waits although there is room"
-                    assert seat is queue.reserved, "two workers are kept free"
-                if seat.has_room and queue.alone:
-                    assert seat.running, "a worker is kept free for nothing"
+                # of one that was given up, the events that were held do not count any more
+                running = [request for request in seat.running.values() if request.phase is RequestPhase.RUNNING]
+                newcomers = [request for request in running if request.is_new]
+                assert len(newcomers) < 2 or not any(r.alone for r in newcomers), "one that must be alone is not"
+                assert {r.key for r in newcomers if r.place is not None} <= {r.key for r in seat.suspects}
+                if queue.waiting and not queue.watched:
+                    if queue.suspects:
+                        assert not seat.free_slots, "a suspect waits although it could be tried"
+                    else:
+                        assert len(seat.running) >= seat.capacity, "a request waits although there is room"
+            if queue.waiting and queue.watched:
+                steps["watched"] += 1
+                assert any(seat.unsettled for seat in queue.seats.values()), "requests wait for nothing"
+            if queue.suspects:
+                steps["suspects wait"] += 1
+            room = sum(seat.free_slots for seat in queue.seats.values())
+            if queue.again or queue.line:
+                steps["both wait"] += bool(queue.suspects) and room > len(queue.suspects)
 
     @invariant()
     def nothing_is_held_unwatched(self) -> None:
@@ -391,6 +423,10 @@ def test_every_request_ends_once_whatever_happens() -> None:
         "slow_consumer",
         "reports",
         "resumed",
+        "watched",
+        "suspects wait",
+        "both wait",
+        "found among others",
     )
     told += ("usual",) if USUAL is not None else ()
     for again in range(10):  # a seed in some hundred never gets to the rarest of these

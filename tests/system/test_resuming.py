@@ -86,7 +86,7 @@ def test_what_cannot_go_on_says_so(serve: Serve) -> None:
         assert heard.delivered == heard.tokens >= 10
 
 
-def test_a_request_that_kills_is_tried_alone_and_then_refused(serve: Serve) -> None:
+def test_a_request_that_kills_is_found_and_then_refused(serve: Serve) -> None:
     """The innocent beside it finish, and the same payload again costs nobody a worker."""
     serving = serve({"a": engine("RaisesAtToken", step_s=0.01)})
     with RawClient(serving.runtime_dir) as client:
@@ -99,7 +99,7 @@ def test_a_request_that_kills_is_tried_alone_and_then_refused(serve: Serve) -> N
         for request in range(1, 4):
             heard = client.heard[request]
             assert (heard.text, heard.ends) == (answer(f"innocent {request}", 40), ["length"])
-            assert heard.usage["resumes"] == 1, "it had one death, and then ran beside no suspect"
+            assert 1 <= heard.usage["resumes"] <= 3
         client.generate(5, "a", "bad", max_tokens=40)
         wait_until(lambda: client.receive() is not None and bool(client.errors), what="the refusal")
         assert [(request, error["name"]) for request, error in client.errors] == [(5, "poisoned")]
@@ -107,7 +107,7 @@ def test_a_request_that_kills_is_tried_alone_and_then_refused(serve: Serve) -> N
         client.generate(6, "a", "innocent 1", max_tokens=40)
         client.read_until_ended(6)
         assert client.heard[6].ends == ["length"]
-    assert serving.wait_state("a", "ready")["generation"] == 3, "two deaths"
+    assert serving.wait_state("a", "ready")["generation"] == 4, "three deaths"
 
 
 def test_the_limit_of_deaths_is_a_setting(serve: Serve) -> None:
