@@ -1,0 +1,59 @@
+"""Engines that die of some requests; for ``benchmarks.recovery``. Named by import string: ``TorchFree``, ``Embedded``
+and ``ExLlamaV2`` are made when they are asked for, so that a worker imports only what it runs."""
+
+import os
+import signal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from model_worker.engine import Delta, EngineEvent, Job
+
+POISON = 1 << 40
+"""A request with the seed POISON + k kills its worker in the step that computes its token k; 0 is the first one, and
+that step reads the end of its prompt."""
+ENGINES = {
+    "TorchFree": "tests.deterministic_engine:DeterministicEngine",
+    "Embedded": "model_worker.engines.embedded.engine:TransformersEngine",
+    "ExLlamaV2": "model_worker.engines.exllamav2.engine:ExLlamaV2Engine",
+}
+
+if TYPE_CHECKING:
+    from tests.deterministic_engine import DeterministicEngine as Engine
+else:
+    Engine = object
+
+
+class Poisoned(Engine):
+    """Goes before an engine in the order of its bases."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._left: dict[int, int] = {}
+        """Tokens that each poisonous job still has before it kills."""
+
+    def submit(self, job: Job) -> None:
+        super().submit(job)
+        seed = job.sampling.seed
+        if seed is not None and seed >= POISON:
+            self._left[job.id] = seed - POISON - len(job.resumed_ids)
+
+    def cancel(self, job_id: int) -> None:
+        self._left.pop(job_id, None)
+        super().cancel(job_id)
+
+    def step(self) -> list[EngineEvent]:
+        events = super().step()
+        if any(left <= 0 for left in self._left.values()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        for event in events:
+            if isinstance(event, Delta) and event.job in self._left:
+                self._left[event.job] -= len(event.token_ids)
+        return events
+
+
+def __getattr__(name: str) -> type:
+    """Return the poisoned kind of an engine."""
+    if name not in ENGINES:
+        raise AttributeError(name)
+    module, engine = ENGINES[name].split(":")
+    return type(name, (Poisoned, getattr(import_module(module), engine)), {})
