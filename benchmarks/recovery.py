@@ -198,7 +198,7 @@ def measure(label: str, entry: dict[str, Any], rounds: int) -> list[Result]:
         what = f"kills at token {at}: " if at else "kills at its prompt: "
         results += [
             Result(f"{what}deaths until it is poisoned", hunt.deaths, "deaths", f"<= {MOST_DEATHS}"),
-            Result(f"{what}found", hunt.found, "requests", ">= 1"),
+            Result(f"{what}found", int(hunt.found), "requests", ">= 1"),
             Result(f"{what}others that failed", hunt.failed, "requests", "<= 0"),
             Result(f"{what}all answers ended after", hunt.seconds, "s"),
         ]

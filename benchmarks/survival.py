@@ -5,8 +5,8 @@
 Two models of two workers each, 20 clients that ask one thing after the other, and every few seconds SIGKILL to a worker
 drawn at random. The engine is a deterministic one that needs no torch: token k of an answer is a function of prompt and
 k, so that one which is missing, came twice or belongs to another request shows. ``--defaults`` leaves the limits of
-restarts and of deaths that a request may see as they are, and kills every second: requests are refused as poisoned and
-models fail then, and the laws hold all the same. The seed is printed; ``--seed`` repeats its choices.
+restarts and of deaths that may be blamed on a request as they are, and kills every second: requests are refused as
+poisoned and models fail then, and the laws hold all the same. The seed is printed; ``--seed`` repeats its choices.
 """
 
 import asyncio
