@@ -192,7 +192,7 @@ def measure(label: str, entry: dict[str, Any], rounds: int) -> list[Result]:
         Result("longest gap of a stream, most", gaps[-1], "s"),
         Result("all stream again after ready, most", max(kill.again for kill in kills), "s"),
         Result("an idle worker reads the same prompts in", worst.reading, "s"),
-        Result("all stream again after ready, less that", late, "s", f"<= {WITHIN_S:g}"),
+        Result("all stream again after ready, less that reading", late, "s", f"<= {WITHIN_S:g}"),
     ]
     for at, hunt in hunts.items():
         what = f"kills at token {at}: " if at else "kills at its prompt: "
