@@ -28,6 +28,8 @@ from protocol.runtime_paths import admin_endpoint, check_endpoint, default_runti
 from protocol.session import ClientSession
 
 FIRST_PAUSE_S: Final = 0.05
+PROBE_LOOK_S: Final = 0.01
+"""Between looks whether the listener has greeted, where a handshake failed."""
 LONGEST_PAUSE_S: Final = 2.0
 """Pauses between tries to connect double from the first to the longest, less a random half."""
 
@@ -246,6 +248,8 @@ class Connection:
         now = time.monotonic()
         if self.session.welcome is None:
             at = self._give_up_at if self.line is not None else min(self._give_up_at, self._dial_at)
+            if self.line is not None and self.line.asks_who_listens:
+                at = min(at, now + PROBE_LOOK_S)
         elif self.session.unfinished:
             at = self._look_at
         else:

@@ -9,6 +9,7 @@ from typing import Final
 import zmq
 
 from protocol.client_key import ClientKey
+from protocol.greeting_probe import GreetingProbe, Listener
 from protocol.limits import SOCKET_MAX_FRAME
 from protocol.peer_user import check_listener
 from protocol.runtime_paths import ENVIRONMENT_VARIABLE, PAUSED, ipc_path, serve_hint
@@ -26,6 +27,7 @@ SLOW_HANDSHAKE_S: Final = 2.5
 """A supervisor ends a handshake that takes longer than 3 s, also where it is the supervisor that is slow. An end that
 comes sooner than this after the first try to connect has another reason."""
 
+_NEEDS_A_KEY: Final = "a supervisor admits clients over TCP with a key only: give key=, or --key-file"
 _MECHANISM_MISMATCH: Final = 0x11000002
 """Value of EVENT_HANDSHAKE_FAILED_PROTOCOL: one side uses keys, the other does not."""
 _WATCHED: Final = (
@@ -67,6 +69,7 @@ class Line:
         self.trusted = False
         self.refused = False
         self.left = False
+        self._probe: GreetingProbe | None = None
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         try:
             _configure(self.socket, endpoint)
@@ -102,7 +105,14 @@ class Line:
         except zmq.ZMQError:  # libzmq has left by itself, after a handshake that failed
             pass
 
+    @property
+    def asks_who_listens(self) -> bool:
+        """Whether the handshake has failed and ``read_monitor`` does not know yet why: look again soon."""
+        return self._probe is not None
+
     def hang_up(self, linger_ms: int) -> None:
+        if self._probe is not None:
+            self._probe.close()
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=0 if self.left else linger_ms)
@@ -118,13 +128,13 @@ class Line:
                 # drained always, ended or not: libzmq's I/O thread blocks on a full monitor
                 number, value = monitor_event(self.monitor)
             except zmq.Again:
-                return end
+                return end or self._judge_probe()
             if number == zmq.EVENT_CONNECTED:
                 self.connected = True
                 end = end or self._meet(value)
             elif number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._handshaken = True
-            else:
+            elif self._probe is None:
                 end = end or self._explain(number, value, goaway)
 
     def _meet(self, descriptor: int) -> str | None:
@@ -148,18 +158,17 @@ class Line:
             self.socket.send(self._hello, zmq.NOBLOCK)
         return None
 
-    def _explain(self, event: int, value: int, goaway: str | None) -> str:
+    def _explain(self, event: int, value: int, goaway: str | None) -> str | None:
+        """Return why the connection ended; None if a probe has to find that out."""
         late = time.monotonic() - self._dialled > SLOW_HANDSHAKE_S
         self.overdue = late and self.connected and not self._handshaken
-        if not self._handshaken and (barred := self._explain_keys(event, value)) is not None:
-            self.overdue = False
-            self.barred = True
-            return f"{barred} ({self._endpoint})"
+        if not self._handshaken and self.connected and ipc_path(self._endpoint) is None:
+            return self._explain_handshake(event, value)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refused = True
             return f"the supervisor refused this connection ({self._endpoint}): it admits its own user only"
         if self.overdue:
-            return f"the supervisor was too busy to complete the handshake ({self._endpoint}): try again"
+            return self._too_busy()
         if self._handshaken:
             if goaway is not None:
                 return self._with_remedy(f"the supervisor has shut down: {goaway}")
@@ -175,31 +184,56 @@ class Line:
             return f"{told} ({self._endpoint}); try again, close other clients, or start it with a higher `ulimit -n`"
         return self._with_remedy("no supervisor is running here")
 
-    def _explain_keys(self, event: int, value: int) -> str | None:
-        """Why the keys do not fit, if that is what the handshake failed for."""
-        key = self._key
-        if ipc_path(self._endpoint) is not None or not self.connected:
-            return None
+    def _explain_handshake(self, event: int, value: int) -> str | None:
+        """Return why the handshake over TCP failed; None if a probe has to find that out."""
         mismatch = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH
-        self.refused = mismatch or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        # Whoever sees first that it cannot be ends the connection, and the other one sees only that; and CURVE tells a
-        # peer whose keys do not fit nothing at all. A supervisor that is leaving looks the same: we may try again.
-        if key is None:
-            return "a supervisor admits clients over TCP with a key only: give key=, or --key-file"
-        if mismatch:
-            return "whoever listens here uses no keys: it is no supervisor's port, and was told nothing"
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return (
-                f"the supervisor does not admit key {key.name!r} (public key {key.public_key}): it is not on its list, "
-                "or was revoked; `modelctl keys list` shows who is"
-            )
-        if self.overdue:
+        not_admitted = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        if not (mismatch or not_admitted):
+            # Whoever sees first that it cannot be ends the connection, and the other one sees only that; and CURVE
+            # tells a peer whose keys do not fit nothing at all.
+            self._probe = GreetingProbe(self._endpoint)
             return None
-        return (
-            f"the connection was ended in the handshake: the server_key in the file of key {key.name!r} is not this "
-            "supervisor's, or its secret_key is not the one of its public_key, or no supervisor listens here; get "
+        self.refused = True
+        if mismatch and self._key is not None:
+            return self._bar("whoever listens here uses no keys: it is no supervisor's port, and was told nothing")
+        if not_admitted and self._key is not None:
+            return self._bar(
+                f"the supervisor does not admit key {self._key.name!r} (public key {self._key.public_key}): it is not "
+                "on its list, or was revoked; `modelctl keys list` shows who is"
+            )
+        return self._bar(_NEEDS_A_KEY)
+
+    def _judge_probe(self) -> str | None:
+        """Return why a handshake failed of which libzmq told no details; None if nothing failed so, or it is not known
+        yet."""
+        if self._probe is None or (listener := self._probe.look()) is None:
+            return None
+        self._probe.close()
+        self._probe = None
+        if listener is Listener.SILENT and self.overdue:
+            return self._too_busy()
+        if listener is not Listener.ZEROMQ:
+            self.overdue = False
+            return (
+                f"no supervisor listens at {self._endpoint}: the connection was taken, but nothing that speaks ZeroMQ "
+                "answers; the address is wrong, or a tunnel, proxy or port forwarding has no supervisor behind it"
+            )
+        if self._key is None:
+            return self._bar(_NEEDS_A_KEY)
+        if self.overdue:
+            return self._too_busy()
+        return self._bar(
+            f"the connection was ended in the handshake: the server_key in the file of key {self._key.name!r} is not "
+            "this supervisor's, or its secret_key is not the one of its public_key, or no supervisor listens here; get "
             "a new file with `modelctl keys new`"
         )
+
+    def _bar(self, why: str) -> str:
+        self.barred, self.overdue = True, False
+        return f"{why} ({self._endpoint})"
+
+    def _too_busy(self) -> str:
+        return f"the supervisor was too busy to complete the handshake ({self._endpoint}): try again"
 
     def _with_remedy(self, what: str) -> str:
         return f"{what} ({self._endpoint}); {serve_hint(self._endpoint)}"

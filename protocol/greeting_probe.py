@@ -1,0 +1,64 @@
+"""Find out whether ZeroMQ listens at a TCP address, or something that only takes connections.
+
+CURVE tells a client with the wrong key nothing: the supervisor just ends the connection. A tunnel, a proxy or a port
+forwarding without a supervisor behind it does the same, and libzmq reports both in the same words. But libzmq greets
+whoever connects with ten bytes of its own, before it knows any key.
+"""
+
+import errno
+import socket
+import time
+from enum import Enum, auto
+from typing import Final
+
+PROBE_S: Final = 1.0
+"""How long the greeting may take."""
+_SIGNATURE: Final = b"\xff"
+"""The first byte of every greeting of ZMTP 2 and 3."""
+
+
+class Listener(Enum):
+    """What a probe finds."""
+
+    ZEROMQ = auto()
+    OTHER = auto()
+    """It takes no connection, ends it, or speaks another language."""
+    SILENT = auto()
+    """It takes the connection and says nothing: no supervisor, or one on a machine that is too busy."""
+
+
+class GreetingProbe:
+    """One connection to ``tcp://HOST:PORT``, on which nothing is sent. Does not block, but for the look-up of a name
+    that libzmq has looked up a moment before."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._end_at = time.monotonic() + PROBE_S
+        self._socket: socket.socket | None = None
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[
+                0
+            ]
+            self._socket = socket.socket(family, kind | socket.SOCK_NONBLOCK, proto)
+            self._socket.connect(address)
+        except BlockingIOError:
+            pass  # it connects
+        except (OSError, ValueError):
+            self.close()
+
+    def look(self) -> Listener | None:
+        """Return what listens there; None while that is not known yet."""
+        if self._socket is None:
+            return Listener.OTHER
+        try:
+            return Listener.ZEROMQ if self._socket.recv(1) == _SIGNATURE else Listener.OTHER
+        except OSError as e:
+            if e.errno not in (errno.EAGAIN, errno.ENOTCONN):
+                return Listener.OTHER
+            return None if time.monotonic() < self._end_at else Listener.SILENT
+
+    def close(self) -> None:
+        """Repeating it does nothing."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
