@@ -5,6 +5,9 @@ import io
 import os
 import signal
 import sys
+from pathlib import Path
+
+from protocol.private_paths import open_private
 
 
 class LogOutput:
@@ -42,7 +45,7 @@ class LogOutput:
 
     def _redirect(self) -> bool:
         try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            fd = open_private(Path(self._path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         except OSError:
             return False
         _point_output_to(fd)

@@ -42,7 +42,10 @@ _WATCHED: Final = (
 
 
 class Line:
-    """Connects at once, without waiting. Sends ``hello`` as soon as the listener is trusted. ``key`` is for TCP.
+    """Connects at once, without waiting. ``read_monitor`` sends ``hello`` once the listener is trusted.
+
+    hello  the first frame of the connection
+    key    for TCP
 
     Raises ValueError for what is no endpoint, ZMQError where no socket can be made.
 

@@ -38,17 +38,40 @@ def make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, exist_ok=True)
 
 
+def open_private(path: Path, flags: int) -> int:
+    """Open a file in a directory of our own or of root's, and see that only its owner can read it.
+
+    Another user may have made the directory since it was used last. A link that she put there could lead to any file of
+    ours, which would be written to. The directory is held open between the look and the opening, so that it cannot be
+    exchanged in between.
+
+    flags  as for os.open; a file that O_CREAT makes has mode 0600
+
+    Returns a descriptor. Raises OSError.
+    """
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if (uid := os.fstat(directory).st_uid) not in _trusted():
+            raise PermissionError(errno.EPERM, f"the directory belongs to uid {uid}", str(path.parent))
+        file = os.open(path.name, flags | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    finally:
+        os.close(directory)
+    status = os.fstat(file)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+        os.fchmod(file, 0o600)  # it may have been there before, whatever the umask was then
+    return file
+
+
 def check_place(directory: Path) -> None:
     """Raise NotPrivate if another user could put another directory, or a link, in the place of this one.
 
-    Looks at every directory and every symbolic link on the way, from the root on. Each must belong to our user, to
-    root, or to the owner of the root directory (in a user namespace files of the real root show another uid). Each
-    directory must be closed to everybody, or be sticky like /tmp, where an entry can only be moved by its owner.
-    Members of a group that may write there are trusted.
+    Looks at every directory and every symbolic link on the way, from the root on. Each must belong to our user or to
+    root. Each directory must be closed to everybody, or be sticky like /tmp, where an entry can only be moved by its
+    owner. Members of a group that may write there are trusted.
 
     Raises OSError.
     """
-    trusted = {os.getuid(), 0, os.stat("/").st_uid}
+    trusted = _trusted()
     place, left, links = Path("/"), [*reversed(directory.absolute().parts[1:])], 0
     while left:
         name = left.pop()
@@ -90,3 +113,11 @@ def check_runtime_dir(directory: Path) -> None:
             f"the runtime directory {directory} belongs to uid {status.st_uid}: whoever listens there is not your "
             "supervisor; give another --runtime-dir ($MODELCTL_RUNTIME_DIR)"
         )
+
+
+def _trusted() -> set[int]:
+    """Return the uids that may do as they please with our files anyway.
+
+    In a user namespace files of the real root show another uid: that of the owner of the root directory.
+    """
+    return {os.getuid(), 0, os.stat("/").st_uid}

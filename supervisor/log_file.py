@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from protocol.private_paths import make_private, open_private
+
 
 class LogFile(logging.Handler):
     """Append each record to a file that only its owner can read.
@@ -73,13 +75,11 @@ class LogFile(logging.Handler):
         if self._fd >= 0 and there is not None and os.path.samestat(there, os.fstat(self._fd)):
             return
         if there is None:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            make_private(self.path.parent)
+        fd = open_private(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = fd
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            os.fchmod(fd, 0o600)  # a log of an earlier version, or one that logrotate has created
 
     def _named(self) -> os.stat_result | None:
         try:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from protocol.limits import SUPERVISOR_NAME
+from protocol.private_paths import make_private
 from protocol.runtime_paths import default_runtime_dir
 from supervisor.log_file import LogFile
 from supervisor.model_logs import ModelLogs
@@ -38,7 +39,7 @@ def prepare(path: Path) -> int:
     A full or read-only disk must not keep a model from starting: whatever fails here is left for the log to miss.
     """
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         if (size := path.stat().st_size) <= MAX_LOG_BYTES:
             return size
         path.rename(path.with_name(path.name + ".1"))

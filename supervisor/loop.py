@@ -70,6 +70,8 @@ from supervisor.requests.refusals import refusal
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.seats import Seat
 from supervisor.runtime_dir import RuntimeDir
+from supervisor.runtime_watch import LOOK_S as RUNTIME_LOOK_S
+from supervisor.runtime_watch import RuntimeWatch
 from supervisor.signals import Signals
 from supervisor.timers import Timer
 from supervisor.workers.leftovers import Leftovers
@@ -124,6 +126,8 @@ class Supervisor:
             self._open_tcp(opening, ring)
         self._back = WorkerPort(self._context, back_endpoint(runtime.path))
         self._launcher = LocalLauncher(self._reactor.timers, Leftovers(runtime.path, log), log)
+        files = [file for file in (self._front.file, self._admin.file, self._back.file) if file is not None]
+        self._runtime_watch = RuntimeWatch(runtime, files, self._launcher.record_again, log)
         self._signals = Signals()
         self.fleet = Fleet(
             config,
@@ -181,6 +185,7 @@ class Supervisor:
         for port in (self._front, self._admin):
             self._reactor.every(PORT_LOOK_S, partial(self._look_at, port))
         self._reactor.every(LOOK_S, self.fleet.look)
+        self._reactor.every(RUNTIME_LOOK_S, self._runtime_watch.look)
         if (gate := self._gate) is not None:
             self._log.info("listening on %s, for keys on the list only", gate.port.endpoint)
             self._reactor.every(REVOKE_S, gate.look)

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from protocol.private_paths import make_private, open_private
+
 _FORMAT = "%(asctime)s modelctl %(levelname)-7s %(message)s"
 _OURS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} modelctl [A-Z]+ ")
 
@@ -45,8 +47,8 @@ class ModelLogs(logging.Handler):
         path = self._path_of(worker.partition("~")[0])
         line = self.format(record).replace("\n", " ") + "\n"
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+            make_private(path.parent)
+            fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
         except OSError:
             return
         try:

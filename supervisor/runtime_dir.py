@@ -2,14 +2,14 @@
 
 import fcntl
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from protocol.private_paths import NotPrivate, check_place, check_private, make_private
+from protocol.runtime_paths import PAUSED
 
 LOCK = "lock"
 """The file that names the pid of the supervisor whose directory this is."""
-SOCKETS = ("front", "front.paused", "admin", "admin.paused", "back")
+SOCKETS = ("front", f"front{PAUSED}", "admin", f"admin{PAUSED}", "back")
 
 
 class RuntimeDirError(Exception):
@@ -31,9 +31,22 @@ class RuntimeDir:
         self.path = path
         self._directory = _acquire(path)
 
+    def is_in_place(self) -> bool:
+        """Return whether the path still leads to the directory that is held."""
+        try:
+            return os.path.samestat(self.path.lstat(), os.fstat(self._directory))
+        except OSError:
+            return False
+
+    def make_again(self) -> None:
+        """Make and lock the directory once more, because it was removed. Raises as the first time."""
+        new = _acquire(self.path)
+        os.close(self._directory)
+        self._directory = new
+
     def release(self) -> None:
         """Remove the sockets and give the directory up. The lock file stays: removing it would race with the next."""
-        _remove_sockets(self._directory)
+        _remove_sockets(self.path, self._directory)
         os.close(self._directory)
 
 
@@ -42,7 +55,7 @@ def _acquire(path: Path) -> int:
     directory = _open_private(path)
     try:
         _lock(path, directory)
-        _remove_sockets(directory)  # left by a killed supervisor; the lock says that nobody listens
+        _remove_sockets(path, directory)  # left by a killed supervisor; the lock says that nobody listens
     except BaseException:
         os.close(directory)
         raise
@@ -93,7 +106,12 @@ def _lock(path: Path, directory: int) -> None:
         os.close(file)
 
 
-def _remove_sockets(directory: int) -> None:
+def _remove_sockets(path: Path, directory: int) -> None:
     for name in SOCKETS:
-        with suppress(FileNotFoundError):
+        try:
             os.unlink(name, dir_fd=directory)
+        except FileNotFoundError:
+            pass
+        except OSError as e:
+            told = f"cannot remove {path / name}: {e.strerror}; remove it, or give another --runtime-dir"
+            raise RuntimeDirError(told) from None

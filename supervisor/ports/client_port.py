@@ -6,7 +6,6 @@ send, and the loop's probe of clients with unfinished requests.
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,14 +17,14 @@ import zmq
 from protocol.codec import decode, encode, named, pack_error, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
-from protocol.runtime_paths import PAUSED
 from protocol.socket_calls import DONT_WAIT, has_input, monitor_event, send_to
 from supervisor.heap import resident, trim
 from supervisor.ports.arrivals import ArrivalLimits, Arrivals
 from supervisor.ports.connections import Connection, PortCounters, descriptor_of, is_automatic, is_older, next_channel
 from supervisor.ports.gathering import Gathering
 from supervisor.ports.monitors import open_monitor
-from supervisor.ports.sockets import Context, bind_private, path_of, router, skip_parts
+from supervisor.ports.socket_file import SocketFile
+from supervisor.ports.sockets import Context, bind_private, router, skip_parts
 from supervisor.ports.wires import Endings, Wire, process_of, shut_down, socket_behind, stop_reading
 from supervisor.requests.refusals import number_of, refusal
 
@@ -56,6 +55,8 @@ class ClientPort:
     monitor: zmq.Socket[bytes]
     counters: PortCounters = field(default_factory=PortCounters)
     listening: bool = True
+    file: SocketFile | None = None
+    """Over ipc only."""
     _flooded_at: float | None = None
     """When last a connection was ended that sent too fast; None once all that it sent has been dropped."""
     beyond: "ClientPort | None" = None
@@ -91,22 +92,18 @@ class ClientPort:
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2500)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2500)
         monitor = open_monitor(context, socket, MONITORED)
-        bind_private(socket, endpoint)
-        return ClientPort(endpoint, socket, monitor, log=log)
+        return ClientPort(endpoint, socket, monitor, log=log, file=bind_private(socket, endpoint))
 
     def pause(self) -> None:
-        """Take no new connections; those there are go on.
-
-        The socket's file is moved away. Unbinding would not do: libzmq ends what a listener has accepted with it.
-        """
-        if self.listening:
-            os.rename(path_of(self.endpoint), path_of(self.endpoint) + PAUSED)
+        """Take no new connections. Connections that exist go on."""
+        if self.listening and self.file is not None:
+            self.file.hide()
             self.listening = False
 
     def resume(self) -> None:
         """Take connections again."""
-        if not self.listening:
-            os.rename(path_of(self.endpoint) + PAUSED, path_of(self.endpoint))
+        if not self.listening and self.file is not None:
+            self.file.show()
             self.listening = True
 
     def is_flooded(self, now: float) -> bool:

@@ -1,10 +1,9 @@
 """What all ROUTERs of the supervisor have in common."""
 
-import os
-
 import zmq
 
 from protocol import limits
+from supervisor.ports.socket_file import SocketFile
 from supervisor.ports.zap import ZAP_DOMAIN
 
 PARTS_LIMIT = 2048
@@ -32,18 +31,8 @@ def router(context: Context) -> zmq.Socket[bytes]:
     return socket
 
 
-def bind_private(socket: zmq.Socket[bytes], endpoint: str, domain: bytes = ZAP_DOMAIN) -> None:
+def bind_private(socket: zmq.Socket[bytes], endpoint: str, domain: bytes = ZAP_DOMAIN) -> SocketFile:
     """Bind an ipc socket that only our own user can connect to: mode 0600, and the ZAP domain that says who may."""
     socket.setsockopt(zmq.ZAP_DOMAIN, domain)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    previous = os.umask(0o177)
-    try:
-        socket.bind(endpoint)
-    finally:
-        os.umask(previous)
-    os.chmod(path_of(endpoint), 0o600)
-
-
-def path_of(endpoint: str) -> str:
-    """The file of an ipc endpoint."""
-    return endpoint.removeprefix("ipc://")
+    return SocketFile(socket, endpoint)

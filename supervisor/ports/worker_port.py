@@ -44,7 +44,7 @@ class WorkerPort:
         self.socket = router(context)
         self.socket.setsockopt(zmq.SNDHWM, SEND_MARK)
         self.socket.setsockopt(zmq.RCVHWM, RECEIVE_MARK)
-        bind_private(self.socket, endpoint, WORKER_DOMAIN)
+        self.file = bind_private(self.socket, endpoint, WORKER_DOMAIN)
         self.more = False
         self._skipping = False
         """Parts of a message of several are still to be read."""

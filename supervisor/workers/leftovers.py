@@ -12,13 +12,13 @@ import json
 import logging
 import os
 import signal
-import stat
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from protocol.private_paths import open_private
 from supervisor.workers.processes import Seen, boot_id, command_of, look, start_of
 
 FILE = "workers.json"
@@ -149,6 +149,10 @@ class Leftovers:
         self._write()  # the mark, before anything carries it
         return found
 
+    def write_again(self) -> None:
+        """Write the record into a directory that was made again."""
+        self._write()
+
     def _expect_the_end(self, former: Record) -> None:
         for left in self._wait_for_the_end(former, ENDING_S):
             self._log.error("pid %d was killed %.0f s ago, and is still there", left.pid, ENDING_S)
@@ -181,7 +185,7 @@ class Leftovers:
         new = self._path.with_name(FILE + ".new")
         told = {"boot": self._boot, "marks": self._marks, "workers": [asdict(w) for w in self._workers.values()]}
         try:
-            with open(new, "w", opener=_private) as file:
+            with open(open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
                 json.dump(told, file)
             new.replace(self._path)
             self._failed = False
@@ -189,14 +193,6 @@ class Leftovers:
             if not self._failed:
                 self._log.warning("%s cannot be written: %s", self._path, e.strerror)
             self._failed = True
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file that only its owner can read, whatever the umask is."""
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        os.fchmod(fd, 0o600)  # the file may be there already, from a supervisor that was killed while it wrote
-    return fd
 
 
 def lineage(pid: int, seen: Iterable[Seen]) -> set[int]:

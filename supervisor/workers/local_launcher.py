@@ -81,6 +81,10 @@ class LocalLauncher:
     def sweep(self, holds: Mapping[int, str]) -> None:
         self._leftovers.sweep(holds)
 
+    def record_again(self) -> None:
+        """Write the record of the workers into a runtime directory that was made again."""
+        self._leftovers.write_again()
+
     def close(self) -> None:
         self._guard.close()
         self._epoll.close()

@@ -1,0 +1,68 @@
+"""Keeps a running supervisor reachable when its runtime directory, or a socket in it, is removed."""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from supervisor.ports.socket_file import SocketFile
+from supervisor.runtime_dir import RuntimeDir, RuntimeDirError
+
+LOOK_S = 1.0
+"""Between two looks. Four system calls each."""
+
+
+class RuntimeWatch:
+    """Looks whether the directory and the sockets are in their places, and makes them again if not.
+
+    files      of the sockets that are bound in the directory
+    made_again called after the directory was made again, for what else belongs into it
+    """
+
+    def __init__(
+        self,
+        runtime: RuntimeDir,
+        files: Sequence[SocketFile],
+        made_again: Callable[[], None],
+        log: logging.Logger,
+    ) -> None:
+        self._runtime = runtime
+        self._files = files
+        self._made_again = made_again
+        self._log = log
+        self._trouble: str | None = None
+
+    def look(self) -> None:
+        """Make again what is missing, and say so in the log. To be called every LOOK_S.
+
+        What cannot be made again is said once, and tried again with the next call.
+        """
+        try:
+            self._restore()
+            self._trouble = None
+        except (RuntimeDirError, OSError, zmq.ZMQError) as e:
+            if self._trouble != str(e):
+                self._trouble = str(e)
+                self._log.error(
+                    "new clients and workers cannot connect: the runtime directory or a socket in it was removed, and "
+                    "cannot be made again: %s. Connections that exist go on. This is tried again every second; "
+                    "`kill %d` stops this supervisor",
+                    e,
+                    os.getpid(),
+                )
+
+    def _restore(self) -> None:
+        moved = not self._runtime.is_in_place()
+        if moved:
+            self._runtime.make_again()
+        lost = [file for file in self._files if file.is_lost()]
+        for file in lost:
+            file.make_again()
+        if moved:
+            self._made_again()
+        if lost:
+            self._log.warning(
+                "%s was removed by somebody, and was made again; connections that exist go on",
+                f"the runtime directory {self._runtime.path}" if moved else ", ".join(file.path for file in lost),
+            )
