@@ -1,4 +1,4 @@
-"""What becomes of requests whose worker has died, and which of them may be why. Pure. See ``scheduler``.
+"""Decide how requests go on whose worker has died, and which of them the death is blamed on. Pure. See ``scheduler``.
 
 Most deaths are nobody's fault: a driver, memory, an operator. So the requests go on in the next worker, and none waits
 for another's answer. But each is a suspect from then on. In its next worker a suspect is on probation, until a few
@@ -17,17 +17,17 @@ from supervisor.requests.worker_events import WorkerEvents
 
 
 class Deaths(WorkerEvents):
-    """The ends of workers."""
+    """The part of the scheduler that handles the ends of workers."""
 
     def worker_gone(self, worker: str, error: WireError, now: float, *, struck: bool = True) -> list[Effect]:
-        """The worker's process has ended. What it was computing goes on in another one, now or after the restart.
+        """Take note that a worker's process has ended. Its requests go on in another worker, now or after the restart.
 
-        error   what those are told that cannot: resume is false, or no worker of the model will come up
-        struck  whether the requests may be why it ended (an order to stop it is none of their doing)
+        error   the end of requests that cannot go on: their resume is false, or no worker of the model will come up
+        struck  whether one of the requests may be the reason. An order to stop the worker is not their doing
         """
         queue = self._of_worker[worker]
         running = queue.seats[worker].close()
-        if struck:  # also those that were given up: they were being computed
+        if struck:  # those too that were given up and that the worker had yet to let go: it was computing them
             self._suspect(queue.name, running, now)
         effects: list[Effect] = []
         for request in running:
@@ -47,8 +47,9 @@ class Deaths(WorkerEvents):
         return sure and all(self._strikes.next_is_last(self._strikes.find(queue.name, p, now)) for p in payloads)
 
     def _suspect(self, model: str, running: Collection[InFlight], now: float) -> None:
-        """Remember the requests that a worker was computing when it died, and strike those that the death is blamed on:
-        once for each payload. The last strike of several suspects would hit innocent ones: it is for one alone."""
+        """Remember the requests that a worker was computing when it died, and add a strike to each payload that the
+        death is blamed on. A last strike, which makes a payload poisoned, is added only where no other request can be
+        the reason."""
         struck, sure = blamed(running)
         for payload in {request.body for request in running}:
             place = max(request.next_seq for request in running if request.body == payload)
@@ -57,7 +58,7 @@ class Deaths(WorkerEvents):
 
     def _after_death(self, request: InFlight, error: WireError, now: float, *, struck: bool) -> list[Effect]:
         queue = self._models[request.model]
-        if request.cancelled:  # its client need not know how narrow that was
+        if request.cancelled:  # the worker had yet to confirm it, which makes no difference to the client
             return self._end_cancelled(request)
         if struck:
             suspicion = self._strikes.find(request.model, request.body, now)

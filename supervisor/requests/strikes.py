@@ -1,6 +1,6 @@
-"""What is remembered of requests that were being computed when their worker died: one of them may be why. Pure.
+"""Remember the requests that a worker was computing when it died, since one of them may be the reason. Pure.
 
-Counted by payload, not by request: a client that sends the same again does not get a new count.
+Payloads are remembered, not requests: a client that sends the same payload again does not get a new count.
 """
 
 from collections import OrderedDict
