@@ -52,8 +52,9 @@ class AsyncClient:
     async def connect(self) -> Self:
         """Connects and waits for the greeting.
 
-        Raises ConnectionLost if no supervisor listens there (at once) or none answers (after ``timeout``); WireError if
-        it refuses this client (unauthorized, bad_version, draining); ValueError for a socket path that is too long.
+        Raises ConnectionLost if no supervisor or another user listens there (at once) or none answers (after
+        ``timeout``); WireError if it refuses this client (unauthorized, bad_version, draining); ValueError for a socket
+        path that is too long.
         """
         if self._connected is not None:
             raise RuntimeError("this client was connected before: make a new one")

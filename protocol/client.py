@@ -53,9 +53,9 @@ class Client:
     silence          seconds without any sign of life of the supervisor, while something is unfinished and waited for,
                      after which the connection counts as lost; a third of it before a PING is sent
 
-    Waits for the greeting. Raises ConnectionLost if no supervisor listens there (at once) or none answers (after
-    ``timeout``); WireError if it refuses this client (unauthorized, bad_version, draining); ValueError for a socket
-    path that is too long, or a key file that cannot be used.
+    Waits for the greeting. Raises ConnectionLost if no supervisor or another user listens there (at once) or none
+    answers (after ``timeout``); WireError if it refuses this client (unauthorized, bad_version, draining); ValueError
+    for a socket path that is too long, or a key file that cannot be used.
     """
 
     def __init__(

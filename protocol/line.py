@@ -100,7 +100,7 @@ class Line:
         return bool(int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def leave(self) -> None:
-        """Whoever listens there next, nothing of this session reaches it; and whoever does now cancels what it had."""
+        """End the connection and drop unsent frames. The supervisor cancels what is unfinished when it sees the end."""
         self.left = True
         self.socket.setsockopt(zmq.LINGER, 0)
         try:
@@ -121,9 +121,11 @@ class Line:
         self.socket.close(linger=0 if self.left else linger_ms)
 
     def read_monitor(self, goaway: str | None) -> str | None:
-        """Why the connection ended, None while it has not.
+        """Take in what libzmq tells of the connection, and send ``hello`` once it is there and the listener is trusted.
 
-        goaway  why the supervisor said that it will, if it did
+        goaway  why the supervisor said that it will end the connection, if it did
+
+        Returns why the connection ended, None while it has not.
         """
         end = None
         while True:
