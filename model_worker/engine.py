@@ -19,11 +19,11 @@ a name of its own. Called from load(), often."""
 
 
 class LoadError(Exception):
-    """The model cannot be loaded as configured, and trying again will not help. One line a person can act on.
+    """The model cannot be loaded as configured, and trying again will not help. The message is one line with a remedy.
 
-    key   the key of the model in models.yaml that has to change, such as "max_seq_len" or "lora.0.dir"; None for
-          model_dir: what lies in the directory is wrong
-    also  further faults of the same model, which were found along with this one
+    key   the key of the model in models.yaml that has to change, such as "max_seq_len" or "lora.0.dir"; None if the
+          content of model_dir is wrong
+    also  further faults of the same model that the same check found
     """
 
     def __init__(self, message: str, *, key: str | None = None, also: "Sequence[LoadError]" = ()) -> None:

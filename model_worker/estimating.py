@@ -1,8 +1,8 @@
 """A process of its own that reads models' directories for others: ``python -P -m model_worker.estimating PARENT``.
 
-It says what is wrong with a model, by the same checks that its worker makes before it loads, and what the model will
-take of GPUs. A directory may be hostile, huge, or on a file system that hangs: neither the supervisor nor a command
-reads any of it itself.
+It makes the checks that the model's worker makes before it loads, and reports every fault. It also reports how much GPU
+memory the model will need. A directory may be hostile, huge, or on a file system that hangs. So neither the supervisor
+nor a command reads any of it itself.
 
 Reads from stdin a JSON list of questions: {"spec": fields of EngineSpec, "sampling": the model's defaults, "counts":
 [numbers of GPUs], "installed": whether to check that the engine's package is installed here}. Writes one line of JSON
@@ -29,7 +29,7 @@ MEMORY_LIMIT = 2 << 30
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one question."""
+    """Return the answer to one question."""
     from model_worker.engine import LoadError, NotInstalled
     from protocol.worker_spec import EngineSpec
 
@@ -48,7 +48,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_transformers(spec: Any, question: dict[str, Any]) -> None:
-    """Raises LoadError."""
+    """Check the model of one question. Raises LoadError for a model that cannot be loaded."""
     from model_worker.engines.embedded.check import OFFERED, check
     from model_worker.engines.vetting import Faults
     from model_worker.intake import check_defaults
@@ -60,7 +60,7 @@ def _check_transformers(spec: Any, question: dict[str, Any]) -> None:
 
 
 def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
-    """The needs by number of GPUs. Raises LoadError."""
+    """Return the model's needs by number of GPUs. Raises LoadError for a model that cannot be loaded."""
     from model_worker.engines.exllamav2.check import check, check_installed, check_parallel
     from model_worker.engines.exllamav2.options import offered
     from model_worker.engines.exllamav2.vram import estimate_of
@@ -74,7 +74,7 @@ def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
     if (checked := faults.of(lambda: check(spec))) is not None:
         options, directory, sizes, draft = checked.options, checked.directory, checked.sizes, checked.draft
         faults.of(lambda: check_defaults(question["sampling"], offered(options.speculates)))
-        # further counts are for a remedy, should the first not suffice
+        # Further counts serve only to name a remedy if the model does not fit on the first count.
         faults.of(lambda: check_parallel(options, directory, sizes, question["counts"][0]))
         for count in question["counts"]:
             needs[count] = faults.of(lambda count=count: asdict(estimate_of(options, sizes, directory, draft, count)))  # type: ignore[misc]

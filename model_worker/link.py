@@ -28,7 +28,7 @@ from protocol.socket_calls import has_input, monitor_event
 from protocol.worker_spec import WorkerSpec
 
 CONNECT_WAIT_MS = 10_000
-"""Connecting to a Unix socket takes no time, or fails at once. A machine may have others to serve first."""
+"""Milliseconds that a connect may take. To a Unix socket it succeeds or fails at once, unless the machine is busy."""
 PROGRESS_INTERVAL_S = 0.05
 MAX_FRAME_EVENTS = 256
 MAX_FRAME_BYTES = 4 << 10
@@ -61,9 +61,9 @@ class SupervisorLink:
         self._last_progress = ("", 0.0)
 
     def hello(self) -> None:
-        """Send HELLO, once it is known that our own user listens. To be called first: nothing is sent before.
+        """Send HELLO after the kernel has confirmed that our own user listens. Call this before any other method.
 
-        Ends the process if nobody listens, or if another user does: what is said here are answers to prompts.
+        End the process if nobody listens, or if another user does: that user would receive answers to prompts.
         """
         if not self._monitor.poll(CONNECT_WAIT_MS):
             _leave("the supervisor did not take the connection")
@@ -162,6 +162,6 @@ class SupervisorLink:
 
 
 def _leave(why: str) -> NoReturn:
-    """End the process, which is of no use without its supervisor."""
+    """Print the reason and end the process: a worker is of no use without its supervisor."""
     print(why, file=sys.stderr, flush=True)
     os._exit(EXIT_DISCONNECTED)

@@ -59,7 +59,7 @@ def _point_output_to(fd: int) -> None:
 
 
 class LogWriter(io.TextIOWrapper):
-    """Text straight to a descriptor. A full disk loses lines, but does not turn a print into an engine's failure."""
+    """Writes text to a descriptor without a buffer. On a full disk lines are lost, but ``print`` raises nothing."""
 
     def __init__(self, descriptor: int) -> None:
         raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115

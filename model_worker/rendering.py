@@ -36,7 +36,7 @@ START_S = 20.0
 PATIENCE_S = 0.05
 MOST_CHILDREN = 4
 MOST_TRIES = 2
-"""How often a conversation is rendered whose process was killed or stood still."""
+"""How often a conversation is tried whose process was killed or stood still, the first try included."""
 RETRY_MS = 1000
 """``retry_after_ms`` of a request whose process failed."""
 _LONGEST_ANSWER = 64 << 20
@@ -46,12 +46,12 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 
 Outcome = tuple[int, str | WireError]
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""How a process ends by its own fault, other than by its timer."""
+"""Signals that end a process by its own fault, other than its timer's."""
 
 
 @dataclass(slots=True, eq=False)
 class _Chat:
-    """A conversation that is to be rendered for ``key``. ``tries`` counts the processes that it was given to."""
+    """A conversation to render for ``key``. ``tries`` counts the processes that it was given to."""
 
     key: int
     channel: int
@@ -60,14 +60,14 @@ class _Chat:
 
 
 class Renderer:
-    """Renders conversations by a model's template.
+    """Renders conversations by a model's template. Starts processes when they are needed.
 
     template  the model's own
     limit     most bytes of a rendered text
 
-    ``ask`` hands in a conversation under a key. ``collect`` hands out, in the order of being done, what became of each:
-    the text, or a RequestError (field "messages"), or WireError HELPER_FAILED if its processes were killed or stood
-    still, or WireError INTERNAL if its process crashed. Processes are started when they are needed.
+    ``ask`` takes a conversation under a key. ``collect`` returns the result of each, in the order in which they are
+    done: the text, or a RequestError (field "messages"), or WireError HELPER_FAILED if its processes were killed or
+    stood still, or WireError INTERNAL if its process crashed.
     """
 
     def __init__(self, template: ChatTemplate, limit: int) -> None:
@@ -127,7 +127,7 @@ class Renderer:
                 if (chat := child.chat) is not None:
                     why = child.why()
                     if why.code is ErrorCode.HELPER_FAILED and chat.tries < MOST_TRIES:
-                        # It has had its turn: it goes before all others.
+                        # This conversation has already had its turn, so it goes before all others.
                         queue = self._waiting.pop(chat.channel, deque())
                         queue.appendleft(chat)
                         self._waiting = {chat.channel: queue, **self._waiting}

@@ -167,7 +167,7 @@ def main(parent: int, mailbox: int) -> None:
     if not die_with(parent):
         return
     set_title("template child")
-    # A look at the worker's stacks is sent to its whole group. SIGPROF ends a render that takes too long.
+    # The supervisor asks for a worker's stacks by SIGUSR1 to its process group. SIGPROF ends a render that is too slow.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump holds prompts

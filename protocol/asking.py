@@ -97,8 +97,8 @@ def _json_text(schema: dict[str, Any]) -> str:
 
 def _make_lists(fields: dict[str, Any]) -> None:
     for name in ("stop", "choice", "messages", "tools"):
-        # A string is not made a list, which would be one of letters: the worker takes ``stop`` as a list of one, and
-        # refuses the others.
+        # list() would make a list of letters of a string. The worker takes a string for ``stop`` as a list of one, and
+        # refuses a string for the other fields.
         if name in fields and not isinstance(fields[name], str | dict | list):
             try:
                 fields[name] = list(fields[name])

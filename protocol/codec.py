@@ -118,7 +118,7 @@ def decode(frame: Buffer, allowed: frozenset[Kind]) -> Message:
     allowed  the kinds this socket takes in this direction
 
     Raises FrameError: BAD_FRAME, BAD_VERSION, UNSUPPORTED (kind unknown or not for this socket), TOO_LARGE; never
-    another exception, whatever the bytes are. It says of what kind the frame is and which number it names.
+    another exception, whatever the bytes are. The FrameError holds the frame's kind and the number that it names.
     """
     kind = kind_of(frame)
     try:

@@ -29,7 +29,7 @@ from protocol.session import ClientSession
 
 FIRST_PAUSE_S: Final = 0.05
 PROBE_LOOK_S: Final = 0.01
-"""Between looks whether the listener has greeted, where a handshake failed."""
+"""Seconds between two looks at the probe of a listener with which the handshake failed."""
 LONGEST_PAUSE_S: Final = 2.0
 """Pauses between tries to connect double from the first to the longest, less a random half."""
 
@@ -42,9 +42,9 @@ class Connection:
     admin        connect to the operators' socket
     key          for an endpoint over TCP: the key, or the file that holds it
     patience     seconds until WELCOME must have come
-    redial       whether to try again, while there is patience, where nobody listens; else that is final. (Where the
-                 supervisor was too busy for the handshake, it is tried again in any case.) Nothing but HELLO is sent
-                 before WELCOME, so no request is ever sent twice
+    redial       whether to try again, until ``patience`` is over, if nobody listens; if False, the first failure is
+                 final. A handshake for which the supervisor was too busy is tried again in any case. Only HELLO is
+                 sent before WELCOME, so no request is ever sent twice
     silence      seconds, see ``protocol.liveness``
 
     Raises ValueError for a socket path that is too long, a runtime directory of another user's, a key file that cannot
@@ -306,7 +306,7 @@ class Connection:
         # The monitor is read before the socket: when it tells of the end, all that came before the end is still
         # readable, and a terminal event among it must not turn into a lost connection.
         end = line.read_monitor(self.session.goaway)
-        # What another user's listener sends is not even read: its WELCOME would let requests out.
+        # Frames of another user's listener are not even read: its WELCOME would release the waiting requests.
         while line.trusted:
             if self._receive_all(line, touched):
                 self._liveness.heard(now)

@@ -44,8 +44,8 @@ class ErrorCode(IntEnum):
     OVERLOADED = 303
     """The model's queue is full. Retry after ``retry_after_ms``."""
     RATE_LIMITED = 304
-    """The key has as many requests unfinished, or tokens a minute, as it may; or the connection sent faster than its
-    messages are handled. Retry after ``retry_after_ms``."""
+    """The key has reached its limit of unfinished requests or of tokens a minute, or the connection sent messages
+    faster than the supervisor handles them. Retry after ``retry_after_ms``."""
     DRAINING = 305
     """The model, or the supervisor, is being stopped and takes no new requests."""
     DEADLINE_EXCEEDED = 401
@@ -57,10 +57,11 @@ class ErrorCode(IntEnum):
     WORKER_DIED = 500
     """The process that computed the answer ended before it was finished."""
     POISONED = 504
-    """Deaths of workers are blamed on the request, or on one just like it: it is not tried again for a while."""
+    """Deaths of workers are blamed on this request, or on one with the same payload. The supervisor does not try it
+    again for a while."""
     HELPER_FAILED = 505
-    """A process that helps the worker was killed or stood still, twice: the one that renders chat templates, or the one
-    that tries constraints. The request is not to blame. Retry."""
+    """The helper process that renders chat templates, or the one that tries constraints, was killed or stood still,
+    twice in a row. The request is not to blame. Retry."""
     INTERNAL = 599
     """A fault of the supervisor or worker itself. Its log says more."""
     CONNECTION_LOST = 600
@@ -108,9 +109,10 @@ class WireError(Exception):
         return f"{self.code.wire_name}: {self.message}"
 
     def again(self) -> "WireError":
-        """Return a copy, to be raised instead of an error that is kept.
+        """Return a copy. Raise the copy where the error itself is kept and raised more than once.
 
-        An exception that is raised many times keeps all the frames that it went through, and what these refer to.
+        The reason is that each raise adds a traceback to the exception. The traceback keeps the stack frames and all
+        objects that they refer to in memory.
         """
         return WireError(self.code, self.message, field=self.field, retry_after_ms=self.retry_after_ms)
 

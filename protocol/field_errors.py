@@ -128,9 +128,9 @@ def _number_rule(model: type[BaseModel], name: str) -> str:
 
 
 def _show(value: Any) -> str:
-    """A number, true, false and null as they are; of all else, which may be somebody's text, its type and length.
+    """Return a number, true, false or null as it is. Of any other value, which may be a prompt, return type and length.
 
-    In the terms of the wire: the client that reads this may be written in another language than Python.
+    Types are named as in msgpack and JSON, because the client may be written in another language than Python.
     """
     if value is None:
         return "null"

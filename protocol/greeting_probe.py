@@ -1,8 +1,8 @@
 """Find out whether ZeroMQ listens at a TCP address, or something that only takes connections.
 
-CURVE tells a client with the wrong key nothing: the supervisor just ends the connection. A tunnel, a proxy or a port
-forwarding without a supervisor behind it does the same, and libzmq reports both in the same words. But libzmq greets
-whoever connects with ten bytes of its own, before it knows any key.
+The supervisor ends the connection of a client with a wrong key, and CURVE gives no reason. A tunnel, a proxy or a port
+forwarding without a supervisor behind it also ends the connection. libzmq reports both cases in the same words. But a
+libzmq that listens sends a greeting to each new connection before it knows any key. The probe looks for that greeting.
 """
 
 import errno
@@ -18,7 +18,7 @@ _SIGNATURE: Final = b"\xff"
 
 
 class Listener(Enum):
-    """What a probe finds."""
+    """The result of a probe."""
 
     ZEROMQ = auto()
     OTHER = auto()
@@ -28,8 +28,10 @@ class Listener(Enum):
 
 
 class GreetingProbe:
-    """One connection to ``tcp://HOST:PORT``, on which nothing is sent. Does not block, but for the look-up of a name
-    that libzmq has looked up a moment before."""
+    """One connection to ``tcp://HOST:PORT``, on which nothing is sent.
+
+    Only the look-up of the host's name can block. libzmq has looked the same name up a moment before.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self._end_at = time.monotonic() + PROBE_S
@@ -42,12 +44,12 @@ class GreetingProbe:
             self._socket = socket.socket(family, kind | socket.SOCK_NONBLOCK, proto)
             self._socket.connect(address)
         except BlockingIOError:
-            pass  # it connects
+            pass  # the connect goes on in the background
         except (OSError, ValueError):
             self.close()
 
     def look(self) -> Listener | None:
-        """Return what listens there; None while that is not known yet."""
+        """Return the result; None while it is not known yet."""
         if self._socket is None:
             return Listener.OTHER
         try:
@@ -58,7 +60,7 @@ class GreetingProbe:
             return None if time.monotonic() < self._end_at else Listener.SILENT
 
     def close(self) -> None:
-        """Repeating it does nothing."""
+        """Close the connection. A second call does nothing."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

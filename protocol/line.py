@@ -47,12 +47,12 @@ class Line:
     hello  the first frame of the connection
     key    for TCP
 
-    Raises ValueError for what is no endpoint, ZMQError where no socket can be made.
+    Raises ValueError if ``endpoint`` is not an endpoint, ZMQError if no socket can be made.
 
-    connected  whether somebody listens there
+    connected  whether a listener took the connection
     trusted    whether frames may be sent and read: over ipc, whether the listener is a process of our own user. Over
                TCP the handshake with the key sees to that, before libzmq sends any frame
-    refused    whether the supervisor is there and will not have us: trying again is of no use
+    refused    whether the listener is not for this client: trying again is of no use
     barred     whether it ended for want of the right key
     overdue    whether the handshake ended so late that the supervisor may just have been too busy for it
     left       whether ``leave`` was called
@@ -159,7 +159,7 @@ class Line:
             except OSError:
                 return None  # the connection has ended already; the next event says why
         self.trusted = True
-        with suppress(zmq.Again):  # refused in the handshake already, which the next event says
+        with suppress(zmq.Again):  # the handshake has failed already, and the next event says so
             self.socket.send(self._hello, zmq.NOBLOCK)
         return None
 
@@ -194,13 +194,13 @@ class Line:
         mismatch = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH
         not_admitted = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if not (mismatch or not_admitted):
-            # Whoever sees first that it cannot be ends the connection, and the other one sees only that; and CURVE
-            # tells a peer whose keys do not fit nothing at all.
+            # The side that finds the mismatch first ends the connection, and the other side sees only that end. CURVE
+            # gives no reason to a peer with a wrong key.
             self._probe = GreetingProbe(self._endpoint)
             return None
         self.refused = True
         if mismatch and self._key is not None:
-            return self._bar("whoever listens here uses no keys: it is no supervisor's port, and was told nothing")
+            return self._bar("the listener here uses no keys, so it is no supervisor's port; nothing was sent")
         if not_admitted and self._key is not None:
             return self._bar(
                 f"the supervisor does not admit key {self._key.name!r} (public key {self._key.public_key}): it is not "
@@ -209,8 +209,8 @@ class Line:
         return self._bar(_NEEDS_A_KEY)
 
     def _judge_probe(self) -> str | None:
-        """Return why a handshake failed of which libzmq told no details; None if nothing failed so, or it is not known
-        yet."""
+        """Return why a handshake failed for which libzmq gave no reason. Return None while no such handshake has
+        failed, or while the probe has no result yet."""
         if self._probe is None or (listener := self._probe.look()) is None:
             return None
         self._probe.close()
@@ -273,8 +273,9 @@ def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     # A new connection is a new session, so libzmq must not reconnect. But told so outright (RECONNECT_IVL=-1), or with
     # IMMEDIATE=1, it discards at the end of the connection what had arrived and was not read yet, perhaps whole
-    # answers. So it is told to wait eleven days, and ``pump`` disconnects once it has read everything. Nobody asks who
-    # listens when libzmq reconnects by itself: a client that lost its connection must not rest for longer than that.
+    # answers. So it is told to wait eleven days, and ``pump`` disconnects once it has read everything. When libzmq
+    # reconnects by itself, no code asks the kernel who listens. So a client must call ``pump`` within eleven days after
+    # it lost its connection.
     socket.setsockopt(zmq.RECONNECT_IVL, 1_000_000_000)
     socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_MAX_FRAME)
     # Without a high-water mark on receiving: at the mark libzmq stops reading, heartbeats with it, and takes a client

@@ -110,7 +110,7 @@ def check_runtime_dir(directory: Path) -> None:
         return
     if status.st_uid != os.getuid():
         raise ValueError(
-            f"the runtime directory {directory} belongs to uid {status.st_uid}: whoever listens there is not your "
+            f"the runtime directory {directory} belongs to uid {status.st_uid}, so it is not that of your "
             "supervisor; give another --runtime-dir ($MODELCTL_RUNTIME_DIR)"
         )
 

@@ -44,7 +44,7 @@ ELSEWHERE = {
     "n": "one request has one answer: send n requests (the Python client's `choices` does)",
     "stream": "every answer is a stream",
 } | dict.fromkeys(ROUTE_KEYS, "it is a key of GENERATE's route, which stands before the body")
-"""Names that are no fields of a body: of other servers, and of the route. With what to do instead."""
+"""Names that other servers or the route have and a body has not, each with the remedy."""
 
 CONSTRAINTS = ("json_schema", "regex", "choice")
 """Fields that give the answer a shape."""
@@ -159,8 +159,8 @@ class GenerateRequest(SamplingParams, Conversation):
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """What gives the answer its shape: (field, text). None for any shape. The text of choice is a JSON list. In the
-        text of json_schema, ``whitespace_flexible`` stands as the library has it."""
+        """The request's constraint as (field, text); None without one. The text of choice is a JSON list. The text of
+        json_schema holds ``whitespace_flexible`` in the form that the library llguidance reads."""
         if self.choice is not None:
             return "choice", json.dumps(self.choice)
         if self.whitespace_flexible and self.json_schema is not None:

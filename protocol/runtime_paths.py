@@ -55,12 +55,14 @@ def ipc_path(endpoint: str) -> str | None:
 
 
 def serve_hint(endpoint: str) -> str:
-    """Return what a person can do where no supervisor listens at this endpoint: the command to type."""
+    """Return the remedy if no supervisor listens at this endpoint: the command to type."""
     path = ipc_path(endpoint)
     if path is None:
         return "start it there with `modelctl serve`"
     directory = Path(path).parent
-    usual = directory == default_runtime_dir() or Path(path).name not in _SOCKETS  # another name is nothing of serve's
+    usual = (
+        directory == default_runtime_dir() or Path(path).name not in _SOCKETS
+    )  # serve makes no socket of another name
     option = "" if usual else f" --runtime-dir {shlex.quote(str(directory))}"
     return f"start it with `modelctl serve{option}`"
 

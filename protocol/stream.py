@@ -51,8 +51,9 @@ class StreamBase:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the answer ended (protocol.messages.FinishReason): once it was read to its end, or "cancelled" once its
-        reader has left it before that. None until then, and for an answer that ended with an error."""
+        """Why the answer ended (protocol.messages.FinishReason). It is known once the reader has read the end, and is
+        "cancelled" once the reader has left before that. None until then, and for an answer that ended with an
+        error."""
         if self._cut:
             return FinishReason.CANCELLED
         return None if self._state.deltas else self._state.finish_reason

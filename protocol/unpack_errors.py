@@ -1,4 +1,4 @@
-"""Say in the terms of the wire why msgpack refused bytes. Its own exceptions name Python's classes, or say nothing."""
+"""Why msgpack refused bytes, in the terms of the wire. msgpack's own exceptions name Python's classes, or nothing."""
 
 import re
 
@@ -14,9 +14,10 @@ _MEASURED = {
 
 
 def why_refused(error: Exception) -> str:
-    """Return what is wrong with bytes, without repeating any of them.
+    """Return why bytes could not be unpacked, without repeating any of them.
 
-    error  what unpacking them raised. The message of a plain ValueError that is not msgpack's is returned as it is.
+    error  the exception that unpacking raised. The message of a plain ValueError that is not msgpack's is returned as
+           it is.
     """
     if isinstance(error, msgpack.FormatError):
         return "not msgpack: it holds the byte 0xc1, which begins no value"
@@ -28,7 +29,7 @@ def why_refused(error: Exception) -> str:
         return "a string is not UTF-8: send other bytes as a bin"
     told = str(error)
     if isinstance(error, msgpack.OutOfData) or told == "Unpack failed: incomplete input":
-        return "not complete msgpack: the bytes end where a value is due"
+        return "not complete msgpack: the bytes end where a value is expected"
     if "is not allowed for map key" in told:
         return "a map has a key that is neither a string nor a bin"
     if (beyond := _BEYOND.fullmatch(told)) is not None:
@@ -36,4 +37,4 @@ def why_refused(error: Exception) -> str:
         if what == "ext":
             return "a value of an extension type, of which this protocol has none"
         return f"{_MEASURED[what].format(found)}: at most {most} are allowed here"
-    return told if type(error) is ValueError else "not msgpack of the shape that is due here"
+    return told if type(error) is ValueError else "not msgpack of the shape that is expected here"

@@ -42,7 +42,7 @@ class WorkerSpec:
     limits          what requests may not exceed: ``sampling_defaults.LIMITS``, as ``check_limits`` passed it
     cpus            numbers of the CPUs that it keeps to, those next to its GPUs; empty for all
     leases          how long it may go without a beat, by what it is doing
-    name            what people call the worker, such as "letters:2"; empty is the model's name
+    name            the worker's name for people, such as "letters:2"; empty means the model's name
     """
 
     engine: EngineSpec

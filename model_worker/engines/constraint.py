@@ -203,9 +203,12 @@ class Constraints:
             self.cancel(job_id)
 
     def ready(self, patience: float = 0.0) -> list[tuple[Job, Callable[[], Constraint]]]:
-        """Return the jobs that wait no longer, each with a function that returns its constraint, at the place where the
-        answer goes on. That function raises RequestError for a constraint that is refused, and WireError HELPER_FAILED.
-        Waits for one of the jobs, ``patience`` seconds at most."""
+        """Return the jobs whose compilation has ended, each with a function that returns the job's constraint.
+
+        The constraint stands at the place where the answer goes on. The function raises RequestError for a refused
+        constraint, and WireError HELPER_FAILED if the helper process failed. Wait until one compilation has ended, at
+        most ``patience`` seconds.
+        """
         if not self._waiting:
             return []
         if patience:

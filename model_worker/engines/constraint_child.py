@@ -6,15 +6,15 @@ stack, and 60 kB of schema can take a second. So a constraint is compiled here f
 a random answer.
 
 Each constraint is tried in a fork of this process. The kernel ends a fork that has used its second of processor time.
-The fork has the vocabulary already, which takes a second to read: a constraint that kills its fork costs nobody a new
-start. A fork takes 4 ms. Its exit status and its own processor time tell what ended it: the constraint, or somebody
-outside.
+The fork has the vocabulary already, which takes a second to read. So a constraint that kills its fork does not cost the
+next one a new start. A fork takes 4 ms. Its exit status and its own processor time tell what ended it: the constraint,
+or somebody outside.
 
 The worker starts this process with ``main(parent, descriptor, vocabulary)``; see constraint_compiler. ``vocabulary`` is
 a file in memory that holds {pieces, textless}. An empty message over ``descriptor`` says that the vocabulary has been
 read. Then the worker sends constraints, [kind, text]. Each is answered by [seconds, refusal, signal]: the processor
-time that the trial took; what is wrong with the constraint, nil or [message, code]; and the number of the signal by
-which somebody outside ended the trial, 0 for none.
+time that the trial took; the reason for refusing the constraint as [message, code], nil for none; and the number of
+the signal by which another process ended the trial, 0 for none.
 """
 
 import os
@@ -44,7 +44,7 @@ STACK = 2 << 20
 _TOKENS = 16
 """Length of the answer that is tried."""
 _ITS_FAULT = (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
-"""How a trial ends that its constraint has killed: out of time, of stack, of memory."""
+"""Signals that end a trial by its constraint's own fault: the trial ran out of time, stack or memory."""
 
 
 def main(parent: int, descriptor: int, vocabulary: int) -> None:
@@ -52,7 +52,7 @@ def main(parent: int, descriptor: int, vocabulary: int) -> None:
     if not die_with(parent):
         return
     set_title("constraint child")
-    # A look at the worker's stacks is sent to its whole group. Ctrl-C is the supervisor's business.
+    # The supervisor asks for a worker's stacks by SIGUSR1 to its whole process group. It handles Ctrl-C itself.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -93,8 +93,8 @@ def _try_apart(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> bytes
 
 
 def _be_the_trial(server: int, writing: int, tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> NoReturn:
-    """Try a constraint and leave the process. Write what is wrong with it into the pipe."""
-    code = 1  # of a trial that ran out of memory in Python
+    """Try a constraint, write the result into the pipe, and end the process."""
+    code = 1  # the exit code if Python runs out of memory
     try:
         if die_with(server):
             resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
@@ -102,7 +102,7 @@ def _be_the_trial(server: int, writing: int, tokenizer: llguidance.LLTokenizer, 
             found: list[RequestError | None] = []
 
             def run() -> None:
-                with suppress(BaseException):  # its message, which Python would print, may quote the constraint
+                with suppress(BaseException):  # Python would print the message, which may quote the constraint
                     found.append(attempt(tokenizer, kind, text))
 
             trying = threading.Thread(target=run)

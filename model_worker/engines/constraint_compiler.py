@@ -1,11 +1,11 @@
-"""Compiles constraints off the step loop: a thread of the worker, and a process that first tries what may never end.
+"""Compiles constraints beside the step loop: in a thread of the worker, after a trial in a process of its own.
 
 The thread takes one constraint after the other. A new constraint is tried by the helper process (constraint_helper),
 which gives it a second of processor time. Then the thread compiles it, without the interpreter's lock (verified:
 another thread's longest wait beside 300 ms of compiling was 10 ms). Each answer has its constraint compiled anew (1 to
-10 ms for usual schemas): the library's copies of a matcher share their states, and the bound of those, so that a long
-answer would end all others of its schema. The first constraint starts the helper (0.2 s with a vocabulary of 500, a
-second with 128,000). The helper ends with the worker.
+10 ms for usual schemas). The reason is that copies of a matcher share their states and the limit on their number, so a
+long answer would end all other answers of its schema. The first constraint starts the helper (0.2 s with a vocabulary
+of 500, a second with 128,000). The helper ends with the worker.
 """
 
 import queue
@@ -21,13 +21,13 @@ from model_worker.engines.constraint_helper import ConstraintHelper
 from protocol.errors import RequestError
 
 KNOWN = 64
-"""Constraints whose trial is remembered, those used last. That the helper failed is not remembered: the constraint is
-not to blame for it."""
+"""How many constraints have the result of their trial remembered: those used last. A failure of the helper process is
+not remembered, because it says nothing about the constraint."""
 _STACK = 16 << 20
 
 
 class ConstraintCompiler:
-    """Of one vocabulary; see the module. ``pieces`` and ``textless`` as Vocabulary has them."""
+    """Compiles the constraints of one vocabulary. ``pieces`` and ``textless`` are those of Vocabulary."""
 
     def __init__(self, pieces: Sequence[bytes], textless: Collection[int]) -> None:
         self._helper = ConstraintHelper(pieces, textless)
@@ -37,9 +37,11 @@ class ConstraintCompiler:
         self._known: OrderedDict[tuple[str, str], RequestError | None] = OrderedDict()
 
     def matcher(self, kind: str, text: str) -> "Future[llguidance.LLMatcher]":
-        """Compile a constraint. The future gets a matcher at the beginning of an answer. It gets a RequestError if the
-        constraint is refused, and a WireError HELPER_FAILED if it could not be tried. Cancelling the future spares a
-        compilation that has not begun."""
+        """Compile a constraint. Return a future of its matcher, which stands at the beginning of an answer.
+
+        The future raises RequestError if the constraint is refused, and WireError HELPER_FAILED if the helper process
+        failed. Cancelling the future drops a compilation that has not begun.
+        """
         future: Future[llguidance.LLMatcher] = Future()
 
         def compile() -> None:

@@ -24,8 +24,8 @@ START_S = 30.0
 """Seconds that the process may take to start: 0.2 with a vocabulary of 500, a second with 128,000, more on a machine
 that is busy."""
 LEASE_S = 10.0
-"""Seconds by the clock that a trial may take. Its limit is a second of its own processor time: a trial that has had
-neither an answer nor that second by then stands still."""
+"""Seconds by the clock that a trial may take. The kernel ends a trial after a second of its own processor time. A trial
+that has neither answered nor used that second by then stands still."""
 RETRY_MS = 1000
 """``retry_after_ms`` of a request whose helper failed."""
 
@@ -44,7 +44,8 @@ class ConstraintHelper:
         self._connection: Connection | None = None
 
     def attempt(self, kind: str, text: str) -> tuple[float, RequestError | None]:
-        """Try a constraint. Returns the processor time that it took, in seconds, and what is wrong with it.
+        """Try a constraint. Return the seconds of processor time that it took, and why it is refused (None if it is
+        not).
 
         Raises WireError HELPER_FAILED if the process was killed or stood still, twice.
         """
@@ -99,7 +100,7 @@ class ConstraintHelper:
         return ours
 
     def _end(self) -> None:
-        """Kill the process, and with it what it tries. It has nothing to put in order."""
+        """Kill the process and the trial that it runs. Neither has anything to clean up."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:

@@ -62,7 +62,7 @@ class ModelDir:
         self.generation_config = faults.of(lambda: self._json("generation_config.json")) or {}
         self.tokenizer_config = faults.of(lambda: self._json("tokenizer_config.json")) or {}
         self.quantize_config = faults.of(lambda: self._json("quantize_config.json")) or {}
-        faults.of(lambda: self._json("added_tokens.json"))  # which ExLlamaV2's tokenizer reads
+        faults.of(lambda: self._json("added_tokens.json"))  # ExLlamaV2's tokenizer reads this file
         faults.of(self._check_tokenizer)
         if "auto_map" in self.config:
             print(f"{self.path}/config.json names code of its own (auto_map), which is never run", file=sys.stderr)

@@ -51,10 +51,10 @@ class Tokenizer:
 
     @cached_property
     def pieces(self) -> Pieces | None:
-        """What each id adds to a text; None for a tokenizer that is not of that kind.
+        """The bytes that each token id adds to a text; None for a tokenizer whose tokens do not add fixed bytes.
 
-        Read at the first use, because it takes a second for a large vocabulary: engines use it while they load, and a
-        check of the directory does not need it.
+        They are read at the first use, because that takes a second for a large vocabulary. Engines use them while they
+        load, and a check of the directory does not need them.
         """
         try:
             return read_pieces(self._tokenizer, self.vocab_size)

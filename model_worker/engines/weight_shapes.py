@@ -66,7 +66,8 @@ def check_shapes(directory: ModelDir) -> None:
 
 
 def _llama_shapes(directory: ModelDir) -> dict[str, tuple[int, ...] | None]:
-    """The shape of each tensor that has to be there, without the prefix; None where config.json does not state it."""
+    """Return the shape of each required tensor by its name without the prefix. A size that config.json lacks is
+    None."""
 
     def size(key: str) -> int | None:
         value = directory.text_config.get(key)

@@ -138,5 +138,5 @@ def test_another_users_directory_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path / "run", 65534, 65534)
     with pytest.raises(RuntimeDirError, match="belongs to uid 65534"):
         RuntimeDir(tmp_path / "run")
-    with pytest.raises(ValueError, match="whoever listens there is not your supervisor"):
+    with pytest.raises(ValueError, match="it is not that of your supervisor"):
         Client(runtime_dir=tmp_path / "run")

@@ -1,4 +1,4 @@
-"""What engine transformers refuses before it loads a model. No torch: the supervisor's commands ask for it, too."""
+"""Checks that engine transformers makes before it loads a model. No torch: the supervisor's commands use them, too."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ OFFERED = frozenset(
         "top_logprobs",
     }
 )
-"""What the library has a processor for, or what needs none."""
+"""Options of a request that the engine offers: the library has a processor for each, or the option needs none."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class EmbeddedOptions:
 
 @dataclass(frozen=True)
 class Checked:
-    """A model that nothing speaks against. ``context``: tokens of prompt and answer together."""
+    """A model that passed every check. ``context``: tokens of prompt and answer together."""
 
     directory: ModelDir
     tokenizer: Tokenizer
@@ -66,7 +66,7 @@ class Checked:
 
 
 def read_options(spec: EngineSpec) -> EmbeddedOptions:
-    """The options of a spec. Raises LoadError for an unknown key or a wrong value."""
+    """Return the options of a spec. Raises LoadError for an unknown key or a wrong value."""
     options = Options("transformers", spec.options, ("chunk_size", "threads"))
     return EmbeddedOptions(options.integer("chunk_size", DEFAULT_CHUNK_SIZE), options.integer("threads", 1))
 

@@ -59,7 +59,7 @@ class _Counters:
 
 
 class TransformersEngine:
-    """See the module; options in ``embedded.check``."""
+    """Serves one model with the transformers library. ``embedded.check`` describes the options."""
 
     def __init__(self, spec: EngineSpec) -> None:
         options = read_options(spec)

@@ -1,4 +1,4 @@
-"""Loading a model with the transformers library: what only the load can refuse, and how far it is."""
+"""Loading a model with the transformers library: refusals that only the load can find, and reports of progress."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -18,10 +18,11 @@ _SLACK = 1 << 22
 
 
 def load_model(directory: ModelDir, device: torch.device, progress: ProgressCallback) -> Any:
-    """The model in float32 on ``device``, in eval mode. Local safetensors only, never code from the directory, which
-    ``embedded.check`` has checked.
+    """Load the model in float32 on ``device``, in eval mode. Return it.
 
-    progress counts tensors where the library tells, else the one load. Raises LoadError.
+    Only safetensors files of the directory are read, and no code of it is run. ``embedded.check`` must have checked the
+    directory. ``progress`` counts tensors if the library reports them, else one step for the whole load. Raises
+    LoadError.
     """
     _check_size(directory)
     done_before = transformers_logging.is_progress_bar_enabled()

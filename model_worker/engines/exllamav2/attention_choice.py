@@ -51,7 +51,7 @@ def import_package(progress: ProgressCallback = lambda *_: None) -> Package:
     try:
         core = importlib.import_module("exllamav2")
         generator = importlib.import_module("exllamav2.generator")
-    except ModuleNotFoundError as e:  # check_installed has found the package itself
+    except ModuleNotFoundError as e:  # exllamav2 is there (check_installed): a package that it needs is not
         raise LoadError(f"engine exllamav2 needs the package {e.name}: pip install 'modelctl[exllamav2]'") from e
     except Exception as e:
         raise LoadError(f"exllamav2 cannot be imported: {type(e).__name__}: {one_line(e)}") from e

@@ -57,7 +57,7 @@ _DTYPES = ("F16", "BF16", "F32", "I16", "I32")
 
 @dataclass(frozen=True)
 class Checked:
-    """A model that nothing speaks against. ``draft``: None without a draft model."""
+    """A model that passed every check. ``draft``: None without a draft model."""
 
     options: ExLlamaV2Options
     directory: ModelDir
@@ -189,7 +189,7 @@ def check_cache(directory: ModelDir, mode: str, key: str = "cache_mode") -> None
     """Raise LoadError for heads that a quantized cache cannot hold: it scales 32 elements at a time."""
     head_dim = read_shape(directory).head_dim
     if mode != "FP16" and head_dim % 32:
-        told = f"{key} {mode} needs heads of a multiple of 32, those of {directory.path} are {head_dim}: FP16"
+        told = f"{key} {mode} needs heads of a multiple of 32 elements; {directory.path} has {head_dim}: set FP16"
         raise LoadError(told, key=key)
 
 

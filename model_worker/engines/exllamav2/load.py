@@ -1,6 +1,7 @@
 """Getting ExLlamaV2 and a model into memory.
 
-``exllamav2.check`` has refused before what can be known to fail; here the GPUs' memory is added (``vram``).
+Before that, ``exllamav2.check`` has refused every model that is known to fail. This module also checks the GPUs' free
+memory (``vram``).
 """
 
 import contextlib

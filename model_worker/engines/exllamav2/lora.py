@@ -33,9 +33,9 @@ _KEY = re.compile(r"model\.layers\.(\d+)\.(self_attn\.[qkvo]_proj|mlp\.(?:gate|u
 
 
 def check_adapter(adapter: Adapter, directory: ModelDir, number: int = 0) -> dict[str, Tensor]:
-    """The tensors of an adapter. Raises LoadError, naming it, for one that does not fit the model.
+    """Return the tensors of an adapter. Raises LoadError, which names the adapter, if it does not fit the model.
 
-    number  its place among the model's adapters, from 0
+    number  the adapter's place among the model's adapters, from 0
     """
     try:
         return _check(Path(adapter.directory), directory)

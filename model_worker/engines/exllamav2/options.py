@@ -27,7 +27,7 @@ OFFERED = frozenset(SamplingParams.model_fields) | {
     "top_logprobs",
     "negative_prompt",
 }
-"""All of them; two sequences per job (guidance) do not go with speculation."""
+"""Options of a request that the engine offers. Guidance needs two sequences per job, so it excludes speculation."""
 GUIDANCE = frozenset({"cfg_scale", "negative_prompt"})
 
 _KEYS = (
@@ -88,7 +88,10 @@ class ExLlamaV2Options:
 
 
 def offered(speculates: bool) -> frozenset[str]:
-    """What requests may ask for, as ``Capabilities.offered`` has it. speculates: with a draft model or n-grams."""
+    """Return the options that a request may have (``Capabilities.offered``).
+
+    speculates  whether the model has a draft model or drafts by n-grams
+    """
     return OFFERED - GUIDANCE if speculates else OFFERED
 
 

@@ -54,7 +54,7 @@ class Estimate:
 
 
 def estimate(spec: EngineSpec, gpus: int = 1) -> Estimate:
-    """What ``spec`` takes on ``gpus`` GPUs together. Raises LoadError for a model that cannot be loaded."""
+    """Return the memory that ``spec`` takes on ``gpus`` GPUs together. Raises LoadError if it cannot be loaded."""
     checked = check(spec)
     return estimate_of(checked.options, checked.sizes, checked.directory, checked.draft, gpus)
 
@@ -62,7 +62,8 @@ def estimate(spec: EngineSpec, gpus: int = 1) -> Estimate:
 def estimate_of(
     options: ExLlamaV2Options, sizes: Sizes, directory: ModelDir, draft: ModelDir | None, gpus: int = 1
 ) -> Estimate:
-    """What a model takes on ``gpus`` GPUs together, of what ``check`` has read."""
+    """Return the memory that a model takes on ``gpus`` GPUs together. The arguments are those that ``check`` has
+    read."""
     shape = read_shape(directory)
     per_gpu = _shared_bytes(directory, shape, sizes)
     workspace = per_gpu * gpus + _logits_bytes(shape, sizes) + _page_buffers(shape, options.cache_mode)
