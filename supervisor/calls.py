@@ -204,7 +204,7 @@ def _refuse_when_leaving(host: Host) -> None:
 
 
 def leaving() -> WireError:
-    """Return what whoever asks for something new is told during a shutdown."""
+    """Return the error for new requests and orders during a shutdown."""
     return WireError(ErrorCode.DRAINING, "the supervisor is shutting down: it takes no new requests and starts nothing")
 
 

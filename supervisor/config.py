@@ -119,10 +119,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Examined:
-    """What there is to say of a models.yaml.
+    """The result of reading and checking a models.yaml.
 
-    problems  all that was found; none: ``config`` may be used
-    config    what is right of the file. Keys that are wrong are left out, so that the rest can be checked further
+    problems  every problem of the file; ``config`` may be used only if there is none
+    config    the correct part of the file. Wrong keys are left out, so that the rest can be checked further
     source    finds the line of a key
     """
 
@@ -131,7 +131,7 @@ class Examined:
     problems: list[Problem]
 
     def problem(self, model: str, key: str, message: str) -> Problem:
-        """A problem at a model's key, which is written with dots: "lora.0.dir"."""
+        """Return a problem at a model's key. Nested keys are written with dots: "lora.0.dir"."""
         parts = [int(part) if part.isdecimal() else part for part in key.split(".")]
         return self.source.problem(("models", model, *parts), message)
 
@@ -158,7 +158,7 @@ def examine_config(file: Path) -> Examined:
         path: KeyPath = ("models", name)
         if problem := _name_problem(name):
             problems.append(source.problem(path, problem))
-        if name not in flawed:  # a key that is left out would be missed by others
+        if name not in flawed:  # a wrong key was left out, and other keys may need it
             problems += [source.problem((*path, key), message) for key, message in combination_problems(config)]
             wrong = sampling_problems(config)
             problems += [source.problem((*path, *key), message) for key, message in wrong]
@@ -173,7 +173,7 @@ def examine_config(file: Path) -> Examined:
 
 
 def _fit(data: Any) -> tuple[FileConfig, list[Flaw]]:
-    """The file's values in their types, without those that do not fit, and what is wrong with these."""
+    """Return the file's values in their types, without those that do not fit, and the flaws of these."""
     try:
         return fit(FileConfig, data), []
     except Unfit as e:
@@ -185,7 +185,7 @@ def _fit(data: Any) -> tuple[FileConfig, list[Flaw]]:
         if isinstance(keys, dict):
             try:
                 sound[name] = fit(ModelConfig, {key: value for key, value in keys.items() if key not in wrong})
-            except Unfit:  # what is required is missing or wrong
+            except Unfit:  # a required key is missing or wrong
                 continue
     supervisor = SupervisorConfig()
     if isinstance(data, dict) and not any(flaw.path[:1] == ("supervisor",) for flaw in flaws):
@@ -200,9 +200,9 @@ def _name_problem(name: str) -> str | None:
 
 
 def _find(name: str, config: ModelConfig, base: Path) -> tuple[ModelSpec | None, list[tuple[KeyPath, str]]]:
-    """The model with its directories, None if one is missing; and (key, message) for each that is.
+    """Return the model with its directories (None if one is missing), and (key, message) for each missing directory.
 
-    base  what paths are relative to
+    base  the directory to which paths are relative
     """
     paths: list[tuple[KeyPath, str]] = [(("model_dir",), config.model_dir)]
     if config.draft_model is not None:

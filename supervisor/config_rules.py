@@ -1,4 +1,4 @@
-"""Keys of a model in models.yaml that are right alone and wrong together, or that no request could go with. Pure."""
+"""Find keys of a model in models.yaml that contradict each other, or that every request would violate. Pure."""
 
 import difflib
 
@@ -10,7 +10,7 @@ PAGE = 256
 
 
 def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
-    """(key, message) for keys that are fine alone and wrong together."""
+    """Return (key, message) for keys that are right alone and wrong together."""
     problems = []
     custom = ":" in config.engine
     if not custom and config.engine not in ENGINE_KEYS:
@@ -41,17 +41,17 @@ def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
 
 
 def sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
-    """(path, message) for defaults and limits that no request could have."""
+    """Return (path, message) for sampling defaults and limits with which every request would be refused."""
     if config.sampling is None and config.limits is None:
         return []
-    # a tenth of a second, for keys that few models have
+    # The import takes 0.1 s, and few models have these keys.
     from protocol.sampling_defaults import DefaultsProblem, check_limits, check_sampling
 
     sampling, limits = config.sampling or {}, config.limits or {}
     name = "sampling"
     try:
         check_sampling(sampling)
-        name = "limits"  # which are held against defaults that are right
+        name = "limits"  # limits are compared with the defaults, which are right
         check_limits(limits, sampling)
     except DefaultsProblem as e:
         return [((name,) if e.key is None else (name, e.key), e.problem)]
@@ -59,19 +59,21 @@ def sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
 
 
 def _demand_problems(config: ModelConfig) -> list[tuple[str, str]]:
-    """(key, message) for what is only for lazy models, or contradicts itself."""
+    """Return (key, message) for keys that only lazy models may have, and for keys that contradict each other."""
     given = {"ttl": config.ttl is not None, "pinned": config.pinned, "priority": config.priority != 0}
     why = "is for a model that a request can start: add lazy: true, or remove it"
     problems = [(key, why) for key, is_given in given.items() if is_given and not config.lazy]
     if config.pinned and config.ttl is not None:
         problems.append(("ttl", "unloads what pinned keeps loaded; keep one of them"))
     if config.pinned and config.priority:
-        problems.append(("priority", "says who is unloaded first, and pinned that it never is; keep one of them"))
+        problems.append(
+            ("priority", "orders which models are unloaded first, and a pinned one never is; keep one of them")
+        )
     return problems
 
 
 def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:
-    """(key, message) for keys of engine exllamav2 that are wrong together."""
+    """Return (key, message) for keys of engine exllamav2 that are wrong together."""
     problems = []
     for key in ("cache_size", "chunk_size"):
         value = getattr(config, key)

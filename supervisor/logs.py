@@ -61,8 +61,8 @@ def tail(path: Path, size: int = 8192, since: int = 0) -> list[str]:
 
 
 def set_up_logging(runtime_dir: Path, *, quiet: bool) -> logging.Logger:
-    """Return the supervisor's logger. It writes to the supervisor's log file, and to stderr unless ``quiet``; what is
-    about a worker also to that worker's log."""
+    """Return the supervisor's logger. It writes to the supervisor's log file, and to stderr unless ``quiet``. Records
+    about a worker go to that worker's log, too."""
     logger = logging.getLogger("modelctl")
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -292,7 +292,7 @@ class Supervisor:
     # --- handlers -----------------------------------------------------------------------------------------------
 
     def _admit_newcomers(self) -> None:
-        """Answer libzmq's questions who may connect.
+        """Answer the questions of libzmq (ZAP) whether a connection may be admitted.
 
         Newcomers wait while the rest of a flood is dropped. A client that floods, is ended and connects again would
         otherwise fill the memory faster than it can be emptied.
@@ -471,7 +471,7 @@ class Supervisor:
             self._admin.resume()
 
     def _look_at(self, port: ClientPort) -> None:
-        """End connections of this port that take more than they may."""
+        """End connections of this port that exceed its limits."""
         port.look(time.monotonic())
         self._end_gone()
 

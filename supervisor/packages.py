@@ -1,4 +1,4 @@
-"""Where installed packages lie, for helper programs that start without site-packages (``python -I -S``)."""
+"""Find the directories of installed packages, for helpers that start without site-packages (``python -I -S``)."""
 
 from importlib.machinery import PathFinder
 from pathlib import Path

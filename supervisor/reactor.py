@@ -93,7 +93,7 @@ class Reactor:
 
     @staticmethod
     def _ask(sockets: list[tuple[AnySocket, Handler, Condition]]) -> bool:
-        """Handle those that can be read, or have something to do; whether there were any."""
+        """Call the handlers of sockets that have input or work left. Return whether there were any."""
         handled = False
         for socket, handler, waiting in sockets:
             if has_input(socket) or waiting():

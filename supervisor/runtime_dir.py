@@ -23,7 +23,7 @@ class AlreadyRunning(RuntimeDirError):
 class RuntimeDir:
     """An acquired runtime directory. Binding an ipc socket silently takes over a path in use, hence the lock first.
 
-    The directory is held open. What is judged and locked is what is held, not what the name leads to a moment later.
+    The directory is held open. The checks and the lock apply to the open directory, so nobody can exchange it between.
     """
 
     def __init__(self, path: Path) -> None:

@@ -10,14 +10,14 @@ from supervisor.ports.socket_file import SocketFile
 from supervisor.runtime_dir import RuntimeDir, RuntimeDirError
 
 LOOK_S = 1.0
-"""Between two looks. Four system calls each."""
+"""Seconds between two looks. A look takes four system calls."""
 
 
 class RuntimeWatch:
     """Looks whether the directory and the sockets are in their places, and makes them again if not.
 
-    files      of the sockets that are bound in the directory
-    made_again called after the directory was made again, for what else belongs into it
+    files      the files of the sockets that are bound in the directory
+    made_again called after the directory was made again, to write the other files that belong into it
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class RuntimeWatch:
         self._trouble: str | None = None
 
     def look(self) -> None:
-        """Make again what is missing, and say so in the log. To be called every LOOK_S.
+        """Make a missing directory or socket again, and say so in the log. The loop calls this every LOOK_S.
 
-        What cannot be made again is said once, and tried again with the next call.
+        A failure is logged once, and the next call tries again.
         """
         try:
             self._restore()
@@ -63,6 +63,6 @@ class RuntimeWatch:
             self._made_again()
         if lost:
             self._log.warning(
-                "%s was removed by somebody, and was made again; connections that exist go on",
+                "%s was removed by another process, and was made again; connections that exist go on",
                 f"the runtime directory {self._runtime.path}" if moved else ", ".join(file.path for file in lost),
             )

@@ -1,4 +1,4 @@
-"""How a value is shown to the person who wrote it in a file or sent it: as YAML and JSON spell it, unlike Python."""
+"""Show a value of a file or a request in an error message, as YAML and JSON spell it. Python's spelling differs."""
 
 MOST_SHOWN = 60
 """Characters of a value that a message repeats; of a longer one it names the type."""
@@ -18,7 +18,7 @@ def spelled(value: object) -> str:
 
 
 def spelled_name(name: object) -> str:
-    """Return a map's key, shortened. Over the wire it may be a bin, which is no name of ours."""
+    """Return a map's key, shortened. A key from the wire may be a bin, and names are strings."""
     if isinstance(name, bytes):
         return f"{name[:MOST_SHOWN].decode(errors='replace')!r} (a bin, and names are strings)"
     return repr(str(name)[:MOST_SHOWN])

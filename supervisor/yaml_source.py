@@ -61,8 +61,8 @@ class _Loader(yaml.SafeLoader):
 class YamlSource:
     """Data and lines of one file. Raises ConfigError if it cannot be read or parsed.
 
-    data      of a key that stands twice, the second value
-    problems  the keys that stand twice: the file may not be used
+    data      the values of the file; of a key that stands twice, the second value
+    problems  the keys that stand twice. A file that has any must not be used
     """
 
     def __init__(self, file: Path) -> None:

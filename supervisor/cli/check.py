@@ -52,7 +52,7 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
 
 
 def _of_port(examined: "Examined") -> "list[Problem]":
-    """What speaks against opening the port that the file asks for."""
+    """Return the problems that keep the supervisor from opening the TCP port of the file."""
     from supervisor.listening import opening_of
     from supervisor.yaml_source import ConfigError
 
@@ -64,7 +64,7 @@ def _of_port(examined: "Examined") -> "list[Problem]":
 
 
 def _of_models(examined: "Examined", *, elsewhere: bool) -> "tuple[list[Problem], list[Problem], list[str]]":
-    """Problems of the models, problems of this machine, and names of models that only their own engine can check."""
+    """Return problems of the models, problems of this machine, and models that only their own engine can check."""
     from supervisor.placement.vetting import lacking_gpus, problems_of, vet_models
     from supervisor.placement.wishes import VETTED
 

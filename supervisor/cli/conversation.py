@@ -133,7 +133,7 @@ class Conversation:
 
 
 def _tokens(stream: AsyncStream) -> int:
-    """Return the tokens of prompt and answer together; 0 if the end did not tell."""
+    """Return the tokens of prompt and answer together; 0 if the usage is not known."""
     usage = stream.usage
     return int(usage.get("prompt_tokens", 0)) + int(usage.get("completion_tokens", 0))
 
@@ -144,7 +144,7 @@ def _end_line() -> None:
 
 
 def _may_be_too_long(error: WireError) -> bool:
-    """Whether fewer messages may help: they exceed the context, or ``limits.prompt_tokens`` of the model."""
+    """Return whether the request may fit with fewer messages: it exceeds the context, or ``limits.prompt_tokens``."""
     return error.code is ErrorCode.CONTEXT_OVERFLOW or (
         error.code is ErrorCode.INVALID_REQUEST and error.field == "messages"
     )

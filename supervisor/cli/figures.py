@@ -29,12 +29,12 @@ def duration(seconds: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Seconds that a person waited for: ``0.021 s``, ``9.25 s``, ``45 s``."""
+    """Return a time as text, with three digits below 10 s: ``0.021 s``, ``9.25 s``, ``45 s``."""
     return f"{value:.3g} s" if value < 10 else duration(value)
 
 
 def progress(values: Values) -> str:
-    """``loading: 25 %``."""
+    """Return the progress of a load as text: ``loading: 25 %``."""
     done, total = values.get("done", 0), values.get("total", 0)
     return f"{values.get('phase')}: {percent(min(1.0, done / total)) if total else done}"
 

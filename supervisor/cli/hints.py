@@ -12,18 +12,18 @@ import click
 
 _HINT = re.compile(r"`modelctl ([a-z]+)([^`]*)`")
 _HERE = frozenset({"serve", "logs", "plan"})
-"""Commands that take --runtime-dir, ..."""
+"""Commands that take --runtime-dir only."""
 _ANYWHERE = frozenset(
     {"start", "stop", "restart", "reload", "shutdown", "ps", "status", "run", "bench", "load", "unload", "ls"}
 )
-"""... and those that take --connect and --key-file instead, too."""
+"""Commands that take --runtime-dir, or --connect and --key-file."""
 _needed: dict[str, str] = {}
-"""Option → value, of the one command that this process is."""
+"""The options that hints repeat: option → value. A process runs one command only."""
 
 
 def need(option: str, value: object) -> None:
-    """Have hints repeat an option. Only for what a command would not find without it: not for a default, and not for
-    what stands in the environment."""
+    """Make hints repeat an option. Do not call this for a default or for a value from the environment: the next command
+    finds these by itself."""
     _needed[option] = str(value)
 
 

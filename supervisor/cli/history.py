@@ -5,10 +5,11 @@ from dataclasses import dataclass
 Message = dict[str, str]
 
 ROOM_SHARE = 8
-"""Where no --max-tokens is given, one part in so many of the context is kept free for the next answer."""
+"""Without --max-tokens, the context divided by this number is kept free for the next answer."""
 KEPT_SHARE = 0.75
-"""Once turns have to go, so many go that the rest takes this share of what it may. If only what is too much went, every
-later turn would begin differently from the one before, and the worker would compute the whole prompt anew each time."""
+"""When turns are dropped, so many are dropped that the rest takes this share of the allowed tokens. If only the excess
+were dropped, each later prompt would begin differently from the one before. The worker could then not use its cache,
+and would compute the whole prompt anew each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Turn:
 
     @property
     def size(self) -> int:
-        """Bytes, as a measure of this turn's share of the tokens."""
+        """The turn's bytes, from which its share of the tokens is estimated."""
         return len(self.question.encode(errors="surrogatepass")) + len(self.answer.encode(errors="surrogatepass"))
 
 
@@ -29,7 +30,7 @@ class History:
 
     system      the system message, which always stays
     context     tokens of the model's context; None if that is not known
-    max_tokens  most tokens of an answer; None for what the context leaves
+    max_tokens  most tokens of an answer; None for as many as fit into the context
     """
 
     def __init__(self, system: str | None = None, context: int | None = None, max_tokens: int | None = None) -> None:
@@ -68,13 +69,13 @@ class History:
         self._turns.clear()
 
     def drop_oldest(self, count: int) -> None:
-        """Forget so many of the oldest turns."""
+        """Forget the ``count`` oldest turns."""
         del self._turns[:count]
 
     def make_room(self, tokens: int) -> bool:
         """Forget the oldest turns if too little of the context is left for another answer.
 
-        tokens  what the conversation takes now, as the worker counted it. Each turn's share is estimated by its bytes;
+        tokens  tokens of the conversation now, as the worker counted them. Each turn's share is estimated by its bytes;
                 the worker's next count corrects the estimate
 
         Returns whether turns were forgotten.

@@ -46,7 +46,7 @@ def logs(model: str, follow: bool, lines: int, as_json: bool, runtime_dir: Path)
 
 
 def _there_are(runtime_dir: Path) -> str:
-    """Say which logs there are, for a name that has none. Configured models that never started have none either."""
+    """Return the names of the logs, for the error about a name without a log. A model that never started has no log."""
     try:
         names = sorted(path.stem for path in log_dir(runtime_dir).glob("*.log"))
     except OSError:  # no permission

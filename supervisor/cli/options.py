@@ -19,7 +19,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def config_file(command: F) -> F:
-    """Adds FILE and ``--config FILE``, which mean the same, handed on as ``file``: None if neither is given."""
+    """Add the argument FILE and the option ``--config FILE`` to a command. Both set its parameter ``file``."""
 
     def keep(context: click.Context, _: click.Parameter, value: Path | None) -> None:
         context.meta["modelctl.config"] = value

@@ -1,6 +1,6 @@
-"""The short form of `status`: what people ask first, in some ten lines a model. Pure.
+"""The short form of `status`: the values that people look for first, in some ten lines a model. Pure.
 
-Nothing that is unknown takes a line. ``figures`` has the whole, for `status --verbose`.
+Unknown values take no line. ``figures`` has all values, for `status --verbose`.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _TROUBLE = {
 
 
 def of_supervisor(s: Values) -> Entries:
-    """The part of the supervisor."""
+    """Return the lines about the supervisor."""
     counters = s["counters"]
     found = {
         "process": f"pid {s['pid']}, version {s['version']}, up for {figures.duration(s['uptime_s'])}",
@@ -38,7 +38,7 @@ def of_supervisor(s: Values) -> Entries:
 
 
 def of_model(m: Values) -> Entries:
-    """The part of one worker."""
+    """Return the lines about one worker."""
     return _told(
         {
             "state": _state(m),
@@ -71,7 +71,8 @@ def _state(m: Values) -> str:
 
 
 def _last_exit(m: Values) -> str | None:
-    """How the last process ended, unless it was asked to, or the reason of the state says the same."""
+    """Return how the last process ended; None if it was stopped by order. Leave out a message that the reason
+    repeats."""
     last = m.get("last_exit")
     if not last or last["reason"] == "asked":
         return None

@@ -15,7 +15,7 @@ from supervisor.cli.options import as_json, connect, is_remote, supervisor_optio
 from supervisor.cli.waiting import wait_for_turnovers
 
 _APPLIED = dict.fromkeys(("vram_limit", "watch"), "applied to workers that are started from now on")
-"""What becomes of keys of the section ``supervisor`` that do not count at once."""
+"""How keys of the section ``supervisor`` are applied that do not change running workers."""
 
 
 @click.command()

@@ -53,7 +53,7 @@ def _milliseconds(context: click.Context, option: click.Parameter, given: str | 
 
 
 def _number(text: str) -> float | str:
-    """Return a number, which counts seconds as in models.yaml. On the command line all that is given is a string."""
+    """Return a number (of seconds) as a number, other text as it is. The command line gives every value as a string."""
     try:
         return float(text)
     except ValueError:
@@ -184,9 +184,9 @@ def run(
 
 
 def _loaded(client: Client, model: str, *, quiet: bool) -> dict[str, Any]:
-    """Return the model's status once it is loaded, or will not be by itself. Shows how the load gets on.
+    """Wait until the model is loaded, or is not going to load by itself. Return its status. Show the load's progress.
 
-    Before a model was loaded its status does not tell whether it has a chat template, nor its context.
+    Before a model was loaded, its status has neither its context nor whether it has a chat template.
     """
     live = LiveLines()
     while True:

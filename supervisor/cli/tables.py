@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from supervisor.cli.hints import completed
 
 GAP = "  "
-"""Between two columns."""
+"""The space between two columns."""
 
 
 def terminal_width() -> int | None:

@@ -55,8 +55,8 @@ def _show(live: LiveLines, models: list[ModelStatus]) -> None:
 
 
 def _steady(model: ModelStatus) -> str:
-    """A line without what moves. In backoff the command waits on, so that the reason is said here; of a model that has
-    failed the command says it at its end."""
+    """Return a line about a model without progress. In backoff it has the reason, because the command goes on waiting.
+    The reason of a failed model is not in it: the command prints that at its end."""
     text = f"{model['name']}: {model['state']}"
     return f"{text}: {model['reason']}" if model["state"] == "backoff" and model.get("reason") else text
 

@@ -109,8 +109,8 @@ class Replica:
 
     @property
     def reason(self) -> str | None:
-        """Why the worker is in its state, in one line: what ended its last process, or why it sleeps. None where the
-        state says it all."""
+        """Why the worker is in its state, in one line: the end of its last process, or the reason for its sleep. None
+        in states that need no reason."""
         ended = self.last_exit.message if self.last_exit is not None else None
         if self.state in (WorkerState.FAILED, WorkerState.BACKOFF):
             return ended

@@ -165,7 +165,7 @@ class Turnover:
         return [ticket.describe() for ticket in self._told]
 
     def order(self, cause: str, how: How, plan: Callable[[], Plan], settings: Sequence[str] = ()) -> int:
-        """Carry out what ``plan`` says when the orders before are done. Returns the order's number.
+        """Queue an order: carry out ``plan`` when the earlier orders are done. Returns the order's number.
 
         settings  see ``Ticket``
         """

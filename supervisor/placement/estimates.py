@@ -1,8 +1,8 @@
-"""What is wrong with models, and what their workers will take of GPUs' memory.
+"""Ask whether models can be loaded, and how much GPU memory their workers will need.
 
-A process of its own is asked, which reads the models' directories instead of us. The supervisor starts one for each
-question. It is killed when it takes too long, and dies with the supervisor. Its answer comes as a file in memory that
-is read when it has ended: there is no pipe that could fill or be left half read.
+A separate process (``model_worker.estimating``) reads the models' directories. The supervisor starts one for each
+question. The supervisor kills it when it takes too long, and it dies with the supervisor. It writes its answer to a
+file in memory, which is read when the process has ended. A pipe could fill, or be left half read.
 """
 
 import contextlib
@@ -25,15 +25,18 @@ from supervisor.timers import Timer, Timers
 # -P, because a json.py in the directory where the user happens to be is not Python's
 _PROGRAM = (sys.executable, "-P", "-m", "model_worker.estimating")
 ESTIMATE_S = 20.0
-"""How long one may take. Reading the headers of a 70B model takes some milliseconds, from a cold disk a second."""
+"""Seconds that one answer may take. Reading the headers of a 70B model takes some milliseconds, from a cold disk a
+second."""
 LOOK_S = 0.05
-"""How often a command that waits looks for new answers."""
+"""Seconds between two looks of a waiting command for new answers."""
 MAX_ANSWER = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """sampling   the model's sampling defaults
+    """A question about one model.
+
+    sampling   the model's sampling defaults
     counts     numbers of GPUs for which the needs are wanted, the likeliest first
     installed  whether it is a fault that the engine's package is not installed on this machine
     """
@@ -59,8 +62,13 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """An answer. Exactly one of: ``needs`` by number of GPUs; ``unknown``: why nobody can tell; ``faults``: why the
-    model cannot be loaded, then with ``retry``: whether another try may help."""
+    """An answer. It has exactly one of ``needs``, ``unknown`` and ``faults``.
+
+    needs    the memory that the model needs, by number of GPUs
+    unknown  why the memory cannot be estimated
+    faults   why the model cannot be loaded
+    retry    with ``faults``: whether another try may help
+    """
 
     needs: Mapping[int, Needs] | None = None
     unknown: str | None = None
@@ -69,7 +77,7 @@ class Estimated:
 
     @property
     def error(self) -> str | None:
-        """The first fault's message, which is what a worker would say, too. None without a fault."""
+        """The first fault's message, in the words that a worker would use. None without a fault."""
         return self.faults[0].message if self.faults else None
 
 
@@ -167,7 +175,7 @@ class Estimator:
 def ask_now(questions: Sequence[Question]) -> list[Estimated]:
     """Return the answers, in the order of the questions, for a command that waits. Raises OSError."""
     found: list[Estimated] = []
-    while len(found) < len(questions):  # once more for the rest, where one of them ends the process
+    while len(found) < len(questions):  # if one question ends the process, another process gets the rest
         process, answer = start(questions[len(found) :])
         lost = _wait(process, answer)
         found += answers(answer)[: len(questions) - len(found)]
@@ -179,7 +187,7 @@ def ask_now(questions: Sequence[Question]) -> list[Estimated]:
 def _wait(process: "subprocess.Popen[bytes]", answer: int) -> Estimated:
     """Wait until the process has ended. It is killed when the next answer takes too long.
 
-    Returns what is to be said of the first question that it has left unanswered.
+    Returns the answer to the first question that the process has left unanswered.
     """
     size, deadline = 0, time.monotonic() + ESTIMATE_S
     while True:

@@ -1,7 +1,7 @@
-"""Which models of a models.yaml cannot be loaded, for commands that start nothing.
+"""Find the models of a models.yaml that cannot be loaded, for commands that start nothing.
 
-The checks of a model are those of its worker, made by a process of its own (``estimates``). What only this machine
-lacks (a GPU, the engine's package) is told apart, since a file may be checked on another machine than it is for.
+A separate process (``estimates``) makes the checks that the model's worker makes before it loads. A fault of this
+machine (a missing GPU or package) is marked as such, because a file may be checked on another machine than it is for.
 """
 
 import os
@@ -17,7 +17,7 @@ from supervisor.yaml_source import Problem
 
 
 def vet_models(models: Mapping[str, ModelSpec], *, installed: bool) -> dict[str, Estimated]:
-    """What is wrong with each model, else what its workers take. Raises OSError if no process can be started.
+    """Return the faults of each model, or else the memory that it needs. Raises OSError if no process can be started.
 
     installed  whether it is a fault that an engine's package is not installed on this machine
     """
@@ -28,7 +28,7 @@ def vet_models(models: Mapping[str, ModelSpec], *, installed: bool) -> dict[str,
 
 
 def lacking_gpus(models: Mapping[str, ModelSpec]) -> dict[str, Fault]:
-    """The models whose GPUs this machine does not have, each with the reason."""
+    """Return the models whose GPUs this machine does not have, each with the reason."""
     wishes = {name: wish for name, spec in models.items() if (wish := wish_of(spec)) is not None}
     if not wishes:
         return {}
@@ -44,8 +44,8 @@ def lacking_gpus(models: Mapping[str, ModelSpec]) -> dict[str, Fault]:
 
 
 def problems_of(examined: Examined, faults: Iterable[tuple[str, Fault]]) -> list[Problem]:
-    """The faults of models as problems with their lines. A key that the file's own problems name is left out: what is
-    wrong with it is said already, and what follows from that would only confuse."""
+    """Return the faults of models as problems with their lines. Leave out keys that already have a problem in the file:
+    a fault that follows from that problem would only confuse."""
     told = {problem.path for problem in examined.problems}
     found = [examined.problem(name, fault.key, fault.message) for name, fault in faults]
     return [problem for problem in found if problem.path not in told]

@@ -9,7 +9,7 @@ from supervisor.placement.policy import Wish
 VETTED = frozenset({"exllamav2", "transformers"})
 """Engines whose models ``model_worker.estimating`` can check."""
 ESTIMATED = frozenset({"exllamav2"})
-"""Those of them whose needs it knows."""
+"""Engines whose memory it can estimate."""
 
 
 def wish_of(spec: ModelSpec) -> Wish | None:
@@ -26,7 +26,8 @@ def wish_of(spec: ModelSpec) -> Wish | None:
 
 
 def question_of(spec: ModelSpec, *, installed: bool = False) -> Question | None:
-    """What to ask of the process that reads the model's directory; None if only the engine itself can tell.
+    """Return the question for the process that reads the model's directory; None if only the engine can check the
+    model.
 
     installed  whether it is a fault that the engine's package is not installed here
     """
@@ -38,15 +39,16 @@ def question_of(spec: ModelSpec, *, installed: bool = False) -> Question | None:
 
 
 def answer_with(spec: ModelSpec, told: Estimated | None) -> Estimated:
-    """What is known of a model's needs: its faults first, then what models.yaml declares, then the estimate.
+    """Return the known needs of a model: its faults first, then the memory that models.yaml declares, then the
+    estimate.
 
-    told  what the process that reads the model's directory has answered; None if it was not asked
+    told  the answer of the process that reads the model's directory; None if it was not asked
     """
     if told is not None and told.faults:
         return told
     wish = wish_of(spec)
     if wish is None:
-        return Estimated()  # nothing of a GPU
+        return Estimated()  # it needs no GPU
     if (needs := declared(spec, wish)) is not None:
         return Estimated(needs=needs)
     return told or Estimated(unknown=f"there is no estimate for engine {spec.config.engine}")

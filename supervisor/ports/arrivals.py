@@ -1,4 +1,4 @@
-"""Messages of clients that were received and not handled yet: in turns, and within bounds. Pure.
+"""Queues of client messages that the supervisor has received and not handled yet, with limits. Pure.
 
 libzmq must never stop reading a client (see ``client_port``), so a client that sends faster than the supervisor handles
 would fill the memory. Every turn of the loop therefore takes in many more messages than it handles. What is left over
@@ -88,7 +88,7 @@ class Arrivals(Generic[T]):
         return channel, message
 
     def drop(self, channel: int) -> None:
-        """The connection has ended: nobody wants its messages any more."""
+        """Drop the waiting messages of a connection that has ended."""
         if (line := self._lines.pop(channel, None)) is not None:
             self._messages -= len(line.messages)
             self._bytes -= line.size
@@ -96,7 +96,8 @@ class Arrivals(Generic[T]):
         self._over.discard(channel)
 
     def excessive(self, resident: Callable[[], int]) -> list[tuple[int, int, int]]:
-        """(channel, messages, bytes) of the connections that have to be ended, since too much of them waits.
+        """Return (channel, messages, bytes) of the connections that must be ended, because too many of their messages
+        wait.
 
         Where too much waits of all together, these are the connections with the longest line, and those with a line of
         half that length or more. Many that flood at once would otherwise be ended one after the other, while the rest
@@ -118,10 +119,10 @@ class Arrivals(Generic[T]):
         return [(channel, len(self._lines[channel].messages), self._lines[channel].size) for channel in found]
 
     def all_taken(self) -> None:
-        """Nothing waits that was not taken in. Growth is counted anew from the next time that messages wait."""
+        """Note that libzmq has no more messages. The growth is measured anew when messages wait the next time."""
         self._resident = None
 
     def _longest(self, length: Callable[[_Line[T]], int], at_least: int) -> set[int]:
-        """The channels with the longest line and with lines of half that length or more."""
+        """Return the channels whose line has ``at_least``, and at least half of the longest line's length."""
         enough = max(at_least, max(map(length, self._lines.values())) / 2)
         return {channel for channel, line in self._lines.items() if length(line) >= enough}

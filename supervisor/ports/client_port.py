@@ -35,7 +35,7 @@ DRAIN_LIMIT = 64
 FLOOD_S = 1.0
 """How long newcomers wait at most after a flood."""
 LOOK_S = 0.05
-"""Between two calls of ``look``, in which libzmq can receive 100 MB."""
+"""Seconds between two calls of ``look``. libzmq can receive 100 MB in that time."""
 TAKE_LIMIT = 1024
 """Messages taken from libzmq per turn of the loop: 2 ms of work."""
 TAKE_BYTES = 8 << 20
@@ -107,8 +107,8 @@ class ClientPort:
             self.listening = True
 
     def is_flooded(self, now: float) -> bool:
-        """Whether newcomers have to wait, because a connection was ended that sent too fast and the rest of what it
-        sent is still to be dropped. For FLOOD_S at most: a handshake has 3 s."""
+        """Return whether new connections have to wait, because messages of a connection that was ended for its speed
+        are still to be dropped. They wait FLOOD_S at most, because libzmq gives a handshake 3 s."""
         return self._flooded_at is not None and now - self._flooded_at < FLOOD_S
 
     def is_waiting(self) -> bool:
@@ -116,9 +116,9 @@ class ClientPort:
         return bool(self._arrivals)
 
     def receive(self) -> Iterator[tuple[Connection, Message]]:
-        """At most DRAIN_LIMIT valid messages, of each connection in turn. Malformed ones are counted and answered here.
+        """Yield at most DRAIN_LIMIT valid messages, of each connection in turn. Count and answer malformed ones.
 
-        Ends connections that send faster than their messages are handled.
+        End connections that send faster than the supervisor handles their messages.
         """
         self._take_in()
         for channel, messages, size in self._arrivals.excessive(resident):
@@ -143,7 +143,7 @@ class ClientPort:
             yield connection, message
 
     def _take_in(self) -> None:
-        """Take what libzmq has received, up to TAKE_LIMIT messages, and put it in line."""
+        """Take up to TAKE_LIMIT received messages from libzmq, and queue them."""
         if self._skipping:
             self._skipping = not skip_parts(self.socket)
         socket, receive, known = self.socket, self.socket.recv, self._by_id.get  # a flood is read as fast as may be
@@ -171,7 +171,7 @@ class ClientPort:
                 trim()
 
     def _meet(self, routing_id: bytes, part: zmq.Frame) -> Connection | None:
-        """The connection whose first message this is; None if the message is of no connection that may stay."""
+        """Return the connection whose first message this is; None if the connection has ended or is refused."""
         if routing_id in self._left or self._ended_unheard(routing_id, part):
             return None  # sent before it left, read after
         if not is_automatic(routing_id):
@@ -282,13 +282,16 @@ class ClientPort:
             shut_down(fd, wire)
 
     def look(self, now: float) -> None:
-        """End the connections of those who were told why, and of those that fill libzmq's memory. Every LOOK_S."""
+        """End the connections whose clients have had time to read why, and those that fill libzmq's memory.
+
+        The loop calls this every LOOK_S.
+        """
         self._endings.look(now)
         for fd in self._gathering.look(resident(), self._wires, self._take_heard):
             self.end_wire(fd, self._wires[fd])
 
     def _take_heard(self) -> set[int]:
-        """The descriptors that a message came through since the last call."""
+        """Return the descriptors of connections that brought a message since the last call."""
         heard = {fd for fd, connection in self._by_fd.items() if connection.heard}
         for fd in heard:
             self._by_fd[fd].heard = False

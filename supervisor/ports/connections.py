@@ -1,4 +1,4 @@
-"""What is known of one client connection, and what libzmq tells of it with each message."""
+"""The state of one client connection, and the properties that libzmq gives with each of its messages."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -25,8 +25,8 @@ class Connection:
 
 @dataclass(slots=True)
 class PortCounters:
-    """Since the start. ``disconnected`` includes connections that libzmq cut for a frame beyond 16 MiB; ``cut_off``
-    counts those that the supervisor ended."""
+    """Counters since the start. ``disconnected`` includes connections that libzmq cut for a frame beyond 16 MiB;
+    ``cut_off`` counts those that the supervisor ended."""
 
     accepted: int = 0
     disconnected: int = 0
@@ -36,12 +36,12 @@ class PortCounters:
 
 
 def next_channel() -> int:
-    """A number that no connection of this process has had."""
+    """Return a number that no connection of this process has had."""
     return next(_channels)
 
 
 def descriptor_of(part: zmq.Frame) -> int:
-    """The one that a frame came through; -1 if libzmq does not say."""
+    """Return the descriptor of the connection that a frame came through; -1 if libzmq does not know it."""
     try:
         return int(part.get(zmq.SRCFD))
     except (zmq.ZMQError, ValueError):
@@ -49,11 +49,14 @@ def descriptor_of(part: zmq.Frame) -> int:
 
 
 def is_automatic(routing_id: bytes) -> bool:
-    """Given by libzmq. One that a client chose may be another's, whose frames it would then receive."""
+    """Return whether libzmq gave the routing id. A client could choose the id of another, and receive its frames."""
     return len(routing_id) == 5 and routing_id[0] == 0
 
 
 def is_older(routing_id: bytes, other: bytes) -> bool:
-    """libzmq's own routing ids are a zero byte and a counter of four, which wraps around."""
+    """Return whether libzmq gave ``routing_id`` before ``other``.
+
+    libzmq's own routing ids are a zero byte and a counter of four bytes, which wraps around.
+    """
     age = int.from_bytes(other[1:], "big") - int.from_bytes(routing_id[1:], "big")
     return 0 < age % (1 << 32) < 1 << 31

@@ -33,7 +33,7 @@ LAST = 16
 
 
 class TooFewDescriptors(Exception):
-    """The limit is so low that the supervisor could not work. One line that says what to do."""
+    """The limit is so low that the supervisor could not work. The message is one line with a remedy."""
 
 
 def reserve_of(limit: int, ports: int) -> int:
@@ -44,7 +44,7 @@ def reserve_of(limit: int, ports: int) -> int:
 
 
 def needed(workers: int, ports: int) -> int:
-    """The lowest limit at which a supervisor with so many workers and ports can work."""
+    """Return the lowest limit at which a supervisor with this number of workers and ports can work."""
     used = OF_SUPERVISOR + OF_WORKER * workers + FOR_OPERATORS + FEWEST_CLIENTS
     return 2 * used if 2 * used < COMFORTABLE else max(COMFORTABLE, used + reserve_of(COMFORTABLE, ports))
 
@@ -80,25 +80,25 @@ class DescriptorBudget:
             log.warning("only %d descriptors are allowed (ulimit -n): %s; allow %d", limit, told, COMFORTABLE)
 
     def scarce(self, clients: int) -> bool:
-        """Whether clients should not be taken any more, of whom so many are connected."""
+        """Return whether to take no new clients. ``clients``: how many are connected."""
         in_use = self._in_use()
         return in_use > self.limit - LAST or (in_use > self._mark and clients > 0)
 
     def plenty(self, clients: int) -> bool:
-        """Whether clients should be taken again: a quarter of the room for them is free, or none is connected.
+        """Return whether to take clients again: a quarter of the room for them is free, or none is connected.
 
-        Only clients go away by themselves. What else is in use may be more than was thought at the start.
+        Only clients go away by themselves. Other uses may need more descriptors than was estimated at the start.
         """
         in_use = self._in_use()
         room = max(0, self._mark - (in_use - clients))
         return in_use <= self.limit - 2 * LAST and clients <= room * 3 // 4
 
     def scarce_for_operators(self, operators: int) -> bool:
-        """Whether operators should not be taken any more, of whom so many are connected."""
+        """Return whether to take no new operators. ``operators``: how many are connected."""
         return operators > FOR_OPERATORS or self._in_use() > self.limit - LAST
 
     def plenty_for_operators(self, operators: int) -> bool:
-        """Whether operators should be taken again."""
+        """Return whether to take operators again."""
         return operators <= FOR_OPERATORS // 2 and self._in_use() <= self.limit - 2 * LAST
 
     def _in_use(self) -> int:

@@ -1,4 +1,4 @@
-"""Local connections that fill libzmq's memory with what it never gives us.
+"""Find local connections that fill libzmq's memory with messages that libzmq never hands over.
 
 libzmq reads a message of several parts whole before we get any of it, however long the message grows. And it reads, but
 never passes on, the messages of a client that chose a routing id which another connection has. Over TCP the kernel
@@ -16,20 +16,20 @@ _FIONREAD = 0x541B
 
 
 class Gathering:
-    """Which connections to end: memory has grown, and in two looks in a row each of them had sent something that libzmq
-    had still to read, while no message came of it."""
+    """Decides which connections to end. The memory has grown. In two looks in a row each of these connections had bytes
+    that libzmq had still to read, and brought no message."""
 
     def __init__(self) -> None:
         self._calm: int | None = None
-        """Bytes that the process had in memory when last nobody was suspected."""
+        """Bytes that the process had in memory when no connection was suspected the last time."""
         self._suspects: set[int] = set()
 
     def look(self, resident: int, accepted: Collection[int], heard: Callable[[], Collection[int]]) -> set[int]:
-        """The descriptors to end.
+        """Return the descriptors of the connections to end.
 
         resident  bytes that the process has in memory
         accepted  the descriptors of all connections
-        heard     returns those that a message came through since it was called last
+        heard     a function that returns the descriptors of connections that brought a message since its last call
         """
         if self._calm is None:
             self._calm = resident

@@ -44,7 +44,7 @@ MAX_BEHIND_OF_KEY = 4 * MAX_BEHIND
 """... and for all of a key. Streams alone are kept to less by their credit."""
 MAX_CONNECTIONS_OF_KEY = 256
 LOOK_S = 0.2
-"""Between two calls of ``look``."""
+"""Seconds between two calls of ``look``."""
 HELLO_S = 5.0
 """Between a connection and its first message, HELLO, at most. Counted in looks: a loop that is stopped hears nobody."""
 NEWCOMERS = 1000
@@ -137,8 +137,8 @@ class TcpPort(ClientPort):
         return self._by_channel.get(channel)
 
     def look(self, now: float) -> None:
-        """End the connections of clients that send a message without end, do not read, say nothing, or were told why
-        they end. Every LOOK_S."""
+        """End the connections of clients that send a message without end, do not read, send no HELLO, or have had time
+        to read why they are ended. The loop calls this every LOOK_S."""
         self._hold_off()
         self._endings.look(now)
         behind_of_key: dict[str, int] = {}

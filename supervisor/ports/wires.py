@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 LAST_WORD_S = 0.5
-"""Between the ERROR that tells a client why, and the end of its connection."""
+"""Seconds between the ERROR that tells a client why, and the end of its connection."""
 MOST_AFTER_LAST_WORD = 4096
 """Frames that a connection may send in this time. One that sends more is ended at once."""
 
@@ -38,8 +38,11 @@ class Wire:
     given: int = 0
 
     def behind(self, arrived: int) -> int:
-        """Bytes that are on their way, where ``arrived`` have arrived since the beginning. What arrives is more than
-        was given (encryption, heartbeats): that is not saved up to hide behind."""
+        """Return the bytes that were sent and have not arrived.
+
+        arrived  bytes that have arrived since the beginning. They include encryption and heartbeats, so they can exceed
+                 ``given``. ``given`` is then raised: the excess must not count in favour of later bytes
+        """
         self.given = max(self.given, arrived)
         return self.given - arrived
 
@@ -53,7 +56,7 @@ class _Ending:
 
 
 class Endings:
-    """Connections that were told why they end, and are shut down a moment later. By routing id."""
+    """Connections, by routing id, that were told why they end. They are shut down LAST_WORD_S later."""
 
     def __init__(self) -> None:
         self._endings: dict[bytes, _Ending] = {}
@@ -63,7 +66,7 @@ class Endings:
         self._endings[routing_id] = _Ending(now + LAST_WORD_S, fd, wire)
 
     def count(self, routing_id: bytes) -> None:
-        """A frame of an ended connection was dropped. Shut the connection down now if it goes on sending."""
+        """Count a dropped frame of an ended connection. Shut the connection down now if it goes on sending."""
         ending = self._endings.get(routing_id)
         if ending is not None:
             ending.frames += 1
@@ -80,7 +83,7 @@ class Endings:
 
 
 def socket_behind(fd: int) -> KernelSocket | None:
-    """The kernel's socket that a descriptor stands for now, None if the descriptor is closed."""
+    """Return the kernel's socket of which this is a descriptor now; None if the descriptor is closed."""
     try:
         status = os.fstat(fd)
     except OSError:
@@ -89,7 +92,7 @@ def socket_behind(fd: int) -> KernelSocket | None:
 
 
 def process_of(fd: int) -> int:
-    """The pid of a local client; 0 if it cannot be told, as over TCP."""
+    """Return the pid of a local client; 0 if it is not known, as over TCP."""
     credentials = borrow(fd, lambda borrowed: borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return 0 if credentials is None else int.from_bytes(credentials[:4], sys.byteorder, signed=True)
 
@@ -112,9 +115,11 @@ def stop_reading(fd: int, wire: Wire) -> None:
 
 
 def borrow(fd: int, act: Callable[[socket.socket], T]) -> T | None:
-    """What ``act`` returns for libzmq's descriptor; None if it was closed meanwhile, or its peer has left."""
+    """Call ``act`` with libzmq's descriptor as a socket and return its result. Return None if the descriptor was closed
+    meanwhile, or its peer has left."""
     try:
-        # With its kind given, Python asks the kernel for little. ``act`` must not ask for addresses.
+        # Python asks the kernel for fewer properties if the kind is given. The family may be wrong, so ``act`` must not
+        # ask for addresses.
         borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
     except OSError:
         return None

@@ -1,9 +1,9 @@
-"""The ROUTER that workers connect to. Each has the routing id that it was started with; what another sends is dropped
-by whoever knows them.
+"""The ROUTER that workers connect to. Each worker has the routing id that it was started with. The loop drops frames
+from any other routing id.
 
-No other process may connect. This socket has a receive mark, since workers must wait for a supervisor that is slower
-than they are, and libzmq 4.3.5 can be made to abort the process at such a mark: by a PING of ZMTP, which no worker
-sends, from a connection that then ends (see ``client_port``).
+No other process may connect. The reason: this socket has a receive mark, because workers must wait for a supervisor
+that is slower than they are. At such a mark a peer can make libzmq 4.3.5 abort the process: it sends a PING of ZMTP,
+and its connection ends (see ``client_port``). Workers send no PING.
 """
 
 from collections.abc import Callable, Iterator

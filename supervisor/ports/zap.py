@@ -1,5 +1,5 @@
-"""Who may connect: over ipc processes of our own user, and to the workers' socket workers only; over TCP holders of a
-key that is on the list. Answers ZAP (ZeroMQ RFC 27) inside the supervisor's loop.
+"""Admits connections: answers ZAP (ZeroMQ RFC 27) inside the supervisor's loop. Over ipc processes of our own user may
+connect, and to the workers' socket only workers. Over TCP holders of a key that is on the list may connect.
 
 pyzmq's ready-made authenticator does not look at uids. libzmq gives the peer of an ipc connection as
 ``localhost:uid:gid:pid`` (SO_PEERCRED), which cannot be forged. Over CURVE it gives the client's public key, after the

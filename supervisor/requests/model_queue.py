@@ -151,7 +151,7 @@ class ModelQueue:
         return len(self.suspects) + len(self.again) + self.line.position(request)
 
     def after_death(self) -> None:
-        """The suspects of a death have been pushed: decide how many are tried at once.
+        """Decide how many suspects are tried at once. Call this after the suspects of a death have been pushed.
 
         With n suspects, k at a time, all have passed after n / k probations. If a death strikes k of them, those are
         then tried one by one. Both together take the fewest probations where k is the root of n.
@@ -219,7 +219,7 @@ class ModelQueue:
 
 
 def _order(suspect: InFlight) -> tuple[bool, bool, int]:
-    """Return what suspects are sorted by. A client that waits in the middle of its answer goes before one that may not
-    even have had a slot in the worker that died. Those that must be alone go after the others. Then the prompt that is
-    the quickest to read goes first, so that a long one delays nobody but itself."""
+    """Return the key by which suspects are sorted. A client that waits in the middle of its answer goes before one that
+    may not even have had a slot in the worker that died. Those that must be alone go after the others. Then the prompt
+    that is the quickest to read goes first, so that a long one delays nobody but itself."""
     return not suspect.has_tokens, suspect.alone, suspect.cost + len(suspect.ids) // 4

@@ -1,4 +1,4 @@
-"""How a client is told that one of its frames is not taken. Pure. The rule stands in ``protocol.messages`` (ERROR)."""
+"""Make the answer to a refused frame. Pure. ``protocol.messages`` (ERROR) states the rule."""
 
 from protocol.codec import pack_body, pack_error
 from protocol.errors import WireError

@@ -346,7 +346,7 @@ def test_what_is_for_lazy_models_only(tmp_path: Path) -> None:
         ({"pinned": True}, "models.a.pinned: is for a model that a request can start"),
         ({"priority": 1}, "models.a.priority: is for a model that a request can start"),
         ({"lazy": True, "pinned": True, "ttl": "1h"}, "models.a.ttl: unloads what pinned keeps loaded"),
-        ({"lazy": True, "pinned": True, "priority": 1}, "models.a.priority: says who is unloaded first"),
+        ({"lazy": True, "pinned": True, "priority": 1}, "models.a.priority: orders which models are unloaded first"),
         ({"lazy": True, "ttl": 0}, "must be never, or a duration above zero"),
         ({"lazy": True, "ttl": "soon"}, "must be never, or a duration above zero"),
     ]

@@ -16,7 +16,7 @@ from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.serving import WITHIN, Serving, engine, wait_until
 
-MADE_AGAIN = "was removed by somebody, and was made again; connections that exist go on"
+MADE_AGAIN = "was removed by another process, and was made again; connections that exist go on"
 CANNOT = "cannot be made again"
 SHORT = {"step_s": 0.002, "context": 100_000}
 OFTEN = {"limit": 100, "initial": "50ms", "max": "100ms"}
