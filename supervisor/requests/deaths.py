@@ -65,8 +65,6 @@ class Deaths(WorkerEvents):
             if self._strikes.poisons(suspicion):
                 return self._end(request, self._poisoned())
             request.place, request.alone = request.next_seq, self._strikes.next_is_last(suspicion)
-        elif request.has_passed:
-            request.place, request.alone = None, False
         if not request.resumable or not queue.accepts:
             return self._end(request, error)
         request.phase, request.worker = Phase.WAITING, ""

@@ -112,5 +112,5 @@ class InFlight(Stream):
 
     @property
     def has_passed(self) -> bool:
-        """Whether the request is under no suspicion, or has passed its probation in its present worker."""
+        """Whether the request is under no suspicion, or has passed its probation in its present worker for good."""
         return self.place is None or self.next_seq >= max(self.begun, self.place) + PROBATION

@@ -37,6 +37,7 @@ class Heard:
     resume: bool = True
     seqs: list[int] = field(default_factory=list)
     ends: int = 0
+    end: str = ""
     tokens: int = 0
     delivered: int | None = None
     granted: int = 0
@@ -84,7 +85,8 @@ class FakeClient:
         if entry.flags & TERMINAL:
             heard.ends += 1
             heard.delivered = fields.get("delivered_tokens")
-            self.codes[fields.get("error", {}).get("name") or "worker's own"] += 1
+            heard.end = fields.get("error", {}).get("name") or "worker's own"
+            self.codes[heard.end] += 1
             assert heard.delivered in (None, heard.tokens)
         else:
             assert heard.cancelled or len(heard.seqs) <= self.window + heard.granted, "sent without credit"

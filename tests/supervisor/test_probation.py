@@ -12,6 +12,7 @@ import pytest
 from protocol.codec import decode
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import WORKER_TO_SUPERVISOR, EventFlag, Events, Generate
+from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.in_flight import PROBATION, Effect, ToClient, ToWorker
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.scheduler import Scheduler
@@ -48,7 +49,6 @@ class Box:
         self.kills: dict[Key, int] = {}
         self.reading: dict[Key, int] = {}
         self.read: Counter[tuple[int, Key]] = Counter()
-        self.ended: dict[Key, str] = {}
         for name in self.names:
             self.scheduler.add_worker("m", name, DOWN)
             self.scheduler.accept_new(name)
@@ -69,15 +69,14 @@ class Box:
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, ToClient):
-                before = dict(self.client.codes)
                 self.client.take(effect.frame)
-                for code in self.client.codes:
-                    if self.client.codes[code] > before.get(code, 0):
-                        for request, heard in self.client.heard.items():
-                            if heard.ends:
-                                self.ended.setdefault((1, request), code)
             elif isinstance(effect, ToWorker):
                 self.workers[effect.worker].inbox.append(effect.frame)
+
+    @property
+    def ended(self) -> dict[Key, str]:
+        """How each request ended that is over."""
+        return {(1, request): heard.end for request, heard in self.client.heard.items() if heard.ends}
 
     def step(self, name: str = "m:1") -> None:
         """One step of a worker. A worker that dies is replaced at once."""
@@ -302,15 +301,18 @@ def test_a_new_request_that_kills_while_suspects_are_tried_is_found() -> None:
 
 
 def test_a_long_prompt_delays_nobody_but_itself() -> None:
-    box, keys = full()
-    box.reading[keys[0]] = 5000
-    body = b"prompt " + b"x" * 5000  # it is known by its length, before any worker has read it
-    request = box.scheduler._live[keys[0]]
-    request.cost = len(body) // 4
+    box = Box()
+    long = [(1, number) for number in range(1, 8)]  # more than are on probation at once
+    short = [(1, number) for number in range(8, SLOTS + 1)]
+    box.ask(*(number for _, number in long), prefix="x" * 5000)
+    box.ask(*(number for _, number in short))
+    box.run(10)
+    box.reading = dict.fromkeys(long, 5000)
     box.die()
-    assert box.steps_until_all_have_more(keys[1:], TOKENS) < 60
+    assert box.steps_until_all_have_more(short, TOKENS) < 60
     box.run(60)
-    assert box.on_probation() == [keys[0]], "it is being read"
+    assert set(box.on_probation()) <= set(long), "they are being read"
+    assert len(box.on_probation()) == isqrt(SLOTS)
 
 
 def test_while_the_prompt_of_a_suspect_with_one_strike_left_is_read_only_new_requests_wait() -> None:
@@ -358,8 +360,21 @@ def test_one_worker_is_kept_for_a_suspect_that_must_be_alone_and_the_others_take
     assert box.scheduler.work(tried)[0] > 1, "and after its probation, that one has others, too"
 
 
+def test_nothing_else_is_given_to_a_worker_that_tries_a_suspect_alone() -> None:
+    box = Box()
+    box.ask(1)
+    box.run(1)
+    box.reading = {(1, 1): 20}
+    box.die()
+    box.ask(2)
+    box.run(20)
+    assert (box.events[1, 1], box.events[1, 2]) == (2, 0)
+    box.run(PROBATION)
+    assert box.events[1, 2], "it has passed"
+
+
 def test_a_suspect_that_must_be_alone_comes_to_a_worker_although_new_requests_keep_coming() -> None:
-    box = Box(slots=8)
+    box = Box(slots=64)
     box.ask(1)
     box.run(1)
     box.die()
@@ -475,6 +490,46 @@ def test_with_a_limit_of_one_each_suspect_is_tried_alone() -> None:
     assert all(box.events[key] > 12 for key in keys)
     box.run_until_all_ended()
     assert set(box.ended.values()) == {"worker's own"}
+
+
+def test_the_last_strike_is_not_for_one_of_several() -> None:
+    """A reload lowers the limit while suspects are tried together, each of which has one strike less than that."""
+    box, _ = full(limit=3)
+    box.die()
+    box.run(1)
+    struck = box.on_probation()
+    box.die()
+    for _ in range(60):
+        box.run(1)
+        if set(struck) & set(box.on_probation()):
+            break
+    tried = box.on_probation()
+    assert len(tried) > 1
+    box.scheduler.set_policies(HoldLimits(), StrikePolicy(limit=2))
+    box.die()
+    assert not box.ended
+    assert {box.strikes(number) for _, number in set(tried) & set(struck)} == {1}
+
+
+def test_a_death_while_another_request_is_new_makes_nobody_poisoned() -> None:
+    """A request that is sent again is far from where the worker died, and is not kept alone until it gets there."""
+    box = Box()
+    box.kills = {(1, 1): 50, (1, 2): 50}
+    body = b"kills at its fiftieth event"
+    box.perform(box.scheduler.submit(1, Generate(1, "m", {"resume": False}, body), box.now))
+    box.run(51)
+    assert (box.deaths, box.ended[1, 1]) == (1, "worker_died")
+    box.perform(box.scheduler.submit(1, Generate(2, "m", {}, body), box.now))
+    box.run(2 * PROBATION)
+    assert not box.on_probation()
+    box.reading = {(1, 3): 200}
+    box.ask(3)
+    while box.deaths < 2:
+        box.run(1)
+    assert not box.ended.get((1, 2)), "the request that was being read may have been the reason"
+    box.reading = {}
+    box.run_until_all_ended()
+    assert (box.ended[1, 2], box.ended[1, 3]) == ("poisoned", "worker's own")
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
