@@ -250,6 +250,17 @@ def test_leaving_cancels_once(runtime_dir: Path, leave: Callable[[AsyncClient], 
     asyncio.run(main())
 
 
+def test_the_reason_is_known_as_soon_as_the_loop_is_left(runtime_dir: Path) -> None:
+    async def main() -> None:
+        async with connected(runtime_dir, HoldingScript()) as (_, client):
+            stream = client.generate("letters", "x")
+            async for _ in stream:
+                break
+            assert stream.finish_reason == "cancelled"
+
+    asyncio.run(main())
+
+
 def test_cancel_lets_the_reader_see_the_end(runtime_dir: Path) -> None:
     async def main() -> None:
         async with connected(runtime_dir, HoldingScript()) as (peer, client):

@@ -161,6 +161,14 @@ def test_leaving_at_the_end_cancels_nothing(runtime_dir: Path) -> None:
     assert stream.finish_reason == "stop", "all of it was read"
 
 
+def test_the_reason_is_known_as_soon_as_the_loop_is_left(runtime_dir: Path) -> None:
+    with ScriptedPeer(runtime_dir / "front", HoldingScript()) as peer, Client(peer.endpoint) as client:
+        for _ in (stream := client.generate("letters", "x")):
+            assert stream.finish_reason is None
+            break
+        assert stream.finish_reason == "cancelled"
+
+
 def test_leaving_before_the_end_is_cancelled_even_if_the_end_had_come(runtime_dir: Path) -> None:
     """The text that was read is not the whole answer, so "stop" would mislead."""
     with ScriptedPeer(runtime_dir / "front", answers(["a", "b"])) as peer, Client(peer.endpoint) as client:
