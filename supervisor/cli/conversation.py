@@ -93,6 +93,11 @@ class Conversation:
             self._tell_of_dropping(self.history.make_room(_tokens(stream)) or left_out > 0)
         return interrupted
 
+    def begin_anew(self) -> None:
+        """Forget all turns."""
+        self.history.clear()
+        self._told_of_dropping = False
+
     def _has_filled_context(self, stream: AsyncStream) -> bool:
         return stream.finish_reason == "length" and self._context is not None and _tokens(stream) >= self._context
 

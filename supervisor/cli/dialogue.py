@@ -83,7 +83,7 @@ def _obey(command: str, conversation: Conversation) -> None:
         case "/help" | "/?":
             click.echo(HELP)
         case "/clear":
-            history.clear()
+            conversation.begin_anew()
             click.echo("(the conversation begins anew)", err=True)
         case "/undo":
             count = len(history) - 1

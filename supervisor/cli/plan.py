@@ -13,7 +13,7 @@ from supervisor.cli import exit_codes
 from supervisor.cli.config_file import find_config
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json, config_file, connect, runtime_dir_option
-from supervisor.cli.tables import table
+from supervisor.cli.tables import GAP, table, terminal_width
 
 if TYPE_CHECKING:
     from supervisor.config import Examined
@@ -151,7 +151,9 @@ def _lines(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> list[str]:
             ]
             sums = (_gib(sum(parts.get(part, 0) for _, parts in rows)) for part in shown)
             cells.append(("in all", *sums, _gib(used)))
-            lines += [f"  {line}" for line in table(header, cells).splitlines()]
+            width = terminal_width()
+            narrower = None if width is None else width - len(GAP)
+            lines += [f"{GAP}{line}" for line in table(header, cells, narrower).splitlines()]
         lines.append("")
     started = [o for o in outcomes if o.candidate.autostart]
     lines += [f"{o.candidate.worker}: {_in_words(o)}" for o in outcomes if _in_words(o)]
