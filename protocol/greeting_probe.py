@@ -8,23 +8,12 @@ libzmq that listens sends a greeting to each new connection before it knows any 
 import errno
 import socket
 import time
-from enum import Enum, auto
 from typing import Final
 
 PROBE_S: Final = 1.0
 """How long the greeting may take."""
 _SIGNATURE: Final = b"\xff"
 """The first byte of every greeting of ZMTP 2 and 3."""
-
-
-class Listener(Enum):
-    """The result of a probe."""
-
-    ZEROMQ = auto()
-    OTHER = auto()
-    """It takes no connection, ends it, or speaks another language."""
-    SILENT = auto()
-    """It takes the connection and says nothing: no supervisor, or one on a machine that is too busy."""
 
 
 class GreetingProbe:
@@ -48,16 +37,15 @@ class GreetingProbe:
         except (OSError, ValueError):
             self.close()
 
-    def look(self) -> Listener | None:
-        """Return the result; None while it is not known yet."""
+    def greeted(self) -> bool | None:
+        """Return whether the listener greets as ZeroMQ does; None while that is not known yet."""
         if self._socket is None:
-            return Listener.OTHER
+            return False
         try:
-            return Listener.ZEROMQ if self._socket.recv(1) == _SIGNATURE else Listener.OTHER
+            return self._socket.recv(1) == _SIGNATURE
         except OSError as e:
-            if e.errno not in (errno.EAGAIN, errno.ENOTCONN):
-                return Listener.OTHER
-            return None if time.monotonic() < self._end_at else Listener.SILENT
+            waiting = e.errno in (errno.EAGAIN, errno.ENOTCONN) and time.monotonic() < self._end_at
+            return None if waiting else False
 
     def close(self) -> None:
         """Close the connection. A second call does nothing."""

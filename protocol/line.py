@@ -9,7 +9,7 @@ from typing import Final
 import zmq
 
 from protocol.client_key import ClientKey
-from protocol.greeting_probe import GreetingProbe, Listener
+from protocol.greeting_probe import GreetingProbe
 from protocol.limits import SOCKET_MAX_FRAME
 from protocol.peer_user import check_listener
 from protocol.runtime_paths import ENVIRONMENT_VARIABLE, PAUSED, ipc_path, serve_hint
@@ -194,6 +194,8 @@ class Line:
         mismatch = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH
         not_admitted = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if not (mismatch or not_admitted):
+            if self.overdue:
+                return self._too_busy()
             # The side that finds the mismatch first ends the connection, and the other side sees only that end. CURVE
             # gives no reason to a peer with a wrong key.
             self._probe = GreetingProbe(self._endpoint)
@@ -211,22 +213,17 @@ class Line:
     def _judge_probe(self) -> str | None:
         """Return why a handshake failed for which libzmq gave no reason. Return None while no such handshake has
         failed, or while the probe has no result yet."""
-        if self._probe is None or (listener := self._probe.look()) is None:
+        if self._probe is None or (greeted := self._probe.greeted()) is None:
             return None
         self._probe.close()
         self._probe = None
-        if listener is Listener.SILENT and self.overdue:
-            return self._too_busy()
-        if listener is not Listener.ZEROMQ:
-            self.overdue = False
+        if not greeted:
             return (
                 f"no supervisor listens at {self._endpoint}: the connection was taken, but nothing that speaks ZeroMQ "
                 "answers; the address is wrong, or a tunnel, proxy or port forwarding has no supervisor behind it"
             )
         if self._key is None:
             return self._bar(_NEEDS_A_KEY)
-        if self.overdue:
-            return self._too_busy()
         return self._bar(
             f"the connection was ended in the handshake: the server_key in the file of key {self._key.name!r} is not "
             "this supervisor's, or its secret_key is not the one of its public_key, or no supervisor listens here; get "

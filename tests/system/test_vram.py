@@ -45,7 +45,7 @@ def test_the_next_worker_waits_for_the_memory_of_the_killed_one(serve: Serve, bo
     serving = serve({"a": on(0)})
     pid = load(serving, box, "a")
     assert wait_until(lambda: serving.status("a")["vram_bytes"]) == 12 * GIB
-    shown = " ".join(serving.modelctl("status").stdout.split())
+    shown = " ".join(serving.modelctl("status", "--verbose").stdout.split())
     assert "gpu 0 12.0 GiB of 80.0 GiB in use, 68.0 GiB free GPU-0a2b3c4d-0000" in shown
     assert "vram_by_gpu GPU 0: 12.0 GiB" in shown
     os.kill(pid, signal.SIGKILL)
