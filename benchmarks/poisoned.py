@@ -24,12 +24,12 @@ else:
 
 
 class Poisoned(Engine):
-    """Goes before an engine in the order of its bases."""
+    """Kills the worker for poisonous jobs. A mixin: it must stand before the engine among the base classes."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._left: dict[int, int] = {}
-        """Tokens that each poisonous job still has before it kills."""
+        """How many more tokens each poisonous job has before it kills its worker."""
 
     def submit(self, job: Job) -> None:
         super().submit(job)

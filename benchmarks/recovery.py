@@ -48,7 +48,7 @@ CONTEXT = 2048
 WITHIN_S = 2.0
 MOST_DEATHS = 3
 SLOW_STEP_S = 0.01
-"""Of the engine that needs no torch."""
+"""Seconds of a step of the engine that needs no torch."""
 _READY = re.compile(r"loading -> ready .* pid (\d+)$")
 
 
@@ -149,7 +149,7 @@ async def read_prompts(server: Server, ids: list[list[int]]) -> float:
 
 @dataclass
 class Hunt:
-    """What it took to find a request that kills at a token of its answer."""
+    """The result of the search for a request that kills its worker at a token of its answer."""
 
     deaths: int
     failed: int

@@ -162,7 +162,7 @@ def test_every_directory_that_cannot_be_loaded_is_told_with_its_line(tmp_path: P
 
 @pytest.mark.parametrize("name", [*(FOR_BOTH | FOR_TRANSFORMERS)])
 def test_a_worker_says_the_same(tmp_path: Path, name: str) -> None:
-    """And neither finds a fault that the other does not: the checks are one."""
+    """Neither the commands nor the worker find a fault that the other does not: both make the same checks."""
     change, says = (FOR_BOTH | FOR_TRANSFORMERS)[name]
     model = make(tmp_path / "m", change)
     entries = {"t": {"model_dir": str(model), "engine": "transformers"}}

@@ -141,7 +141,7 @@ def test_what_the_package_never_fuses_stays_as_it_is(make_layer: MakeLayer, orig
 
 
 def test_the_package_itself_fuses_128_experts_wrongly(make_layer: MakeLayer, original: Any) -> None:
-    """So rows are kept apart. If this fails, the package has been mended."""
+    """The package's own forward skips experts. If this test fails, the package has been mended."""
     layer = make_layer(128)
     with pytest.raises(AssertionError, match="are skipped"):
         layer.package.forward(states(2, 1))

@@ -169,7 +169,7 @@ def test_both_ways_of_more_rows_are_right(rows: int, engine: Any, monkeypatch: p
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_the_package_itself_skips_experts_of_2_to_4_rows(rows: int, engine: Any) -> None:
-    """So rows are kept apart. If this fails, the package has been mended."""
+    """The package's own forward skips experts. If this test fails, the package has been mended."""
     ids = some_ids(engine, rows, 1)
     with in_torch():
         expected = logits(engine, ids)

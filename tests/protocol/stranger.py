@@ -1,7 +1,7 @@
 """Another user, who listens where a supervisor should be: a real process with a uid of its own. Run as root.
 
-It makes the directory if it is missing. To whoever connects it says WELCOME at once, without being greeted, and it
-keeps what it receives.
+It makes the directory if it is missing. It sends WELCOME to each connection at once, without waiting for HELLO, and
+keeps every frame that it receives.
 """
 
 import json

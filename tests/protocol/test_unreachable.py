@@ -1,4 +1,4 @@
-"""An address that takes connections and has no supervisor behind it, such as a tunnel's, is not a matter of keys."""
+"""An address may take connections without a supervisor behind it, such as a tunnel's. The error does not blame keys."""
 
 import asyncio
 import contextlib

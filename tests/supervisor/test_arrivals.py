@@ -1,4 +1,4 @@
-"""Who is ended where more arrives than is handled."""
+"""Which connections are ended when more messages arrive than are handled."""
 
 from supervisor.ports.arrivals import SHORT_MESSAGES, ArrivalLimits, Arrivals
 from supervisor.ports.gathering import GROWTH, Gathering

@@ -64,7 +64,7 @@ def test_streams_go_on_beside_hostile_chats(serving: Serving, client: Client) ->
 
 
 def test_a_killed_renderer_costs_its_own_request_only(serving: Serving, client: Client) -> None:
-    """And that only where it is killed twice: a chat is rendered once more."""
+    """The request fails only if its renderer is killed twice, because a chat is rendered once more."""
     worker = serving.worker("m").pid
     stream = client.generate("m", "beside", max_tokens=300)
     with Meddler(lambda: renderers(serving), signal.SIGKILL, most=99) as meddler:

@@ -124,7 +124,7 @@ def test_malformed_frames_are_answered_and_counted(serving: Serving) -> None:
 
 
 def test_a_request_is_answered_however_many_bad_frames_came_before_it(serving: Serving) -> None:
-    """Of two kinds: one whose frame is refused, and one whose frame is right."""
+    """One request has a frame that is refused, the other has a right one."""
     too_large = encode(Generate(7, "a", {}, bytes(limits.MAX_FRAME[Kind.GENERATE])))
     with RawClient(serving.runtime_dir) as client:
         for _ in range(100):

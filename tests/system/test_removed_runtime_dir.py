@@ -81,7 +81,7 @@ def test_a_removed_socket_is_made_again(serve: Serve) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
 def test_another_users_directory_in_its_place_is_not_used(serve: Serve) -> None:
-    """Nor is anything written into it: a link that she puts there could lead to any file of the supervisor's user."""
+    """The supervisor writes nothing into it: a link in it could lead to any file of the supervisor's user."""
     serving = serve({"a": engine(**SHORT)}, restart=OFTEN)
     precious = serving.directory / "precious"
     precious.write_text("precious")
@@ -102,7 +102,7 @@ def test_another_users_directory_in_its_place_is_not_used(serve: Serve) -> None:
         assert f"{serving.runtime_dir} belongs to uid 1001" in told
         assert f"`kill {serving.pid}`" in told
         os.kill(client.status("a")["models"][0]["pid"], signal.SIGKILL)
-        with pytest.raises(ValueError, match="is not your supervisor"):
+        with pytest.raises(ValueError, match="it is not that of your supervisor"):
             serving.client()
         assert client.status()["supervisor"]["pid"] == serving.pid, "the connection that existed goes on"
         wait_until(lambda: client.status("a")["models"][0]["generation"] > 2, what="workers that find no supervisor")
