@@ -14,7 +14,7 @@ from model_worker.engines.constraint import Constraint, Constraints
 from protocol.errors import ErrorCode, WireError
 from tests.engines.test_constraints import END, LETTERS, VOCAB, a_job, outcome, push_text
 from tests.meddling import Meddler
-from tests.serving import WITHIN, is_alive, wait_until
+from tests.serving import WITHIN, is_alive, is_helper, wait_until
 
 PHRASE = ("regex", "(cow|pig) ate")
 COSTLY = ("json_schema", json.dumps({"type": "integer", "multipleOf": 1_000_003}))
@@ -32,7 +32,8 @@ def constraints() -> Iterator[Constraints]:
 
 def helpers() -> list[psutil.Process]:
     """The processes that this one has started to try constraints."""
-    return [p for p in psutil.Process().children() if is_alive(p) and "constraint_child" in " ".join(p.cmdline())]
+    children = psutil.Process().children()
+    return [p for p in children if is_alive(p) and is_helper(p, "constraint child", "constraint_child")]
 
 
 def answered(constraints: Constraints, constraint: tuple[str, str]) -> Constraint | WireError:
