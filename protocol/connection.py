@@ -306,14 +306,16 @@ class Connection:
         # The monitor is read before the socket: when it tells of the end, all that came before the end is still
         # readable, and a terminal event among it must not turn into a lost connection.
         end = line.read_monitor(self.session.goaway)
-        # Frames of another user's listener are not even read: its WELCOME would release the waiting requests.
-        while line.trusted:
-            if self._receive_all(line, touched):
-                self._liveness.heard(now)
-            self._send_all(line)
+        while True:
+            # Frames of another user's listener are not even read: its WELCOME would release the waiting requests.
+            if line.trusted:
+                if self._receive_all(line, touched):
+                    self._liveness.heard(now)
+                self._send_all(line)
             # Sending can consume the edge of the socket's file descriptor that tells of new input, so whoever waits
-            # on the descriptor next would never wake up: look again.
-            if not line.has_input:
+            # on the descriptor next would never wake up: look again. The socket is asked before the listener is
+            # trusted, too: the descriptor of a socket that is not asked stays readable, and the waiting would spin.
+            if not line.has_input or not line.trusted:
                 break
         if end is not None:
             self._failed(end, now, touched)

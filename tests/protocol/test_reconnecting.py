@@ -6,6 +6,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import zmq
 
 from protocol import AsyncClient, Client, connection
 from protocol.codec import pack_body, pack_error
-from protocol.connection import FIRST_PAUSE_S
+from protocol.connection import FIRST_PAUSE_S, check_welcomed
 from protocol.errors import ConnectionLost, ErrorCode, WireError
+from protocol.loop_connection import LoopConnection
 from protocol.messages import Call, Error, Generate, GoAway, Hello, Message, Reply
 from protocol.session import ClientSession
 from protocol.shared_connection import SharedConnection
@@ -333,3 +336,45 @@ def test_where_no_socket_can_be_made_that_is_said(runtime_dir: Path, monkeypatch
                 client.complete("letters", "x")
         assert len(tries) > 1
         assert client.complete("letters", "x").text == "fine"
+
+
+@contextmanager
+def nobody_accepts() -> Iterator[str]:
+    """An address whose queue of newcomers is full: a connection to it is not refused, and never made."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as stack:
+        for _ in range(8):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(server.getsockname())
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", [SharedConnection, LoopConnection])
+def test_a_client_rests_while_its_connection_is_being_made(kind: type[SharedConnection] | type[LoopConnection]) -> None:
+    """The socket's descriptor is readable from the start. Left alone, it would keep the client busy until connected."""
+    pumped = 0
+
+    async def connect(endpoint: str) -> None:
+        nonlocal pumped
+        waiting = kind(endpoint, patience=0.5)
+        pump = waiting.pump
+
+        def counted() -> None:
+            nonlocal pumped
+            pumped += 1
+            pump()
+
+        waiting.pump = counted  # type: ignore[method-assign]
+        try:
+            if isinstance(waiting, SharedConnection):
+                waiting.wait_welcome()
+            else:
+                waiting.pump()
+                while not check_welcomed(waiting):
+                    await waiting.wait_change()
+        finally:
+            waiting.close()
+
+    with nobody_accepts() as endpoint, pytest.raises(ConnectionLost, match="nobody took the connection"):
+        asyncio.run(connect(endpoint))
+    assert pumped < 50
