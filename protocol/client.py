@@ -138,7 +138,7 @@ class Client:
 
         When it ends, and how its tokens are drawn:
         max_tokens       most tokens; unset is what is left of the model's context
-        stop             strings that end the answer
+        stop             strings that end the answer, or one string
         temperature      0 is greedy
         seed             of this request's draws; unset draws one
         sampling         top_k, min_tokens, logprobs, ...: the other fields of protocol.request.GenerateRequest, or

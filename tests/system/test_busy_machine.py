@@ -27,7 +27,7 @@ AT_ONCE = 48
 """Requests that are under way together."""
 KILL_EVERY = 100
 """Requests between two deaths of a worker."""
-HANGS_S = 10 * WITHIN
+HANGS_S = 4 * WITHIN
 """After which a request that has not ended is said to hang. The longest take seconds."""
 ENDLESS = 1_000_000
 EMBEDDED = {"engine": "transformers", "gpu": "cpu", "max_batch_size": 16}
