@@ -7,11 +7,14 @@ repair in place, so an engine need not be able to go on after one.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from protocol.errors import WireError
 from protocol.request import SamplingParams
 from protocol.worker_spec import EngineSpec
+
+if TYPE_CHECKING:
+    from model_worker.engines.constraint import Constraints
 
 ProgressCallback = Callable[[str, int, int], None]
 """(phase, done, total): "loading" counts modules or bytes, "warmup" steps; what an engine compiles comes before, under
@@ -200,6 +203,10 @@ class Engine(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, special tokens of the text not interpreted beyond the tokenizer's own rule, BOS added
         where the model expects it."""
+
+    @property
+    def constraints(self) -> "Constraints | None":
+        """What compiles the constraints of jobs, None if the engine offers none. Valid after load()."""
 
     @property
     def chat_template(self) -> ChatTemplate | None:

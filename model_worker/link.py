@@ -16,8 +16,10 @@ from protocol.codec import decode, encode, pack_body
 from protocol.messages import (
     SUPERVISOR_TO_WORKER,
     Answer,
+    Compiled,
     Hello,
     Message,
+    Parked,
     Prefill,
     Progress,
     Ready,
@@ -136,6 +138,14 @@ class SupervisorLink:
     def answer(self, ask: int, body: bytes) -> None:
         """Answer an ASK. Waits behind events while the pipe is full, as they do."""
         self._outbox.answer(encode(Answer(ask, body)))
+
+    def parked(self, channel: int, request: int) -> None:
+        """Give a job back to the supervisor, until ``compiled``."""
+        self._outbox.answer(encode(Parked(channel, request)))
+
+    def compiled(self, channel: int, request: int, party: int, milliseconds: int) -> None:
+        """Ask for a job that was given back. ``milliseconds`` of processor time were spent on it, for ``party``."""
+        self._outbox.answer(encode(Compiled(channel, request, party, milliseconds)))
 
     @property
     def unsent(self) -> bool:

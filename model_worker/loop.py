@@ -1,6 +1,7 @@
 """The worker's loop: receive, submit, step, send. One thread, one engine; it blocks on the socket only when idle.
 
-A conversation becomes a prompt in another process (``rendering``), while steps go on and other requests overtake it.
+A conversation becomes a prompt in another process (``rendering``), while steps go on and other requests overtake it. A
+job whose constraint has to be compiled first goes back to the supervisor meanwhile (``parking``).
 """
 
 import itertools
@@ -14,6 +15,7 @@ from typing import Any
 from model_worker.engine import Delta, Engine, EngineEvent, Failed, Finished, Prefilling, TokenLogprob
 from model_worker.intake import Intake, prompt_field
 from model_worker.link import SupervisorLink
+from model_worker.parking import Parking
 from model_worker.questions import answer, failed
 from model_worker.rendering import Renderer
 from model_worker.sending import Tally
@@ -83,6 +85,7 @@ class WorkerLoop:
         # what is being rendered, by the same ids
         self._chats: dict[int, tuple[_Tracked, GenerateRequest]] = {}
         self._questions: dict[int, tuple[int, Tokenize]] = {}
+        self._parking = Parking(engine.constraints, link)
         self._asked: deque[Ask] = deque()
         self._shutdown = False
         self._stats_due = 0.0
@@ -113,6 +116,7 @@ class WorkerLoop:
             for key, outcome in self._renderer.collect():
                 self._beat.step()
                 self._rendered(key, outcome)
+        self._parking.tell()
         if self._jobs:
             self._steps()
         if busy and not (self._jobs or self._chats):
@@ -122,7 +126,7 @@ class WorkerLoop:
 
     def _steps(self) -> None:
         """A step; several, if the supervisor's messages and the next report are all that could come between them."""
-        alone = not (self._asked or (self._renderer is not None and self._renderer.busy))
+        alone = not (self._asked or self._parking.busy or (self._renderer is not None and self._renderer.busy))
         until = self._stats_due if alone else 0.0
         events, at = self._link.steps(self._engine.step, self._beat, self._jobs, until)
         while at < len(events):
@@ -134,8 +138,9 @@ class WorkerLoop:
             return self._link.receive(0)
         self._beat.idle()
         if not rendering or self._renderer is None:
-            return self._link.receive(UNSENT_WAIT_MS if self._link.unsent else IDLE_WAIT_MS)
-        return self._link.receive(RENDERING_WAIT_MS, self._renderer.descriptors)
+            wait_ms = UNSENT_WAIT_MS if self._link.unsent else IDLE_WAIT_MS
+            return self._link.receive(wait_ms, self._parking.descriptors)
+        return self._link.receive(RENDERING_WAIT_MS, [*self._renderer.descriptors, *self._parking.descriptors])
 
     def _apply(self, message: Message) -> None:
         match message:
@@ -149,14 +154,18 @@ class WorkerLoop:
                 self._shutdown = True
 
     def _submit(self, channel: int, request: int, carry: dict[str, Any], body: bytes) -> None:
-        job_id = next(self._ids)
+        parked = self._parking.take(channel, request)
+        job_id = next(self._ids) if parked is None else parked
         resumed = len(carry.get("token_ids", b"")) // 4
         tracked = _Tracked(channel, request, carry.get("seq", 0), resumed, carry)
         try:
             asked = self._intake.parse(body, resumed=bool(tracked.seq))
             conversation = self._intake.conversation(asked)
         except WireError as e:
+            self._parking.forget(job_id)
             self._send_error(tracked, e)
+            return
+        if parked is None and self._parking.park(job_id, channel, request, carry, asked.constraint):
             return
         if conversation is None or self._renderer is None:
             self._start(job_id, tracked, asked)
@@ -171,6 +180,7 @@ class WorkerLoop:
             tracked, asked = chat
             del self._job_ids[tracked.channel, tracked.request]
             if isinstance(outcome, WireError):
+                self._parking.forget(key)
                 self._send_error(tracked, outcome)
             else:
                 self._start(key, tracked, asked, outcome)
@@ -191,6 +201,8 @@ class WorkerLoop:
                 e.field = prompt_field(asked)
             self._send_error(tracked, e)
             return
+        finally:
+            self._parking.forget(job_id)
         tracked.prompt_tokens = len(job.prompt_ids)
         self._jobs[job_id] = tracked
         self._job_ids[tracked.channel, tracked.request] = job_id
@@ -211,11 +223,14 @@ class WorkerLoop:
 
     def _cancel(self, channel: int, request: int) -> None:
         """Free the job and confirm. A job unknown here has ended: its terminal event is on its way."""
+        if self._parking.cancel(channel, request):
+            return  # the supervisor knows that the worker has not got the job
         job_id = self._job_ids.get((channel, request))
         if job_id is None:
             return
         if job_id in self._chats and self._renderer is not None:
             self._renderer.cancel(job_id)
+            self._parking.forget(job_id)
             tracked, _ = self._chats.pop(job_id)
             del self._job_ids[channel, request]
         else:

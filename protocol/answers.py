@@ -43,10 +43,10 @@ class Delta:
 class Progress:
     """How far a request is that has no token yet.
 
-    phase           "loading" (the model), "queued" or "prefill"
+    phase           "loading" (the model), "queued", "compiling" (the constraint of the request) or "prefill"
     queue_position  requests that are before it, 0 is next; None unless queued
     done, total     tokens of the prompt that are computed, and all of them; or how far this part of the load is, in
-                    units of its own; None while queued
+                    units of its own; None while queued and compiling
     part            of the load: "loading", "warmup", or another that the engine names; None unless loading
     """
 
@@ -143,6 +143,7 @@ def _checked(token_id: Any, logprob: Any, data: Any) -> tuple[int, float, bytes]
 _REPORTS: dict[str, dict[str, type]] = {
     "loading": {"part": str, "done": int, "total": int},
     "queued": {"queue_position": int},
+    "compiling": {},
     "prefill": {"done": int, "total": int},
 }
 

@@ -33,6 +33,8 @@ MAX_FRAME: Final[dict[Kind, int]] = {
     Kind.PREFILL: 64,
     Kind.ASK: 3 * MIB + 64,
     Kind.ANSWER: 3 * MIB,
+    Kind.PARKED: 64,
+    Kind.COMPILED: 64,
 }
 """Largest frame of each kind; a larger one is answered with TOO_LARGE (or dropped and counted), alone.
 

@@ -20,6 +20,8 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
     ASK        [1, 39, ask, verb, body]                     STATS    [1, 37, body{}]
                                                             PREFILL  [1, 38, channel, request, done, total]
                                                             ANSWER   [1, 40, ask, body{result} or body{error}]
+                                                            PARKED   [1, 41, channel, request]
+                                                            COMPILED [1, 42, channel, request, party, milliseconds]
                                                             EVENTS   as above; the supervisor forwards it whole
 
 * ``request`` is the client's own number for a request: 1 to 2**64-1, used once per connection. 0 names no request.
@@ -47,11 +49,16 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
     progress     bool, default false: send REPORT until the first token
 * REPORT tells how far a request is that asked for it: ``{phase: "queued", queue_position}`` (0 is next), ``{phase:
   "loading", part, done, total}`` while its model is loaded (parts as the engine names them, such as "loading" and
-  "warmup", in units of its own), or ``{phase: "prefill", done, total}`` in tokens. It stands outside the
-  sequence of events, and one may be left out.
+  "warmup", in units of its own), ``{phase: "compiling"}`` when the request's constraint has to be compiled first, or
+  ``{phase: "prefill", done, total}`` in tokens. It stands outside the sequence of events, and one may be left out.
 * ``carry`` of JOB is what a former worker left of the answer: ``seq`` (number of the next event), ``token_ids`` (those
   that were delivered: bin, u32 little endian), ``resumes`` (how often it went on), ``queue_ms``, ``progress`` (bool).
   Unset are 0, none, 0, 0 and false.
+* PARKED gives a job back: the worker compiles its constraint first, and meanwhile the request holds no slot. COMPILED
+  says that the job may be sent again, and what processor time the constraint took. It comes, too, for a request that
+  was cancelled meanwhile, unless the compilation had not begun.
+* ``party`` in ``carry`` is whose turn a compilation takes and who pays for it: the channel, or over TCP a number that
+  all connections of one key have. ``stay`` (bool) says that the job must not be parked again.
 * ASK hands a client's CALL to a worker: verbs ``tokenize`` {prompt | messages} and ``detokenize`` {token_ids}.
 * ``index`` is ``[[request, seq, flags, tokens, length], ...]``, one entry an event: its number within the request
   (gapless from 0), EventFlag bits, how many token ids it holds, how many bytes of the body are its own. The events'
@@ -119,6 +126,8 @@ class Kind(IntEnum):
     PREFILL = 38
     ASK = 39
     ANSWER = 40
+    PARKED = 41
+    COMPILED = 42
 
 
 class EventFlag(IntFlag):
@@ -329,9 +338,26 @@ class Answer:
     body: bytes = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Parked:
+    kind: ClassVar[Kind] = Kind.PARKED
+    channel: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    kind: ClassVar[Kind] = Kind.COMPILED
+    channel: int
+    request: int
+    party: int
+    milliseconds: int
+
+
 Message = (
     Hello | Generate | Cancel | Credit | Call | Ping | Pong | Welcome | Accepted | Events | Error | Reply | GoAway
-    | Report | JobMessage | CancelJob | Ready | Shutdown | Progress | Stats | Prefill | Ask | Answer
+    | Report | JobMessage | CancelJob | Ready | Shutdown | Progress | Stats | Prefill | Ask | Answer | Parked
+    | Compiled
 )  # fmt: skip
 
 MESSAGE_CLASSES: dict[Kind, type[Message]] = {
@@ -339,6 +365,7 @@ MESSAGE_CLASSES: dict[Kind, type[Message]] = {
     for cls in (
         Hello, Generate, Cancel, Credit, Call, Ping, Pong, Welcome, Accepted, Events, Error, Reply, GoAway,
         Report, JobMessage, CancelJob, Ready, Shutdown, Progress, Stats, Prefill, Ask, Answer,
+        Parked, Compiled,
     )
 }  # fmt: skip
 
@@ -353,5 +380,8 @@ SUPERVISOR_TO_CLIENT = frozenset(
 )
 SUPERVISOR_TO_WORKER = frozenset({Kind.JOB, Kind.CANCEL_JOB, Kind.SHUTDOWN, Kind.ASK})
 WORKER_TO_SUPERVISOR = frozenset(
-    {Kind.HELLO, Kind.READY, Kind.PROGRESS, Kind.STATS, Kind.EVENTS, Kind.PREFILL, Kind.ANSWER}
-)
+    {
+        Kind.HELLO, Kind.READY, Kind.PROGRESS, Kind.STATS, Kind.EVENTS, Kind.PREFILL, Kind.ANSWER, Kind.PARKED,
+        Kind.COMPILED,
+    }
+)  # fmt: skip

@@ -26,12 +26,14 @@ from protocol.messages import (
     Ask,
     Call,
     Cancel,
+    Compiled,
     Credit,
     Events,
     Generate,
     GoAway,
     Hello,
     Message,
+    Parked,
     Ping,
     Pong,
     Prefill,
@@ -66,6 +68,7 @@ from supervisor.reactor import Reactor
 from supervisor.requests.asks import Asker, Asks
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.in_flight import Effect, ToClient, ToWorker
+from supervisor.requests.parking import TOKENS_PER_MS
 from supervisor.requests.refusals import refusal
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.seats import Seat
@@ -325,9 +328,11 @@ class Supervisor:
                     error = WireError(ErrorCode.UNSUPPORTED, "requests go to the front socket", field="request")
                     port.send(channel, encode(refusal(error, message.kind, request, runs=False)))
                 else:
-                    self.perform(self.scheduler.submit(channel, message, now))
-                    if connection.identity is not OWNER and self._gate is not None:
-                        self._gate.note(connection, message)
+                    keyed = self._gate if connection.identity is not OWNER else None
+                    party = None if keyed is None else keyed.party(connection)
+                    self.perform(self.scheduler.submit(channel, message, now, party))
+                    if keyed is not None:
+                        keyed.note(connection, message)
                     self._watch_expiry()
             case Cancel(request):
                 self.perform(self.scheduler.cancel(channel, request, now))
@@ -405,6 +410,17 @@ class Supervisor:
         elif isinstance(message, Prefill):
             key = message.channel, message.request
             self.perform(self.scheduler.prefill(replica.name, key, message.done, message.total))
+        elif isinstance(message, Parked):
+            key = message.channel, message.request
+            self.perform(self.scheduler.parked(replica.name, key, time.monotonic()))
+            self.fleet.after_events(replica)
+            self._watch_expiry()
+        elif isinstance(message, Compiled):
+            key = message.channel, message.request
+            effects = self.scheduler.compiled(replica.name, key, message.milliseconds, time.monotonic())
+            if self._gate is not None:
+                self._gate.charge_party(message.party, TOKENS_PER_MS * message.milliseconds)
+            self.perform(effects)
         elif isinstance(message, Answer):
             unpack_body(message.body)  # a client could not read what is none
             asker = self._asks.answered(replica.name, message.ask)

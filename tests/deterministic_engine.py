@@ -94,6 +94,10 @@ class DeterministicEngine:
         return list(text.encode())
 
     @property
+    def constraints(self) -> None:
+        return None
+
+    @property
     def chat_template(self) -> ChatTemplate | None:
         return ChatTemplate(self.spec.options.get("template", TEMPLATE), {"bos_token": "<s>", "eos_token": "</s>"})
 

@@ -2,8 +2,9 @@
 
 llguidance (Rust; MIT; no dependencies) says at each step which tokens may come next. What comes of that:
 
-* A constraint is compiled off the step loop (constraint_compiler). Until it is, its job waits outside the engine, and
-  others pass it. What cannot be compiled is refused by name, with the reason.
+* A constraint is compiled off the step loop (constraint_compiler). What is not known yet, or costly, is compiled before
+  its job may start (parking). The rest takes milliseconds: its job waits beside the engine, and others pass it. What
+  cannot be compiled is refused by name, with the reason.
 * The mask of allowed tokens is one more limit of the draw: it meets allowed_tokens, banned_tokens and logit_bias, and
   the penalties and the sampling parameters work on what is left. If nothing is left at the first token, the request is
   refused; later the answer ends there, with finish_reason "banned_strings" (FinishReason.BANNED).
@@ -34,8 +35,10 @@ The first mask: under 0.1 ms; 10,000 optional keys exceed its bounds after 90 ms
 in one object are the most.
 """
 
+import os
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -44,7 +47,7 @@ import numpy as np
 
 from model_worker.engine import Job
 from model_worker.engines.admission import excluded_ids
-from model_worker.engines.constraint_compiler import ConstraintCompiler
+from model_worker.engines.constraint_compiler import Compilation, ConstraintCompiler
 from model_worker.engines.constraint_grammar import TOO_COSTLY
 from model_worker.text import Pieces
 from protocol.errors import ErrorCode, RequestError
@@ -156,7 +159,7 @@ class Constraint:
 
 
 class Constraints:
-    """Those of one model: compiles them, and keeps the jobs that wait for theirs.
+    """The constraints of one model: compiles them, and keeps the jobs that wait for theirs.
 
     pieces   the model's tokens
     vocab    ids below this can be drawn
@@ -167,8 +170,61 @@ class Constraints:
         spelled = [piece.encode(errors="surrogatepass") if isinstance(piece, str) else piece for piece in pieces.table]
         self._pieces = len(spelled)
         self._vocab, self._eos_ids = vocab, frozenset(eos_ids)
-        self._compiler = ConstraintCompiler([piece or b"" for piece in spelled], self._eos_ids)
-        self._waiting: dict[int, tuple[Job, Future[llguidance.LLMatcher]]] = {}
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        bell = self._bell
+        self._compiler = ConstraintCompiler(
+            [piece or b"" for piece in spelled], self._eos_ids, lambda: os.eventfd_write(bell, 1)
+        )
+        self._waiting: dict[int, tuple[Job, Compilation]] = {}
+        self._ahead: dict[int, Compilation] = {}
+        self._untold: set[int] = set()
+        """Those of ``_ahead`` that ``compiled_ahead`` has not returned yet."""
+        self._unwanted: set[int] = set()
+        """Those of ``_untold`` whose jobs will not come."""
+
+    # --- before the job may start -----------------------------------------------------------------------------------
+
+    def is_at_hand(self, kind: str, text: str) -> bool:
+        """Return whether a job with this constraint can start, or be refused, after some milliseconds at most."""
+        return not _is_text(text) or self._compiler.is_at_hand(kind, text)
+
+    def compile_ahead(self, job_id: int, party: int, kind: str, text: str) -> None:
+        """Compile the constraint of a job that has not come yet. ``party`` is whose turn it takes, and who pays."""
+        self._ahead[job_id] = self._compiler.compile(kind, text, party, ahead=True)
+        self._untold.add(job_id)
+
+    def compiled_ahead(self) -> list[tuple[int, float]]:
+        """Return what was compiled since the last call, or given up: job ids, each with the processor time that it took
+        in seconds. The constraint is kept until ``add`` gets the job, or ``forget`` is called."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        done = [(job_id, self._ahead[job_id]) for job_id in self._untold if self._ahead[job_id].future.done()]
+        for job_id, _ in done:
+            self._untold.remove(job_id)
+            if job_id in self._unwanted:
+                self._unwanted.remove(job_id)
+                self.forget(job_id)
+        return [(job_id, made.seconds) for job_id, made in done]
+
+    def forget(self, job_id: int) -> bool:
+        """The job of ``compile_ahead`` will not come, or has been given to the engine. What has begun is compiled to
+        its end. Return whether ``compiled_ahead`` will still tell what it took."""
+        made = self._ahead.get(job_id)
+        if made is None:
+            return False
+        if job_id in self._untold and not made.future.cancel():
+            self._unwanted.add(job_id)
+            return True
+        self._untold.discard(job_id)
+        self._compiler.release(self._ahead.pop(job_id))
+        return False
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Readable when ``compiled_ahead`` has news; none where it will have none."""
+        return (self._bell,) if self._untold else ()
+
+    # --- jobs of the engine -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Jobs that wait."""
@@ -185,17 +241,19 @@ class Constraints:
             raise RequestError(
                 f"token_healing and {kind} are not offered together", field="token_healing", code=ErrorCode.UNSUPPORTED
             )
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # a lone surrogate is a str, but no text
-            raise RequestError(f"{kind} is not valid Unicode text", field=kind) from None
-        self._waiting[job.id] = job, self._compiler.matcher(kind, text)
+        if not _is_text(text):
+            raise RequestError(f"{kind} is not valid Unicode text", field=kind)
+        made = self._ahead.get(job.id)
+        if made is None or job.id in self._untold or not made.is_kept:
+            made = self._compiler.compile(kind, text)
+        self.forget(job.id)
+        self._waiting[job.id] = job, made
 
     def cancel(self, job_id: int) -> bool:
         """Forget a job. Whether it was here."""
-        job, future = self._waiting.pop(job_id, (None, None))
-        if future is not None:
-            future.cancel()
+        job, made = self._waiting.pop(job_id, (None, None))
+        if made is not None:
+            made.future.cancel()
         return job is not None
 
     def clear(self) -> None:
@@ -212,16 +270,18 @@ class Constraints:
         if not self._waiting:
             return []
         if patience:
-            wait([future for _, future in self._waiting.values()], patience, "FIRST_COMPLETED")
-        done = [(job, future) for job, future in self._waiting.values() if future.done()]
+            wait([made.future for _, made in self._waiting.values()], patience, "FIRST_COMPLETED")
+        done = [(job, made) for job, made in self._waiting.values() if made.future.done()]
         for job, _ in done:
             del self._waiting[job.id]
-        return [(job, partial(self._result, job, future)) for job, future in done]
+        return [(job, partial(self._result, job, made)) for job, made in done]
 
-    def _result(self, job: Job, future: "Future[llguidance.LLMatcher]") -> Constraint:
+    def _result(self, job: Job, made: Compilation) -> Constraint:
+        matcher = made.future.result()
         assert job.constraint is not None
+        assert matcher is not None
         end_ids = self._eos_ids.union(job.stop_token_ids)
-        constraint = Constraint(job.constraint[0], future.result(), self._pieces, self._vocab, end_ids)
+        constraint = Constraint(job.constraint[0], matcher, self._pieces, self._vocab, end_ids)
         constraint.replay(job.resumed_ids)
         self._check_draw(job, constraint)
         return constraint
@@ -241,6 +301,18 @@ class Constraints:
         return excluded_ids(job, self._eos_ids, early=drawn < job.min_new_tokens)
 
     def close(self) -> None:
-        """End the compiler's thread and process."""
+        """End the compiler's threads and process."""
         self.clear()
+        for job_id in list(self._ahead):
+            self.forget(job_id)
         self._compiler.close()
+        os.close(self._bell)
+
+
+def _is_text(text: str) -> bool:
+    """Return whether a string is valid Unicode text: a lone surrogate is a str, but no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,86 +1,215 @@
-"""Compiles constraints beside the step loop: in a thread of the worker, after a trial in a process of its own.
+"""Compiles constraints off the step loop: threads of the worker, and a process that first tries what may never end.
 
-The thread takes one constraint after the other. A new constraint is tried by the helper process (constraint_helper),
-which gives it a second of processor time. Then the thread compiles it, without the interpreter's lock (verified:
-another thread's longest wait beside 300 ms of compiling was 10 ms). Each answer has its constraint compiled anew (1 to
-10 ms for usual schemas). The reason is that copies of a matcher share their states and the limit on their number, so a
-long answer would end all other answers of its schema. The first constraint starts the helper (0.2 s with a vocabulary
-of 500, a second with 128,000). The helper ends with the worker.
+A new constraint is tried by the helper process (constraint_helper), which gives it a second of processor time. Parties
+take turns in that. The trial is remembered: afterwards the constraint is known. Then it is compiled in the worker,
+without the interpreter's lock (verified: another thread's longest wait beside 300 ms of compiling was 10 ms).
+
+There are three threads, so that a known constraint never waits behind an unknown one, nor a quick one behind a costly
+one: one for trials, one for known constraints that take less than QUICK_S to compile, one for other known constraints.
+
+Each answer has its constraint compiled anew (1 to 10 ms for usual schemas): the library's copies of a matcher share
+their states, and the bound of those, so that a long answer would end all others of its schema. The first constraint
+starts the threads and the helper (0.2 s with a vocabulary of 500, a second with 128,000). They end with the worker.
 """
 
-import queue
 import threading
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import llguidance
 
 from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, refusal
 from model_worker.engines.constraint_helper import ConstraintHelper
-from protocol.errors import RequestError
+from model_worker.engines.turns import TurnsThread
+from protocol.errors import RequestError, WireError
 
-KNOWN = 64
+KNOWN = 256
 """How many constraints have the result of their trial remembered: those used last. A failure of the helper process is
 not remembered, because it says nothing about the constraint."""
-_STACK = 16 << 20
+QUICK_S = 0.02
+"""Processor time of a compilation that is quick."""
+MOST_AHEAD = 4
+"""Costly constraints that are compiled for a party before their jobs can start. Each takes up to some megabytes."""
+
+Key = tuple[str, str]
+"""Field of the request, and its text."""
+
+
+@dataclass(slots=True)
+class _Verdict:
+    """What is known of a constraint: why it is refused, or None; and how long it takes to compile, in seconds."""
+
+    wrong: RequestError | None
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class Compilation:
+    """A constraint that is being compiled.
+
+    party    whose turn it takes
+    ahead    its job waits elsewhere: only what is costly is compiled, and then kept for the job
+    future   gets a matcher at the beginning of an answer, or None if it is quick and ``ahead``. Gets a RequestError if
+             the constraint is refused, and a WireError HELPER_FAILED if it could not be tried. Cancelling it spares
+             what has not begun
+    seconds  processor time that was spent on it, once the future is done
+    """
+
+    key: Key
+    party: int
+    ahead: bool
+    future: "Future[llguidance.LLMatcher | None]" = field(default_factory=Future)
+    seconds: float = 0.0
+    _begun: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a matcher, or an error, for the job. The compilation is done."""
+        future = self.future
+        return not future.cancelled() and (future.exception() is not None or future.result() is not None)
+
+    def begin(self) -> bool:
+        """Return whether it is wanted. From then on it cannot be cancelled."""
+        self._begun = self._begun or self.future.set_running_or_notify_cancel()
+        return self._begun
 
 
 class ConstraintCompiler:
-    """Compiles the constraints of one vocabulary. ``pieces`` and ``textless`` are those of Vocabulary."""
+    """Compiles the constraints of one vocabulary. Its methods are called by one thread, the worker's loop.
 
-    def __init__(self, pieces: Sequence[bytes], textless: Collection[int]) -> None:
+    pieces, textless  as Vocabulary has them
+    done              called, by another thread, when a compilation ahead is done
+    """
+
+    def __init__(self, pieces: Sequence[bytes], textless: Collection[int], done: Callable[[], None]) -> None:
+        self._done = done
         self._helper = ConstraintHelper(pieces, textless)
         self._tokenizer = Vocabulary(pieces, textless).tokenizer()
-        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._known: OrderedDict[tuple[str, str], RequestError | None] = OrderedDict()
+        self._started = False
+        self._trials = TurnsThread("constraint trials", self._try)
+        self._quick = TurnsThread("quick constraints", self._compile)
+        self._costly = TurnsThread("costly constraints", self._compile)
+        self._lock = threading.Lock()
+        # under the lock:
+        self._known: OrderedDict[Key, _Verdict] = OrderedDict()
+        self._untried: dict[Key, list[Compilation]] = {}
+        self._ahead: Counter[int] = Counter()
 
-    def matcher(self, kind: str, text: str) -> "Future[llguidance.LLMatcher]":
-        """Compile a constraint. Return a future of its matcher, which stands at the beginning of an answer.
+    def is_at_hand(self, kind: str, text: str) -> bool:
+        """Return whether a constraint is known, and refused or quick to compile."""
+        with self._lock:
+            verdict = self._known.get((kind, text))
+        return verdict is not None and (verdict.wrong is not None or verdict.seconds < QUICK_S)
 
-        The future raises RequestError if the constraint is refused, and WireError HELPER_FAILED if the helper process
-        failed. Cancelling the future drops a compilation that has not begun.
-        """
-        future: Future[llguidance.LLMatcher] = Future()
+    def compile(self, kind: str, text: str, party: int = 0, *, ahead: bool = False) -> Compilation:
+        """Have a constraint tried, if it is unknown, and compiled. What is compiled ahead needs ``release``."""
+        if not self._started:
+            self._started = True
+            for thread in (self._trials, self._quick, self._costly):
+                thread.start()
+        made = Compilation((kind, text), party, ahead)
+        with self._lock:
+            verdict = self._known.get(made.key)
+            if verdict is None:
+                self._untried.setdefault(made.key, []).append(made)
+            else:
+                self._known.move_to_end(made.key)
+        if verdict is None:
+            # Also where another party waits for the same trial: that party's turn may come later than this one's.
+            self._trials.put(party, made.key)
+        else:
+            self._pass_on(made, verdict)
+        return made
 
-        def compile() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(self._matcher(kind, text))
-            except BaseException as e:
-                future.set_exception(e)
-
-        if self._thread is None:
-            # The setting is the process's; the engine starts no other thread meanwhile.
-            before = threading.stack_size(_STACK)
-            self._thread = threading.Thread(target=self._run, name="constraints", daemon=True)
-            self._thread.start()
-            threading.stack_size(before)
-        self._asked.put(compile)
-        return future
+    def release(self, made: Compilation) -> None:
+        """The job of a compilation ahead has come, or will not come. The compilation is done."""
+        if made.ahead and made.is_kept and made.future.exception() is None:
+            self._count_ahead(made.party, -1)
 
     def close(self) -> None:
-        """End the thread and the helper. Nothing may be asked for afterwards."""
-        if self._thread is not None:
-            self._asked.put(None)
-            self._thread.join()
+        """End the threads and the helper. Nothing may be asked for afterwards."""
+        if self._started:
+            for thread in (self._trials, self._quick, self._costly):
+                thread.close()
         self._helper.close()
 
-    def _run(self) -> None:
-        while (task := self._asked.get()) is not None:
-            task()
+    def _try(self, party: int, key: Key) -> None:
+        """Try a constraint, unless it is known by now. The compilation of the party whose turn this is pays for it."""
+        with self._lock:
+            waiting = sorted(self._untried.get(key, ()), key=lambda made: made.party != party)
+        payer = next((made for made in waiting if made.begin()), None)
+        if payer is None:
+            return
+        try:
+            payer.seconds, wrong = self._helper.attempt(*key)
+        except WireError as e:
+            for made in self._pop_untried(key):
+                self._settle(made, None, WireError(e.code, e.message, field=e.field, retry_after_ms=e.retry_after_ms))
+            return
+        verdict = _Verdict(wrong, payer.seconds)
+        for made in self._pop_untried(key, verdict):
+            self._pass_on(made, verdict)
+
+    def _pop_untried(self, key: Key, verdict: _Verdict | None = None) -> list[Compilation]:
+        """Remember the verdict, if there is one. Return the compilations that have waited for the trial."""
+        with self._lock:
+            if verdict is not None:
+                self._known[key] = verdict
+                if len(self._known) > KNOWN:
+                    self._known.popitem(last=False)
+            return self._untried.pop(key, [])
+
+    def _pass_on(self, made: Compilation, verdict: _Verdict) -> None:
+        """Have a known constraint compiled, where that is needed."""
+        wrong, quick = verdict.wrong, verdict.seconds < QUICK_S
+        if wrong is not None:
+            self._settle(made, None, RequestError(wrong.message, field=wrong.field, code=wrong.code))
+        elif made.ahead and quick:
+            self._settle(made, None)
+        else:
+            (self._quick if quick else self._costly).put(made.party, made)
+
+    def _compile(self, _: int, made: Compilation) -> None:
+        if not made.begin():
+            return
+        before = time.thread_time()
+        try:
+            matcher, error = self._matcher(*made.key), None
+        except BaseException as e:
+            matcher, error = None, e
+        seconds = time.thread_time() - before
+        made.seconds += seconds
+        with self._lock:
+            if made.key in self._known:
+                self._known[made.key].seconds = seconds
+        if made.ahead and matcher is not None:
+            self._count_ahead(made.party, 1)
+        self._settle(made, matcher, error)
+
+    def _settle(
+        self, made: Compilation, matcher: llguidance.LLMatcher | None, error: BaseException | None = None
+    ) -> None:
+        if not made.begin():
+            return
+        if error is None:
+            made.future.set_result(matcher)
+        else:
+            made.future.set_exception(error)
+        if made.ahead:
+            self._done()
+
+    def _count_ahead(self, party: int, change: int) -> None:
+        """A party with as many constraints ahead as it may have waits until its jobs have come for them."""
+        with self._lock:
+            self._ahead[party] += change
+            self._ahead += Counter()  # leaves out those that are zero
+            held = frozenset(party for party, count in self._ahead.items() if count >= MOST_AHEAD)
+            self._costly.hold(held)
 
     def _matcher(self, kind: str, text: str) -> llguidance.LLMatcher:
-        key = (kind, text)
-        if key not in self._known:
-            _, self._known[key] = self._helper.attempt(kind, text)
-            if len(self._known) > KNOWN:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        if wrong := self._known[key]:
-            raise RequestError(wrong.message, field=wrong.field, code=wrong.code)  # each raise adds to a traceback
         matcher = llguidance.LLMatcher(self._tokenizer, grammar(kind, text), log_level=0, limits=LIMITS)
         matcher.compute_bitmask()  # its tables are filled here, not in the first step
         if matcher.is_error():

@@ -170,6 +170,8 @@ class _Waiting:
             text = f"waiting, {before} before this one" if before else "waiting, next in turn"
         elif progress.phase == "loading":
             text = f"{progress.part} {bar(progress.done or 0, progress.total or 0)}"
+        elif progress.phase == "compiling":
+            text = "compiling the shape of the answer"
         else:
             text = f"reading the prompt {bar(progress.done or 0, progress.total or 0)}"
         sys.stderr.write(f"\r\x1b[2K{text}")

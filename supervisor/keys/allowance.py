@@ -4,7 +4,8 @@ The bucket holds one minute's tokens at most and fills evenly. Each request take
 bytes each, as the queue does), and each token of an answer is taken as it comes, which may leave a debt: nobody knows
 beforehand how long an answer will be, and a stream that was begun is not slowed. A new request is admitted while
 anything is left; so over time a key gets no more than its rate, and at once no more than a minute's tokens and what its
-requests in flight go on to say.
+requests in flight go on to say. A constraint that a worker compiles for the key takes tokens, too, once that is done
+(``supervisor.requests.parking``).
 """
 
 from dataclasses import dataclass

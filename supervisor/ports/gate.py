@@ -15,7 +15,7 @@ from protocol.messages import Events, Generate, Message
 from supervisor.keys.rights import check_right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.unfinished import Unfinished
-from supervisor.ports.connections import Connection
+from supervisor.ports.connections import Connection, next_channel
 from supervisor.ports.tcp_port import TcpPort
 from supervisor.requests.in_flight import Effect
 from supervisor.requests.model_queue import BYTES_PER_TOKEN
@@ -44,7 +44,16 @@ class Gate:
         self._log = log
         self._unfinished: dict[str, Unfinished] = {}
         """By public key, of those that have a limit."""
+        self._parties: dict[str, int] = {}
+        """By public key, the number by which workers know a key."""
         self.forbidden = 0
+
+    def party(self, connection: Connection) -> int:
+        """Return the number by which workers know the key of a connection: one for all its connections."""
+        public_key = connection.identity.public_key
+        if public_key not in self._parties:
+            self._parties[public_key] = next_channel()
+        return self._parties[public_key]
 
     def admits(self, connection: Connection, message: Message) -> bool:
         """Whether this message may go on; else its sender has been told why not."""
@@ -83,10 +92,18 @@ class Gate:
             tokens = sum(entry[3] for entry in message.index)
             self._ring.allowance(connection.identity, now).charge(tokens, now)
 
+    def charge_party(self, party: int, tokens: int) -> None:
+        """Charge a key for what a worker compiled for it, whether or not its connection is still there."""
+        public_key = next((key for key, number in self._parties.items() if number == party), None)
+        if public_key is not None and (identity := self._ring.find(public_key)) is not None:
+            now = time.monotonic()
+            self._ring.allowance(identity, now).charge(tokens, now)
+
     def look(self) -> None:
         """Apply the list as it is now to those who are connected."""
         if self._ring.look():
             self._unfinished = {key: own for key, own in self._unfinished.items() if self._ring.find(key) is not None}
+            self._parties = {key: party for key, party in self._parties.items() if self._ring.find(key) is not None}
         for connection in self.port.connections():
             identity = connection.identity
             found = self._ring.find(identity.public_key)

@@ -78,6 +78,12 @@ class FairQueue:
             account = band.accounts[channel] = Account(band)
         return account
 
+    def charge(self, channel: int, tokens: int) -> None:
+        """Charge a client for something that is not part of an answer. Nothing if it is gone."""
+        accounts = (band.accounts.get(channel) for band in self._bands.values())
+        if (account := next(filter(None, accounts), None)) is not None:
+            account.charge(tokens)
+
     def forget(self, channel: int) -> None:
         """The client is gone, and none of its requests waits here."""
         for band in self._bands.values():
@@ -95,7 +101,10 @@ class FairQueue:
             band.served = max(band.served, self._clock)
         if not account.requests:
             account.served = max(account.served, band.clock)
-        account.requests.append(request)
+        if request.charged:  # it has had its turn, and comes back
+            account.requests.insert(0, request)
+        else:
+            account.requests.append(request)
         band.waiting += 1
         self.cost += request.cost
         if not account.in_heap:
@@ -103,7 +112,7 @@ class FairQueue:
             heapq.heappush(band.heap, (account.served, next(_ties), account))
 
     def pop(self) -> "InFlight":
-        """Remove the next request, and charge its prompt. There must be one."""
+        """Remove the next request, and charge its prompt the first time. There must be one."""
         band = min((b for b in self._bands.values() if b.waiting), key=lambda b: b.served)
         self._clock = max(self._clock, band.served)
         while True:
@@ -122,7 +131,9 @@ class FairQueue:
             account.in_heap = False
         band.waiting -= 1
         self.cost -= request.cost
-        account.charge(request.cost)
+        if not request.charged:
+            account.charge(request.cost)
+            request.charged = True
         return request
 
     def remove(self, request: "InFlight") -> None:

@@ -54,6 +54,11 @@ class InFlight(Stream):
     place              events that it had when a worker died while computing it, or a request just like it: this request
                        is a suspect. None for one that is not
     alone              one more death that is blamed on it makes it poisoned: it is on probation alone
+    party              whose turn it is when its constraint is compiled, and who pays for that: its channel, or a number
+                       that all connections of a key have
+    parkings           how often a worker gave it back to compile its constraint
+    compiler           (worker, generation) of the worker that does so, or keeps the constraint for it
+    charged            whether its account has paid for its prompt
     """
 
     channel: int
@@ -73,6 +78,10 @@ class InFlight(Stream):
     begun: int = 0
     place: int | None = None
     alone: bool = False
+    party: int = 0
+    parkings: int = 0
+    compiler: tuple[str, int] | None = None
+    charged: bool = False
     reported: int = -1
     """The queue position last reported."""
 

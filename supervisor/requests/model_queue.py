@@ -69,6 +69,8 @@ class ModelQueue:
     watched: bool = False
     """A request waits until others have passed their probation: every event of the model's workers may be what it
     waits for."""
+    parked: dict[tuple[int, int], InFlight] = field(default_factory=dict)
+    """Requests whose constraints are being compiled: they wait beside the lines."""
     removed: bool = False
     """It is not configured any more. Kept for requests whose ends are still held."""
 
@@ -90,7 +92,7 @@ class ModelQueue:
 
     @property
     def waiting(self) -> int:
-        return len(self.line) + len(self.again) + len(self.suspects)
+        return len(self.line) + len(self.again) + len(self.suspects) + len(self.parked)
 
     @property
     def refusal(self) -> WireError:
@@ -105,16 +107,18 @@ class ModelQueue:
         yield from self.suspects
         yield from self.again
         yield from self.line
+        yield from self.parked.values()
 
     def check_room(self, cost: int) -> None:
         """Raises OVERLOADED for one request more, of a prompt of ``cost`` tokens, with the time after which what waits
         now will have been started."""
         limits = self.limits
-        if self.waiting < limits.requests and (not self.line.cost or self.line.cost + cost <= limits.tokens):
+        waiting_cost = self.line.cost + sum(request.cost for request in self.parked.values())
+        if self.waiting < limits.requests and (not waiting_cost or waiting_cost + cost <= limits.tokens):
             return
         told = (
             f"model {self.name!r} has {self.waiting} requests waiting (at most {limits.requests}), their prompts about "
-            f"{self.line.cost} tokens long (at most {limits.tokens}): try later"
+            f"{waiting_cost} tokens long (at most {limits.tokens}): try later"
         )
         raise WireError(ErrorCode.OVERLOADED, told, retry_after_ms=self._retry_after_ms())
 
@@ -135,6 +139,8 @@ class ModelQueue:
 
     def remove(self, request: InFlight) -> None:
         """Take out a request that waits."""
+        if self.parked.pop(request.key, None) is not None:
+            return
         if request.place is not None:
             self.suspects.remove(request)
         elif request.resumes:
@@ -144,6 +150,8 @@ class ModelQueue:
 
     def position(self, request: InFlight) -> int:
         """About how many requests will be started before this one."""
+        if request.key in self.parked:
+            return 0
         if request.place is not None:
             return self.suspects.index(request)
         if request.resumes:
@@ -157,6 +165,19 @@ class ModelQueue:
         then tried one by one. Both together take the fewest probations where k is the root of n.
         """
         self.most_tried = max(1, isqrt(len(self.suspects)))
+
+    def runs(self, process: tuple[str, int]) -> bool:
+        """Whether this process of a worker is up."""
+        worker, generation = process
+        return worker in self.seats and self.seats[worker].generation == generation
+
+    def unpark_orphans(self) -> None:
+        """Put requests back into the lines whose constraints nobody compiles any more: their worker's process ended."""
+        for request in list(self.parked.values()):
+            if request.compiler is None or not self.runs(request.compiler):
+                del self.parked[request.key]
+                request.compiler, request.parkings = None, 0
+                self.push(request)
 
     def next(self) -> tuple[Seat, InFlight] | None:
         """Return a request taken out of the lines, and the worker that it goes to; None if none can be started now."""
@@ -215,6 +236,9 @@ class ModelQueue:
     def _seat(self, free: Sequence[Seat], request: InFlight) -> Seat:
         if len(self.seats) == 1:
             return free[0]
+        for seat in free:
+            if seat.process == request.compiler:  # it keeps the compiled constraint
+                return seat
         return self.affinity.choose(free, affinity_key(request))
 
 

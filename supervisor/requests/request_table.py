@@ -17,6 +17,9 @@ from supervisor.requests.phase import Phase
 from supervisor.requests.seats import Seat
 from supervisor.requests.strikes import StrikePolicy, Strikes, Suspicion
 
+MOST_PARKINGS = 2
+"""How often a request may be parked. One worker may compile its constraint, and then another worker is free first."""
+
 
 class RequestTable:
     """The requests of all models and connections. Times are monotonic seconds."""
@@ -85,6 +88,7 @@ class RequestTable:
 
     def _dispatch(self, queue: ModelQueue, now: float) -> list[Effect]:
         effects: list[Effect] = []
+        queue.unpark_orphans()
         queue.watched = False
         while queue.waiting and (chosen := queue.next()) is not None:
             seat, request = chosen
@@ -95,13 +99,16 @@ class RequestTable:
             if self._has_changed(request, suspicion):
                 queue.push(request)
                 continue
+            if request.compiler != seat.process:
+                effects += self._forget_constraint(queue, request)
+            request.compiler = None
             request.phase, request.worker = Phase.RUNNING, seat.worker
             seat.give(request)
             if request.started is None:
                 request.started = now
             job = JobMessage(request.channel, request.request, _carry(request), request.body)
             effects.append(ToWorker(seat.worker, encode(job)))
-        if queue.waiting and queue.sleeps:
+        if queue.waiting > len(queue.parked) and queue.sleeps:
             effects.append(Wake(queue.name))
         return effects
 
@@ -146,9 +153,23 @@ class RequestTable:
         """End a request wherever it is."""
         if request.phase is Phase.RUNNING:
             return self._abandon(request) + self._end_running(request, error)
+        withdrawn: list[Effect] = []
         if request.phase is Phase.WAITING:
-            self._models[request.model].remove(request)
-        return self._end(request, error)
+            withdrawn = self._withdraw(self._models[request.model], request)
+        return withdrawn + self._end(request, error)
+
+    def _withdraw(self, queue: ModelQueue, request: InFlight) -> list[Effect]:
+        """Take a request out of the lines. Tell the worker that compiles its constraint, or has compiled it."""
+        queue.remove(request)
+        return self._forget_constraint(queue, request)
+
+    @staticmethod
+    def _forget_constraint(queue: ModelQueue, request: InFlight) -> list[Effect]:
+        """Have the worker that keeps a constraint for this request forget it, if it still runs."""
+        process, request.compiler = request.compiler, None
+        if process is None or not queue.runs(process):
+            return []
+        return [ToWorker(process[0], encode(CancelJob(request.channel, request.request)))]
 
     def _end_running(self, request: InFlight, error: WireError) -> list[Effect]:
         """The terminal event of a request whose worker still has its job."""
@@ -210,4 +231,8 @@ def _carry(request: InFlight) -> dict[str, object]:
         carry["resumes"] = request.resumes
     if request.route.progress:
         carry["progress"] = True
+    if request.party != request.channel:
+        carry["party"] = request.party
+    if request.parkings >= MOST_PARKINGS:
+        carry["stay"] = True
     return carry

@@ -21,10 +21,10 @@ from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
 from supervisor.requests.phase import Phase
 from supervisor.requests.refusals import refusal
+from supervisor.requests.reports import report
 from supervisor.requests.route import read_route
 from supervisor.requests.seats import Affinity, Seat
 from supervisor.requests.strikes import StrikePolicy
-from supervisor.requests.worker_events import report
 
 UNLIMITED = 1 << 32
 """Credit for everything that a stream may still hold."""
@@ -126,7 +126,7 @@ class Scheduler(Deaths):
             return []
         effects: list[Effect] = []
         for request in list(queue.all_waiting()):
-            queue.remove(request)
+            effects += self._withdraw(queue, request)
             effects += self._end(request, self._leaving or error)
         return effects
 
@@ -151,10 +151,14 @@ class Scheduler(Deaths):
 
     # --- clients ------------------------------------------------------------------------------------------------
 
-    def submit(self, channel: int, message: Generate, now: float) -> list[Effect]:
-        """A new request: ACCEPTED (and JOB, if a worker has room), or ERROR."""
+    def submit(self, channel: int, message: Generate, now: float, party: int | None = None) -> list[Effect]:
+        """A new request: ACCEPTED (and JOB, if a worker has room), or ERROR.
+
+        party  whose turn it is when its constraint is compiled; None: the connection's own
+        """
         try:
             queue, request = self._admit(channel, message, now)
+            request.party = channel if party is None else party
         except WireError as e:
             runs = self.holds(channel, message.request)
             return [ToClient(channel, encode(refusal(e, message.kind, message.request, runs=runs)))]
@@ -210,9 +214,9 @@ class Scheduler(Deaths):
             return []
         if request.phase is Phase.WAITING:
             queue = self._models[request.model]
-            queue.remove(request)
+            withdrawn = self._withdraw(queue, request)
             # and then the others: they may have waited for one that had to be tried alone
-            return self._end_cancelled(request) + self._dispatch(queue, now)
+            return withdrawn + self._end_cancelled(request) + self._dispatch(queue, now)
         # Whoever cancels may not go on granting credit: what is held, and the terminal event behind it, must not wait.
         request.cancelled = True
         self._due.add(now + CONFIRM_S, "cancelled", request)
@@ -249,7 +253,7 @@ class Scheduler(Deaths):
                 self._deliveries.drop(request)
             elif request.phase is not Phase.ENDED:
                 if request.phase is Phase.WAITING:
-                    self._models[request.model].remove(request)
+                    effects += self._withdraw(self._models[request.model], request)
                 self._leave(request)
         for queue in self._models.values():
             queue.line.forget(channel)

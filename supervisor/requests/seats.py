@@ -86,6 +86,11 @@ class Seat:
         return max(0, min(self.slots, self.capacity) - len(self.running))
 
     @property
+    def process(self) -> tuple[str, int]:
+        """The worker, and which of its processes this is: its generation."""
+        return self.worker, self.generation
+
+    @property
     def load(self) -> float:
         return len(self.running) / self.capacity
 

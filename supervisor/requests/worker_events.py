@@ -1,15 +1,16 @@
 """What workers say of their jobs: events that go on to clients, or wait for them. Pure. See ``scheduler``."""
 
-from protocol.codec import encode, pack_body
+from protocol.codec import encode
 from protocol.errors import ErrorCode, FrameError
-from protocol.messages import TERMINAL, EventEntry, Events, Report
+from protocol.messages import TERMINAL, EventEntry, Events
 from supervisor.requests.in_flight import Effect, InFlight, ToClient
+from supervisor.requests.parking import Parking
 from supervisor.requests.phase import Phase
-from supervisor.requests.request_table import RequestTable
+from supervisor.requests.reports import report
 from supervisor.requests.seats import Seat
 
 
-class WorkerEvents(RequestTable):
+class WorkerEvents(Parking):
     """The road of every token."""
 
     def prefill(self, worker: str, key: tuple[int, int], done: int, total: int) -> list[Effect]:
@@ -158,8 +159,3 @@ class WorkerEvents(RequestTable):
             ended, error = excess
             return self._give_up(ended, error) + self._dispatch(self._models[ended.model], now)
         return []
-
-
-def report(request: InFlight, fields: dict[str, object]) -> ToClient:
-    """REPORT: how far a request is."""
-    return ToClient(request.channel, encode(Report(request.request, pack_body(fields))))

@@ -14,10 +14,12 @@ from protocol.messages import (
     Answer,
     Ask,
     Call,
+    Compiled,
     Events,
     Generate,
     Hello,
     JobMessage,
+    Parked,
     Prefill,
     Progress,
     Ready,
@@ -78,6 +80,11 @@ class FromWorker:
                 self._scheduler = _scheduler()
         elif isinstance(message, Prefill):
             self._scheduler.prefill("m", (message.channel, message.request), message.done, message.total)
+        elif isinstance(message, Parked):
+            if self._scheduler.parked("m", (message.channel, message.request), 0.0):
+                self._scheduler = _scheduler()
+        elif isinstance(message, Compiled):
+            self._scheduler.compiled("m", (message.channel, message.request), message.milliseconds, 0.0)
         else:
             self._CHECKS[type(message)](message.body)
 

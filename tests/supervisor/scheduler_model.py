@@ -13,11 +13,13 @@ from protocol.messages import (
     TERMINAL,
     Accepted,
     CancelJob,
+    Compiled,
     Error,
     EventEntry,
     EventFlag,
     Events,
     JobMessage,
+    Parked,
     Report,
 )
 
@@ -107,22 +109,35 @@ class FakeWorker:
         self.inbox: deque[bytes] = deque()
         self.outbox: deque[bytes] = deque()
         self.jobs: dict[Key, Job] = {}
+        self.parked: set[Key] = set()
         self.resumed = 0
         self._unsent: dict[int, list[tuple[EventEntry, bytes]]] = {}
 
-    def read(self) -> None:
-        """Take one message."""
+    def read(self, *, parks: bool = False) -> None:
+        """Take one message. ``parks``: give a job back at once, where that may be done."""
         message = decode(self.inbox.popleft(), SUPERVISOR_TO_WORKER)
         if isinstance(message, JobMessage):
             key = message.channel, message.request
             assert key not in self.jobs, "a job was given twice"
+            assert key not in self.parked, "a job was given before its constraint was compiled"
             ids = list(memoryview(message.carry.get("token_ids", b"")).cast("I"))
             assert ids == [token(key, place) for place in range(len(ids))], "not the tokens that were delivered"
+            if parks and not message.carry.get("stay"):
+                self.parked.add(key)
+                self.outbox.append(encode(Parked(*key)))
+                return
             self.jobs[key] = Job(message.carry.get("seq", 0), len(ids))
             self.resumed += "seq" in message.carry
         elif isinstance(message, CancelJob) and (message.channel, message.request) in self.jobs:
             self.say(message.channel, message.request, EventFlag.FINISHED)
+        elif isinstance(message, CancelJob):
+            self.parked.discard((message.channel, message.request))
         self.flush()
+
+    def compile(self, key: Key) -> None:
+        """The constraint of a parked job is compiled."""
+        self.parked.remove(key)
+        self.outbox.append(encode(Compiled(*key, party=key[0], milliseconds=7)))
 
     def say(self, channel: int, request: int, flags: int, *, tokens: int = 0, padding: int = 0) -> None:
         """Add an event of a job it holds to the next frame; a terminal one ends the job."""

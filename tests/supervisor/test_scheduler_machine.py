@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from protocol.codec import decode
+from protocol.codec import decode, is_events
 from protocol.compiled import find
 from protocol.errors import ErrorCode, WireError
-from protocol.messages import WORKER_TO_SUPERVISOR, EventEntry, EventFlag, Events, Generate
+from protocol.messages import WORKER_TO_SUPERVISOR, Compiled, EventEntry, EventFlag, Events, Generate, Parked
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.held import EVENT_COST
 from supervisor.requests.in_flight import PROBATION, Effect, InFlight, ToClient
@@ -174,14 +174,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         worker=a_worker,
         reads=st.integers(0, 4),
+        parks=very_seldom,
         says=st.lists(st.tuples(pick, st.sampled_from([0, 0, 0, *TERMINALS]), pick), min_size=1, max_size=8),
     )
-    def step(self, worker: str, reads: int, says: list[tuple[int, int, int]]) -> None:
+    def step(self, worker: str, reads: int, says: list[tuple[int, int, int]], parks: bool = False) -> None:
         process = self.workers[worker]
         if process is None:
             return
         for _ in range(min(reads, len(process.inbox))):
-            process.read()
+            process.read(parks=parks)
+        steps["parked"] += len(process.parked)
         for n, flags, padding in says:
             if process.jobs:
                 channel, request = list(process.jobs)[n % len(process.jobs)]
@@ -210,6 +212,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             if process is not None:
                 self.step(worker, 100, [(n, 0, padding) for n in range(len(process.jobs))])
                 self.deliver(worker, 100)
+
+    @rule(worker=a_worker, n=pick)
+    def compile(self, worker: str, n: int) -> None:
+        process = self.workers[worker]
+        if process is not None and process.parked:
+            process.compile(sorted(process.parked)[n % len(process.parked)])
+            steps["compiled"] += 1
 
     @rule(worker=a_worker, n=pick)
     def prefill(self, worker: str, n: int) -> None:
@@ -242,8 +251,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.perform([ToClient(channel, frame)])
                 return
         message = decode(frame, WORKER_TO_SUPERVISOR)
-        assert isinstance(message, Events)
-        self.perform(self.scheduler.events(worker, frame, message, self.now))
+        if isinstance(message, Parked):
+            self.perform(self.scheduler.parked(worker, (message.channel, message.request), self.now))
+        elif isinstance(message, Compiled):
+            key = message.channel, message.request
+            self.perform(self.scheduler.compiled(worker, key, message.milliseconds, self.now))
+        else:
+            assert isinstance(message, Events)
+            self.perform(self.scheduler.events(worker, frame, message, self.now))
+        self.perform(self.scheduler.expire(self.now))
 
     @rule(worker=a_worker, really=seldom, for_good=very_seldom, struck=st.booleans())
     def die(self, worker: str, really: bool, for_good: bool, struck: bool) -> None:
@@ -255,7 +271,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.perform(self.scheduler.refuse_new(worker, DOWN, self.now))
         if process is not None:
             steps["die"] += 1
-            self.late += [(worker, frame) for frame in process.outbox]
+            # the supervisor drops other frames of a former process before the scheduler sees them
+            self.late += [(worker, frame) for frame in process.outbox if is_events(frame)]
             self._gone(worker, struck)
         if for_good:
             self.perform(self.scheduler.end_waiting(worker, DOWN))
@@ -309,6 +326,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(waiting) == queue.waiting <= QUEUE_LIMIT + 9, "what goes on again may exceed the limit"
             assert all(request.phase is RequestPhase.WAITING for request in waiting)
             assert queue.line.cost == sum(request.cost for request in queue.line)
+            assert all(request.compiler and queue.runs(request.compiler) for request in queue.parked.values())
+            in_lines = queue.waiting - len(queue.parked)
             for worker, seat in queue.seats.items():
                 process = self.workers[worker]
                 assert len(seat.running) <= (process.capacity if process else 0)
@@ -317,12 +336,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 newcomers = [request for request in running if request.is_new]
                 assert len(newcomers) < 2 or not any(r.alone for r in newcomers), "one that must be alone is not"
                 assert {r.key for r in newcomers if r.place is not None} <= {r.key for r in seat.suspects}
-                if queue.waiting and not queue.watched:
+                if in_lines and not queue.watched:
                     if queue.suspects:
                         assert not seat.free_slots, "a suspect waits although it could be tried"
                     else:
                         assert len(seat.running) >= seat.capacity, "a request waits although there is room"
-            if queue.waiting and queue.watched:
+            if in_lines and queue.watched:
                 steps["watched"] += 1
                 assert any(seat.unsettled for seat in queue.seats.values()), "requests wait for nothing"
             if queue.suspects:
@@ -374,6 +393,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     continue
                 while process.inbox:
                     process.read()
+                for key in list(process.parked):
+                    process.compile(key)
                 for channel, request in list(process.jobs):
                     client = self.clients[channel - 1]
                     wanted = client.connected and not client.heard[request].ends
@@ -382,7 +403,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 process.flush()
                 while process.outbox:
                     self._deliver(worker, process.outbox.popleft())
-            if not any(w is not None and (w.inbox or w.jobs) for w in self.workers.values()):
+            if not any(w is not None and (w.inbox or w.jobs or w.parked) for w in self.workers.values()):
                 break
         for model in MODELS:
             if not self.accepts(model):
@@ -427,6 +448,8 @@ def test_every_request_ends_once_whatever_happens() -> None:
         "suspects wait",
         "both wait",
         "found among others",
+        "parked",
+        "compiled",
     )
     told += ("usual",) if USUAL is not None else ()
     for again in range(10):  # a seed in some hundred never gets to the rarest of these

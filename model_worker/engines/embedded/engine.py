@@ -127,6 +127,10 @@ class TransformersEngine:
         return self._tokenizer.encode(text)
 
     @property
+    def constraints(self) -> Constraints | None:
+        return self._constraints
+
+    @property
     def chat_template(self) -> ChatTemplate | None:
         return self._tokenizer.chat_template
 

@@ -131,6 +131,10 @@ class ExLlamaV2Engine:
         return self._tokenizer.encode(text)
 
     @property
+    def constraints(self) -> Constraints | None:
+        return self._constraints
+
+    @property
     def chat_template(self) -> ChatTemplate | None:
         return self._tokenizer.chat_template
 
