@@ -301,12 +301,14 @@ class Constraints:
         return excluded_ids(job, self._eos_ids, early=drawn < job.min_new_tokens)
 
     def close(self) -> None:
-        """End the compiler's threads and process."""
+        """End the compiler's threads and process. Closing again does nothing."""
         self.clear()
         for job_id in list(self._ahead):
             self.forget(job_id)
         self._compiler.close()
-        os.close(self._bell)
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
 
 
 def _is_text(text: str) -> bool:

@@ -109,5 +109,8 @@ class ConstraintHelper:
         self._connection = self._process = None
 
     def close(self) -> None:
+        """End the process. Closing again does nothing."""
         self._end()
-        os.close(self._vocabulary)
+        if self._vocabulary >= 0:
+            os.close(self._vocabulary)
+            self._vocabulary = -1

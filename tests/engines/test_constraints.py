@@ -1,6 +1,7 @@
 """Constraints by themselves: what they allow, refuse, and cost. No model: tokens are drawn at random."""
 
 import json
+import os
 import random
 import re
 import threading
@@ -352,3 +353,9 @@ def test_the_child_ends_with_its_owner() -> None:
     compiled(made, "regex", "a{2}")  # by another child
     made.close()
     assert not {p.pid for p in psutil.Process().children()} - before
+    descriptor = os.dup(0)  # has the number of one that was closed
+    try:
+        made.close()
+        os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
