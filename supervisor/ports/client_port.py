@@ -376,7 +376,7 @@ class ClientPort:
         error = FrameError(ErrorCode.UNSUPPORTED, "a client may not choose its routing id: leave ZMQ_ROUTING_ID unset")
         with suppress(zmq.ZMQError):  # it has left
             send_to(self.socket, routing_id, encode(Error(0, pack_error(error))))
-        self._end_soon(routing_id, descriptor_of(part), hears=False)
+        self._end_soon(routing_id, descriptor_of(part), hears=True)  # no flood: the error must arrive first
         self._forget(routing_id)
 
 

@@ -446,8 +446,6 @@ def test_every_request_ends_once_whatever_happens() -> None:
         "resumed",
         "watched",
         "suspects wait",
-        "both wait",
-        "found among others",
         "parked",
         "compiled",
     )
