@@ -13,25 +13,30 @@ STACK = 16 << 20
 class Turns(Generic[T]):
     """Tasks in the order in which they are to be done. Pure.
 
-    A party is a client connection, or a key with all its connections. Parties take turns; the tasks of one party are
+    A party is a client connection, or a key with all its connections. Parties take turns. The tasks of one party are
     done in the order in which they came.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[int, deque[T]] = {}
+        self._last: int | None = None
+        """Whose turn it was last."""
 
     def put(self, party: int, task: T) -> None:
         self._waiting.setdefault(party, deque()).append(task)
 
     def take(self, held: Collection[int] = ()) -> tuple[int, T] | None:
         """Take out the next task, and whose it is; None if there is none. Parties in ``held`` are left out."""
+        if self._last in self._waiting:
+            # Only now: parties that came while its task was being done go before it.
+            self._waiting[self._last] = self._waiting.pop(self._last)
         party = next((party for party in self._waiting if party not in held), None)
         if party is None:
             return None
-        tasks = self._waiting.pop(party)
-        task = tasks.popleft()
-        if tasks:
-            self._waiting[party] = tasks  # behind the other parties
+        self._last = party
+        task = self._waiting[party].popleft()
+        if not self._waiting[party]:
+            del self._waiting[party]
         return party, task
 
 
