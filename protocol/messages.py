@@ -74,7 +74,9 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
 * Text need not arrive with its ids: characters that may begin a stop string come with later ones, and token healing
   begins an answer with text that has no id.
 * Credit: a stream starts with ``window`` events (WELCOME) and gains what CREDIT grants. A stream without credit has its
-  events held, up to a bound, and then ends with ``slow_consumer``; a terminal event needs no credit.
+  events held, up to a bound, and then ends with ``slow_consumer``; a terminal event needs no credit. One CREDIT grants
+  ``window`` events at most. Credit may be granted in advance: of what goes beyond ``window``, a connection can use 32
+  windows before it has to answer a PING, which shows that it reads.
 * PING is answered by PONG with the same nonce, by either side.
 * Names in a map are strings; a bin in the place of one is refused. ``stop`` may be one string for an array of one.
 * Over TCP (CURVE, for keys on a list) one socket takes what the two over ipc take. What the connection's key has no

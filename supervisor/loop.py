@@ -354,8 +354,10 @@ class Supervisor:
             case Hello():
                 connection.greeted = True
                 port.send(channel, encode(Welcome(pack_body(self._welcome()))))
+            case Pong(nonce) if nonce:
+                self.perform(self.scheduler.pong(channel, nonce, now))
             case _:
-                pass  # PONG: the probe served its purpose by being sent
+                pass  # PONG 0 answers a probe, which served its purpose by being sent
 
     def _ask(self, asker: Asker, verb: str, body: bytes) -> None:
         """Hand a question to a worker of its model. Raises WireError if there is none."""

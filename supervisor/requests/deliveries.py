@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from protocol.codec import encode, pack_event
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import EventEntry, EventFlag, Events, FinishReason
+from supervisor.requests.advance import Advances
 from supervisor.requests.in_flight import InFlight, ToClient
 
 _MIB = 1 << 20
@@ -35,6 +36,7 @@ class Deliveries:
 
     def __init__(self, window: int, bounds: HoldLimits | None = None) -> None:
         self.window = window
+        self.advances = Advances(window)
         self.bounds = bounds or HoldLimits()
         self._of_channel: Counter[int] = Counter()
         self._total = 0
@@ -57,10 +59,14 @@ class Deliveries:
         self._holding.setdefault(request, now)
 
     def grant(self, request: InFlight, events: int) -> None:
-        """The client has consumed events."""
-        request.credit += min(events, self.window)
+        """The client has consumed events, or has room for them."""
+        self.advances.grant(request, min(events, self.window))
         if events:
             self._holding.pop(request, None)
+
+    def has_read(self, request: InFlight) -> None:
+        """The client has shown that it reads: the time that the stream may wait for it begins anew."""
+        self._holding.pop(request, None)
 
     def release(self, request: InFlight, now: float, *, all_of_it: bool = False) -> tuple[list[ToClient], int]:
         """Held events that may go, in order: a terminal event needs no credit. (frame, flags of the last event)."""
@@ -85,6 +91,7 @@ class Deliveries:
         request.holds = bool(request.held)
         if not request.holds:
             self._holding.pop(request, None)
+            self.advances.leave(request)
         else:
             self._holding.setdefault(request, now)
         return frames, index[-1].flags
@@ -110,6 +117,7 @@ class Deliveries:
         request.held.clear()
         request.holds = False
         self._holding.pop(request, None)
+        self.advances.leave(request)
 
     # --- bounds -------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class InFlight(Stream):
     parkings           how often a worker gave it back to compile its constraint
     compiler           (worker, generation) of the worker that does so, or keeps the constraint for it
     charged            whether its account has paid for its prompt
+    advance            credit beyond the window, see ``advance``
     """
 
     channel: int
@@ -77,6 +78,7 @@ class InFlight(Stream):
     resumes: int = 0
     begun: int = 0
     place: int | None = None
+    advance: int = 0
     alone: bool = False
     party: int = 0
     parkings: int = 0

@@ -230,7 +230,28 @@ class Scheduler(Deaths):
         if request is None:
             return []
         self._deliveries.grant(request, events)
-        return self._release(request, now) if request.holds else []
+        return self._release_in_advance(request, now) if request.holds else []
+
+    def pong(self, channel: int, nonce: int, now: float) -> list[Effect]:
+        """The client has answered a PING: send what was held back until it was known to read."""
+        pings, waiting = self._deliveries.advances.answered(channel, nonce)
+        effects: list[Effect] = list(pings)
+        for request in waiting:
+            self._deliveries.has_read(request)
+            effects += self._release_in_advance(request, now)
+        return effects
+
+    def _release_in_advance(self, request: InFlight, now: float) -> list[Effect]:
+        """Send held events, as far as credit goes and credit in advance may be used."""
+        effects = self._release(request, now)
+        while request.holds and (pings := self._use_advance(request)) is not None:
+            effects += [*self._release(request, now), *pings]
+        return effects
+
+    def _use_advance(self, request: InFlight) -> list[Effect] | None:
+        """Use a window of credit in advance: the PING that is due. None if no credit came of it."""
+        pings = self._deliveries.advances.use(request)
+        return list(pings) if request.credit > 0 else None
 
     def bar(self, channel: int, error: WireError, now: float) -> list[Effect]:
         """The connection may have no requests any more: end those it has."""
@@ -243,6 +264,7 @@ class Scheduler(Deaths):
 
     def gone(self, channel: int, now: float) -> list[Effect]:
         """The connection has ended: nobody waits for its answers."""
+        self._deliveries.advances.gone(channel)
         effects: list[Effect] = []
         touched = set()
         for request in [r for r in self._live.values() if r.channel == channel]:

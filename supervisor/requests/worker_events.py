@@ -136,6 +136,8 @@ class WorkerEvents(Parking):
             if entry.tokens:
                 seat.tokens += entry.tokens
                 self._note_tokens(request, entry.tokens, event[: 4 * entry.tokens])
+            if request.credit <= 0 and not request.holds:
+                effects += self._deliveries.advances.use(request)
             if request.holds or (request.credit <= 0 and not entry.flags & TERMINAL):
                 effects += self._hold(seat, request, entry, event, now)
                 continue

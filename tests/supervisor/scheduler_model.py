@@ -20,6 +20,7 @@ from protocol.messages import (
     Events,
     JobMessage,
     Parked,
+    Ping,
     Report,
 )
 
@@ -57,6 +58,8 @@ class FakeClient:
         self.refused: list[int] = []
         self.codes: Counter[str] = Counter()
         self.reports = 0
+        self.pinged: deque[int] = deque()
+        """Nonces that are still to be answered."""
 
     def take(self, frame: bytes) -> None:
         assert self.connected, "a frame for a client that is gone"
@@ -70,6 +73,8 @@ class FakeClient:
         elif isinstance(message, Report):
             assert not self.heard[message.request].tokens, "a report behind the first token"
             self.reports += 1
+        elif isinstance(message, Ping):
+            self.pinged.append(message.nonce)
         elif isinstance(message, Events):
             assert message.channel == self.channel, "an event for another"
             for entry, event in split_events(message):

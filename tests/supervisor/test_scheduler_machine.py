@@ -122,6 +122,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def grant(self, n: int, request: int, events: int) -> None:
         client = self.client(n)
         if client is not None:
+            if client.pinged:  # not a step of its own, which would make all others rarer
+                self.perform(self.scheduler.pong(client.channel, client.pinged.popleft(), self.now))
             if request in client.heard:
                 client.heard[request].granted += min(events, WINDOW)
             self.perform(self.scheduler.credit(client.channel, request, events, self.now))
@@ -385,6 +387,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.ready(worker, 2)  # what waits to go on has somewhere to
         for _ in range(200):
             for client in self.clients:
+                while client.connected and client.pinged:
+                    self.perform(self.scheduler.pong(client.channel, client.pinged.popleft(), self.now))
                 for request in list(client.heard) if client.connected else ():
                     client.heard[request].granted += WINDOW
                     self.perform(self.scheduler.credit(client.channel, request, WINDOW, self.now))
@@ -412,6 +416,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                         self._refuse(worker)
             assert self.scheduler.counts(model) == (0, 0)
         for client in self.clients:
+            while client.connected and client.pinged:
+                self.perform(self.scheduler.pong(client.channel, client.pinged.popleft(), self.now))
             for request in list(client.heard) if client.connected else ():
                 for _ in range(50):
                     client.heard[request].granted += WINDOW

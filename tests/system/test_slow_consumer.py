@@ -5,11 +5,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from protocol.codec import encode, pack_body
 from protocol.limits import STREAM_WINDOW
-from protocol.messages import Cancel, Credit
+from protocol.messages import Cancel, Credit, Generate
 from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.held import EVENT_COST
 from tests.deterministic_engine import answer
+from tests.flooding import HELLO, frame, shake_hands
 from tests.raw_client import RawClient
 from tests.serving import Serving, engine, wait_until
 
@@ -93,3 +95,32 @@ def test_memory_stays_bounded_whatever_is_not_read(serving: Serving) -> None:
         assert grown < 20 << 20, f"{grown >> 20} MiB"
         client.read_until_ended(*requests)
         assert {tuple(client.heard[r].ends) for r in requests} == {("slow_consumer",)}
+
+
+def test_credit_in_advance_does_not_fill_memory_behind_a_client_that_does_not_read(serving: Serving) -> None:
+    """libzmq would keep 460,000 events for it: what the streams were granted, and more than they may hold."""
+    streams, windows = 30, 60
+    before = psutil.Process(serving.pid).memory_info().rss
+    with shake_hands(str(serving.runtime_dir / "front")) as deaf:
+        deaf.sendall(frame(HELLO))
+        for request in range(1, streams + 1):
+            body = pack_body({"prompt": f"never reads {request}", "max_tokens": ENDLESS, "logprobs": True})
+            deaf.sendall(frame(encode(Generate(request, "a", {}, body))))
+            for _ in range(windows):
+                deaf.sendall(frame(encode(Credit(request, STREAM_WINDOW))))
+        tokens = serving.status("a")["totals"]["tokens"]
+        most = 0
+
+        def is_over() -> bool:
+            """Enough events have come, or libzmq has ended the connection, since it answers no heartbeat either."""
+            nonlocal most
+            most = max(most, psutil.Process(serving.pid).memory_info().rss - before)
+            over: bool = serving.overview()["supervisor"]["connections"] == 1
+            return over or serving.status("a")["totals"]["tokens"] > tokens + 200_000
+
+        wait_until(is_over, 200)
+        done = serving.status("a")["totals"]["tokens"] - tokens
+    print(f"grown by {most / (1 << 20):.1f} MiB for {done} events")
+    assert done > 50_000
+    assert most < 28 << 20, f"{most >> 20} MiB"
+    serving.wait_idle("a")
