@@ -22,7 +22,7 @@ from protocol.errors import ErrorCode, WireError
 from tests.meddling import Meddler
 from tests.serving import ROOT, is_alive, wait_until
 
-WITHIN = 30.0
+WITHIN = 120.0
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = "{% set ns = namespace(t='x' * 99999) %}{% for i in range(99) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}"
 EITHER = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
@@ -83,7 +83,9 @@ class Rendering:
 
 
 @pytest.fixture
-def rendering() -> Iterator[Callable[..., Rendering]]:
+def rendering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rendering]]:
+    # On a busy machine a template that loops takes longer than ten seconds to use up its second of processor time.
+    monkeypatch.setattr(model_worker.rendering, "LEASE_S", WITHIN)
     made: list[Rendering] = []
 
     def make(source: str, limit: int = 1 << 20) -> Rendering:
@@ -166,9 +168,10 @@ def test_a_process_that_is_killed_costs_nobody_a_request(rendering: Callable[...
     one.wait(2, 3)
     assert one.outcomes[1] == one.outcomes[3] == "fine"
     assert_takes_too_long(one.error(2))  # for the second that it took in the next process
-    (pid,) = one.renderer.pids
-    os.kill(pid, signal.SIGKILL)  # idle now
-    wait_until(lambda: not is_alive(psutil.Process(pid)), WITHIN, "its end")
+    idle = processes(one)  # more than one, if the conversations have waited for each other
+    for process in idle:
+        process.kill()
+    wait_until(lambda: not any(is_alive(process) for process in idle), WITHIN, "their ends")
     one.ask(4, "fine again")
     one.wait(4)
     assert one.outcomes[4] == "fine again"
