@@ -30,6 +30,8 @@ comes sooner than this after the first try to connect has another reason."""
 _NEEDS_A_KEY: Final = "a supervisor admits clients over TCP with a key only: give key=, or --key-file"
 _MECHANISM_MISMATCH: Final = 0x11000002
 """Value of EVENT_HANDSHAKE_FAILED_PROTOCOL: one side uses keys, the other does not."""
+_TOO_OFTEN: Final = 500
+"""Value of EVENT_HANDSHAKE_FAILED_AUTH: this key may connect, but not so often."""
 _WATCHED: Final = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -191,6 +193,9 @@ class Line:
 
     def _explain_handshake(self, event: int, value: int) -> str | None:
         """Return why the handshake over TCP failed; None if a probe has to find that out."""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _TOO_OFTEN and self._key is not None:
+            told = f"key {self._key.name!r} has connected too often in a short time ({self._endpoint})"
+            return f"{told}: keep a connection open for many requests, or try again in a second"
         mismatch = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH
         not_admitted = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if not (mismatch or not_admitted):

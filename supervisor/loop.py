@@ -119,7 +119,7 @@ class Supervisor:
             self._context,
             os.getuid(),
             is_worker=lambda pid: self._launcher.is_worker(pid),
-            admits=ring.admits if ring else None,
+            ring=ring,
         )
         self._front = ClientPort.bind(self._context, front_endpoint(runtime.path), self._descriptors.backlog, log)
         self._admin = ClientPort.bind(self._context, admin_endpoint(runtime.path), self._descriptors.backlog, log)

@@ -9,12 +9,25 @@ A list that cannot be read, or that others could have written, admits nobody: wh
 """
 
 import logging
+from enum import Enum
 from typing import Any
 
 from supervisor.keys.allowance import Allowance
+from supervisor.keys.handshakes import Handshakes
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.rights import Identity, Right
 from supervisor.keys.store import KeyStore
+
+
+class Admission(Enum):
+    """What becomes of a handshake."""
+
+    ADMITTED = "admitted"
+    UNKNOWN = "unknown"
+    """The key is not on the list."""
+    TOO_OFTEN = "too often"
+    """The key has connected too often in a short time."""
+
 
 MOST_NAMED = 20
 """Keys that one line of the log names."""
@@ -29,15 +42,18 @@ class KeyRing:
         self._stamp: tuple[int, ...] = ()
         self._identities: dict[str, Identity] = {}
         self._allowances: dict[str, Allowance] = {}
+        self._handshakes = Handshakes()
 
     def find(self, public_key: str) -> Identity | None:
         """Whose key it is, by the list as last read; None: nobody's."""
         return self._identities.get(public_key)
 
-    def admits(self, public_key: str) -> bool:
-        """By the list as it is now."""
+    def admit(self, public_key: str, now: float) -> Admission:
+        """Whether a connection with this key may come, by the list as it is now and by the key's own budget."""
         self.look()
-        return public_key in self._identities
+        if public_key not in self._identities:
+            return Admission.UNKNOWN
+        return Admission.ADMITTED if self._handshakes.admit(public_key, now) else Admission.TOO_OFTEN
 
     def look(self) -> bool:
         """Read the list again if it has changed. Whether it has."""
@@ -61,6 +77,8 @@ class KeyRing:
         )
         for public_key in self._allowances.keys() - self._identities.keys():
             del self._allowances[public_key]
+        for public_key in before.keys() - self._identities.keys():
+            self._handshakes.forget(public_key)
         return True
 
     def allowance(self, identity: Identity, now: float) -> Allowance:
@@ -71,6 +89,11 @@ class KeyRing:
         elif found.identity is not identity:
             found.adopt(identity, now)
         return found
+
+    @property
+    def refused_handshakes(self) -> int:
+        """Handshakes of keys that connected too often."""
+        return self._handshakes.refused
 
     def describe(self, connections: dict[str, int], now: float) -> list[dict[str, Any]]:
         """Each key, for people. ``connections``: by public key."""

@@ -208,6 +208,7 @@ class ClientPort:
                 self.counters.accepted += 1
                 self._unheard.discard(value)
                 self._wires[value] = Wire(socket_behind(value))
+                self._accepted(value)
             elif kind == zmq.EVENT_LISTENING:
                 self._listens(value)
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -215,6 +216,7 @@ class ClientPort:
             elif kind == zmq.EVENT_DISCONNECTED:
                 self.counters.disconnected += 1
                 self._wires.pop(value, None)
+                self._disconnected(value)
                 connection = self._by_fd.get(value)
                 if connection is not None:
                     self._leave(connection)
@@ -305,6 +307,12 @@ class ClientPort:
     # what only a port over TCP wants to know, see ``tcp_port``
 
     def _listens(self, fd: int) -> None:
+        pass
+
+    def _accepted(self, fd: int) -> None:
+        pass
+
+    def _disconnected(self, fd: int) -> None:
         pass
 
     def _shook_hands(self) -> None:

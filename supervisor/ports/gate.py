@@ -128,6 +128,7 @@ class Gate:
             "listen": self.port.endpoint,
             "keys": self._ring.describe(connections, time.monotonic()),
             "forbidden": self.forbidden,
+            "connected_too_often": self._ring.refused_handshakes,
             "cut_off": self.port.counters.cut_off,
         }
 

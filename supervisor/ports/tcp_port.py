@@ -11,8 +11,8 @@
   library's generator is seeded), and aborts the process when the next number is taken: by a peer that chose its routing
   id to look like one. So we seed the generator, and note what we were given first before anybody can connect. An id
   beyond as many as have shaken hands since (a number is given after that, so strangers do not count) is a chosen one,
-  and cut off at once. An id shows with the first message only: who sends none is cut off after HELLO_S, and connections
-  come at a bounded rate, which leaves a peer with a key a guess among 2**32 now and then.
+  and cut off at once. An id shows with the first message only: who sends none is cut off after HELLO_S. Each key may
+  connect at a bounded rate (see ``supervisor.keys.handshakes``), which leaves it a guess among 2**32 now and then.
 * When descriptors are scarce, a filter on the listening socket drops what wants to connect; kernels of clients try
   again by themselves. (Unbinding would end the connections that are there.)
 """
@@ -22,7 +22,7 @@ import logging
 import os
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -33,7 +33,7 @@ from supervisor.ports.client_port import MONITORED, ClientPort, client_router
 from supervisor.ports.connections import Connection
 from supervisor.ports.monitors import open_monitor
 from supervisor.ports.sockets import Context
-from supervisor.ports.wires import borrow
+from supervisor.ports.wires import Wire, borrow
 from supervisor.ports.zap import TCP_DOMAIN
 
 MAX_UNREAD = 2 * limits.SOCKET_MAX_FRAME
@@ -47,10 +47,9 @@ LOOK_S = 0.2
 """Seconds between two calls of ``look``."""
 HELLO_S = 5.0
 """Between a connection and its first message, HELLO, at most. Counted in looks: a loop that is stopped hears nobody."""
-NEWCOMERS = 1000
-"""Handshakes with a key, of all keys, that may come together, ..."""
-NEWCOMERS_PER_S = 100
-"""... and how many more each second. Beyond, those who want to connect wait."""
+MAX_STRANGERS = 256
+"""Connections without a message so far, which nobody has shown a key for. If there are more, the oldest is ended: a
+client with a key needs some milliseconds, and one without would stay for 3 s."""
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _TCP_INFO, _BYTES_ACKED = 11, 120
@@ -72,10 +71,8 @@ class TcpPort(ClientPort):
     """The number that libzmq gave out before anybody could connect."""
     _handshakes: int = 0
     """That succeeded."""
-    _newcomers: float = NEWCOMERS
-    """Handshakes that may still come; negative while too many came, and newcomers are held off."""
-    _held_off: bool = False
-    _is_shut: bool = False
+    _strangers: dict[int, Wire] = field(default_factory=dict)
+    """By descriptor, the oldest first."""
 
     @staticmethod
     def listen(
@@ -114,13 +111,13 @@ class TcpPort(ClientPort):
         """Take no new connections; those there are go on."""
         if self.listening:
             self.watch()  # which descriptor listens
+            self._filter(_SO_ATTACH_FILTER, _drop_everything())
             self.listening = False
-            self._shut_or_open()
 
     def resume(self) -> None:
         if not self.listening:
+            self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
             self.listening = True
-            self._shut_or_open()
 
     def send(self, channel: int, frame: bytes) -> bool:
         # a dataclass with slots is another class than the one that super() without arguments means
@@ -139,7 +136,6 @@ class TcpPort(ClientPort):
     def look(self, now: float) -> None:
         """End the connections of clients that send a message without end, do not read, send no HELLO, or have had time
         to read why they are ended. The loop calls this every LOOK_S."""
-        self._hold_off()
         self._endings.look(now)
         behind_of_key: dict[str, int] = {}
         for fd, wire in list(self._wires.items()):
@@ -165,30 +161,24 @@ class TcpPort(ClientPort):
                 if wire.silent == round(HELLO_S / LOOK_S):
                     self.end_wire(fd, wire)
 
-    def _hold_off(self) -> None:
-        """Take no newcomers while more came than may."""
-        self._newcomers = min(float(NEWCOMERS), self._newcomers + NEWCOMERS_PER_S * LOOK_S)
-        self._held_off = self._newcomers < 0
-        self._shut_or_open()
-
-    def _shut_or_open(self) -> None:
-        """Whoever wants to connect is dropped while descriptors are scarce, or too many came."""
-        shut = self._held_off or not self.listening
-        if shut and not self._is_shut:
-            self._filter(_SO_ATTACH_FILTER, _drop_everything())
-        elif self._is_shut and not shut:
-            self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
-        self._is_shut = shut
-
     def _listens(self, fd: int) -> None:
         self._listener = fd
 
+    def _accepted(self, fd: int) -> None:
+        self._strangers[fd] = self._wires[fd]
+        if len(self._strangers) > MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            self.end_wire(oldest, self._strangers.pop(oldest))
+
+    def _disconnected(self, fd: int) -> None:
+        self._strangers.pop(fd, None)
+
     def _shook_hands(self) -> None:
         self._handshakes += 1
-        self._newcomers -= 1
 
     def _admit(self, connection: Connection, part: zmq.Frame) -> bool:
         assert self.ring is not None
+        self._strangers.pop(connection.fd, None)
         number = (int.from_bytes(connection.routing_id[1:], "big") - self._first) % (1 << 32)
         if not 0 < number <= self._handshakes:
             self.counters.bad_frames += 1

@@ -6,15 +6,20 @@ pyzmq's ready-made authenticator does not look at uids. libzmq gives the peer of
 client has proved that it has the secret one; the answer names it as User-Id, which libzmq puts on every message.
 """
 
+import time
 from collections.abc import Callable
 
 import zmq
 from zmq.utils import z85
 
+from supervisor.keys.ring import Admission, KeyRing
+
 ZAP_DOMAIN = b"modelctl"
 WORKER_DOMAIN = b"modelctl-back"
 TCP_DOMAIN = b"modelctl-tcp"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ADMITTED, DENIED, TRY_LATER = b"200", b"400", b"500"
+"""The client is told 400 and 500, and our own does not try again after 400. (After 300 it would be told nothing.)"""
 
 
 class ZapHandler:
@@ -22,7 +27,7 @@ class ZapHandler:
 
     uid        of those that may connect over ipc
     is_worker  whether the process with this pid is a worker, and may connect to the workers' socket
-    admits     whether a public key (Z85) is on the list; None: there is none, and nobody may connect over TCP
+    ring       the keys that may connect over TCP; None: nobody may
     """
 
     def __init__(
@@ -31,11 +36,11 @@ class ZapHandler:
         uid: int,
         *,
         is_worker: Callable[[int], bool] = lambda pid: False,
-        admits: Callable[[str], bool] | None = None,
+        ring: KeyRing | None = None,
     ) -> None:
         self._uid = uid
         self._is_worker = is_worker
-        self._admits = admits
+        self._ring = ring
         self.denied = 0
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -50,20 +55,30 @@ class ZapHandler:
                 return
             version, request_id, domain, address, _, mechanism = parts[:6]
             user = b""
+            status, text = DENIED, b"no such way in"
             if domain == ZAP_DOMAIN and mechanism == b"NULL":
-                allowed, text = self._is_own(address), b"only processes of the supervisor's user"
+                status, text = _answer(self._is_own(address), b"only processes of the supervisor's user")
             elif domain == WORKER_DOMAIN and mechanism == b"NULL":
-                allowed, text = self._is_own(address) and self._is_worker(int(address.split(b":")[3])), b"only workers"
+                is_worker = self._is_own(address) and self._is_worker(int(address.split(b":")[3]))
+                status, text = _answer(is_worker, b"only workers")
             elif domain == TCP_DOMAIN and mechanism == b"CURVE" and len(parts) == 7 and len(parts[6]) == 32:
-                user, text = z85.encode(parts[6]), b"this key is not on the list"
-                allowed = self._admits is not None and self._admits(user.decode())
-            else:
-                allowed, text = False, b"no such way in"
-            self.denied += not allowed
-            # 400: the client is told. (300 and 500 would leave it to try again and again.)
-            status, text = (b"200", b"OK") if allowed else (b"400", text)
-            self.socket.send_multipart([version, request_id, status, text, user if allowed else b"", b""])
+                user = z85.encode(parts[6])
+                status, text = self._admit(user.decode())
+            self.denied += status != ADMITTED
+            user = user if status == ADMITTED else b""
+            self.socket.send_multipart([version, request_id, status, text, user, b""])
+
+    def _admit(self, public_key: str) -> tuple[bytes, bytes]:
+        admission = Admission.UNKNOWN if self._ring is None else self._ring.admit(public_key, time.monotonic())
+        if admission is Admission.TOO_OFTEN:
+            return TRY_LATER, b"this key connects too often"
+        return _answer(admission is Admission.ADMITTED, b"this key is not on the list")
 
     def _is_own(self, address: bytes) -> bool:
         parts = address.split(b":")
         return len(parts) == 4 and parts[1] == b"%d" % self._uid
+
+
+def _answer(allowed: bool, otherwise: bytes) -> tuple[bytes, bytes]:
+    """Status and text."""
+    return (ADMITTED, b"OK") if allowed else (DENIED, otherwise)

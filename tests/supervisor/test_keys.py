@@ -17,7 +17,7 @@ from supervisor.keys.endpoint import parse_listen
 from supervisor.keys.opening import check_opening
 from supervisor.keys.records import KeysProblem, check_limit, check_name, format_clients, parse_clients, parse_rights
 from supervisor.keys.rights import OWNER, Identity, Right, check_right
-from supervisor.keys.ring import KeyRing
+from supervisor.keys.ring import Admission, KeyRing
 from supervisor.keys.store import CLIENTS, SERVER, KeyStore
 from supervisor.keys.unfinished import CLEAR_AT, Unfinished
 
@@ -425,20 +425,24 @@ def test_a_list_that_cannot_be_used_any_more_admits_nobody(tmp_path: Path) -> No
     store = store_in(tmp_path)
     key = store.add("a", INFER, tmp_path / "a.key")
     ring = KeyRing(store, logging.getLogger("test"))
-    assert ring.admits(key.public_key)
+
+    def admits() -> bool:
+        return ring.admit(key.public_key, 0.0) is Admission.ADMITTED
+
+    assert admits()
     (store.directory / CLIENTS).chmod(0o666)
-    assert not ring.admits(key.public_key)
+    assert not admits()
     (store.directory / CLIENTS).chmod(0o600)
-    assert ring.admits(key.public_key)
+    assert admits()
     os.rename(store.directory / CLIENTS, store.directory / "away")
-    assert not ring.admits(key.public_key)
+    assert not admits()
     (store.directory / CLIENTS).mkdir()
-    assert not ring.admits(key.public_key)
+    assert not admits()
     (store.directory / CLIENTS).rmdir()
     os.rename(store.directory / "away", store.directory / CLIENTS)
-    assert ring.admits(key.public_key)
+    assert admits()
     store.directory.chmod(0o770)
-    assert not ring.admits(key.public_key)
+    assert not admits()
 
 
 def test_what_a_key_has_used_is_kept_while_the_key_is(tmp_path: Path) -> None:

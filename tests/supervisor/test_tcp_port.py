@@ -45,7 +45,7 @@ class TcpHost(Host):
         self.number = free_port()
         self.endpoint = f"tcp://{address}:{self.number}"
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        zap = ZapHandler(context, os.getuid(), admits=self.ring.admits)
+        zap = ZapHandler(context, os.getuid(), ring=self.ring)
         port = TcpPort.listen(
             context, self.endpoint, self.store.server_pair()[1], self.ring, backlog=64, log=logging.getLogger()
         )
@@ -298,24 +298,42 @@ def test_nobody_knows_the_numbers(host: TcpHost) -> None:
     assert len(firsts) == 3
 
 
-def test_newcomers_beyond_a_rate_wait(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("supervisor.ports.tcp_port.NEWCOMERS_PER_S", 0)
-    host.port._newcomers = 1
-    with host.greet() as client, host.greet() as second:
-        wait_until(lambda: host.turn() and host.port._held_off)
-        with socket.socket() as late:
-            late.settimeout(0.3)
-            with pytest.raises(TimeoutError):
-                late.connect(("127.0.0.1", host.number))
-        host.port.pause()
-        host.port.resume()  # descriptors are another matter
-        assert host.port._held_off
-        assert host.is_answered(client, 1)
-        assert host.is_answered(second, 2)
-        monkeypatch.undo()
-        wait_until(lambda: host.turn() and not host.port._held_off)
-        with host.greet() as third:
-            assert host.is_answered(third, 3)
+def test_a_key_that_connects_too_often_is_told_so_and_keeps_nobody_out(
+    host: TcpHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("supervisor.keys.handshakes.AT_ONCE", 2)
+    monkeypatch.setattr("supervisor.keys.handshakes.PER_S", 0.0)
+    other_key = host.store.add("b", frozenset({Right.INFER}), host.store.directory.parent / "b.key")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with host.greet() as first, host.greet() as second:
+        line = Line(context, host.endpoint, encode(Hello(pack_body({}))), host.key)
+        why = wait_until(lambda: host.turn() and line.read_monitor(None))
+        assert "key 'a' has connected too often" in why
+        assert not line.refused
+        assert not line.barred
+        line.hang_up(0)
+        host.key = other_key
+        with host.greet() as other:
+            assert host.is_answered(other, 1)
+        assert host.is_answered(first, 2)
+        assert host.is_answered(second, 3)
+        assert host.ring.refused_handshakes == 1
+    context.term()
+
+
+def test_connections_that_show_no_key_keep_nobody_out(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a handshake takes 3 s, and a descriptor: of too many, those end that have had the most time."""
+    monkeypatch.setattr("supervisor.ports.tcp_port.MAX_STRANGERS", 8)
+    with host.greet() as client:
+        strangers = [socket.create_connection(("127.0.0.1", host.number)) for _ in range(40)]
+        wait_until(lambda: host.turn() and host.port.counters.cut_off == 32)
+        assert len(host.port._strangers) == 8
+        with host.greet() as other:
+            assert host.is_answered(other, 1)
+        assert host.is_answered(client, 2)
+        for stranger in strangers:
+            stranger.close()
+        wait_until(lambda: host.turn() and not host.port._strangers)
 
 
 # ipc

@@ -34,6 +34,34 @@ def test_a_key_is_enough_to_be_served(keyed: Keyed) -> None:
         assert client.models()["models"][0]["name"] == "m"
 
 
+def test_a_key_that_connects_again_and_again_keeps_no_other_key_out(keyed: Keyed) -> None:
+    """270 handshakes a second of one key used up what there was for all: three of five attempts of another failed."""
+    keyed.new("restless")
+    command = [sys.executable, "-m", "tests.knocking", keyed.endpoint, str(keyed.file("restless"))]
+    knocking = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=keyed.serving.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    try:
+        for process in knocking:
+            assert process.stdout is not None
+            while int(process.stdout.readline()) < 1000:
+                pass
+        for attempt in range(10):
+            # The kernel takes a connection without the supervisor. Were newcomers held off, it would drop the first
+            # packet, and this kernel would send another only after a second.
+            socket.create_connection(("127.0.0.1", keyed.port), timeout=0.9).close()
+            with keyed.client("laptop", connect_timeout=10) as client:
+                assert client.complete("m", f"attempt {attempt}", max_tokens=5).text == answer(f"attempt {attempt}", 5)
+        assert all(process.poll() is None for process in knocking), "the other key has stopped"
+    finally:
+        for process in knocking:
+            process.communicate()
+    assert keyed.tcp()["connected_too_often"] > 1000
+
+
 def test_the_asynchronous_client_takes_a_key_as_well(keyed: Keyed) -> None:
     async def ask() -> str:
         async with AsyncClient(keyed.endpoint, key=keyed.file("laptop")) as client:
