@@ -120,11 +120,11 @@ def _tell_prompts() -> None:
     """Requests stand in the log."""
     original = Scheduler.submit
 
-    def broken(self: Any, channel: int, message: Any, now: float) -> Any:
+    def broken(self: Any, channel: int, message: Any, *rest: Any) -> Any:
         import logging
 
         logging.getLogger("modelctl").info("request %s", message.body)
-        return original(self, channel, message, now)
+        return original(self, channel, message, *rest)
 
     Scheduler.submit = broken  # type: ignore[method-assign]
 
