@@ -47,18 +47,17 @@ class Rendering:
         self.renderer = Renderer(ChatTemplate(source, {"bos_token": "<s>"}), limit)
         self.outcomes: dict[int, str | WireError] = {}
         self.order: list[int] = []
-        self.longest_look = 0.0
+        self.looks = 0
 
     def ask(self, key: int, content: str, channel: int = 1) -> None:
         self.renderer.ask(key, channel, conversation(content))
 
     def look(self) -> None:
-        began = time.monotonic()
+        self.looks += 1
         for key, outcome in self.renderer.collect():
             assert key not in self.outcomes
             self.outcomes[key] = outcome
             self.order.append(key)
-        self.longest_look = max(self.longest_look, time.monotonic() - began)
 
     def wait(self, *keys: int) -> None:
         def done() -> bool:
@@ -124,7 +123,7 @@ def test_a_template_that_loops_costs_its_own_request_a_second(rendering: Callabl
     one.ask(3, "fine")
     one.wait(3)
     assert one.outcomes[3] == "fine"
-    assert one.longest_look < 0.9 * RENDER_S, "nothing waits for it"
+    assert one.looks > 20, "a look must not wait for the template, which takes a second"
 
 
 @pytest.mark.parametrize("source", ["{{ 9 ** 99999999 }}", "{% set x = 7 ** 9999999 %}{{ x }}"])
@@ -145,7 +144,7 @@ def test_a_template_that_allocates_without_end_is_stopped(rendering: Callable[..
     # on a busy machine a second may be over before the memory is
     assert "more memory than it is given" in one.error(1).message or "takes longer" in one.error(1).message
     assert (one.error(1).code, one.error(1).field) == (ErrorCode.INVALID_REQUEST, "messages")
-    assert one.longest_look < 0.9 * RENDER_S
+    assert one.looks > 20, "a look must not wait for the template"
 
 
 def processes(one: Rendering) -> list[psutil.Process]:
