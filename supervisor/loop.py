@@ -482,7 +482,11 @@ class Supervisor:
             for port in clients:
                 port.resume()
         if self._admin.listening and budget.scarce_for_operators(self._admin.accepted):
-            self._log.error("%d connections of operators: no new ones", self._admin.accepted)
+            connected = self._admin.accepted
+            told = (
+                "almost all of %d descriptors are in use, with %d operators connected: no new connections of operators"
+            )
+            self._log.error(told, budget.limit, connected)
             self._admin.pause()
         elif not self._admin.listening and budget.plenty_for_operators(self._admin.accepted):
             self._log.info("taking connections of operators again")

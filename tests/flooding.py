@@ -1,13 +1,13 @@
 """A hostile local process: ZMTP 3.1 by hand over a unix socket, without libzmq.
 
-    python -m tests.flooding hit-and-run SOCKET ROUNDS
+    python -m tests.flooding hit-and-run SOCKET ROUNDS CONNECTIONS
     python -m tests.flooding flood SOCKET SECONDS FRAME_SIZE CONNECTIONS
     python -m tests.flooding parts SOCKET SECONDS FRAME_SIZE CONNECTIONS
     python -m tests.flooding same-id SOCKET SECONDS FRAME_SIZE CONNECTIONS
 
-``hit-and-run`` connects, floods and leaves, ROUNDS times. The others send frames as fast as they can over CONNECTIONS
-connections, open a new one for each that is ended, and print one line of JSON when the time is over: whole messages;
-one message of parts without end; whole messages of connections that all chose the same routing id.
+``hit-and-run`` connects, floods and leaves, ROUNDS times, over CONNECTIONS connections at once. The others send frames
+as fast as they can over CONNECTIONS connections and open a new one for each that is ended: whole messages; one message
+of parts without end; whole messages of connections that all chose the same routing id. Each prints one line of JSON.
 """
 
 import json
@@ -15,7 +15,7 @@ import select
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from protocol.codec import encode, pack_body
 from protocol.messages import Hello, Ping
@@ -68,15 +68,22 @@ ROUND = frame(HELLO) + b"".join(
 )
 
 
-def hit_and_run(path: str) -> bool:
-    """Flood with small frames and ZMTP's own PINGs, and leave without reading. Whether all could be sent.
+def hit_and_run(path: str, connections: int = 1) -> int:
+    """Flood so many connections with small frames and ZMTP's own PINGs, and leave without reading. How many took all.
 
-    libzmq 4.3.5 aborts its process if it has stopped reading this connection, finds it ended, and then comes to a PING.
+    libzmq 4.3.5 aborts its process if it has stopped reading a connection, finds it ended, and then comes to a PING.
     """
-    with suppress(OSError), shake_hands(path) as peer:
-        peer.sendall(ROUND)
-        return True
-    return False
+    took = 0
+    with ExitStack() as stack:
+        peers = []
+        for _ in range(connections):
+            with suppress(OSError):  # the listener may refuse, or die
+                peers.append(stack.enter_context(shake_hands(path)))
+        for peer in peers:
+            with suppress(OSError):
+                peer.sendall(ROUND)
+                took += 1
+    return took
 
 
 class Flood:
@@ -137,8 +144,9 @@ class Flood:
 def main() -> None:
     what, path, *numbers = sys.argv[1:]
     if what == "hit-and-run":
-        done = sum(hit_and_run(path) for _ in range(int(numbers[0])))
-        print(json.dumps({"whole": done}))
+        rounds, at_once = int(numbers[0]), int(numbers[1])
+        done = sum(hit_and_run(path, min(at_once, rounds - begun)) for begun in range(0, rounds, at_once))
+        print(json.dumps({"rounds": rounds, "whole": done}))
         return
     seconds, size, connections = float(numbers[0]), int(numbers[1]), int(numbers[2])
     routing_id = b"the same" if what == "same-id" else b""

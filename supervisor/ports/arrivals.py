@@ -29,7 +29,7 @@ class ArrivalLimits:
     bytes_of_connection: int = 64 * _MIB
     messages_of_all: int = 60_000
     bytes_of_all: int = 128 * _MIB
-    growth: int = 128 * _MIB
+    growth: int = 64 * _MIB
     """Bytes that the process may grow by while messages wait. libzmq receives small messages six times as fast as we
     can take them from it, and more than that on a busy machine, so most of a flood waits where it cannot be counted."""
 

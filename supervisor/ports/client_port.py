@@ -38,6 +38,8 @@ LOOK_S = 0.05
 """Seconds between two calls of ``look``. libzmq can receive 100 MB in that time."""
 TAKE_LIMIT = 1024
 """Messages taken from libzmq per turn of the loop: 2 ms of work."""
+DROP_LIMIT = 4096
+"""The same while most of them are dropped, because their connection was ended."""
 TAKE_BYTES = 8 << 20
 """Bytes after which no more messages are taken in a turn."""
 
@@ -148,7 +150,8 @@ class ClientPort:
             self._skipping = not skip_parts(self.socket)
         socket, receive, known = self.socket, self.socket.recv, self._by_id.get  # a flood is read as fast as may be
         taken = frames = 0
-        while frames < TAKE_LIMIT and taken < TAKE_BYTES and not self._skipping and has_input(socket):
+        limit = TAKE_LIMIT if self._flooded_at is None else DROP_LIMIT
+        while frames < limit and taken < TAKE_BYTES and not self._skipping and has_input(socket):
             frames += 1
             routing_id = receive(DONT_WAIT)
             part = receive(DONT_WAIT, False)

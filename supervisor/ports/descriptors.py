@@ -95,11 +95,13 @@ class DescriptorBudget:
 
     def scarce_for_operators(self, operators: int) -> bool:
         """Return whether to take no new operators. ``operators``: how many are connected."""
-        return operators > FOR_OPERATORS or self._in_use() > self.limit - LAST
+        in_use = self._in_use()
+        return in_use > self.limit - LAST or (in_use > self._mark and operators > FOR_OPERATORS)
 
     def plenty_for_operators(self, operators: int) -> bool:
         """Return whether to take operators again."""
-        return operators <= FOR_OPERATORS // 2 and self._in_use() <= self.limit - 2 * LAST
+        in_use = self._in_use()
+        return in_use <= self.limit - 2 * LAST and (in_use <= self._mark or operators <= FOR_OPERATORS // 2)
 
     def _in_use(self) -> int:
         try:

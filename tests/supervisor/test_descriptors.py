@@ -104,5 +104,9 @@ def test_operators_have_a_share_of_their_own() -> None:
     assert not budget.scarce_for_operators(FOR_OPERATORS)
     assert budget.scarce_for_operators(FOR_OPERATORS + 1)
     assert budget.plenty_for_operators(FOR_OPERATORS // 2)
+    assert not budget.plenty_for_operators(FOR_OPERATORS // 2 + 1)
+    budget.used = 90
+    assert not budget.scarce_for_operators(60), "there is room for more"
+    assert budget.plenty_for_operators(60)
     budget.used = 250
     assert budget.scarce_for_operators(0)
