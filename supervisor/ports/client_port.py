@@ -39,7 +39,7 @@ LOOK_S = 0.05
 TAKE_LIMIT = 1024
 """Messages taken from libzmq per turn of the loop: 2 ms of work."""
 DROP_LIMIT = 4096
-"""The same while most of them are dropped, because their connection was ended."""
+"""Messages taken from libzmq per turn after a flood, when most of them are dropped."""
 TAKE_BYTES = 8 << 20
 """Bytes after which no more messages are taken in a turn."""
 
@@ -263,6 +263,7 @@ class ClientPort:
             self._leave(connection)
 
     def _end_flood(self, connection: Connection, why: str) -> None:
+        """End a connection that sends more than the supervisor can take. Tell its client and the log why."""
         now = time.monotonic()
         if now > self._flood_logged_at + 1:  # of many that flood at once, one line says enough
             self._flood_logged_at = now
@@ -348,6 +349,7 @@ class ClientPort:
         return connection
 
     def _end_soon(self, routing_id: bytes, fd: int, *, hears: bool) -> None:
+        """Have ``look`` end a connection whose client was told why. See ``cut`` for ``hears``."""
         if (wire := self._wires.get(fd)) is not None:
             self._endings.add(routing_id, fd, wire, time.monotonic())
             if not hears:

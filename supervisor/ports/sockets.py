@@ -1,5 +1,8 @@
 """What all ROUTERs of the supervisor have in common."""
 
+import ctypes
+import os
+
 import zmq
 
 from protocol import limits
@@ -22,7 +25,13 @@ def skip_parts(socket: zmq.Socket[bytes]) -> bool:
 
 
 def router(context: Context) -> zmq.Socket[bytes]:
-    """A ROUTER that says when a peer is gone, gives no peer another's frames, and cuts off frames beyond 16 MiB."""
+    """A ROUTER that says when a peer is gone, gives no peer another's frames, and cuts off frames beyond 16 MiB.
+
+    Nobody can know its routing ids. libzmq numbers connections, from a number that the C library draws and that is the
+    same in each process unless the generator is seeded. A peer that chose the next number for its routing id would make
+    libzmq abort the process.
+    """
+    ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0)

@@ -79,7 +79,6 @@ class TcpPort(ClientPort):
         context: Context, endpoint: str, secret_key: str, ring: KeyRing, backlog: int, log: logging.Logger
     ) -> "TcpPort":
         """Open the port. Raises ListenError."""
-        ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
         router = client_router(context, backlog)
         router.curve_server = True
         router.curve_secretkey = secret_key.encode()

@@ -24,7 +24,7 @@ from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore
 from supervisor.ports.arrivals import ArrivalLimits
 from supervisor.ports.client_port import ClientPort
-from supervisor.ports.tcp_port import MAX_CONNECTIONS_OF_KEY, ListenError, TcpPort, _bytes_both_ways
+from supervisor.ports.tcp_port import MAX_CONNECTIONS_OF_KEY, ListenError, TcpPort, _bytes_both_ways, _next_number
 from supervisor.ports.wires import Wire
 from supervisor.ports.zap import ZapHandler
 from tests.keyed import free_port
@@ -284,18 +284,20 @@ def test_whoever_is_too_far_ahead_is_cut_off(host: TcpHost) -> None:
         assert host.is_answered(other, 1)
 
 
-def test_nobody_knows_the_numbers(host: TcpHost) -> None:
+def test_nobody_knows_the_numbers(host: TcpHost, runtime_dir: Path) -> None:
     """Without a seed they are the same in every process."""
     firsts = set()
-    for _ in range(3):
+    for number in range(3):
         ctypes.CDLL(None).srand(1)
         endpoint = f"tcp://127.0.0.1:{free_port()}"
-        port = TcpPort.listen(
-            host.context, endpoint, host.store.server_pair()[1], host.ring, backlog=64, log=logging.getLogger()
-        )
+        port = TcpPort.listen(host.context, endpoint, host.store.server_pair()[1], host.ring, 64, LOG)
         firsts.add(port._first)
         port.close()
-    assert len(firsts) == 3
+        ctypes.CDLL(None).srand(1)
+        local = ClientPort.bind(host.context, f"ipc://{runtime_dir}/{number}", 64, LOG)
+        firsts.add(_next_number(host.context, local.socket))
+        local.close()
+    assert len(firsts) == 6
 
 
 def test_a_key_that_connects_too_often_is_told_so_and_keeps_nobody_out(
