@@ -301,7 +301,7 @@ class Supervisor:
         otherwise fill the memory faster than it can be emptied.
         """
         now = time.monotonic()
-        if not any(port.is_flooded(now) for port in self._ports):
+        if all(port.lets_newcomers_in(now) for port in self._ports):
             self._zap.handle()
 
     def _on_port(self, port: ClientPort) -> None:

@@ -73,54 +73,56 @@ class Arrivals(Generic[T]):
 
     def next(self) -> tuple[int, T] | None:
         """Take out the first message of the connection whose turn it is; None if nothing waits."""
-        if not self._turns:
-            return None
-        channel = self._turns.popleft()
-        line = self._lines[channel]
-        message, size = line.messages.popleft()
-        line.size -= size
-        self._messages -= 1
-        self._bytes -= size
-        if line.messages:
-            self._turns.append(channel)
-        else:
-            del self._lines[channel]
-        return channel, message
+        while self._turns:
+            channel = self._turns.popleft()
+            if (line := self._lines.get(channel)) is None:
+                continue  # dropped: no channel has a line twice
+            message, size = line.messages.popleft()
+            line.size -= size
+            self._messages -= 1
+            self._bytes -= size
+            if line.messages:
+                self._turns.append(channel)
+            else:
+                del self._lines[channel]
+            return channel, message
+        return None
 
     def drop(self, channel: int) -> None:
         """Drop the waiting messages of a connection that has ended."""
         if (line := self._lines.pop(channel, None)) is not None:
             self._messages -= len(line.messages)
             self._bytes -= line.size
-            self._turns.remove(channel)
         self._over.discard(channel)
 
-    def excessive(self, resident: Callable[[], int]) -> list[tuple[int, int, int]]:
-        """Return (channel, messages, bytes) of the connections that must be ended, because too many of their messages
-        wait.
+    def has_grown(self, resident: int) -> bool:
+        """Return whether the process has grown by too much since messages began to wait in libzmq.
 
-        Where too much waits of all together, these are the connections with the longest line, and those with a line of
-        half that length or more. Many that flood at once would otherwise be ended one after the other, while the rest
-        of them go on.
+        resident  bytes that the process has in memory now
+        """
+        if self._resident is None:
+            self._resident = resident
+        return resident - self._resident > self.bounds.growth
 
-        resident  returns the bytes that the process has in memory now
+    def all_taken(self) -> None:
+        """Note that no message waits in libzmq. Growth is counted anew from the next time that messages wait there."""
+        self._resident = None
+
+    def excessive(self, *, grown: bool) -> list[tuple[int, int, int]]:
+        """Return (channel, messages, bytes) of the connections that have to be ended, since too much of them waits.
+
+        If too much of all connections waits, or the process has ``grown`` by too much, the connections with the
+        longest lines are returned, and those with a line of half that length or more. Many connections that flood at
+        once would otherwise be ended one after the other, while the rest of them go on.
         """
         found, self._over = self._over, set()
         if self._messages < SHORT_MESSAGES and self._bytes < SHORT_BYTES:
             return []
-        now = resident()
-        if self._resident is None:
-            self._resident = now
-        grown = now - self._resident > self.bounds.growth
         if grown or self._messages > self.bounds.messages_of_all:
             found |= self._longest(lambda line: len(line.messages), SHORT_MESSAGES)
         if grown or self._bytes > self.bounds.bytes_of_all:
             found |= self._longest(lambda line: line.size, SHORT_BYTES)
         return [(channel, len(self._lines[channel].messages), self._lines[channel].size) for channel in found]
-
-    def all_taken(self) -> None:
-        """Note that libzmq has no more messages. The growth is measured anew when messages wait the next time."""
-        self._resident = None
 
     def _longest(self, length: Callable[[_Line[T]], int], at_least: int) -> set[int]:
         """Return the channels whose line has ``at_least``, and at least half of the longest line's length."""

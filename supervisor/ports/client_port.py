@@ -29,11 +29,14 @@ from supervisor.ports.wires import Endings, Wire, process_of, shut_down, socket_
 from supervisor.requests.refusals import number_of, refusal
 
 MAX_LEFT = 1024
-"""Ended connections that are remembered, because frames they sent may still be read."""
+"""Ended connections that are remembered while libzmq has no messages for us: frames of them may be on their way."""
+MOST_LEFT = 100_000
+"""Ended connections that are remembered while libzmq has messages for us. Of one that is forgotten too early, each
+message looks like the first of a new connection."""
 DRAIN_LIMIT = 64
 """Messages handled per turn of the loop, so that a busy client cannot keep the loop from the workers."""
-FLOOD_S = 1.0
-"""How long newcomers wait at most after a flood."""
+FLOOD_S = 2.0
+"""How long new connections wait at most during a flood and after it."""
 LOOK_S = 0.05
 """Seconds between two calls of ``look``. libzmq can receive 100 MB in that time."""
 TAKE_LIMIT = 1024
@@ -60,7 +63,7 @@ class ClientPort:
     file: SocketFile | None = None
     """Over ipc only."""
     _flooded_at: float | None = None
-    """When last a connection was ended that sent too fast; None once all that it sent has been dropped."""
+    """When a flood was noticed, or new connections were let in since; None once all messages have been taken in."""
     beyond: "ClientPort | None" = None
     holds: Callable[[int, int], bool] = lambda channel, request: False
     """Whether a connection's request of this number is unfinished: set by the loop, see ``Scheduler.holds``."""
@@ -108,10 +111,18 @@ class ClientPort:
             self.file.show()
             self.listening = True
 
-    def is_flooded(self, now: float) -> bool:
-        """Return whether new connections have to wait, because messages of a connection that was ended for its speed
-        are still to be dropped. They wait FLOOD_S at most, because libzmq gives a handshake 3 s."""
-        return self._flooded_at is not None and now - self._flooded_at < FLOOD_S
+    def lets_newcomers_in(self, now: float) -> bool:
+        """Return whether handshakes may be finished now.
+
+        After a flood new connections wait until everything that was sent has been taken in. All that wait are let in
+        every FLOOD_S, because libzmq gives a handshake 3 s.
+        """
+        if self._flooded_at is None:
+            return True
+        if now - self._flooded_at < FLOOD_S:
+            return False
+        self._flooded_at = now
+        return True
 
     def is_waiting(self) -> bool:
         """Whether messages were taken in that ``receive`` has still to return."""
@@ -123,7 +134,7 @@ class ClientPort:
         End connections that send faster than the supervisor handles their messages.
         """
         self._take_in()
-        for channel, messages, size in self._arrivals.excessive(resident):
+        for channel, messages, size in self._arrivals.excessive(grown=self._has_grown()):
             told = f"it sent faster than its messages are handled ({messages} of them, {size} bytes, were taken in)"
             self._end_flood(self._by_channel[channel], told)
         for _ in range(DRAIN_LIMIT):
@@ -167,11 +178,22 @@ class ClientPort:
                 self._skipping = not skip_parts(socket)
                 if self._skipping and connection is not None:
                     self._end_flood(connection, "a message of it had thousands of frames")
-        if not (self._skipping or has_input(socket)):
-            self._arrivals.all_taken()
-            if self._flooded_at is not None:
-                self._flooded_at = None
-                trim()
+
+    def _has_grown(self) -> bool:
+        """Return whether the process has grown by too much while libzmq has messages for us."""
+        if self._skipping or has_input(self.socket):
+            if not self._arrivals.has_grown(resident()):
+                return False
+            if self._flooded_at is None:
+                self._flooded_at = time.monotonic()
+            return True
+        self._arrivals.all_taken()
+        while len(self._left) > MAX_LEFT:
+            del self._left[next(iter(self._left))]
+        if self._flooded_at is not None:
+            self._flooded_at = None
+            trim()
+        return False
 
     def _meet(self, routing_id: bytes, part: zmq.Frame) -> Connection | None:
         """Return the connection whose first message this is; None if the connection has ended or is refused."""
@@ -370,7 +392,7 @@ class ClientPort:
     def _forget(self, routing_id: bytes) -> None:
         """Whatever it has still sent is not read."""
         self._left[routing_id] = None
-        if len(self._left) > MAX_LEFT:
+        if len(self._left) > MOST_LEFT:
             del self._left[next(iter(self._left))]
 
     def _refuse(self, connection: Connection, error: FrameError) -> None:

@@ -15,10 +15,6 @@ def fill(arrivals: Arrivals[str], channel: int, count: int, size: int = 1) -> No
         arrivals.add(channel, f"{channel}.{number}", size)
 
 
-def small() -> int:
-    return 30 * MIB
-
-
 def test_connections_take_turns_and_each_keeps_its_order() -> None:
     arrivals = few()
     fill(arrivals, 1, 3)
@@ -38,18 +34,18 @@ def test_what_is_dropped_is_not_counted_any_more() -> None:
     arrivals.drop(1)
     assert not arrivals
     fill(arrivals, 2, 900)
-    assert arrivals.excessive(small) == []
+    assert arrivals.excessive(grown=False) == []
 
 
 def test_one_connection_may_have_so_many_messages_and_bytes_waiting() -> None:
     arrivals = few(messages_of_connection=1000, bytes_of_connection=50 * MIB)
     fill(arrivals, 1, 1000)
     fill(arrivals, 2, 2, 25 * MIB)
-    assert arrivals.excessive(small) == []
+    assert arrivals.excessive(grown=False) == []
     fill(arrivals, 1, 1)
     fill(arrivals, 2, 1)
-    assert sorted(arrivals.excessive(small)) == [(1, 1001, 1001), (2, 3, 50 * MIB + 1)]
-    assert arrivals.excessive(small) == [], "told once"
+    assert sorted(arrivals.excessive(grown=False)) == [(1, 1001, 1001), (2, 3, 50 * MIB + 1)]
+    assert arrivals.excessive(grown=False) == [], "told once"
 
 
 def test_of_all_together_those_with_the_longest_lines_are_ended() -> None:
@@ -57,26 +53,27 @@ def test_of_all_together_those_with_the_longest_lines_are_ended() -> None:
     fill(arrivals, 1, 1400)
     fill(arrivals, 2, 1200)
     fill(arrivals, 3, 600)
-    assert sorted(arrivals.excessive(small)) == [(1, 1400, 1400), (2, 1200, 1200)]
+    assert sorted(arrivals.excessive(grown=False)) == [(1, 1400, 1400), (2, 1200, 1200)]
 
 
 def test_a_process_that_grows_while_messages_wait_ends_the_longest_lines() -> None:
     arrivals = few(growth=100 * MIB)
     fill(arrivals, 1, SHORT_MESSAGES)
     fill(arrivals, 2, 10)
-    assert arrivals.excessive(small) == []
-    assert arrivals.excessive(lambda: 130 * MIB) == []
-    assert arrivals.excessive(lambda: 131 * MIB) == [(1, SHORT_MESSAGES, SHORT_MESSAGES)]
+    assert not arrivals.has_grown(30 * MIB)
+    assert not arrivals.has_grown(130 * MIB)
+    assert arrivals.has_grown(131 * MIB)
+    assert arrivals.excessive(grown=False) == []
+    assert arrivals.excessive(grown=True) == [(1, SHORT_MESSAGES, SHORT_MESSAGES)]
     arrivals.all_taken()
-    assert arrivals.excessive(lambda: 131 * MIB) == [], "counted anew"
+    assert not arrivals.has_grown(131 * MIB), "counted anew"
 
 
 def test_nobody_with_a_short_line_is_to_blame_for_growth() -> None:
     arrivals = few(growth=100 * MIB)
     fill(arrivals, 1, SHORT_MESSAGES - 1)
     fill(arrivals, 2, SHORT_MESSAGES - 1)
-    assert arrivals.excessive(small) == []
-    assert arrivals.excessive(lambda: 500 * MIB) == []
+    assert arrivals.excessive(grown=True) == []
 
 
 def test_nobody_is_suspected_of_gathering_while_memory_does_not_grow() -> None:
