@@ -25,7 +25,7 @@ from supervisor.ports.gathering import Gathering
 from supervisor.ports.monitors import open_monitor
 from supervisor.ports.socket_file import SocketFile
 from supervisor.ports.sockets import Context, bind_private, router, skip_parts
-from supervisor.ports.wires import Endings, Wire, process_of, shut_down, socket_behind, stop_reading
+from supervisor.ports.wires import Endings, Wire, process_of, shut_down, socket_behind
 from supervisor.requests.refusals import number_of, refusal
 
 MAX_LEFT = 1024
@@ -373,10 +373,10 @@ class ClientPort:
     def _end_soon(self, routing_id: bytes, fd: int, *, hears: bool) -> None:
         """Have ``look`` end a connection whose client was told why. See ``cut`` for ``hears``."""
         if (wire := self._wires.get(fd)) is not None:
-            self._endings.add(routing_id, fd, wire, time.monotonic())
+            now = time.monotonic()
+            self._endings.add(routing_id, fd, wire, now, hears=hears)
             if not hears:
-                self._flooded_at = time.monotonic()
-                stop_reading(fd, wire)
+                self._flooded_at = now
 
     def _leave(self, connection: Connection) -> None:
         """The connection is no client's any more. What it sent and still sends is dropped."""

@@ -17,6 +17,10 @@ LAST_WORD_S = 0.5
 MOST_AFTER_LAST_WORD = 4096
 """Frames that a connection may send in this time. One that sends more is ended at once."""
 
+WRITE_S = 0.02
+"""Seconds that libzmq is given to write the ERROR before the supervisor lets it read no more of a connection. libzmq
+drops what it has not written when it sees the end of a connection, so a client would not be told why."""
+
 T = TypeVar("T")
 KernelSocket = tuple[int, int]
 """Device and inode number. No two sockets that exist at the same time have the same."""
@@ -52,6 +56,7 @@ class _Ending:
     at: float
     fd: int
     wire: Wire
+    hears: bool
     frames: int = 0
 
 
@@ -61,9 +66,12 @@ class Endings:
     def __init__(self) -> None:
         self._endings: dict[bytes, _Ending] = {}
 
-    def add(self, routing_id: bytes, fd: int, wire: Wire, now: float) -> None:
-        """Shut this connection down LAST_WORD_S after ``now``."""
-        self._endings[routing_id] = _Ending(now + LAST_WORD_S, fd, wire)
+    def add(self, routing_id: bytes, fd: int, wire: Wire, now: float, *, hears: bool) -> None:
+        """Shut this connection down LAST_WORD_S after ``now``.
+
+        hears  False if libzmq is to read no more of it as soon as it has written the ERROR
+        """
+        self._endings[routing_id] = _Ending(now + LAST_WORD_S, fd, wire, hears)
 
     def count(self, routing_id: bytes) -> None:
         """Count a dropped frame of an ended connection. Shut the connection down now if it goes on sending."""
@@ -80,6 +88,9 @@ class Endings:
             if ending.at <= now:
                 del self._endings[routing_id]
                 shut_down(ending.fd, ending.wire)
+            elif not ending.hears and ending.at - LAST_WORD_S + WRITE_S <= now:
+                ending.hears = True  # once is enough
+                stop_reading(ending.fd, ending.wire)
 
 
 def socket_behind(fd: int) -> KernelSocket | None:

@@ -141,8 +141,8 @@ def test_one_connection_is_cut_off_and_told_why(host: TcpHost) -> None:
 def test_a_descriptor_that_is_anothers_by_now_is_left_alone(host: TcpHost) -> None:
     with host.greet() as client:
         (connection,) = host.port.connections()
-        host.port._endings.add(b"1", connection.fd, Wire((0, 1)), -1.0)
-        host.port._endings.add(b"2", 1_000_000, Wire((0, 1)), -1.0)
+        host.port._endings.add(b"1", connection.fd, Wire((0, 1)), -1.0, hears=True)
+        host.port._endings.add(b"2", 1_000_000, Wire((0, 1)), -1.0, hears=True)
         host.turn()
         assert not host.port._endings._endings
         assert host.is_answered(client, 1)
