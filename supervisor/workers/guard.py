@@ -25,19 +25,37 @@ class Guard:
         self._environment = environment
         self._titles = titles
         self._groups: set[int] = set()
+        self.pidfd = self._pipe = -1
         self._start()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(__file__), self._titles],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C, or a kill of the supervisor's group, must not take the guard along
-            cwd="/",
-            env=self._environment,
-        )
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        """Start a guard process that knows the groups watched so far. Raises OSError."""
+        guards_end, self._pipe = os.pipe()
+        try:
+            # The groups are in the pipe before the process exists. If the supervisor is killed at the next instruction,
+            # the new guard still reads them. There is one group for each worker, so the pipe never fills up here.
+            for group in self._groups:
+                self._tell(f"+{group}\n")
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", os.path.abspath(__file__), self._titles],
+                stdin=guards_end,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C, or a kill of the supervisor's group, must not take the guard along
+                cwd="/",
+                env=self._environment,
+            )
+            self.pid = self._process.pid
+            try:
+                self.pidfd = os.pidfd_open(self.pid)
+            except OSError:  # no descriptor left. At its pipe's end this guard would kill the workers: end it first
+                self._process.kill()
+                self._process.wait()
+                raise
+        except BaseException:
+            self._close_pipe()
+            raise
+        finally:
+            os.close(guards_end)
 
     def watch(self, group: int) -> None:
         """Kill this process group when the supervisor dies."""
@@ -55,9 +73,8 @@ class Guard:
             os.close(self.pidfd)
             self.pidfd = -1
             self._process.wait()
+            self._close_pipe()
         self._start()
-        for group in self._groups:
-            self._tell(f"+{group}\n")
 
     def kill(self) -> None:
         """End a guard that does not run any more; ``restart`` follows when its pidfd is readable."""
@@ -65,17 +82,22 @@ class Guard:
 
     def close(self) -> None:
         """End the guard once nothing is left to be killed, and reap it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._close_pipe()
         try:
             self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
+    def _close_pipe(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
     def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
+        if self._pipe < 0:
+            return  # a new guard could not be started yet: ``restart`` tells it all groups
         try:
-            os.write(self._process.stdin.fileno(), line.encode())
+            os.write(self._pipe, line.encode())
         except BrokenPipeError:
             pass  # the guard is dead; its pidfd is readable and restart() follows
 

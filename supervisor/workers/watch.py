@@ -16,8 +16,8 @@ from protocol.beat import Phase, Reading
 LOOK_S = 0.1
 """Between looks at all workers."""
 DUMP_S = 1.0
-"""How long a hung worker is given to write its stacks before it is killed. Writing them takes a millisecond of processor
-time. On a machine whose cores are all taken, a worker did not get that within 0.3 s, and died without its stacks."""
+"""How long a hung worker is given to write its stacks before it is killed. Writing them takes a millisecond of
+processor time. On a machine whose cores were all taken, a worker did not get that within 0.3 s."""
 _DOING = {
     Phase.STARTING: "before it came up",
     Phase.LOADING: "while loading",

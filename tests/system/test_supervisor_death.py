@@ -160,6 +160,36 @@ def test_a_stopped_guard_is_replaced(serve: Serve) -> None:
     kill_and_time(serving, least=4)
 
 
+KILLED_AT_THE_NEXT_INSTRUCTION = """
+import os, signal, subprocess, sys
+from protocol.helper_environment import helper_environment
+from supervisor.packages import directory_of_titles
+from supervisor.workers import guard
+
+def popen(*args, real=subprocess.Popen, **keys):
+    real(*args, **keys)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+first = guard.Guard(helper_environment(), directory_of_titles())
+first.watch(int(sys.argv[1]))
+first.kill()
+subprocess.Popen = popen
+first.restart()
+"""
+
+
+def test_a_new_guard_knows_the_groups_from_its_first_moment() -> None:
+    """A supervisor that is killed right after it has started another guard could not tell it anything any more."""
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+    try:
+        script = [sys.executable, "-c", KILLED_AT_THE_NEXT_INSTRUCTION, str(left.pid)]
+        assert subprocess.run(script, timeout=WITHIN).returncode == -signal.SIGKILL
+        assert left.wait(WITHIN) == -signal.SIGKILL
+    finally:
+        left.kill()
+        left.wait()
+
+
 def test_together_with_its_guard(serve: Serve) -> None:
     """Without a guard the kernel still ends the workers: each has asked to die with its parent, whatever it is at."""
     serving = serve({"a": engine(), "b": engine("HangsDeaf")})
