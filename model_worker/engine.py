@@ -1,8 +1,8 @@
-"""The seam between the worker's loop and what computes: no torch here, and no engine knows about sockets.
+"""The contract between the worker's loop and an engine. This module imports no torch. No engine knows about sockets.
 
-An engine is constructed, loaded and stepped on one thread of one process. A fault of one request is a RequestError from
-``encode`` or ``submit``; any other exception, and any exception from ``step``, ends the process (law 9): there is no
-repair in place, so an engine need not be able to go on after one.
+One thread of one process constructs an engine, loads it and steps it (invariant 3 in docs/invariants.md). A fault of
+one request is a RequestError from ``encode`` or ``submit``. Any other exception, and any exception from ``step``, ends
+the process (invariant 9). There is no repair in place, so an engine need not be able to go on after an exception.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -239,7 +239,8 @@ class WorkerLoop:
         self._send_finished(tracked, (), "", FinishReason.CANCELLED)
 
     def _emit(self, event: EngineEvent) -> None:
-        # An engine that names a job it does not hold has lost count of whose tokens are whose: better to die (law 2).
+        # An engine that names a job that it does not hold has lost count of whose tokens are whose. The KeyError ends
+        # the process (invariant 2 in docs/invariants.md).
         if isinstance(event, Delta):
             tracked = self._jobs[event.job]
             if event.token_ids or event.text:

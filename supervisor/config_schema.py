@@ -304,6 +304,10 @@ class SupervisorConfig:
     def strike_policy(self) -> StrikePolicy:
         return StrikePolicy(limit=self.poison.limit, window_s=self.poison.window)
 
+    @property
+    def hold_limits(self) -> HoldLimits:
+        return HoldLimits(stall_s=self.stall)
+
     def leases(self, model: ModelConfig) -> Leases:
         """Those of a model's workers."""
         w = self.watch

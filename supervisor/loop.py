@@ -66,7 +66,6 @@ from supervisor.ports.worker_port import RELAY, WorkerPort
 from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import Reactor
 from supervisor.requests.asks import Asker, Asks
-from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.in_flight import Effect, ToClient, ToWorker
 from supervisor.requests.parking import TOKENS_PER_MS
 from supervisor.requests.refusals import refusal
@@ -106,7 +105,7 @@ class Supervisor:
         self._session = os.urandom(8).hex()  # the module secrets loads OpenSSL, which takes 3.5 MB
         self._reactor = Reactor()
         settings = config.supervisor
-        self.scheduler = Scheduler(holds=HoldLimits(stall_s=settings.stall), strikes=settings.strike_policy)
+        self.scheduler = Scheduler(holds=settings.hold_limits, strikes=settings.strike_policy)
         self._asks = Asks()
         self._probes = Probes()
         self._expiry: Timer | None = None

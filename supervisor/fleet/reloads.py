@@ -12,7 +12,6 @@ from supervisor.config_schema import SupervisorConfig
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.turnover import Change, How, Plan, Step, Turnover, changes
-from supervisor.requests.deliveries import HoldLimits
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.yaml_source import ConfigError
@@ -69,9 +68,7 @@ class Reloads:
         if settings:
             self._log.info("%s: applied supervisor.%s", cause, ", supervisor.".join(settings))
         self._fleet.adopt(config)
-        self._scheduler.set_policies(
-            HoldLimits(stall_s=config.supervisor.stall), strikes=config.supervisor.strike_policy
-        )
+        self._scheduler.set_policies(config.supervisor.hold_limits, config.supervisor.strike_policy)
         forced = () if only is None else (only,)
         number = self.turnover.order(cause, how, partial(self._plan, config, forced), settings)
         self.advance_soon()

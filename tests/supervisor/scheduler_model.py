@@ -48,7 +48,7 @@ class Heard:
 
 
 class FakeClient:
-    """Checks every frame as it comes: law 1, law 2 and the numbering."""
+    """Check every frame as it comes: its numbers, and invariant 1 and invariant 2 in docs/invariants.md."""
 
     def __init__(self, channel: int, window: int) -> None:
         self.channel = channel

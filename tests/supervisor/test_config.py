@@ -10,7 +10,7 @@ import yaml
 from model_worker.engines.exllamav2.options import read_options
 from protocol.beat import Leases
 from supervisor.config import Config, load_config
-from supervisor.config_schema import ModelConfig, parse_duration, parse_gpu
+from supervisor.config_schema import ModelConfig, SupervisorConfig, parse_duration, parse_gpu
 from supervisor.yaml_source import ConfigError
 from tests.serving import ROOT
 
@@ -317,12 +317,10 @@ def test_what_exllamav2_cannot_do_together(tmp_path: Path, keys: dict[str, Any],
 
 
 def test_every_key_is_documented() -> None:
-    """The file that is shipped shows, or comments on, every key of a model."""
+    """The file that is shipped shows, or comments on, every key of a model and of the section ``supervisor``."""
     text = (ROOT / "models.yaml").read_text()
-    missing = [
-        key for key in ModelConfig.__dataclass_fields__ if f"{key}:" not in text and key not in ("options", "threads")
-    ]
-    assert not missing
+    keys = [*ModelConfig.__dataclass_fields__, *SupervisorConfig.__dataclass_fields__]
+    assert not [key for key in keys if f"{key}:" not in text and key not in ("options", "threads")]
 
 
 def test_leases_are_the_supervisors_or_the_models_own(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The scheduler against a model of its peers, in random orders: laws 1, 2 and 4, resuming, and every bound.
+"""The scheduler against a model of its peers, in random orders: resuming, every bound, and invariant 1, invariant 2 and
+invariant 4 in docs/invariants.md.
 
 A failure prints the seed; TEST_SEED repeats it.
 """

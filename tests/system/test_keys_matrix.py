@@ -16,14 +16,15 @@ import zmq
 from protocol.client_key import ClientKey
 from protocol.codec import encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
-from protocol.messages import Call, Cancel, Credit, Generate, Hello, Kind, Ping, Pong
+from protocol.messages import QUESTION_VERBS, Call, Cancel, Credit, Generate, Hello, Kind, Ping, Pong
+from supervisor import calls
 from supervisor.ports.tcp_port import LOOK_S, MAX_UNREAD
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed, free_port, misled, new_pair, stolen, stranger
 from tests.raw_client import RawClient
 from tests.serving import engine, wait_until
 
-SEED = int(os.environ.get("MODELCTL_TEST_SEED", "6"))
+SEED = int(os.environ.get("TEST_SEED", "6"))
 MIB = 1 << 20
 ROLES = (
     "infer", "status", "admin", "infer,status", "infer,admin", "status,admin", "infer,status,admin",
@@ -47,6 +48,10 @@ VERBS = {
     "STATUS": ADMIN,
 }
 """Written down again, not taken from the supervisor: the right of which one is enough."""
+
+
+def test_every_verb_of_the_supervisor_is_tried() -> None:
+    assert QUESTION_VERBS | calls._VERBS.keys() <= VERBS.keys()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,81 @@
+"""Every file, module, class, function and test that a page names in backticks exists. See ``tests.docs.references``."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.references import PRODUCT, ROOT, missing, named_tests, pages
+
+INVARIANTS = ROOT / "docs/invariants.md"
+_HEADING = re.compile(r"^### (\d+)\. (.+)$", re.MULTILINE)
+_CITED = re.compile(r"\binvariant (\d+)", re.IGNORECASE)
+_LAW = re.compile(r"\blaws? \d", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page: Path) -> None:
+    assert not missing(page.read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("`supervisor/no_such.py`", "no such path"),
+        ("`docs/no_such/`", "no such path"),
+        ("`no_such_module.py`", "no file is called so"),
+        ("`tests/no_such.py::test_it`", "no such file"),
+        ("`tests/test_imports.py::test_no_such`", "defines no test_no_such"),
+        ("`protocol.messages.NO_SUCH`", "no module, name or key"),
+        ("`protocol.no_such`", "no module, name or key"),
+        ("`supervisor.no_such_key`", "no module, name or key"),
+        ("`NoSuchClass`", "no class is called so"),
+        ("`NoSuchClass.submit`", "no class is called NoSuchClass"),
+        ("`Scheduler.no_such`", "has no no_such"),
+        ("| `supervisor/timers.py` | `Scheduler.submit` |", "not in supervisor/timers.py"),
+        ("| 1 | `supervisor/timers.py` | `no_such` | it |", "not in supervisor/timers.py"),
+    ],
+)
+def test_what_does_not_exist_is_told(text: str, told: str) -> None:
+    (found,) = missing(f"A page says {text}.\n{text}\n")
+    assert told in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`supervisor/loop.py`",
+        "`docs/images/`",
+        "`worker_process.py`",
+        "`tests/test_imports.py::test_nothing_unpickles`",
+        "`protocol.messages.TERMINAL`",
+        "`supervisor.listen`",
+        "`supervisor.restart.limit`",
+        "`Scheduler.submit`",
+        "`TimeoutError`",
+        "`LlamaForCausalLM`",
+        "`max_tokens`, `config.json`, `HELLO`, `kill -9`, `/dev/null`, `tcp://ADDRESS:PORT`",
+        "| `supervisor/timers.py` | `Timers.at` |",
+        "```\nsupervisor/no_such.py `NoSuchClass`\n```",
+    ],
+)
+def test_what_exists_is_let_pass(text: str) -> None:
+    assert not missing(f"A page says:\n{text}\n")
+
+
+def test_each_invariant_has_tests() -> None:
+    parts = _HEADING.split(INVARIANTS.read_text())
+    numbers, texts = parts[1::3], parts[3::3]
+    assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
+    assert not [number for number, text in zip(numbers, texts, strict=True) if not named_tests(text)]
+
+
+def test_code_cites_invariants_that_the_page_defines() -> None:
+    defined = {number for number, _ in _HEADING.findall(INVARIANTS.read_text())}
+    for package in (*PRODUCT, "tests", "benchmarks"):
+        for path in sorted((ROOT / package).rglob("*.py*")):
+            if path.suffix not in (".py", ".pyx") or path == Path(__file__):
+                continue
+            text = path.read_text()
+            assert set(_CITED.findall(text)) <= defined, path
+            assert not _LAW.search(text), f"{path}: cite the invariants of docs/invariants.md"
