@@ -84,14 +84,14 @@ class Conversation(BaseModel):
     """A conversation, rendered with the model's own chat template. A special token written in a message's text becomes
     that token, as in a prompt."""
     tools: Maps = None
-    """What the assistant may call: maps that the template is given as they are, usually {type, function: {name,
+    """Functions that the assistant may call. The template gets these maps as they are, usually {type, function: {name,
     description, parameters}}."""
     template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_variables)] = None
-    """Further variables of the template, {enable_thinking: false}, say."""
+    """Further variables of the template, such as {enable_thinking: false}."""
     add_generation_prompt: bool | None = None
-    """Whether the text ends where the assistant speaks next; unset is yes, unless continue_final_message."""
+    """End the text where the assistant speaks next. Unset: true, unless continue_final_message is true."""
     continue_final_message: bool = False
-    """The answer goes on where the last message ends, instead of beginning a turn."""
+    """Continue the last message, instead of beginning a new turn."""
 
     @model_validator(mode="after")
     def _converse(self) -> "Conversation":

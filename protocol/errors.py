@@ -15,60 +15,111 @@ from protocol.messages import Kind
 
 
 class ErrorCode(IntEnum):
-    """Stable numbers. The name on the wire is the member's name in lower case."""
+    """Stable numbers. The name on the wire is the member's name in lower case.
+
+    The text below each code has two paragraphs: what happened, and what to do. ``docs/troubleshooting.md`` shows them.
+    """
 
     BAD_FRAME = 100
-    """The bytes are not a message of this protocol."""
+    """The bytes are not a message of this protocol.
+
+    Mend the client. The message names what is wrong with the bytes."""
     BAD_VERSION = 101
-    """The frame speaks another major version of the protocol."""
+    """The frame speaks another major version of the protocol.
+
+    Install the client of the supervisor's version. ``modelctl status`` shows that version."""
     INVALID_REQUEST = 102
-    """A field of the request is unknown, has the wrong type, or is out of range. ``field`` names it."""
+    """A field of the request is unknown, has the wrong type, or is out of range. ``field`` names it.
+
+    Change the field as the message says, and send the request again."""
     UNSUPPORTED = 103
-    """The kind, verb or option is known to the protocol, but not offered here."""
+    """The protocol knows the kind, verb or option, but it is not offered here: by this socket, model or engine.
+
+    Leave the option out, or use a model whose engine offers it. Send orders to the admin socket."""
     TOO_LARGE = 104
-    """The frame is larger than its kind may be."""
+    """The frame is larger than its kind may be.
+
+    Send less: a shorter prompt or a smaller schema. The message has the limit."""
     DUPLICATE_REQUEST = 105
-    """The request id is already in use on this connection. The request that uses it goes on."""
+    """The request id is already in use on this connection. The request that uses it goes on.
+
+    Give each request of a connection a number of its own."""
     CONTEXT_OVERFLOW = 106
-    """Prompt and max_tokens do not fit the model's context."""
+    """Prompt and max_tokens do not fit the model's context.
+
+    Shorten the prompt, lower max_tokens, or raise max_seq_len of the model in models.yaml."""
     UNAUTHORIZED = 200
-    """The key is not on the supervisor's list, or not any more. Over TCP only."""
+    """The supervisor does not admit the key: it is not on the list, or it was revoked. Over TCP only.
+
+    Look at ``modelctl keys list`` on the supervisor's machine. ``modelctl keys new`` makes a key."""
     FORBIDDEN = 201
-    """The key has not the right that this takes: infer, status or admin. Over TCP only."""
+    """The key has not the right that this takes: infer, status or admin. Over TCP only.
+
+    Use a key with that right: ``modelctl keys new NAME --rights ...``."""
     MODEL_NOT_FOUND = 300
-    """No model of that name is configured."""
+    """No model of that name is configured.
+
+    Look at ``modelctl ps`` for the names. A new model needs an entry in models.yaml and ``modelctl reload``."""
     MODEL_NOT_RUNNING = 301
-    """The model is stopped; an operator has to start it."""
+    """The model was stopped.
+
+    Start it: ``modelctl start MODEL``."""
     MODEL_FAILED = 302
-    """The model could not be loaded or crashed too often; an operator has to start it."""
+    """The model could not be loaded, or its worker ended too often.
+
+    Look at ``modelctl status MODEL`` and ``modelctl logs MODEL`` for the reason, and mend it. Then start the model:
+    ``modelctl start MODEL``. If the error has ``retry_after_ms``, the GPU had no room: retry after that time."""
     OVERLOADED = 303
-    """The model's queue is full. Retry after ``retry_after_ms``."""
+    """The model's queue is full: max_queue requests, or max_queue_tokens tokens of prompts, wait already.
+
+    Retry after ``retry_after_ms``. If it happens often, add replicas or raise max_queue in models.yaml."""
     RATE_LIMITED = 304
     """The key has reached its limit of unfinished requests or of tokens a minute, or the connection sent messages
-    faster than the supervisor handles them. Retry after ``retry_after_ms``."""
+    faster than the supervisor handles them.
+
+    Retry after ``retry_after_ms``. ``modelctl keys list`` shows the limits of a key."""
     DRAINING = 305
-    """The model, or the supervisor, is being stopped and takes no new requests."""
+    """The model, or the supervisor, is being stopped and takes no new requests.
+
+    Retry later, when the model or the supervisor has been started again."""
     DEADLINE_EXCEEDED = 401
-    """The request's deadline_ms, or its ttft_ms, passed before it was done."""
+    """The request's deadline_ms, or its ttft_ms, passed before it was done.
+
+    Allow more time, or ask for fewer tokens. ``modelctl status MODEL`` shows how many requests wait."""
     QUEUE_TIMEOUT = 402
-    """The request waited for a worker longer than its queue_ms."""
+    """The request waited for a worker longer than its queue_ms.
+
+    Retry later, or allow more time. ``modelctl status MODEL`` shows how many requests wait."""
     SLOW_CONSUMER = 403
-    """The client read its stream too slowly and this stream was ended."""
+    """The client read its stream too slowly, and the supervisor ended this stream.
+
+    Read the stream faster, or stop it when you no longer need it. supervisor.stall in models.yaml is the time limit."""
     WORKER_DIED = 500
-    """The process that computed the answer ended before it was finished."""
+    """The worker ended before the answer was finished, and the answer could not go on in another worker.
+
+    Send the request again. ``modelctl logs MODEL`` says why the worker ended."""
     POISONED = 504
-    """Deaths of workers are blamed on this request, or on one with the same payload. The supervisor does not try it
-    again for a while."""
+    """Deaths of workers are blamed on this request, or on one with the same payload.
+
+    Do not send it again: the supervisor refuses it for a while (supervisor.poison.window). ``modelctl logs MODEL`` says
+    how the workers died."""
     HELPER_FAILED = 505
     """The helper process that renders chat templates, or the one that tries constraints, was killed or stood still,
-    twice in a row. The request is not to blame. Retry."""
+    twice in a row. The request is not to blame.
+
+    Send the request again. If it happens again, look whether the machine has too little memory or processor time."""
     INTERNAL = 599
-    """A fault of the supervisor or worker itself. Its log says more."""
+    """A fault of the supervisor or of a worker itself.
+
+    Look at ``modelctl logs`` and ``modelctl logs MODEL``, and report the fault with these lines."""
     CONNECTION_LOST = 600
-    """The connection to the supervisor ended. Never on the wire: the client library raises it."""
+    """The connection to the supervisor ended. Never on the wire: the client library raises it.
+
+    Look whether the supervisor runs: ``modelctl status``. The next request connects anew; nothing is sent twice."""
 
     @property
     def wire_name(self) -> str:
+        """The name on the wire."""
         return self.name.lower()
 
 
@@ -81,13 +132,13 @@ RETRYABLE = frozenset(
 
 
 class WireError(Exception):
-    """An error with a code, as a client sees it.
+    """An error with a code. All errors of a request or a call are of this class.
 
-    code            see ErrorCode
-    message         one sentence for a person: what is wrong and what to do
-    field           the offending field of the request, or None
-    retry_after_ms  when a retry may help, in milliseconds, or None
-    index           which choice of several it ended, set by the client library's ``choices``
+    code            an ErrorCode
+    message         a sentence for people: what is wrong and what to do
+    field           the field of the request that is wrong, or None
+    retry_after_ms  milliseconds after which a retry may help, or None
+    index           the index of the request that ended with the error, for ``Client.choices``; else None
     """
 
     index: int | None = None
@@ -103,6 +154,7 @@ class WireError(Exception):
 
     @property
     def retryable(self) -> bool:
+        """Whether the same request may succeed if it is sent again."""
         return self.code in RETRYABLE
 
     def __str__(self) -> str:
@@ -117,6 +169,7 @@ class WireError(Exception):
         return WireError(self.code, self.message, field=self.field, retry_after_ms=self.retry_after_ms)
 
     def to_wire(self) -> dict[str, Any]:
+        """Return the error as the map that stands in a message."""
         wire: dict[str, Any] = {
             "code": int(self.code),
             "name": self.code.wire_name,
@@ -131,7 +184,7 @@ class WireError(Exception):
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> "WireError":
-        """The exception for an error map received. A code unknown here becomes INTERNAL, its name in the message."""
+        """Return the exception for an error map that was received. An unknown code becomes INTERNAL."""
         message = str(wire.get("message", ""))
         try:
             code = ErrorCode(wire.get("code", ErrorCode.INTERNAL))
@@ -141,7 +194,7 @@ class WireError(Exception):
 
 
 class FrameError(WireError):
-    """Bytes that are not a message of this protocol.
+    """The bytes are not a message of this protocol.
 
     kind    the frame's kind, None if it cannot be read
     number  the number of the request or call that the frame names, 0 if it names none that can be read
@@ -155,14 +208,14 @@ class FrameError(WireError):
 
 
 class RequestError(WireError):
-    """A request that cannot be served as asked, by default INVALID_REQUEST naming the field."""
+    """A request that cannot be served as it was asked. By default its code is INVALID_REQUEST."""
 
     def __init__(self, message: str, *, field: str | None = None, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> None:
         super().__init__(code, message, field=field)
 
 
 class ConnectionLost(WireError):
-    """The connection ended; raised exactly once per unfinished request, and by calls made afterwards."""
+    """The connection to the supervisor ended. Every unfinished request raises it once."""
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorCode.CONNECTION_LOST, message)

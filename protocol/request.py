@@ -77,40 +77,40 @@ class GenerateRequest(SamplingParams, Conversation):
     """The body of GENERATE. Exactly one of prompt, messages and token_ids."""
 
     prompt: str | None = None
-    """Text, taken as it is (no template)."""
+    """A text, used as it is, without a chat template."""
     token_ids: bytes | None = None
-    """Token ids, u32 little endian."""
+    """Token ids as bytes: u32, little endian."""
     max_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
-    """Most tokens to generate; unset is the model's default or limit, and at most what is left of the context."""
+    """Most tokens of the answer. Unset: the model's default or limit, and at most what is left of the context."""
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
         Field(strict=False, max_length=16, fail_fast=True),
         BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
     ] = ()
-    """Strings that end the answer; they are not part of it. One string stands for an array of one."""
+    """Strings that end the answer. They are not part of it. One string stands for a list of one."""
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
-    """Least tokens to generate: until then no end token is drawn and no stop string is looked for."""
+    """Least tokens of the answer. Before that, no end token is drawn and no stop string is looked for."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(strict=False, max_length=64, fail_fast=True)] = ()
-    """Token ids that end the answer, beside the model's own; their text is not part of it."""
+    """Token ids that end the answer, besides the model's own. Their text is not part of it."""
     banned_strings: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
         Field(strict=False, max_length=64, fail_fast=True),
     ] = ()
-    """Strings that the answer does not hold, whatever their case: it goes back and takes another way. Where no way is
-    found it ends, with finish_reason "banned_strings"."""
+    """Strings that the answer must not hold, in upper or lower case. The engine goes back and draws other tokens. If it
+    finds none, the answer ends with finish_reason "banned_strings"."""
     token_healing: bool = False
-    """Draw the prompt's last token anew among those that begin with its text, so that a prompt may end inside a word.
+    """Draw the prompt's last token again, among the tokens that begin with its text. So a prompt may end inside a word.
     A prompt of one token, or one that ends with a special token, stays as it is."""
     json_schema: Annotated[str | None, BeforeValidator(_schema_text)] = None
-    """The answer is JSON that validates against this schema, a map or its JSON text (kept as text). Of json_schema,
-    regex and choice one at most. max_tokens may cut the answer short; what of JSON Schema is not offered is refused by
-    name."""
+    """A JSON schema, as a map or as JSON text. The answer is JSON that validates against it, unless max_tokens cuts it
+    short. A part of JSON Schema that is not offered is refused by its name. Give at most one of json_schema, regex and
+    choice."""
     whitespace_flexible: bool = False
-    """Let the model put white space between the parts of the JSON that json_schema asks for: a line break and up to 40
-    blanks at each place. By default there is none there."""
+    """Allow white space between the parts of the JSON that json_schema asks for: a line break and up to 40 blanks at
+    each place. By default there is none."""
     regex: Annotated[str, Field(min_length=1, max_length=8192)] | None = None
-    """The whole answer matches this regular expression (the Rust regex crate's syntax; no look-around, no
-    back-references; ``\\d`` is 0-9)."""
+    """A regular expression that the whole answer matches, in the syntax of the Rust crate regex: no look-around, no
+    back-references; ``\\d`` is 0-9."""
     choice: (
         Annotated[
             tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...],
@@ -118,9 +118,9 @@ class GenerateRequest(SamplingParams, Conversation):
         ]
         | None
     ) = None
-    """The answer is one of these strings."""
+    """Strings. The answer is one of them."""
     logprobs: bool = False
-    """Report the natural logarithm of each token's probability, before any sampling parameter."""
+    """Report each token's log-probability (natural) by the model alone, before any sampling parameter."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     """Report so many of the likeliest tokens beside each; needs logprobs."""
     preset: Literal["none", "steady"] | None = None

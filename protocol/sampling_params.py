@@ -57,7 +57,7 @@ class SamplingParams(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
-    """0 is greedy: always the likeliest token."""
+    """How freely tokens are drawn. 0 is greedy: always the likeliest token."""
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Draw from the k likeliest tokens; 0 is off, and so is -1 in a request."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
@@ -71,7 +71,7 @@ class SamplingParams(BaseModel):
     tfs: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     """Tail-free sampling: keep this share of the curve's bend; 1 is off."""
     skew: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] = 0.0
-    """Bends the draw towards likely (negative) or unlikely tokens; 0 is off."""
+    """Bend the draw towards likely tokens (below 0) or unlikely tokens (above 0); 0 is off."""
     smoothing_factor: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
     """Quadratic smoothing of the logits around the likeliest; 0 is off."""
     temperature_last: bool = False
@@ -85,7 +85,7 @@ class SamplingParams(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 1.0
     """Divide the (positive) logits of tokens that prompt or answer already hold; 1 is off."""
     penalty_range: Annotated[int, Field(ge=-1, le=1 << 31)] = -1
-    """Newest tokens that repetition_penalty looks at; -1 is all."""
+    """How many of the newest tokens repetition_penalty looks at; -1 is all."""
     repetition_decay: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     """Tokens over which repetition_penalty fades out behind penalty_range; 0 ends it at once."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
@@ -99,12 +99,12 @@ class SamplingParams(BaseModel):
     dry_allowed_length: Annotated[int, Field(ge=1, le=1000)] = 2
     """DRY: longest repeated sequence that costs nothing."""
     dry_range: Annotated[int, Field(ge=0, le=1 << 31)] = 0
-    """DRY: newest tokens that are searched; 0 is all, else more than 20 (the longest sequence looked for)."""
+    """DRY: how many of the newest tokens are searched. 0 is all, else more than 20, the longest sequence looked for."""
     dry_sequence_breakers: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=64)], ...],
         Field(strict=False, max_length=64, fail_fast=True),
     ] = ()
-    """DRY: texts whose tokens end a repeated sequence; empty is the engine's own punctuation."""
+    """DRY: texts whose tokens end a repeated sequence. Empty: the engine's own list of punctuation."""
     xtc_probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
     """XTC: how often the likeliest tokens are left out; 0 is off."""
     xtc_threshold: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1

@@ -11,8 +11,9 @@ from typing import Any
 
 from protocol import limits
 from protocol.worker_spec import EngineSpec
+from supervisor.config_model import ENGINE_KEYS, ModelConfig
 from supervisor.config_rules import combination_problems, sampling_problems
-from supervisor.config_schema import ENGINE_KEYS, FileConfig, ModelConfig, SupervisorConfig
+from supervisor.config_schema import FileConfig, SupervisorConfig
 from supervisor.fitting import Flaw, Unfit, fit
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir

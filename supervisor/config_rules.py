@@ -2,7 +2,7 @@
 
 import difflib
 
-from supervisor.config_schema import ENGINE_KEYS, ModelConfig
+from supervisor.config_model import ENGINE_KEYS, ModelConfig
 from supervisor.yaml_source import KeyPath
 
 PAGE = 256

@@ -38,9 +38,14 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """How a value is read, whatever its type. ``how`` raises ValueError saying what it must be."""
+    """How a value is read, whatever its type.
+
+    how   returns the value; raises ValueError saying what it must be
+    name  what the documentation calls such a value
+    """
 
     how: Callable[[object], Any]
+    name: str = "value"
 
 
 @dataclass(frozen=True, slots=True)

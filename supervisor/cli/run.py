@@ -44,7 +44,7 @@ def _fields(context: click.Context, option: click.Parameter, given: tuple[str, .
 def _milliseconds(context: click.Context, option: click.Parameter, given: str | None) -> int | None:
     if given is None:
         return None
-    from supervisor.config_schema import parse_duration  # a third of what `run` takes, for an option few give
+    from supervisor.config_values import parse_duration  # a third of what `run` takes, for an option few give
 
     try:
         return round(parse_duration(_number(given)) * 1000)

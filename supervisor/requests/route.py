@@ -14,15 +14,23 @@ MAX_AFFINITY = 256
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """See ``protocol.messages``. Times in milliseconds, None where there is no limit."""
+    """The keys of ``route``, in GENERATE. Times are in milliseconds; None is no limit."""
 
     resume: bool = True
+    """When the request's worker dies, go on with the answer in another worker: no token twice, none missing."""
     priority: str = "normal"
+    """Which requests are served first."""
     queue_ms: int | None = None
+    """Longest wait for a worker. A request that waits longer ends with ``queue_timeout``."""
     ttft_ms: int | None = None
+    """Longest time to the first token. A request that takes longer ends with ``deadline_exceeded``."""
     deadline_ms: int | None = None
+    """Longest time to the end of the answer. A request that takes longer ends with ``deadline_exceeded``."""
     affinity: str | None = None
+    """Requests with the same text here go to the same worker, where their prefix is in the cache. Unset, the beginning
+    of the prompt stands for it."""
     progress: bool = False
+    """Report the place in the queue, and how far the load and the prompt are, until the first token."""
 
 
 _USUAL = Route()
@@ -33,10 +41,10 @@ def read_route(given: dict[str, Any]) -> Route:
     if not given:
         return _USUAL
     for key, value in given.items():
-        check = _CHECKS.get(key) if isinstance(key, str) else None
+        check = CHECKS.get(key) if isinstance(key, str) else None
         if check is None:
             told = (
-                f"unknown routing key {spelled_name(key)}: known are {', '.join(_CHECKS)}; all else stands in the body"
+                f"unknown routing key {spelled_name(key)}: known are {', '.join(CHECKS)}; all else stands in the body"
             )
             raise RequestError(told, field=f"route.{key[:64]}" if isinstance(key, str) else "route")
         allowed, rule = check
@@ -63,7 +71,7 @@ def _is_affinity(value: Any) -> bool:
 
 _BOOL = (_is_bool, "true or false")
 _MS = (_is_ms, f"milliseconds, an integer from 1 to {MAX_MS}")
-_CHECKS = {
+CHECKS = {
     "resume": _BOOL,
     "priority": (_is_priority, f"one of {', '.join(PRIORITIES)}"),
     "queue_ms": _MS,
@@ -72,3 +80,4 @@ _CHECKS = {
     "affinity": (_is_affinity, f"a string of 1 to {MAX_AFFINITY} characters"),
     "progress": _BOOL,
 }
+"""For each key a test of its value, and what the value must be, in words."""

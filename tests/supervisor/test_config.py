@@ -10,7 +10,9 @@ import yaml
 from model_worker.engines.exllamav2.options import read_options
 from protocol.beat import Leases
 from supervisor.config import Config, load_config
-from supervisor.config_schema import ModelConfig, SupervisorConfig, parse_duration, parse_gpu
+from supervisor.config_model import ModelConfig
+from supervisor.config_schema import SupervisorConfig
+from supervisor.config_values import parse_duration, parse_gpu
 from supervisor.yaml_source import ConfigError
 from tests.serving import ROOT
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supervisor.config_schema import FileConfig, ModelConfig, SupervisorConfig
+from supervisor.config_model import ModelConfig
+from supervisor.config_schema import FileConfig, SupervisorConfig
 from supervisor.fitting import Read, Unfit, Within, fit
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from supervisor.config import ModelSpec
-from supervisor.config_schema import ModelConfig
+from supervisor.config_model import ModelConfig
 from supervisor.placement import admission, patience
 from supervisor.placement import vram as vram_module
 from supervisor.placement.admission import Admission

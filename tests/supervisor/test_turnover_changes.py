@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from supervisor.config import ModelSpec
-from supervisor.config_schema import ModelConfig
+from supervisor.config_model import ModelConfig
 from supervisor.fleet.turnover import Change, changes
 
 

@@ -48,12 +48,10 @@ OFFERED = frozenset(
 
 @dataclass(frozen=True)
 class EmbeddedOptions:
-    """chunk_size  prompt tokens computed in one step
-    threads     CPU threads of the process, 1 by default, so that the workers of several models do not fight for cores
-    """
+    """The engine's own keys of models.yaml. ``supervisor.config_model`` says what they mean."""
 
-    chunk_size: int
-    threads: int
+    chunk_size: int = DEFAULT_CHUNK_SIZE
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,8 @@ class Checked:
 def read_options(spec: EngineSpec) -> EmbeddedOptions:
     """Return the options of a spec. Raises LoadError for an unknown key or a wrong value."""
     options = Options("transformers", spec.options, ("chunk_size", "threads"))
-    return EmbeddedOptions(options.integer("chunk_size", DEFAULT_CHUNK_SIZE), options.integer("threads", 1))
+    unset = EmbeddedOptions()
+    return EmbeddedOptions(options.integer("chunk_size", unset.chunk_size), options.integer("threads", unset.threads))
 
 
 def check(spec: EngineSpec) -> Checked:

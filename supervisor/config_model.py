@@ -1,0 +1,291 @@
+"""Keys of one model in models.yaml: types, defaults, and which engine knows them.
+
+The text below each key is its documentation: ``docs/configuration.md`` is generated from it. It ends with a paragraph
+of two lines. ``Default:`` says in words what an unset key means, where the default is None. ``Example:`` is a value as
+it stands in the file.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from supervisor.config_values import CacheMode, Factor, Gpu, Lease, Tokens, Ttl, Vram
+from supervisor.fitting import Within
+from supervisor.requests.model_queue import QueueLimits
+
+ENGINE_KEYS: dict[str, frozenset[str]] = {
+    "exllamav2": frozenset(
+        {
+            "cache_size",
+            "cache_mode",
+            "chunk_size",
+            "rope_scale",
+            "rope_alpha",
+            "gpu_split",
+            "autosplit_reserve",
+            "tensor_parallel",
+            "draft_model",
+            "draft_cache_mode",
+            "draft_rope_scale",
+            "draft_rope_alpha",
+            "draft_tokens",
+            "ngram_draft",
+            "lora",
+        }
+    ),
+    "transformers": frozenset({"chunk_size", "threads"}),
+}
+"""Keys of models.yaml that only some engines know. An engine named by an import string takes ``options`` instead."""
+
+_QUEUE = QueueLimits()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """One LoRA adapter, an entry of the list ``lora``."""
+
+    dir: str
+    """Directory with adapter_config.json and adapter_model.safetensors: absolute, or relative to models.yaml.
+
+    Example: ~/loras/pirate
+    """
+    scaling: Annotated[float, Within(-1000, 1000)] = 1.0
+    """Factor on the adapter's effect. The adapter's own scaling applies as well.
+
+    Example: 0.8
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One entry under ``models``. Most keys have the names that EXL2 users know from other servers."""
+
+    model_dir: str
+    """Directory of the model, with config.json, tokenizer.json and the weights (``*.safetensors``).
+
+    The path is absolute, or relative to models.yaml. ``demo:letters`` and ``demo:stories`` are shipped with modelctl.
+
+    Example: ~/models/Llama-3.1-8B-Instruct-exl2-6.0bpw
+    """
+    engine: str = "exllamav2"
+    """Engine that computes the model.
+
+    ``exllamav2`` serves EXL2, GPTQ and fp16 models on NVIDIA GPUs. ``transformers`` serves small models, on the CPU or
+    a GPU, in fp32. An import string ``package.module:Class`` names an engine of your own.
+
+    Example: transformers
+    """
+    gpu: Gpu = None
+    """The GPU or GPUs of every worker of this model.
+
+    An index counts as nvidia-smi counts. ``auto`` is the GPU with the most free memory. A list splits the model over
+    several GPUs, which engine exllamav2 can do.
+
+    Default: required for exllamav2, cpu for the other engines
+    Example: [0, 1]
+    """
+    vram: Vram = None
+    """GPU memory of each worker in all, as nvidia-smi shows it.
+
+    It replaces the estimate, and it makes placement possible for engines without an estimate. One size is divided
+    evenly among several GPUs. A list has one size for each GPU.
+
+    Default: the estimate of the engine
+    Example: 12GiB
+    """
+    max_seq_len: Tokens | None = None
+    """Most tokens of context of one request: prompt and answer together.
+
+    Default: the model's own context
+    Example: 16384
+    """
+    max_batch_size: Annotated[int, Within(1, 1024)] = 8
+    """Most requests that a worker decodes together. Further requests wait in the queue.
+
+    Example: 16
+    """
+    cache_size: Tokens | None = None
+    """Tokens in the cache of a worker, for all its running requests together. A multiple of 256.
+
+    Default: the larger of max_seq_len and 256 × max_batch_size
+    Example: 65536
+    """
+    cache_mode: CacheMode | None = None
+    """Precision of the cache. A coarser cache takes less memory.
+
+    Example: Q8
+    """
+    chunk_size: Tokens | None = None
+    """Most prompt tokens that one step of the engine computes. For engine exllamav2, a multiple of 256.
+
+    A smaller chunk makes the other requests wait less while a long prompt is read.
+
+    Default: 2048 for exllamav2, or the context where that is less
+    Example: 1024
+    """
+    rope_scale: Factor | None = None
+    """Linear scaling of the rotary embedding: positions are divided by this number.
+
+    A max_seq_len above the model's own context needs rope_scale or rope_alpha.
+
+    Default: the model's own
+    Example: 2.0
+    """
+    rope_alpha: Factor | None = None
+    """NTK scaling of the rotary embedding's base.
+
+    Default: 1
+    Example: 2.6
+    """
+    gpu_split: list[Annotated[float, Within(0, 1e6, above=True)]] | None = None
+    """GiB of weights on each GPU of the list ``gpu``.
+
+    Default: the engine splits the layers automatically
+    Example: [20, 22.5]
+    """
+    autosplit_reserve: list[Annotated[int, Within(0, 1 << 20)]] | None = None
+    """MiB that the automatic split leaves free on each GPU of the list ``gpu``.
+
+    Default: 256 on each
+    Example: [512, 96]
+    """
+    tensor_parallel: bool | None = None
+    """Split every layer over the GPUs of the list ``gpu``, instead of placing whole layers.
+
+    It needs EXL2 weights of Llama, Mistral or Qwen2. Use it for a model that fits on no single GPU: it is slower than
+    one GPU.
+
+    Example: true
+    """
+    draft_model: str | None = None
+    """Directory of a small model with the same vocabulary, for speculative decoding. Written like model_dir.
+
+    Default: no speculation
+    Example: ~/models/Llama-3.2-1B-exl2-4.0bpw
+    """
+    draft_cache_mode: CacheMode | None = None
+    """Precision of the draft model's cache.
+
+    Default: the same as cache_mode
+    Example: Q6
+    """
+    draft_rope_scale: Factor | None = None
+    """Linear scaling of the draft model's rotary embedding.
+
+    Default: the draft model's own
+    Example: 2.0
+    """
+    draft_rope_alpha: Factor | None = None
+    """NTK scaling of the draft model's rotary embedding.
+
+    Default: 1
+    Example: 2.6
+    """
+    draft_tokens: Annotated[int, Within(1, 16)] | None = None
+    """Tokens that are speculated in each step, with draft_model or ngram_draft.
+
+    Example: 6
+    """
+    ngram_draft: bool | None = None
+    """Speculate from repetitions in the text, without a draft model.
+
+    Example: true
+    """
+    lora: list[LoraConfig] | None = None
+    """LoRA adapters that apply to every request of the model.
+
+    Default: none
+    Example: [{dir: ~/loras/pirate, scaling: 1.0}]
+    """
+    threads: Annotated[int, Within(1, 1024)] | None = None
+    """CPU threads of each worker. One thread keeps several models from competing for the cores.
+
+    Example: 4
+    """
+    replicas: Annotated[int, Within(1, 64)] = 1
+    """Workers that serve this model. Each one is a process with its own weights and cache, on the same ``gpu``.
+
+    With ``gpu: auto`` each worker is placed on its own. The supervisor sends a request to the worker that has its
+    prefix in the cache, or to the one with the least work. If one worker dies, the others go on.
+
+    Example: 2
+    """
+    max_queue: Annotated[int, Within(1, 100_000)] = _QUEUE.requests
+    """Most requests that may wait for this model. The supervisor refuses further requests as ``overloaded``.
+
+    Example: 64
+    """
+    max_queue_tokens: Annotated[int, Within(1, 1 << 30)] = _QUEUE.tokens
+    """Most prompt tokens that may wait for this model, of all waiting requests together.
+
+    The supervisor does not tokenize. It counts four bytes of a prompt as one token.
+
+    Example: 1000000
+    """
+    sampling: dict[str, Any] | None = None
+    """Defaults for options that a request leaves out, by name.
+
+    [Options of a request](request-options.md) marks the options that may stand here. ``preset: steady`` keeps small
+    models from repeating themselves.
+
+    Default: the neutral defaults of the options
+    Example: {preset: steady, temperature: 0.7, max_tokens: 512}
+    """
+    limits: dict[str, Any] | None = None
+    """Limits that a request may not exceed, by the option's name. ``prompt_tokens`` limits the length of the prompt.
+
+    A request beyond a limit is refused with an error that names the option. Its value is never reduced silently. A
+    request without max_tokens gets the limit of max_tokens. [Options of a request](request-options.md) marks the
+    options that may stand here.
+
+    Default: no limits
+    Example: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
+    """
+    step_timeout: Lease | None = None
+    """Longest time that one step of the engine may take. After that time the supervisor kills the worker as hung.
+
+    Default: the value of supervisor.watch.step
+    Example: 2m
+    """
+    load_timeout: Lease | None = None
+    """Longest time that one part of a load may take, such as one module of the weights or one step of the warm-up.
+
+    After that time the supervisor kills the worker as hung. The whole load may take longer.
+
+    Default: the value of supervisor.watch.load
+    Example: 10m
+    """
+    autostart: bool | None = None
+    """Start the model with the supervisor.
+
+    Default: true, and false for a lazy model
+    Example: false
+    """
+    lazy: bool = False
+    """Start the model with the first request that asks for it.
+
+    A lazy model that is idle is unloaded when another model needs its GPU memory.
+
+    Example: true
+    """
+    ttl: Ttl = None
+    """For a lazy model: unload it after this time without a request.
+
+    Default: never
+    Example: 10m
+    """
+    pinned: bool = False
+    """For a lazy model: keep it loaded, also when another model needs its GPU memory.
+
+    Example: true
+    """
+    priority: Annotated[int, Within(-1000, 1000)] = 0
+    """For a lazy model: models of lower priority are unloaded first when GPU memory is needed.
+
+    Example: 10
+    """
+    options: dict[str, Any] | None = None
+    """Settings of an engine that is named by an import string. The engine checks them when it loads.
+
+    Default: none
+    Example: {rate: 100}
+    """

@@ -1,0 +1,106 @@
+"""Read the values of models.yaml that have a form of their own: durations, GPUs, sizes of memory. Pure."""
+
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from protocol.beat import MAX_LEASE_S
+from supervisor.fitting import Read, Within
+from supervisor.keys.endpoint import parse_listen
+from supervisor.placement.sizes import Limit, parse_limit, parse_size
+
+_DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)$")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+MIN_LEASE_S = 1.0
+MAX_DURATION_S = 7 * 24 * 3600.0
+"""Longest duration. No key needs a longer one, and no clock overflows."""
+
+
+def parse_duration(value: object) -> float:
+    """Return the seconds of ``5m``, ``90s``, ``250ms``, ``1h``, or of a number of seconds. Raises ValueError."""
+    seconds = math.nan
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = value
+    elif isinstance(value, str) and (match := _DURATION.match(value)):
+        seconds = float(match[1]) * _SECONDS[match[2]]
+    if not 0 <= seconds <= MAX_DURATION_S:
+        raise ValueError("must be a duration such as 250ms, 30s, 5m or 1h, a week at most")
+    return float(seconds)
+
+
+def parse_gpu(value: object) -> str | int | tuple[int | str, ...]:
+    """Return ``cpu``, ``auto``, an index of nvidia-smi, a GPU's UUID, or a tuple of indices and UUIDs.
+
+    Raises ValueError.
+    """
+    one = (
+        f"{value!r} is no GPU: must be cpu, auto, an index as nvidia-smi counts, GPU-<uuid>, or a list of the last two"
+    )
+    if value in ("cpu", "auto"):
+        return str(value)
+    if isinstance(value, list):
+        if not value or len(set(map(str, value))) != len(value):
+            raise ValueError("must name at least one GPU, and none twice")
+        parsed = [parse_gpu(item) for item in value]
+        if any(item in ("cpu", "auto") or isinstance(item, tuple) for item in parsed):
+            raise ValueError(one)
+        return tuple(item for item in parsed if not isinstance(item, tuple))
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1024:
+        return value
+    if isinstance(value, str) and re.fullmatch(r"GPU-[0-9a-fA-F-]{8,64}", value):
+        return value
+    raise ValueError(one)
+
+
+def parse_vram(value: object) -> tuple[int, ...]:
+    """Return bytes: one size, or a list of sizes, one for each GPU. Raises ValueError."""
+    return tuple(map(parse_size, value)) if isinstance(value, list) and value else (parse_size(value),)
+
+
+def parse_vram_limit(value: object) -> Limit | dict[str, Limit]:
+    """Return one limit for every GPU, or a map from GPU to limit. Raises ValueError naming the GPU."""
+    if not isinstance(value, dict):
+        return parse_limit(value)
+    limits = {}
+    for gpu, limit in value.items():
+        text = str(gpu)  # the keys of a YAML file arrive as text
+        if not re.fullmatch(r"\d{1,3}|GPU-[0-9a-fA-F-]{8,64}", text):
+            raise ValueError(f"{gpu!r} is no GPU: must be an index as nvidia-smi counts, or GPU-<uuid>")
+        try:
+            limits[text] = parse_limit(limit)
+        except ValueError as e:
+            raise ValueError(f"GPU {gpu}: {limit!r} {e}") from None
+    return limits
+
+
+def parse_ttl(value: object) -> float | None:
+    """Return seconds without a request, None for ``never``. Raises ValueError."""
+    if value is None or value == "never":
+        return None
+    try:
+        seconds = parse_duration(value)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ValueError("must be never, or a duration above zero such as 30s, 10m or 1h, a week at most")
+    return seconds
+
+
+def parse_lease(value: object) -> float:
+    """Return the seconds that a worker may go without a heartbeat. Raises ValueError."""
+    seconds = parse_duration(value)
+    if not MIN_LEASE_S <= seconds <= MAX_LEASE_S:  # an idle worker waits for 200 ms at a time
+        raise ValueError("must be from 1s to 24h")
+    return seconds
+
+
+Duration = Annotated[float, Read(parse_duration, "duration")]
+Ttl = Annotated[float | None, Read(parse_ttl, "duration, or never")]
+Lease = Annotated[float, Read(parse_lease, "duration from 1s to 24h")]
+Listen = Annotated[str | None, Read(parse_listen, "tcp://ADDRESS:PORT")]
+Gpu = Annotated[Any, Read(parse_gpu, "cpu, auto, an index, a UUID, or a list of indices and UUIDs")]
+Vram = Annotated[Any, Read(parse_vram, "size, or a list of sizes")]
+VramLimit = Annotated[Any, Read(parse_vram_limit, "size or share of a GPU, or a map from GPU to one of them")]
+Tokens = Annotated[int, Within(1, 1 << 24)]
+Factor = Annotated[float, Within(0, 1e6, above=True)]
+CacheMode = Literal["FP16", "Q8", "Q6", "Q4"]
