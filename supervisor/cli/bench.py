@@ -14,6 +14,7 @@ from protocol.async_client import AsyncClient
 from supervisor.cli import bench_figures, exit_codes
 from supervisor.cli.bench_load import prompts, run_once, usable_ids
 from supervisor.cli.bench_report import report
+from supervisor.cli.command import Command
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json, runtime_dir_option
 from supervisor.cli.tables import LiveLines, table, terminal_width
@@ -58,7 +59,13 @@ def _writable(context: click.Context, option: click.Parameter, given: Path | Non
 _TOKENS = click.IntRange(1, 1_000_000)
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl bench llama-8b": "Measure one model with 1, 8 and 32 requests at once",
+        "modelctl bench llama-8b stories -c 1,16 -p 512 -n 256 -o speed.json": "Measure two models, keep the figures",
+    },
+)
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @click.option(
     "-c",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from supervisor.cli import exit_codes
+from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, config_file
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
     from supervisor.yaml_source import Problem
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl check": "Check ./models.yaml and the models that it names",
+        "modelctl check --elsewhere models.yaml": "Check a file that is for another machine",
+    },
+)
 @config_file
 @click.option(
     "--elsewhere",

@@ -1,12 +1,13 @@
-"""What ``modelctl`` returns to the shell. Those from 64 on are sysexits(3)."""
+"""Exit codes of ``modelctl``. Those from 64 on are sysexits(3)."""
 
 OK = 0
+"""Done."""
 FAILED = 1
 """A model or request ended with an error; the message says which."""
 USAGE = 2
-"""Wrong options or arguments (click's own)."""
+"""Wrong options or arguments."""
 NO_ROOM = 3
-"""The models do not find room on the GPUs (plan)."""
+"""The models do not fit on the GPUs (`modelctl plan`)."""
 UNAVAILABLE = 69
 """No supervisor is running here, or the connection to it was lost."""
 SOFTWARE = 70
@@ -14,7 +15,7 @@ SOFTWARE = 70
 TEMPFAIL = 75
 """Another supervisor is already running here."""
 NOPERM = 77
-"""Over TCP: the key is not admitted, or has not the right."""
+"""Over TCP: the supervisor does not admit the key, or the key has not the right."""
 CONFIG = 78
 """models.yaml, or the environment, is not usable as it is."""
 INTERRUPTED = 130

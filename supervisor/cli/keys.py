@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from supervisor.cli import exit_codes
+from supervisor.cli.command import Command
 from supervisor.cli.command_group import CommandGroup
 from supervisor.cli.errors import Failure
 from supervisor.cli.hints import need
@@ -64,7 +65,14 @@ def keys() -> None:
     """
 
 
-@keys.command()
+@keys.command(
+    cls=Command,
+    examples={
+        "modelctl keys new laptop": "Make a key that may send requests",
+        "modelctl keys new ops --rights status,admin": "Make a key for an operator",
+        "modelctl keys new guest --max-in-flight 4 --tokens-per-minute 20000": "Make a key with limits",
+    },
+)
 @click.argument("name")
 @click.option("--rights", default="infer", show_default=True, help="Of infer, status, admin; several with commas.")
 @click.option("--max-in-flight", type=int, help="Most requests that may be unfinished.  [default: no limit]")
@@ -103,7 +111,7 @@ def new(
     click.echo(f"{file}: the key, mode 0600. Its secret is nowhere else: move the file to the client by a safe way")
 
 
-@keys.command(name="list")
+@keys.command(name="list", cls=Command, examples={"modelctl keys list": "List the keys and their rights"})
 @_config_option
 @_keys_option
 @as_json
@@ -116,7 +124,9 @@ def list_(config: Path | None, store: "KeyStore", as_json: bool) -> None:
         click.echo(table(HEADER, [_row(entry) for entry in entries], terminal_width()))
 
 
-@keys.command()
+@keys.command(
+    cls=Command, examples={"modelctl keys revoke laptop": "End the connections of a key, and admit it no more"}
+)
 @click.argument("name")
 @_config_option
 @_keys_option

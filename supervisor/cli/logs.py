@@ -10,6 +10,7 @@ import click
 
 from protocol.limits import MODEL_NAME_PATTERN, SUPERVISOR_NAME
 from supervisor.cli import exit_codes
+from supervisor.cli.command import Command
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json, runtime_dir_option
 from supervisor.logs import log_dir, log_path, tail
@@ -18,7 +19,13 @@ POLL_S = 0.1
 BYTES_PER_LINE = 400
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl logs": "Show the last lines of the supervisor's log",
+        "modelctl logs -f llama-8b": "Follow a model's log",
+    },
+)
 @click.argument("model", default=SUPERVISOR_NAME)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as the log grows.")
 @click.option("-n", "--lines", default=50, show_default=True, help="How many of the last lines to show.")

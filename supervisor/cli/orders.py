@@ -13,6 +13,7 @@ import click
 from protocol.client import Client
 from protocol.errors import ConnectionLost
 from supervisor.cli import exit_codes
+from supervisor.cli.command import Command
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
 from supervisor.cli.waiting import (
@@ -31,7 +32,13 @@ _models = click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl start llama-8b": "Start a model and wait until it is ready",
+        "modelctl start llama-8b stories --no-wait": "Start two models, and do not wait for them",
+    },
+)
 @_models
 @_no_wait
 @as_json
@@ -44,7 +51,13 @@ def start(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
         _see_up(client, wanted, no_wait, as_json)
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl stop llama-8b": "Let the requests of a model finish, then end its process",
+        "modelctl stop llama-8b --now": "End a process now; its requests end with an error",
+    },
+)
 @_models
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
 @_no_wait
@@ -62,7 +75,12 @@ def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runti
             click.echo(f"modelctl: {model['name']} is stopped, but its VRAM is not back yet", err=True)
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl restart llama-8b": "Restart a model; its requests wait meanwhile",
+    },
+)
 @_models
 @_no_wait
 @as_json
@@ -82,7 +100,13 @@ def restart(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: 
         _see_up(client, wanted, no_wait, as_json)
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl shutdown": "Let all requests finish, then end all models and the supervisor",
+        "modelctl shutdown --now": "End everything now",
+    },
+)
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
 @as_json
 @supervisor_options

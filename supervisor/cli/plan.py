@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from supervisor.cli import exit_codes
+from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config
 from supervisor.cli.errors import Failure
 from supervisor.cli.options import as_json, config_file, connect, runtime_dir_option
@@ -34,7 +35,13 @@ def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int]
         raise click.BadParameter(f"{value!r}: each {e}, one for each GPU") from None
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl plan": "Show which models of ./models.yaml fit on the GPUs of this machine",
+        "modelctl plan models.yaml --gpus 24G,24G": "Show which models would fit on two GPUs of 24 GiB",
+    },
+)
 @config_file
 @click.option(
     "--gpus",

@@ -8,6 +8,7 @@ import click
 
 from protocol.client import Client
 from supervisor.cli import exit_codes
+from supervisor.cli.command import Command
 from supervisor.cli.compiling import compile_for
 from supervisor.cli.errors import Failure
 from supervisor.cli.hints import say
@@ -18,7 +19,13 @@ _APPLIED = dict.fromkeys(("vram_limit", "watch"), "applied to workers that are s
 """How keys of the section ``supervisor`` are applied that do not change running workers."""
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl reload": "Apply what has changed in models.yaml",
+        "modelctl reload llama-8b": "Give one model new workers, since its weights on disk have changed",
+    },
+)
 @click.argument("model", required=False)
 @click.option("--beside", "how", flag_value="beside", help="Start each new worker beside the old one.")
 @click.option("--exchange", "how", flag_value="exchange", help="Stop each old worker before the new one is started.")

@@ -27,7 +27,7 @@ _COMMANDS = {
     "check": "supervisor.cli.check:check",
     "keys": "supervisor.cli.keys:keys",
 }
-_ALIASES = {"load": "start", "unload": "stop", "ls": "ps"}
+ALIASES = {"load": "start", "unload": "stop", "ls": "ps"}
 
 
 class _LazyGroup(CommandGroup):
@@ -35,7 +35,7 @@ class _LazyGroup(CommandGroup):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        target = _COMMANDS.get(_ALIASES.get(name, name))
+        target = _COMMANDS.get(ALIASES.get(name, name))
         if target is None:
             return None
         module, attribute = target.split(":")

@@ -13,6 +13,7 @@ from protocol.async_client import AsyncStream, TokenLogprob
 from protocol.client import Client
 from protocol.errors import ErrorCode, WireError
 from supervisor.cli import exit_codes
+from supervisor.cli.command import Command
 from supervisor.cli.conversation import Conversation
 from supervisor.cli.dialogue import hold
 from supervisor.cli.options import as_json, connect, supervisor_options
@@ -74,7 +75,16 @@ def _schema(context: click.Context, option: click.Parameter, given: Path | None)
     return text
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        'modelctl run letters "sort: d b a c ->"': "Print one answer",
+        "modelctl run stories": "Hold a conversation",
+        'modelctl run llama-8b "Summarize this." < report.txt': "Ask about a file",
+        'modelctl run llama-8b "Name a colour." --choice red --choice blue': "Choose one of two answers",
+        'modelctl run llama-8b "Hello" --set top_a=0.2 --json': "Set any option of a request; print the answer as JSON",
+    },
+)
 @click.argument("model")
 @click.argument("prompt", required=False)
 @click.option("--raw", is_flag=True, help="Send the prompt as it is, without the model's chat template.")

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from supervisor.cli import exit_codes
+from supervisor.cli.command import Command
 from supervisor.cli.compiling import compile_for
 from supervisor.cli.config_file import find_config
 from supervisor.cli.errors import Failure
@@ -15,7 +16,13 @@ from supervisor.cli.hints import say
 from supervisor.cli.options import config_file, runtime_dir_option
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl serve": "Serve the models of ./models.yaml in this terminal",
+        "modelctl serve --detach /etc/modelctl/models.yaml": "Serve in the background, and wait for the models",
+    },
+)
 @config_file
 @click.option("-d", "--detach", is_flag=True, help="Run in the background; return when the models are loaded.")
 @click.option("-q", "--quiet", is_flag=True, help="Log to the log file only.")

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from supervisor.cli import figures, overview
+from supervisor.cli.command import Command
 from supervisor.cli.hints import completed
 from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.tables import GAP, table, terminal_width
@@ -16,7 +17,13 @@ SHORTEST_REASON = 30
 """Columns that a reason has at least, however narrow the terminal is."""
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl ps": "List the models of the supervisor on this machine",
+        "modelctl ps --connect tcp://192.168.1.5:5570 --key-file ops.key": "List those of another machine",
+    },
+)
 @as_json
 @supervisor_options
 def ps(as_json: bool, runtime_dir: Path) -> None:
@@ -33,7 +40,13 @@ def ps(as_json: bool, runtime_dir: Path) -> None:
         click.echo(table(PS_HEADER, [_ps_row(m, longest) for m in models], width))
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl status": "Show the supervisor and each model in some ten lines",
+        "modelctl status llama-8b --verbose": "Show everything that is known of one model",
+    },
+)
 @click.argument("model", required=False)
 @click.option("-v", "--verbose", is_flag=True, help="Show everything that is known.")
 @as_json

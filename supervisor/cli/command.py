@@ -1,0 +1,26 @@
+"""A command that shows examples at the end of its help."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import click
+
+
+class Command(click.Command):
+    """A click command with examples. The page ``docs/commands.md`` shows them, too.
+
+    examples  {command line: what it does}
+    """
+
+    def __init__(self, *args: Any, examples: Mapping[str, str] = MappingProxyType({}), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = examples
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.examples:
+            with formatter.section("Examples"):
+                for line, meaning in self.examples.items():
+                    # written as it is: a command line that was wrapped could not be copied
+                    formatter.write(f"  # {meaning}\n  {line}\n")
+        super().format_epilog(ctx, formatter)
