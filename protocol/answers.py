@@ -10,10 +10,12 @@ from protocol.errors import ErrorCode, FrameError, WireError
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token and the natural logarithm of its probability by the model alone, before any sampling parameter.
+    """A token of the answer with its log-probability.
 
-    bytes  what it adds to the text: UTF-8, of which a character may be incomplete
-    top    the likeliest tokens at its place, best first, if they were asked for
+    token_id  the id of the token
+    logprob   natural logarithm of its probability by the model alone, before any sampling parameter
+    bytes     the bytes that it adds to the text: UTF-8, of which the last character may be incomplete
+    top       the likeliest tokens at this place, best first, if the request asked for top_logprobs
     """
 
     token_id: int
@@ -23,15 +25,17 @@ class TokenLogprob:
 
     @property
     def text(self) -> str:
-        """For people: an incomplete character is U+FFFD."""
+        """The bytes as text. An incomplete character is U+FFFD."""
         return self.bytes.decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of an answer and the ids of its tokens. Either may be empty while the other is not.
+    """A new piece of an answer. Text and token ids may arrive apart: either may be empty.
 
-    logprobs  one for each id, if they were asked for
+    text       the new text
+    token_ids  the ids of the new tokens
+    logprobs   one for each token id, if the request asked for them
     """
 
     text: str
@@ -41,13 +45,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a request is that has no token yet.
+    """The state of a request that has no token yet.
 
     phase           "loading" (the model), "queued", "compiling" (the constraint of the request) or "prefill"
-    queue_position  requests that are before it, 0 is next; None unless queued
-    done, total     tokens of the prompt that are computed, and all of them; or how far this part of the load is, in
-                    units of its own; None while queued and compiling
-    part            of the load: "loading", "warmup", or another that the engine names; None unless loading
+    queue_position  requests before it in the queue, 0 is next; None unless queued
+    done, total     tokens of the prompt that are computed, and all of them; for a load the progress of its part, in a
+                    unit of the part's own; None while queued and compiling
+    part            part of the load: "loading", "warmup", or another name that the engine gives; None unless loading
     """
 
     phase: str
@@ -61,13 +65,16 @@ class Progress:
 class Completion:
     """A whole answer.
 
-    finish_reason  "stop", "length", "cancelled" or "banned_strings" (protocol.messages.FinishReason)
-    usage          counts of tokens: ``prompt_tokens``, ``completion_tokens``; and where they are not 0 or do not apply
-                   left out, ``cached_tokens`` (of the prompt, found computed), ``draft_accepted`` and
-                   ``draft_rejected`` (speculated ones), ``resumes`` (how often the answer went on in another worker)
-    logprobs       one for each token id, if they were asked for
-    timings        ``queue_ms`` (from acceptance to the worker), ``prefill_ms`` (to the first token), ``decode_ms``
-                   (to the end), ``tokens_per_s`` (while decoding); what was not measured is left out
+    text           the text
+    token_ids      the ids of all tokens
+    finish_reason  "stop" (an end token or a stop string), "length" (max_tokens or the context), "cancelled", or
+                   "banned_strings" (no way around them was found)
+    usage          counts: ``prompt_tokens`` and ``completion_tokens``; where they apply, ``cached_tokens`` (tokens of
+                   the prompt that were in the cache), ``draft_accepted`` and ``draft_rejected`` (speculated tokens),
+                   and ``resumes`` (how often the answer went on in another worker)
+    timings        ``queue_ms`` (from acceptance to the worker), ``prefill_ms`` (to the first token), ``decode_ms`` (to
+                   the end) and ``tokens_per_s`` (while decoding). Times that were not measured are missing
+    logprobs       one for each token id, if the request asked for them
     """
 
     text: str

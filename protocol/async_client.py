@@ -1,11 +1,10 @@
-"""``AsyncClient``: requests to a supervisor from an asyncio event loop, many at once.
+"""``AsyncClient``: send requests to a supervisor from an asyncio event loop, many at once.
 
     async with AsyncClient() as client:
         async for delta in client.generate("letters", "sort: d b a c ->", max_tokens=32, temperature=0):
             print(delta.text, end="")
 
-The same surface as ``protocol.client.Client``, and the same rules for connections and waiting. It belongs to one event
-loop, where any number of tasks may use it, and refuses other threads.
+It has the methods of ``protocol.client.Client``, and the same rules for connections and waiting.
 """
 
 import os
@@ -26,7 +25,11 @@ __all__ = ["AsyncChoices", "AsyncClient", "AsyncStream", "Completion", "Delta", 
 
 
 class AsyncClient:
-    """A connection to the supervisor, made by ``async with`` or ``await connect()``. Takes what ``Client`` takes."""
+    """A connection to the supervisor, from asyncio code. ``async with`` or ``await client.connect()`` makes it.
+
+    The parameters and the rules for connections are those of ``Client``. An AsyncClient belongs to one event loop. Any
+    number of tasks may use it, and it refuses other threads.
+    """
 
     def __init__(
         self,
@@ -50,11 +53,9 @@ class AsyncClient:
         )
 
     async def connect(self) -> Self:
-        """Connects and waits for the greeting.
+        """Connect, wait for the supervisor's greeting, and return the client.
 
-        Raises ConnectionLost if no supervisor or another user listens there (at once) or none answers (after
-        ``timeout``); WireError if it refuses this client (unauthorized, bad_version, draining); ValueError for a socket
-        path that is too long.
+        Raises the errors of the constructor of ``Client``.
         """
         if self._connected is not None:
             raise RuntimeError("this client was connected before: make a new one")
@@ -76,11 +77,12 @@ class AsyncClient:
 
     @property
     def endpoint(self) -> str:
+        """The ZeroMQ endpoint of the connection."""
         return self._connection.endpoint
 
     @property
     def server(self) -> dict[str, Any]:
-        """What the supervisor said of itself in its last greeting: {server, session, window, ...}."""
+        """The supervisor's last greeting (WELCOME): its version, the session, the window, ..."""
         return dict(self._connection.session.welcome or {})
 
     def generate(
@@ -109,10 +111,10 @@ class AsyncClient:
         timeout: float | None = None,
         **sampling: Any,
     ) -> AsyncStream:
-        """Sends a request, without waiting; its answer is read from the stream returned.
+        """Send a request, without waiting, and return the stream of its answer.
 
-        Takes and raises what ``protocol.client.Client.generate`` does. Where it has to connect anew first, that goes on
-        in the background, and what comes of it is raised from the stream.
+        The options and errors are those of ``Client.generate``. If the client has to connect anew first, it does so in
+        the background, and the stream raises the errors of that.
         """
         given = sampling | {
             "prompt": prompt,
@@ -148,7 +150,10 @@ class AsyncClient:
         timeout: float | None = None,
         **request: Any,
     ) -> AsyncChoices:
-        """``n`` answers to one prompt, as ``protocol.client.Client.choices`` has it."""
+        """Send ``n`` requests with one prompt, and return their answers.
+
+        The options are those of ``Client.choices``.
+        """
         requests = choice_requests({"prompt": prompt, "progress": on_progress is not None} | request, n)
         connection, states = self._begin(model, requests)
         told = [on_progress and partial(on_progress, i) for i in range(n)]
@@ -156,7 +161,7 @@ class AsyncClient:
         return AsyncChoices(tuple(streams), timeout)
 
     async def complete(self, model: str, prompt: str | None = None, **request: Any) -> Completion:
-        """The whole answer; takes what ``generate`` takes and raises what its stream raises."""
+        """Return the whole answer. Takes the options of ``generate``, and raises the errors of its stream."""
         return await self.generate(model, prompt, **request).complete()
 
     async def tokenize(
@@ -168,12 +173,9 @@ class AsyncClient:
         reply_timeout: float | None = None,
         **template: Any,
     ) -> tuple[int, ...]:
-        """The token ids that the model would see for this prompt, or for these messages through its chat template.
+        """Return the token ids of a prompt, or of a conversation as the model's chat template renders it.
 
-        template       tools, template_kwargs: what else the template is given
-        reply_timeout  seconds; unset waits while the supervisor answers
-
-        Raises as ``call`` does.
+        The parameters and errors are those of ``Client.tokenize``.
         """
         params = tokenize_params(model, template | {"prompt": prompt, "messages": messages})
         return token_ids_in(await self._call("tokenize", params, reply_timeout))
@@ -181,30 +183,28 @@ class AsyncClient:
     async def detokenize(
         self, model: str, token_ids: Iterable[int] | bytes, *, reply_timeout: float | None = None
     ) -> str:
-        """The text of these ids (or bytes, u32 little endian). Waits and raises as ``tokenize`` does."""
+        """Return the text of token ids, or of bytes (u32, little endian). Raises the errors of ``call``."""
         params = {"model": model, "token_ids": pack_token_ids(token_ids)}
         return text_in(await self._call("detokenize", params, reply_timeout))
 
     async def call(self, verb: str, /, *, reply_timeout: float | None = None, **params: Any) -> dict[str, Any]:
-        """Asks the supervisor something else; the map it answered.
+        """Send a question or an order to the supervisor, and return its reply.
 
-        reply_timeout  seconds; unset waits while the supervisor answers
-
-        Raises WireError with the code the supervisor answered, ConnectionLost, TimeoutError.
+        The parameters and errors are those of ``Client.call``.
         """
         return await self._call(verb, params, reply_timeout)
 
     async def models(self) -> dict[str, Any]:
-        """``call("models")``."""
+        """Return the models and their states: the reply to the verb "models"."""
         return await self.call("models", reply_timeout=self.timeout)
 
     async def status(self, model: str | None = None) -> dict[str, Any]:
-        """``call("status")``, of one model or of all."""
+        """Return the supervisor's state and that of one model or of all: the reply to the verb "status"."""
         params = {} if model is None else {"model": model}
         return await self.call("status", reply_timeout=self.timeout, **params)
 
     async def close(self) -> None:
-        """Ends the connection, and with it every unfinished request. Repeating it does nothing."""
+        """End the connection, and with it every unfinished request. A second call does nothing."""
         self._closed = True
         if self._connected is not None:
             self._connected.close()

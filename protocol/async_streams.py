@@ -1,4 +1,4 @@
-"""What ``AsyncClient`` hands out: one answer as it comes, or several."""
+"""The answers that ``AsyncClient`` returns while they are generated: one, or several."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -14,12 +14,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class AsyncStream(StreamBase):
-    """The answer to one request, as it comes: iterate over it (``async for``) for ``Delta`` objects.
+    """The answer to one request, while it is generated. Iterate over it with ``async for`` for ``Delta`` objects.
 
-    Leaving the loop (break, an exception, ``close()``, or dropping the stream) cancels the request, and so does
-    cancelling the task that waits for its next delta. ``cancel()`` asks for its end and lets you read up to it, where
-    ``finish_reason`` is "cancelled". Iterating raises WireError with the code the request ended with (ConnectionLost
-    among them), once; TimeoutError as ``Client.generate`` says. One task at a time reads a stream.
+    Leaving the loop cancels the request: by break, by an exception, by ``close()``, by cancelling the task that waits
+    for the next delta, or when the stream is garbage collected. ``cancel()`` asks for the end and lets you read up to
+    it; ``finish_reason`` is then "cancelled".
+
+    If the request ends with an error, the iteration raises it once: WireError with the code, or ConnectionLost. It
+    raises TimeoutError after the ``timeout`` of ``generate``. One task at a time reads a stream.
     """
 
     _connection: LoopConnection
@@ -55,11 +57,11 @@ class AsyncStream(StreamBase):
         self.close()
 
     async def aclose(self) -> None:
-        """``close()``, for contextlib.aclosing."""
+        """Close, as ``close`` does. The library function contextlib.aclosing calls it."""
         self.close()
 
     async def complete(self) -> Completion:
-        """Reads to the end; the whole answer."""
+        """Read to the end, and return the whole answer."""
         async for _ in self:
             pass
         return self._completion()
@@ -94,7 +96,11 @@ class _Read(Protocol[T_co]):
 
 
 class AsyncChoices(ChoicesBase[AsyncStream]):
-    """As ``Choices``, for ``async for``. Cancelling the task that waits cancels all, too."""
+    """The answers of ``AsyncClient.choices``. Iterate with ``async for`` for (index, ``Delta``) pairs.
+
+    The rules are those of ``Choices``. Cancelling the task that waits for the next pair cancels every unfinished
+    request, too.
+    """
 
     def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
         return _Loop(self)
@@ -121,11 +127,11 @@ class AsyncChoices(ChoicesBase[AsyncStream]):
         self.close()
 
     async def aclose(self) -> None:
-        """``close()``, for contextlib.aclosing."""
+        """Close, as ``close`` does. The library function contextlib.aclosing calls it."""
         self.close()
 
     async def complete(self) -> list[Completion]:
-        """Reads all to their ends; the whole answers, by index."""
+        """Read all answers to their ends, and return them by index."""
         async for _ in self:
             pass
         return [stream._completion() for stream in self.streams]

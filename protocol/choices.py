@@ -10,9 +10,9 @@ S = TypeVar("S", bound=StreamBase)
 
 
 class ChoicesBase(Generic[S]):
-    """The answers, as far as they were read.
+    """Several answers to one prompt.
 
-    streams  one for each; whoever wants to bear the failure of one reads them one by one instead
+    streams  the stream of each answer
     """
 
     def __init__(self, streams: tuple[S, ...], timeout: float | None) -> None:
@@ -24,12 +24,12 @@ class ChoicesBase(Generic[S]):
         return len(self.streams)
 
     def cancel(self) -> None:
-        """Asks for the end of all that are unfinished, which are then read as usual."""
+        """Ask the supervisor to end every unfinished request. The streams then bring their ends as usual."""
         for stream in self.streams:
             stream.cancel()
 
     def close(self) -> None:
-        """Cancels all that are unfinished, and drops what was not read. Repeating it does nothing."""
+        """Cancel every unfinished request, and drop what was not read. A second call does nothing."""
         for stream in self.streams:
             stream.close()
 

@@ -1,20 +1,16 @@
-"""``Client``: requests to a supervisor, blocking.
+"""``Client``: send requests to a supervisor from blocking code.
 
     with Client() as client:
         for delta in client.generate("letters", "sort: d b a c ->", max_tokens=32, temperature=0):
             print(delta.text, end="")
 
-**Connections.** When the connection ends, every unfinished request raises ConnectionLost once, after what had arrived;
-nothing is sent again. The next ``generate`` or ``call`` connects anew. **Waiting** never lasts for ever: a supervisor
-that was stopped is noticed within 5 s (libzmq's heartbeats; 12 s over TCP), one that hangs within ``silence`` (PING),
-and both are ConnectionLost. A request that is only slow is waited for.
+A stopped supervisor is noticed by libzmq's heartbeats, and a hanging one by PING. A request that is only slow is waited
+for. A signal handler may cancel a stream, and must not call anything else of the client. After a fork the client
+refuses with RuntimeError.
 
-**Threads** of one process may share a client, each reading its own streams. A signal handler may cancel a stream, and
-nothing else. After a fork the client refuses with RuntimeError: make one in each process.
-
-Events arrive, and the supervisor's questions are answered, while a method of the client runs or a stream is read. A
-client that is left alone for long is still alive to the supervisor: libzmq's own thread keeps the connection up. An
-interrupt (Ctrl-C) that lands just as a frame is taken in ends the connection, since the frame may be lost.
+The client reads from its socket while one of its methods runs or a stream is read. A client that is left alone is
+still alive to the supervisor: libzmq's own thread keeps the connection up. An interrupt (Ctrl-C) that arrives while the
+client takes in a frame ends the connection, because that frame may be lost.
 """
 
 import os
@@ -38,24 +34,32 @@ __all__ = ["Choices", "Client", "Completion", "Delta", "Progress", "Stream", "To
 
 
 class Client:
-    """A connection to the supervisor.
+    """A connection to the supervisor, from blocking code.
 
-    endpoint         a ZeroMQ endpoint; unset is the front socket in the runtime directory
-    runtime_dir      the supervisor's directory; unset is ``protocol.runtime_paths.default_runtime_dir()``
-    timeout          seconds to wait for the supervisor's greeting now, and for the answers of ``models`` and ``status``
-    admin            connect to the operators' socket, which takes ``call`` only
-    key              for an endpoint over TCP (``tcp://HOST:PORT``): the file that `modelctl keys new` wrote, or a
-                     ClientKey
-    reconnect        whether to connect anew, once the connection was lost, for the next request or call; else each
-                     raises ConnectionLost
-    connect_timeout  seconds that this may take. Where nobody listens it is tried again and again, after pauses from
-                     0.05 to 2 s that double, less a random half
-    silence          seconds without any sign of life of the supervisor, while something is unfinished and waited for,
-                     after which the connection counts as lost; a third of it before a PING is sent
+    Threads of one process may share a client; each stream is read by one thread at a time. After a fork, make a client
+    in each process.
 
-    Waits for the greeting. Raises ConnectionLost if no supervisor or another user listens there (at once) or none
-    answers (after ``timeout``); WireError if it refuses this client (unauthorized, bad_version, draining); ValueError
-    for a socket path that is too long, or a key file that cannot be used.
+    When the connection ends, every unfinished request raises ConnectionLost once. The next request or call connects
+    anew. No request is sent twice. No wait is without an end: a supervisor that was stopped is noticed within 5 s (12 s
+    over TCP), and one that hangs within ``silence``.
+
+    endpoint         ZeroMQ endpoint. Unset: the front socket in ``runtime_dir``
+    runtime_dir      the supervisor's runtime directory. Unset: $MODELCTL_RUNTIME_DIR, else $XDG_RUNTIME_DIR/modelctl,
+                     else /tmp/modelctl-UID
+    timeout          seconds to wait for the supervisor's greeting, and for the replies to ``models`` and ``status``
+    admin            connect to the admin socket, which takes ``call`` only
+    key              for an endpoint over TCP (``tcp://HOST:PORT``): a ClientKey, or the path of the file that
+                     ``modelctl keys new`` wrote
+    reconnect        connect anew for the next request or call after the connection was lost. False: each later request
+                     or call raises ConnectionLost
+    connect_timeout  seconds to connect anew. The client tries again after pauses that grow from 0.05 s to 2 s
+    silence          seconds without any message from the supervisor, while the client waits for one, after which the
+                     connection counts as lost. The client sends a PING after a third of this time
+
+    The constructor waits for the greeting. It raises ConnectionLost if nobody listens there, if another user listens
+    there, or if nobody answers within ``timeout``. It raises WireError if the supervisor refuses the client
+    (unauthorized, bad_version, draining), and ValueError for a socket path that is too long or a key file that cannot
+    be used.
     """
 
     def __init__(
@@ -89,11 +93,12 @@ class Client:
 
     @property
     def endpoint(self) -> str:
+        """The ZeroMQ endpoint of the connection."""
         return self._connection.endpoint
 
     @property
     def server(self) -> dict[str, Any]:
-        """What the supervisor said of itself in its last greeting: {server, session, window, ...}."""
+        """The supervisor's last greeting (WELCOME): its version, the session, the window, ..."""
         return dict(self._connection.session.welcome or {})
 
     def generate(
@@ -122,43 +127,47 @@ class Client:
         timeout: float | None = None,
         **sampling: Any,
     ) -> Stream:
-        """Sends a request, without waiting; its answer is read from the stream returned.
+        """Send a request, without waiting, and return the stream of its answer.
 
-        What is asked, exactly one of:
+        Exactly one of these is the prompt:
         prompt           text, taken as it is
-        messages         [{"role", "content"}, ...], rendered by the model's own chat template; with ``tools``
-                         (descriptions of functions) and ``template_kwargs`` (more variables by name) as that takes them
-        token_ids        ids, or bytes (u32, little endian)
+        messages         a conversation, a list of {"role": ..., "content": ...}, rendered by the model's chat template.
+                         ``tools`` (descriptions of functions) and ``template_kwargs`` (further variables) go to the
+                         template, too
+        token_ids        token ids, or bytes (u32, little endian)
 
-        What the answer must look like, at most one of:
-        json_schema      a JSON schema, as a dict or as JSON text; the answer has no white space between its parts,
-                         unless ``whitespace_flexible=True`` is given, too
+        At most one of these gives the answer a shape:
+        json_schema      a JSON schema, as a dict or as JSON text. The answer is JSON without white space between its
+                         parts; ``whitespace_flexible=True`` allows white space
         regex            a regular expression that the whole answer matches
-        choice           texts, of which the answer is one
+        choice           texts; the answer is one of them
 
-        When it ends, and how its tokens are drawn:
-        max_tokens       most tokens; unset is what is left of the model's context
+        These say when the answer ends, and how its tokens are drawn:
+        max_tokens       most tokens of the answer. Unset: what is left of the model's context
         stop             strings that end the answer, or one string
-        temperature      0 is greedy
-        seed             of this request's draws; unset draws one
-        sampling         top_k, min_tokens, logprobs, ...: the other fields of protocol.request.GenerateRequest, or
-                         their other names
+        temperature      0 always takes the likeliest token
+        seed             seed of the random draws. Unset: a random seed
+        sampling         every other option by its name, such as top_k, min_tokens or logprobs
 
-        How it is served:
-        resume           when its worker dies, the answer goes on in another: no token twice, none missing
+        These say how the request is served:
+        resume           go on with the answer in another worker if its worker dies: no token twice, none missing
         priority         "interactive", "normal" (the default) or "batch"
-        queue_ms         longest wait for a worker; a request that waits longer ends with queue_timeout
-        ttft_ms          longest wait for the first token, and ``deadline_ms`` for the end; deadline_exceeded
-        affinity         up to 256 characters: requests with the same key go to the same worker, where their prefix is
-                         cached; unset, the beginning of the prompt stands for it
-        on_progress      called with ``Progress`` objects until the first token, by whoever reads the stream, while it
-                         does; what it raises is raised there
-        timeout          seconds without any event of this request, while it is read, after which it is cancelled and
-                         TimeoutError raised; unset waits while the supervisor answers (a model may be loading)
+        queue_ms         longest wait for a worker, in milliseconds. The request then ends with queue_timeout
+        ttft_ms          longest wait for the first token, in milliseconds. The request then ends with
+                         deadline_exceeded
+        deadline_ms      longest time to the end of the answer, in milliseconds. The request then ends with
+                         deadline_exceeded
+        affinity         text of up to 256 characters: requests with the same text go to the same worker, where their
+                         prefix is in the cache. Unset: the beginning of the prompt stands for it
+        on_progress      function that is called with a ``Progress`` until the first token. The thread that reads the
+                         stream calls it, and its exceptions are raised there
+        timeout          seconds without any event of this request, while the stream is read. Then the request is
+                         cancelled and the stream raises TimeoutError. Unset: wait as long as the supervisor answers,
+                         because a model may be loading
 
-        None is unset everywhere. Raises ConnectionLost (none could be made anew), and WireError: too_large, draining,
-        invalid_request (a value that cannot be sent). All else that is wrong with the request is raised from the
-        stream, naming the field.
+        An option that is None is unset. Raises ConnectionLost if no connection could be made, and WireError: too_large,
+        draining, or invalid_request for a value that cannot be sent. The stream raises every other error of the
+        request, and names the field.
         """
         given = sampling | {
             "prompt": prompt,
@@ -194,12 +203,12 @@ class Client:
         timeout: float | None = None,
         **request: Any,
     ) -> Choices:
-        """``n`` answers to one prompt: as many requests, sent together, that share the prompt's cache.
+        """Send ``n`` requests with one prompt, and return their answers. The requests share the prompt's cache.
 
-        n            1 to 1024
-        on_progress  called with (index, ``Progress``)
-        timeout      seconds without any event of any of them
-        request      what ``generate`` takes. With a ``seed``, choice i has seed + i; without, each draws its own
+        n            how many, 1 to 1024
+        on_progress  function that is called with (index, ``Progress``)
+        timeout      seconds without any event of any of the requests, after which all are cancelled
+        request      the options of ``generate``. With a ``seed``, request i has the seed ``seed + i``
         """
         requests = choice_requests({"prompt": prompt, "progress": on_progress is not None} | request, n)
         connection, states = self._begin(model, requests)
@@ -208,7 +217,7 @@ class Client:
         return Choices(tuple(streams), timeout)
 
     def complete(self, model: str, prompt: str | None = None, **request: Any) -> Completion:
-        """The whole answer; takes what ``generate`` takes and raises what its stream raises."""
+        """Return the whole answer. Takes the options of ``generate``, and raises the errors of its stream."""
         return self.generate(model, prompt, **request).complete()
 
     def tokenize(
@@ -220,41 +229,43 @@ class Client:
         reply_timeout: float | None = None,
         **template: Any,
     ) -> tuple[int, ...]:
-        """The token ids that the model would see for this prompt, or for these messages through its chat template.
+        """Return the token ids of a prompt, or of a conversation as the model's chat template renders it.
 
-        template       tools, template_kwargs: what else the template is given
-        reply_timeout  seconds; unset waits while the supervisor answers
+        template       ``tools`` and ``template_kwargs`` for the template
+        reply_timeout  seconds to wait for the reply. Unset: wait as long as the supervisor answers
 
-        Raises as ``call`` does.
+        Raises the errors of ``call``.
         """
         params = tokenize_params(model, template | {"prompt": prompt, "messages": messages})
         return token_ids_in(self._call("tokenize", params, reply_timeout))
 
     def detokenize(self, model: str, token_ids: Iterable[int] | bytes, *, reply_timeout: float | None = None) -> str:
-        """The text of these ids (or bytes, u32 little endian). Waits and raises as ``tokenize`` does."""
+        """Return the text of token ids, or of bytes (u32, little endian). Raises the errors of ``call``."""
         params = {"model": model, "token_ids": pack_token_ids(token_ids)}
         return text_in(self._call("detokenize", params, reply_timeout))
 
     def call(self, verb: str, /, *, reply_timeout: float | None = None, **params: Any) -> dict[str, Any]:
-        """Asks the supervisor something else; the map it answered.
+        """Send a question or an order to the supervisor, and return its reply.
 
-        reply_timeout  seconds; unset waits while the supervisor answers
+        verb           a verb of the message CALL, such as "status" or "start"
+        reply_timeout  seconds to wait for the reply. Unset: wait as long as the supervisor answers
+        params         the parameters of the verb
 
-        Raises WireError with the code the supervisor answered, ConnectionLost, TimeoutError.
+        Raises WireError with the supervisor's error code, ConnectionLost, or TimeoutError.
         """
         return self._call(verb, params, reply_timeout)
 
     def models(self) -> dict[str, Any]:
-        """``call("models")``."""
+        """Return the models and their states: the reply to the verb "models"."""
         return self.call("models", reply_timeout=self.timeout)
 
     def status(self, model: str | None = None) -> dict[str, Any]:
-        """``call("status")``, of one model or of all."""
+        """Return the supervisor's state and that of one model or of all: the reply to the verb "status"."""
         params = {} if model is None else {"model": model}
         return self.call("status", reply_timeout=self.timeout, **params)
 
     def close(self) -> None:
-        """Ends the connection, and with it every unfinished request. Repeating it does nothing."""
+        """End the connection, and with it every unfinished request. A second call does nothing."""
         self._closed = True
         self._connection.close()
 

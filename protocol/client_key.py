@@ -25,7 +25,7 @@ MAX_FILE: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class ClientKey:
-    """A key pair and the supervisor's public key, Z85. Its ``repr`` holds no secret."""
+    """A client's key pair and the supervisor's public key, in Z85. The ``repr`` of a key holds no secret."""
 
     name: str
     server_key: str
@@ -34,10 +34,11 @@ class ClientKey:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "ClientKey":
-        """The key in a file. Raises ValueError naming the file, what is wrong with it, and the remedy."""
+        """Return the key in a file. Raises ValueError with the file, what is wrong with it, and the remedy."""
         return parse_client_key(read_private(Path(path)), f"the key file {os.fspath(path)}")
 
     def to_json(self) -> str:
+        """Return the text of a key file. It holds the secret key."""
         return json.dumps({name: getattr(self, name) for name in FIELDS}, indent=2) + "\n"
 
 

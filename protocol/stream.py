@@ -1,4 +1,4 @@
-"""What the streams of both clients have in common: everything but the waiting."""
+"""The streams of both clients, without the waiting: ``protocol.streams`` and ``protocol.async_streams`` add it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ OnProgress = Callable[[Progress], None]
 
 
 class StreamBase:
-    """The answer to one request, as far as it was read."""
+    """The part of one request's answer that was read."""
 
     def __init__(
         self, connection: Connection, state: StreamState, timeout: float | None, on_progress: OnProgress | None
@@ -26,57 +26,59 @@ class StreamBase:
 
     @property
     def request_id(self) -> int:
-        """This connection's number for the request."""
+        """The number of the request on its connection."""
         return self._state.id
 
     @property
     def accepted(self) -> dict[str, Any] | None:
-        """What the supervisor said when it took the request: {model, queue_position, ...}; None until it did."""
+        """The supervisor's message ACCEPTED: the model, the place in the queue, ... None until it has arrived."""
         return self._state.accepted
 
     @property
     def text(self) -> str:
-        """All text read so far."""
+        """The text that was read so far."""
         return "".join(self._state.text)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The ids of all tokens read so far."""
+        """The ids of the tokens that were read so far."""
         return tuple(self._state.token_ids)
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Those of all tokens read so far, if the request asked for logprobs."""
+        """The log-probabilities of the tokens that were read so far, if the request asked for them."""
         return tuple(self._state.logprobs)
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the answer ended (protocol.messages.FinishReason). It is known once the reader has read the end, and is
-        "cancelled" once the reader has left before that. None until then, and for an answer that ended with an
-        error."""
+        """Why the answer ended: "stop", "length", "cancelled" or "banned_strings".
+
+        It is known when the end has been read. A reader that left before the end finds "cancelled". It is None until
+        then, and for an answer that ended with an error.
+        """
         if self._cut:
             return FinishReason.CANCELLED
         return None if self._state.deltas else self._state.finish_reason
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Counts of tokens at the end, as ``Completion.usage`` has them, else empty."""
+        """Counts of tokens, like ``Completion.usage``. Empty until the end has been read."""
         return {} if self._state.deltas else self._state.usage
 
     @property
     def timings(self) -> dict[str, Any]:
-        """What was measured, as ``Completion.timings`` has it, at the end, else empty."""
+        """Measured times, like ``Completion.timings``. Empty until the end has been read."""
         return {} if self._state.deltas else self._state.timings
 
     def cancel(self) -> None:
-        """Asks for the end of the request, which is then read as usual. Does nothing when it has ended.
+        """Ask the supervisor to end the request. The stream then brings its end as usual.
 
-        With ``Client``, a signal handler may call it, too.
+        It does nothing when the request has ended. With ``Client``, a signal handler may call it.
         """
         self._connection.cancel(self._state)
 
     def close(self) -> None:
-        """Cancels the request, unless it has ended, and drops what was not read. Repeating it does nothing."""
+        """Cancel the request, unless it has ended, and drop what was not read. A second call does nothing."""
         self._connection.check()
         self._leave()
         if not self._state.abandoned:

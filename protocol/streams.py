@@ -1,4 +1,4 @@
-"""What ``Client`` hands out: one answer as it comes, or several."""
+"""The answers that ``Client`` returns while they are generated: one, or several."""
 
 from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, Self, TypeVar
@@ -13,12 +13,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Stream(StreamBase):
-    """The answer to one request, as it comes: iterate over it for ``Delta`` objects.
+    """The answer to one request, while it is generated. Iterate over it for ``Delta`` objects.
 
-    Leaving the loop (break, an exception, ``close()``, or dropping the stream) cancels the request. ``cancel()`` asks
-    for its end and lets you read up to it, where ``finish_reason`` is "cancelled". Iterating raises WireError with the
-    code the request ended with (ConnectionLost among them), once; TimeoutError as ``generate`` says. One thread at a
-    time reads a stream; any may cancel it.
+    Leaving the loop cancels the request: by break, by an exception, by ``close()``, or when the stream is garbage
+    collected. ``cancel()`` asks for the end and lets you read up to it; ``finish_reason`` is then "cancelled".
+
+    If the request ends with an error, the iteration raises it once: WireError with the code, or ConnectionLost. It
+    raises TimeoutError after the ``timeout`` of ``generate``. One thread at a time reads a stream. Any thread may
+    cancel it.
     """
 
     _connection: SharedConnection
@@ -46,7 +48,7 @@ class Stream(StreamBase):
         self.close()
 
     def complete(self) -> Completion:
-        """Reads to the end; the whole answer."""
+        """Read to the end, and return the whole answer."""
         for _ in self:
             pass
         return self._completion()
@@ -87,10 +89,11 @@ class _Read(Protocol[T_co]):
 
 
 class Choices(ChoicesBase[Stream]):
-    """Iterate for (index, ``Delta``), as they come from any.
+    """The answers of ``Client.choices``. Iterate for (index, ``Delta``) pairs in the order in which they arrive.
 
-    Leaving the loop (break, an exception, ``close()``, or dropping this) cancels all that are unfinished. Where one
-    ends with an error, the others are cancelled and the WireError is raised, with ``index`` set.
+    Leaving the loop cancels every unfinished request. If one request ends with an error, the others are cancelled, and
+    the iteration raises the WireError with its ``index``. Read ``streams`` one by one if one failure should not end
+    the others.
     """
 
     def __iter__(self) -> Iterator[tuple[int, Delta]]:
@@ -113,7 +116,7 @@ class Choices(ChoicesBase[Stream]):
         self.close()
 
     def complete(self) -> list[Completion]:
-        """Reads all to their ends; the whole answers, by index."""
+        """Read all answers to their ends, and return them by index."""
         for _ in self:
             pass
         return [stream._completion() for stream in self.streams]
