@@ -2,6 +2,7 @@
 # make test    the whole test suite
 # make serve   leave a supervisor with the demo models running (modelctl shutdown ends it)
 # make lint    ruff, strict types, import direction
+# make docs    the documentation site, in site/; a dead link, or a page that nothing links to, is an error
 #
 # Each makes its own environment in .venv first. Variables:
 #   PYTHON=python3.12    which Python makes the environment (3.11 to 3.13)
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test serve lint bench clean
+.PHONY: demo test serve lint docs bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py
@@ -39,9 +40,12 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs
+	$(BIN)/python -m tools.docs --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.serving
-	$(BIN)/python -m benchmarks.report
 
 $(VENV)/.run: pyproject.toml setup.py constraints.txt tools/make_venv.py $(COMPILED)
 	test -x $(BIN)/pip || $(PYTHON) tools/make_venv.py $(VENV)
@@ -55,5 +59,11 @@ $(VENV)/.test: $(VENV)/.run
 	$(PIP) --no-deps exllamav2==0.3.2 # its Python runs in the tests, on the CPU; nothing of it is compiled
 	touch $@
 
+# The same environment as for the tests: the generators of pages import the project.
+$(VENV)/.docs: $(VENV)/.run
+	$(BIN)/python tools/extra.py docs > $(VENV)/docs.txt
+	$(PIP) -r $(VENV)/docs.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

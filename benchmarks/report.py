@@ -1,6 +1,4 @@
-"""Result files: one schema for every benchmark, and the README's tables made from them.
-
-    python -m benchmarks.report         rewrite the README's figures from benchmarks/results/*.json
+"""Result files: one schema for every benchmark. The documentation's page of figures is made from them.
 
 A result file is JSON: ``machine``, ``commit``, ``command``, ``date`` (ISO 8601, UTC) and ``results``, a list of
 ``{name, value, unit, target, meets}``. ``target`` is a text such as ">= 0.97" or null, ``meets`` true, false or null:
@@ -16,15 +14,10 @@ import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-README = ROOT / "README.md"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 KEYS = ("machine", "commit", "command", "date", "results")
-SHORT = 6
-"""Results that are shown without a choice."""
 RESULT_KEYS = ("name", "value", "unit", "target", "meets")
 
 _COMPARE = {">=": float.__ge__, "<=": float.__le__}
@@ -102,41 +95,5 @@ def check(content: object) -> None:
             raise ValueError(f"{entry['name']}: meets does not follow from value and target")
 
 
-def headline(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results that the README shows: those with a target, met or missed, else ratios; all of a short file."""
-    chosen = [r for r in results if r["target"]] or [r for r in results if r["unit"] == "ratio"]
-    return results if len(results) <= SHORT else chosen or results[:SHORT]
-
-
-def figures() -> str:
-    """The README's tables, one per result file."""
-    parts = []
-    for path in sorted(RESULTS.glob("*.json")):
-        content = json.loads(path.read_text())
-        check(content)
-        rows = [
-            f"| {r['name']} | {r['value']:.4g} {r['unit']} | {r['target'] or ''} | {_verdict(r['meets'])} |"
-            for r in headline(content["results"])
-        ]
-        if more := len(content["results"]) - len(rows):
-            rows.append(f"| ({more} more in the file) | | | |")
-        parts.append(
-            f"**{path.stem}**: `{content['command']}`, {content['machine']}, {content['date'][:10]}, "
-            f"commit {content['commit']}\n\n| figure | value | target | |\n|---|---|---|---|\n" + "\n".join(rows)
-        )
-    return "\n\n".join(parts)
-
-
-def readme_with_figures(text: str) -> str:
-    """The README with the part between its two marks made anew."""
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{figures()}\n{END}{after}"
-
-
 def _verdict(meets: bool | None) -> str:
-    return {True: "met", False: "**missed**", None: ""}[meets]
-
-
-if __name__ == "__main__":
-    README.write_text(readme_with_figures(README.read_text()))
+    return {True: "met", False: "MISSED", None: ""}[meets]

@@ -12,7 +12,7 @@ share the machine's cores, and are found cold when they wake. One client process
 CPU is that of all the supervisor's threads (schedstat), over the tokens that came. Latency is from the engine's step to
 the client's hands. Sizes take turns in every round; figures are medians of rounds. Memory is the supervisor's RSS with
 MEMORY_STREAMS streams open and (nearly) idle, less that with their connections open and used, less prompts and
-delivered ids. A plot of the table is drawn with matplotlib (pip install '.[benchmarks]') beside the result file.
+delivered ids.
 """
 
 import argparse
@@ -173,37 +173,6 @@ def results_of(found: dict[Size, list[Figures]], memory: dict[Size, list[MemoryF
     return results
 
 
-def plot(found: dict[Size, list[Figures]], path: Path) -> None:
-    """CPU and latency along each axis, every round a dot, medians a line. Raises ImportError without matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(f"{RATE} tokens a second in all; {MIDDLE} where not varied (fewer for few streams)", fontsize=10)
-    rows = (("cpu", "supervisor's CPU of a token, µs"), ("median", "from step to client, median, µs"))
-    grid = figure.subplots(2, 3, sharey="row")
-    for line, (name, title) in zip(grid, rows, strict=True):
-        for axes, (varied, sizes) in zip(line, AXES.items(), strict=True):
-            shown = [size for size in sizes if size in found]
-            at = [getattr(size, varied) for size in shown]
-            values = [[1e6 * getattr(f, name) for f in found[size]] for size in shown]
-            axes.plot(at, [statistics.median(each) for each in values], color="tab:blue")
-            for x, each in zip(at, values, strict=True):
-                axes.plot([x] * len(each), each, "o", color="tab:blue", alpha=0.4, markersize=4)
-            if varied == "streams" and REFERENCE in found:
-                limit = 1.25 * statistics.median(1e6 * getattr(f, name) for f in found[REFERENCE])
-                axes.plot([REFERENCE.streams, MIDDLE.streams], [limit, limit], "--", color="gray", label="target")
-                axes.legend(loc="lower right")
-            axes.set_xscale("log")
-            axes.set_ylim(bottom=0)
-            axes.set_xticks(at, [str(x) for x in at])
-            axes.minorticks_off()
-            axes.set_xlabel(varied)
-        line[0].set_ylabel(title, fontsize=9)
-    figure.savefig(path, dpi=110)
-
-
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -232,10 +201,6 @@ def main(given: Sequence[str] | None = None) -> None:
     if arguments.only:
         return
     write("scale", results_of(found, {size: told for size, told in memory.items() if told}), arguments.out)
-    try:
-        plot(found, arguments.out / "scale.png")
-    except ImportError:
-        print("no plot: it needs matplotlib, pip install '.[benchmarks]'")
 
 
 if __name__ == "__main__":

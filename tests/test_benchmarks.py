@@ -1,5 +1,4 @@
-"""Result files share one schema, the README's figures are made from them, and models to measure with are what they
-are said to be."""
+"""Result files share one schema, and models to measure with are what they are said to be."""
 
 import json
 from pathlib import Path
@@ -61,16 +60,6 @@ def test_a_miss_is_shown_as_a_miss() -> None:
     assert report.Result("n", 0.5, "s").meets is None
 
 
-def test_the_readme_leaves_out_what_has_no_target_but_no_miss() -> None:
-    plain = [{"name": f"n{i}", "value": 1.0, "unit": "ms", "target": None, "meets": None} for i in range(20)]
-    missed = {"name": "missed", "value": 1.0, "unit": "ms", "target": "<= 0.5", "meets": False}
-    ratio = {"name": "over", "value": 1.0, "unit": "ratio", "target": None, "meets": None}
-    assert report.headline([*plain, missed, ratio]) == [missed]
-    assert report.headline([*plain, ratio]) == [ratio]
-    assert report.headline(plain[:3]) == plain[:3]
-    assert report.headline(plain) == plain[: report.SHORT]
-
-
 def test_gaps_and_bursts_are_of_the_time_when_all_streams_run() -> None:
     early = [(0.1 * i, 1) for i in range(1, 101)]
     late = [(5 + 0.1 * i, 1) for i in range(1, 101)]
@@ -92,11 +81,6 @@ def test_a_tokenizer_of_random_models_has_a_text_for_every_id(tmp_path: Path, si
     words = [tokenizer.decode([i]) for i in range(258, size)]
     assert len(set(words)) == len(words)
     assert tokenizer.decode(tokenizer.encode("some words, or none").ids) == "some words, or none"
-
-
-def test_the_readme_shows_the_figures_of_the_result_files() -> None:
-    text = report.README.read_text()
-    assert report.readme_with_figures(text) == text, "run `python -m benchmarks.report`"
 
 
 # GPTQ models

@@ -1,0 +1,93 @@
+"""The configuration page: each key has a text, a default and an example that the schema accepts."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+
+from model_worker.engines.exllamav2.options import DEFAULT_CHUNK_SIZE
+from supervisor.config_model import ENGINE_KEYS, ModelConfig
+from supervisor.config_schema import FileConfig
+from supervisor.fitting import fit
+from tools.docs.configuration import Key, all_keys, example_value, keys_of
+
+KEYS = {key.path: key for key in all_keys()}
+
+
+def file_with(key: Key) -> dict[str, Any]:
+    """Return a file that holds nothing but a key's example and what it cannot do without."""
+    *sections, name = key.path.split(".")
+    value: Any = {name: example_value(key)}
+    for section in reversed(sections):
+        value = {section: value}
+    if sections[:1] == ["supervisor"]:
+        return {"models": {"m": {"model_dir": "."}}, **value}
+    if sections == ["lora"]:
+        value = {"lora": [{"dir": "."} | value["lora"]]}
+    return {"models": {"m": {"model_dir": "."} | value}}
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+def test_the_example_of_a_key_is_a_value_that_it_may_have(key: Key) -> None:
+    fit(FileConfig, file_with(key))
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+def test_a_key_has_a_type_a_default_and_a_sentence(key: Key) -> None:
+    assert key.type != "value"
+    assert key.default
+    assert key.description.rstrip(")").endswith(".")
+
+
+def test_every_key_of_a_model_is_there_with_its_engines() -> None:
+    for field in fields(ModelConfig):
+        engines = [engine for engine, keys in ENGINE_KEYS.items() if field.name in keys]
+        expected = ", ".join(engines) or ("an import string" if field.name == "options" else "all")
+        assert KEYS[field.name].engines == expected
+
+
+def test_defaults_come_from_the_schema_and_from_the_engines() -> None:
+    assert KEYS["max_queue"].default == "`256`"
+    assert KEYS["supervisor.watch.load"].default == "`5m`"
+    assert KEYS["supervisor.restart.initial"].default == "`500ms`"
+    assert KEYS["cache_mode"].default == "`FP16`"
+    assert KEYS["threads"].default == "`1`"
+    assert KEYS["model_dir"].default == "required"
+    assert f"{DEFAULT_CHUNK_SIZE} for exllamav2" in KEYS["chunk_size"].default
+    assert "`256` for transformers" in KEYS["chunk_size"].default
+
+
+@dataclass(frozen=True)
+class WithoutText:
+    key: int = 1
+
+
+@dataclass(frozen=True)
+class WithoutExample:
+    key: int = 1
+    """What the key means."""
+
+
+@dataclass(frozen=True)
+class WithoutDefault:
+    key: int | None = None
+    """What the key means.
+
+    Example: 1
+    """
+
+
+@dataclass(frozen=True)
+class WithTwoDefaults:
+    key: int = 1
+    """What the key means.
+
+    Default: 1
+    Example: 1
+    """
+
+
+@pytest.mark.parametrize("kind", [WithoutText, WithoutExample, WithoutDefault, WithTwoDefaults])
+def test_a_key_that_lacks_something_is_refused_by_name(kind: type) -> None:
+    with pytest.raises(ValueError, match="key"):
+        list(keys_of(kind))

@@ -1,0 +1,61 @@
+"""The generated pages that stand in the repository say what their sources say."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import RETRYABLE, ErrorCode
+from tools.docs import pages
+from tools.docs.errors import error_table
+from tools.docs.request_options import engines_of, request_options_page, value_of
+
+
+def test_committed_pages_are_up_to_date() -> None:
+    assert pages.stale() == [], "run `python -m tools.docs`, and commit what it writes"
+
+
+def test_a_page_that_differs_is_named_and_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pages, "DOCS", tmp_path)
+    monkeypatch.setattr(pages, "PAGES", {"one.md": lambda: "one\n", "_generated/two.md": lambda: "two\n"})
+    (tmp_path / "one.md").write_text("one, as it was\n")
+    assert pages.main(["--check"]) == 1
+    told = capsys.readouterr().err
+    assert "docs/one.md is out of date" in told
+    assert "docs/_generated/two.md is out of date" in told
+    assert pages.main([]) == 0
+    assert (tmp_path / "_generated/two.md").read_text() == "two\n"
+    assert pages.main(["--check"]) == 0
+    assert pages.main(["--chekc"]) == 2
+
+
+@pytest.mark.parametrize("code", ErrorCode, ids=lambda code: code.wire_name)
+def test_each_error_code_has_a_row_with_a_remedy(code: ErrorCode) -> None:
+    (row,) = [line for line in error_table().splitlines() if f'id="{code.wire_name}"' in line]
+    number, _, happened, retryable, remedy = (cell.strip() for cell in row.strip("|").split("|"))
+    assert int(number) == code
+    assert (retryable == "yes") is (code in RETRYABLE)
+    assert happened.endswith(".")
+    assert remedy.endswith(".")
+
+
+def test_options_of_a_request_name_engine_bounds_and_other_names() -> None:
+    rows = {line.split("`")[1]: line for line in request_options_page().splitlines() if line.startswith("| <span")}
+    assert "exllamav2" in rows["mirostat_tau"]
+    assert "number from 0 to 10 " in rows["temperature"]
+    assert "`rep_pen`" in rows["repetition_penalty"]
+    assert "sampling, limits" in rows["max_tokens"]
+    assert "longer ends with `queue_timeout`" in rows["queue_ms"]
+    assert engines_of("prompt") == engines_of("temperature") == "all"
+    assert engines_of("top_a") == "exllamav2"
+    assert engines_of("cfg_scale") == "exllamav2, without speculation"
+
+
+def test_values_are_said_in_words() -> None:
+    assert value_of({"enum": [0, 2], "type": "integer"}) == "`0` or `2`"
+    assert value_of({"anyOf": [{"type": "string", "minLength": 1, "maxLength": 9}, {"type": "null"}]}) == (
+        "text of 1 to 9 characters"
+    )
+    assert value_of({"type": "number", "exclusiveMinimum": 0, "maximum": 1}) == "number above 0 to 1"
+    assert value_of({"type": "array", "maxItems": 3, "items": {"type": "integer"}}) == "list of at most 3 token ids"

@@ -1,0 +1,1 @@
+"""Generators of the documentation site. ``tools.docs.pages`` lists what they make."""

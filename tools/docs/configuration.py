@@ -1,0 +1,204 @@
+"""Make the configuration page from the schema of models.yaml: classes, types, and the texts below the keys."""
+
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from model_worker.engines.embedded.check import EmbeddedOptions
+from model_worker.engines.exllamav2.options import ExLlamaV2Options
+from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig
+from supervisor.config_schema import SupervisorConfig
+from supervisor.config_values import parse_duration, parse_lease
+from supervisor.fitting import Read, Within
+from tools.docs.attribute_docs import attribute_docs
+from tools.docs.markdown import page, table, text
+
+ENGINE_OPTIONS: dict[str, type] = {"exllamav2": ExLlamaV2Options, "transformers": EmbeddedOptions}
+"""The engines that modelctl has, and the class with the defaults of their own keys."""
+IMPORTED = "an import string"
+INTRODUCTION = """\
+One file, models.yaml, describes all models of a supervisor. Without `--config`, `modelctl` looks for
+`$MODELCTL_CONFIG`, then `./models.yaml`, then `~/.config/modelctl/models.yaml`. `modelctl check` checks the file and
+the models' directories, and starts nothing. An unknown key, a wrong type, a missing directory, or keys that contradict
+each other are errors with their line. No value is corrected silently. `modelctl reload` applies a changed file.
+
+```yaml
+models:
+  llama-8b: # the name that clients use: a to z, 0 to 9, '.', '_', '-', at most 64 characters
+    model_dir: ~/models/Llama-3.1-8B-Instruct-exl2-6.0bpw
+    gpu: 0
+    cache_mode: Q8
+    max_batch_size: 16
+supervisor: # may be left out
+  stop: {drain: 2m}
+```
+
+A **duration** is `250ms`, `30s`, `5m`, `1h`, or a number of seconds. A **size** is `20GiB` or `20G` (2³⁰ bytes each),
+`20GB` (10⁹ bytes), or a number of bytes. A **share** of a GPU is `90%`. Paths may begin with `~`. Relative paths start
+from the directory of models.yaml."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key as the page shows it. ``default`` and ``engines`` are Markdown, ``example`` is YAML."""
+
+    path: str
+    type: str
+    default: str
+    engines: str
+    description: str
+    example: str
+
+    @property
+    def anchor(self) -> str:
+        """The id that the heading gets on the site and on GitHub."""
+        return self.path.replace(".", "")
+
+
+def configuration_page() -> str:
+    """Return the page."""
+    return page(
+        "Configuration",
+        "supervisor/config_model.py and supervisor/config_schema.py",
+        INTRODUCTION,
+        *(part for title, kind, prefix in _sections() for part in _part(title, kind, prefix)),
+    )
+
+
+def all_keys() -> list[Key]:
+    """Return the keys of the whole file."""
+    return [key for _, kind, prefix in _sections() for key in keys_of(kind, prefix)]
+
+
+def _sections(kind: type = SupervisorConfig, path: str = "supervisor") -> Iterator[tuple[str, type, str]]:
+    """Yield (title, class, what stands before its keys) of each part of the page."""
+    if kind is SupervisorConfig:
+        yield "Keys of a model", ModelConfig, ""
+        yield "Keys of a LoRA adapter", LoraConfig, "lora."
+    yield f"The section {path}", kind, f"{path}."
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint):
+            yield from _sections(hint, f"{path}.{name}")
+
+
+def keys_of(kind: type, prefix: str = "") -> Iterator[Key]:
+    """Yield the keys of a class of the schema, without the sections that it holds."""
+    hints, docs = get_type_hints(kind, include_extras=True), attribute_docs(kind)
+    for field in fields(kind):
+        hint = hints[field.name]
+        if is_dataclass(hint):
+            continue
+        description, notes = split(field.name, docs.get(field.name, ""))
+        yield Key(
+            prefix + field.name,
+            type_name(hint),
+            _default(field, hint, notes.get("Default")),
+            _engines(kind, field.name),
+            text(description),
+            f"{field.name}: {notes['Example']}",
+        )
+
+
+def split(name: str, docstring: str) -> tuple[str, dict[str, str]]:
+    """Return the description of a key, and the notes of the last paragraph: ``Example``, and perhaps ``Default``."""
+    description, _, last = docstring.rpartition("\n\n")
+    notes = {name: value for name, _, value in (line.partition(": ") for line in last.splitlines())}
+    if not description or "Example" not in notes or not notes.keys() <= {"Default", "Example"}:
+        raise ValueError(
+            f"the key {name} needs a text below it: what it means, an empty line, perhaps a line Default: ..., and a "
+            f"line Example: ..., not {docstring!r}"
+        )
+    return description, notes
+
+
+def example_value(key: Key) -> Any:
+    """Return the value of a key's example."""
+    (value,) = yaml.safe_load(key.example).values()
+    return value
+
+
+def type_name(hint: Any) -> str:
+    """Return what the page calls a type of the schema."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hasattr(hint, "__metadata__"):
+        inner, rule = parts
+        if isinstance(rule, Read):
+            return rule.name
+        assert isinstance(rule, Within)
+        most = f"{rule.most:.15g}"
+        return f"{type_name(inner)} {f'above {rule.least:g}' if rule.above else f'from {rule.least:g} to {most}'}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_name(part) for part in parts if part is not types.NoneType)
+    if origin is Literal:
+        return " or ".join(f"`{part}`" for part in parts)
+    if origin is list:
+        return f"list of {_PLURAL.get(parts[0]) or type_name(parts[0])}"
+    return _NAMES[origin or hint]
+
+
+_NAMES: dict[Any, str] = {str: "text", bool: "true or false", int: "whole number", float: "number", dict: "map"}
+_PLURAL: dict[Any, str] = {LoraConfig: "maps with the [keys of a LoRA adapter](#keys-of-a-lora-adapter)"}
+
+
+def _default(field: "Field[Any]", hint: Any, told: str | None) -> str:
+    """Return the default of a key: the value in the schema, the words of its text, and the values of the engines."""
+    if field.default is MISSING:
+        return "required"
+    if field.default is not None:
+        if told is not None:
+            raise ValueError(f"{field.name}: its default is {field.default}; say it once, without Default:")
+        return f"`{_shown(field.default, hint)}`"
+    own = {name: getattr(options(), field.name, None) for name, options in ENGINE_OPTIONS.items()}
+    several = sum(field.name in keys for keys in ENGINE_KEYS.values()) > 1
+    found = [
+        f"`{_shown(value, hint)}`" + (f" for {name}" if several else "")
+        for name, value in own.items()
+        if field.name in ENGINE_KEYS[name] and value is not None
+    ]
+    if not found and told is None:
+        raise ValueError(f"{field.name}: its default is None; say in words what that means (Default:)")
+    return "; ".join([*([told] if told else []), *found])
+
+
+def _shown(value: Any, hint: Any) -> str:
+    """Return a default as it would be written in the file."""
+    rule = getattr(hint, "__metadata__", (None,))[0]
+    if isinstance(rule, Read) and rule.how in (parse_duration, parse_lease):
+        return _duration(value)
+    return yaml.safe_dump(value).removesuffix("\n...\n").strip()
+
+
+def _duration(seconds: float) -> str:
+    unit, size = next(
+        (unit, size) for unit, size in (("h", 3600), ("m", 60), ("s", 1), ("ms", 1e-3)) if seconds >= size
+    )
+    return f"{seconds / size:g}{unit}"
+
+
+def _engines(kind: type, key: str) -> str:
+    """Return which engines know a key."""
+    if kind is LoraConfig:
+        return _engines(ModelConfig, "lora")
+    if kind is not ModelConfig:
+        return ""
+    if key == "options":
+        return IMPORTED
+    known = [name for name, keys in ENGINE_KEYS.items() if key in keys]
+    return ", ".join(known) or "all"
+
+
+def _part(title: str, kind: type, prefix: str) -> Iterator[str]:
+    keys = list(keys_of(kind, prefix))
+    yield f"## {title}"
+    yield text(kind.__doc__ or "")
+    header = ("key", "default", "engines") if keys[0].engines else ("key", "default")
+    yield table(header, [(f"[`{key.path}`](#{key.anchor})", key.default, key.engines)[: len(header)] for key in keys])
+    for key in keys:
+        facts = [f"Type: {key.type}", f"Default: {key.default}", *([f"Engines: {key.engines}"] if key.engines else [])]
+        yield f"### `{key.path}`"
+        yield key.description
+        yield "\n".join(f"- {fact}" for fact in facts)
+        yield f"```yaml\n{key.example}\n```"

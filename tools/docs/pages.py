@@ -1,0 +1,46 @@
+"""Write the generated pages that stand in the repository, or compare them with what would be written.
+
+python -m tools.docs            write them
+python -m tools.docs --check    exit with 1 if one of them is out of date, and name it
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tools.docs.commands import commands_page
+from tools.docs.configuration import configuration_page
+from tools.docs.errors import error_table
+from tools.docs.request_options import request_options_page
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration_page,
+    "request-options.md": request_options_page,
+    "commands.md": commands_page,
+    "_generated/errors.md": error_table,
+}
+"""The files below docs/ that are generated and committed. A file below _generated/ is included by a page."""
+
+
+def stale() -> list[str]:
+    """Return the names of the committed pages that differ from what their sources say now."""
+    paths = {name: DOCS / name for name in PAGES}
+    return [name for name, path in paths.items() if not path.exists() or path.read_text() != PAGES[name]()]
+
+
+def main(arguments: list[str]) -> int:
+    """Write the pages, or with --check compare them. Returns the exit code."""
+    old = stale()
+    if arguments == ["--check"]:
+        for name in old:
+            print(f"docs/{name} is out of date: run `python -m tools.docs`, and commit it", file=sys.stderr)
+        return 1 if old else 0
+    if arguments:
+        print(__doc__, file=sys.stderr)
+        return 2
+    for name in old:
+        (DOCS / name).parent.mkdir(exist_ok=True)
+        (DOCS / name).write_text(PAGES[name]())
+        print(f"docs/{name}")
+    return 0

@@ -1,0 +1,190 @@
+"""Make the page of figures from ``benchmarks/results/*.json``. It is built with the site; no file holds it."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS, ROOT, check
+from tools.docs.bars import Chart, draw, shown
+from tools.docs.markdown import table, text
+
+SHORT = 6
+"""Results that are shown without a choice."""
+GROUPS = {
+    "Speed": (
+        "serving-exllamav2", "serving-transformers", "unpaged", "gpus-2", "gpus-4", "gpus-split",
+        "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "start",
+        "constraints", "fairness-transformers", "attention", "mixture",
+    ),
+    "Memory": ("footprint", "footprint-nvml", "cache-vram", "unload", "placing"),
+    "Faults": (
+        "chaos", "survival", "survival-defaults", "deaths", "recovery", "recovery-exllamav2", "hangs", "orphans",
+        "stopping", "cancelling", "abandoned", "cycles", "reloads", "soak",
+    ),
+    "Hostile input": ("flooding", "fuzzing", "keys", "slow-consumers"),
+    "Every model from load to unload": ("models-run", "models-run-gptq"),
+}  # fmt: skip
+"""Result files by topic. A file that stands in none comes last."""
+INTRODUCTION = """\
+Each figure was measured by a script in `benchmarks/`, and is kept in a file in `benchmarks/results/` with the machine,
+the date, the commit and the command. This page is made from those files. A target that was missed is shown as missed.
+
+Machines are noisy, and a run on one machine differs from a run on another. So read the ratios first: both sides of a
+ratio were measured in turns on one machine."""
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """One file of results."""
+
+    name: str
+    content: dict[str, Any]
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.content["results"]
+        return found
+
+    @cached_property
+    def values(self) -> dict[str, float]:
+        return {result["name"]: result["value"] for result in self.results}
+
+    @property
+    def purpose(self) -> str:
+        """The first paragraph of the text at the head of the script."""
+        module = re.search(r"-m ([\w.]+)", self.content["command"])
+        assert module is not None, self.content["command"]
+        source = (ROOT / Path(*module[1].split("."))).with_suffix(".py").read_text()
+        return " ".join((ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0].split())
+
+
+def result_files() -> dict[str, ResultFile]:
+    """Read all result files. Raises ValueError for one that does not follow the schema."""
+    found = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        content = json.loads(path.read_text())
+        check(content)
+        found[path.stem] = ResultFile(path.stem, content)
+    return found
+
+
+def performance_page(files: dict[str, ResultFile]) -> str:
+    """Return the page."""
+    grouped = {name for names in GROUPS.values() for name in names}
+    groups = GROUPS | {"More": tuple(name for name in files if name not in grouped)}
+    parts = ["# Performance", INTRODUCTION, "## Missed targets", _misses(files), "## Pictures", *_pictures(files)]
+    for title, names in groups.items():
+        if there := [files[name] for name in names if name in files]:
+            parts.append(f"## {title}")
+            parts += [part for file in there for part in _section(file)]
+    return "\n\n".join(parts) + "\n"
+
+
+def headline(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the results that the page shows: those with a target, else ratios; of a short file all."""
+    chosen = [r for r in results if r["target"]] or [r for r in results if r["unit"] == "ratio"]
+    return results if len(results) <= SHORT else chosen or results[:SHORT]
+
+
+def _section(file: ResultFile) -> Iterator[str]:
+    yield f"### {file.name}"
+    yield text(file.purpose)
+    chosen = headline(file.results)
+    yield table(("figure", "value", "target", ""), [_row(result) for result in chosen])
+    more = len(file.results) - len(chosen)
+    rest = f" {more} more figures are in the file." if more else ""
+    yield f"{_origin(file)} [All figures](results/{file.name}.json).{rest}"
+
+
+def _origin(file: ResultFile) -> str:
+    content = file.content
+    return f"`{content['command']}`, {content['machine']}, {content['date'][:10]}, commit {content['commit']}."
+
+
+def _row(result: dict[str, Any]) -> tuple[str, str, str, str]:
+    verdict = {True: "met", False: "**missed**", None: ""}[result["meets"]]
+    return result["name"], f"{shown(result['value'])} {result['unit']}", _target(result["target"]), verdict
+
+
+def _target(target: str | None) -> str:
+    if target is None:
+        return ""
+    sign, bound = target.split()
+    return f"{ {'<=': 'at most', '>=': 'at least'}[sign] } {shown(float(bound))}"
+
+
+def _misses(files: dict[str, ResultFile]) -> str:
+    rows = [
+        (f"[{file.name}](#{file.name})", *_row(result)[:3])
+        for file in files.values()
+        for result in file.results
+        if result["meets"] is False
+    ]
+    return table(("file", "figure", "value", "target"), rows) if rows else "None."
+
+
+def _pictures(files: dict[str, ResultFile]) -> Iterator[str]:
+    for chart, sources in charts(files):
+        links = ", ".join(f"[{name}](#{name})" for name in sources)
+        yield f"### {chart.title}"
+        yield f"<figure>\n{draw(chart)}\n</figure>"
+        yield f"From {links}: {files[sources[0]].content['machine']}, {files[sources[0]].content['date'][:10]}."
+
+
+def charts(files: dict[str, ResultFile]) -> Iterator[tuple[Chart, tuple[str, ...]]]:
+    """Yield each chart with the names of its files. Raises KeyError if a file has lost a result that a chart shows."""
+    served = files["serving-exllamav2"].values
+    labels = [name.removesuffix(": tokens/s served") for name in served if name.endswith(": tokens/s served")]
+    yield Chart(
+        "Tokens per second, served and without serving (ExLlamaV2)", "tok/s", labels,
+        {
+            "modelctl": [served[f"{label}: tokens/s served"] for label in labels],
+            "bare generator": [served[f"{label}: tokens/s, bare generator in one process"] for label in labels],
+        },
+    ), ("serving-exllamav2",)  # fmt: skip
+    two, four = files["gpus-2"].values, files["gpus-4"].values
+    yield Chart(
+        "A worker on each of several GPUs", "tok/s", ["1 GPU", "2 GPUs", "4 GPUs"],
+        {"1B model, all workers together": [
+            two["one worker alone"], two["2 workers on 2 GPUs at once"], four["4 workers on 4 GPUs at once"],
+        ]},
+    ), ("gpus-2", "gpus-4")  # fmt: skip
+    for name, cores in (("router", "few"), ("router-many-cores", "many")):
+        router = files[name].values
+        roads = {
+            "raw DEALER to DEALER": "two sockets, no router",
+            "zmq.proxy": "libzmq's own proxy",
+            "one event a frame": "supervisor, one event a frame",
+            "one client of 16 streams": "supervisor, 16 streams of a client",
+        }
+        chart = Chart(
+            f"Events through the supervisor in a second, {cores} cores", "/s", list(roads.values()),
+            {"events": [router[road] for road in roads]},
+        )  # fmt: skip
+        yield chart, (name,)
+    scale = files["scale"].values
+    what = ": supervisor's CPU of a token"
+    sizes = [name.removesuffix(what) for name in scale if name.endswith(what)]
+    yield (
+        Chart(
+            "Supervisor's processor time for a token",
+            "µs",
+            sizes,
+            {"one token a frame": [scale[s + what] for s in sizes]},
+        ),
+        ("scale",),
+    )
+    start = files["start"].values
+    models = [name.removesuffix(": first token, served") for name in start if name.endswith(": first token, served")]
+    yield Chart(
+        "From nothing to the first token", "s", models,
+        {
+            "modelctl serve": [start[f"{model}: first token, served"] for model in models],
+            "bare script": [start[f"{model}: first token, bare engine script"] for model in models],
+        },
+    ), ("start",)  # fmt: skip

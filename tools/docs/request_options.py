@@ -1,0 +1,131 @@
+"""Make the page of a request's options from ``GenerateRequest``, the route, and what the engines offer."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from model_worker.engines.embedded import check as embedded
+from model_worker.engines.exllamav2 import options as exllamav2
+from protocol.chat import Conversation
+from protocol.presets import PRESETS
+from protocol.request import ALIASES, GenerateRequest
+from protocol.sampling_defaults import DEFAULTS, LIMITS
+from protocol.sampling_params import SamplingParams
+from supervisor.requests.route import CHECKS, Route
+from tools.docs.attribute_docs import attribute_docs
+from tools.docs.markdown import page, table, text
+
+OFFERED: dict[str, frozenset[str]] = {"exllamav2": exllamav2.OFFERED, "transformers": embedded.OFFERED}
+"""Options that an engine offers, of those that depend on the engine."""
+INTRODUCTION = """\
+These are the options of `Client.generate`, of `modelctl run --set NAME=VALUE`, and of the message GENERATE. An option
+that is unknown, out of range, given twice, or not offered by the model's engine is an error that names the option.
+
+Defaults leave the model's own distribution as it is. A model's entry in models.yaml may hold other defaults
+([`sampling`](configuration.md#sampling)) and limits ([`limits`](configuration.md#limits)). The column *models.yaml*
+says which of the two an option may stand in. What counts is, in this order: the option of the request, the request's
+preset, the model's own defaults, the model's preset."""
+HEADER = ("option", "value", "default", "engines", "models.yaml", "meaning")
+_OTHER_NAMES = {name: [alias for alias, target in ALIASES.items() if target == name] for name in ALIASES.values()}
+
+
+def request_options_page() -> str:
+    """Return the page."""
+    asked = [*("prompt", "token_ids"), *Conversation.model_fields]
+    drawn = list(SamplingParams.model_fields)
+    answer = [name for name in GenerateRequest.model_fields if name not in asked + drawn]
+    presets = [(f"`{name}`", ", ".join(f"`{k}: {v}`" for k, v in given.items())) for name, given in PRESETS.items()]
+    limited = ", ".join(f"`{name}`" for name in LIMITS if name != "prompt_tokens")
+    return page(
+        "Options of a request",
+        "protocol/request.py, protocol/sampling_params.py and supervisor/requests/route.py",
+        INTRODUCTION,
+        "## What is asked",
+        "Give exactly one of `prompt`, `messages` and `token_ids`.",
+        _table(asked),
+        "## The answer",
+        _table(answer),
+        "## How tokens are drawn",
+        _table(drawn),
+        "## How the request is served",
+        "In the message GENERATE these keys stand in the map `route`, before the body. The Python client sets"
+        " `progress` if it is given `on_progress`.",
+        table(("option", "value", "default", "meaning"), _route_rows()),
+        "## Presets",
+        table(("preset", "sets"), presets),
+        "## Limits of a model",
+        "Under [`limits`](configuration.md#limits) in models.yaml, `prompt_tokens` is the longest prompt, in tokens."
+        f" Each other key is the most that the option may be: {limited}.",
+    )  # fmt: skip
+
+
+def engines_of(option: str) -> str:
+    """Return which engines offer an option."""
+    offering = [name for name, offered in OFFERED.items() if option in offered]
+    if not offering or len(offering) == len(OFFERED):
+        return "all"
+    note = ", without speculation" if option in exllamav2.GUIDANCE else ""
+    return ", ".join(offering) + note
+
+
+def _table(names: Iterable[str]) -> str:
+    docs = attribute_docs(GenerateRequest)
+    schemas = GenerateRequest.model_json_schema()["properties"]
+    rows = []
+    for name in names:
+        others = ", ".join(f"`{other}`" for other in _OTHER_NAMES.get(name, ()))
+        may = [key for key, names in (("sampling", DEFAULTS), ("limits", LIMITS)) if name in names]
+        rows.append(
+            (
+                f'<span id="{name}"></span>`{name}`',
+                value_of(schemas[name]),
+                _default(schemas[name]["default"]),
+                engines_of(name),
+                ", ".join(may),
+                text(docs[name]) + (f" Other names: {others}." if others else ""),
+            )
+        )
+    return table(HEADER, rows)
+
+
+def value_of(schema: Mapping[str, Any]) -> str:
+    """Return in words what a JSON schema allows."""
+    schema = schema.get("anyOf", [schema])[0]
+    if "enum" in schema:
+        return " or ".join(f"`{value}`" for value in schema["enum"])
+    if schema.get("type") == "array":
+        most = f"at most {schema['maxItems']} " if "maxItems" in schema else ""
+        return f"list of {most}{_plural(schema['items'])}"
+    if schema.get("format") == "binary":
+        return "bytes"
+    return _NAMES[schema["type"]] + _bounds(schema)
+
+
+_NAMES = {"string": "text", "boolean": "true or false", "integer": "whole number", "number": "number", "object": "map"}
+
+
+def _plural(items: Mapping[str, Any]) -> str:
+    if items.get("type") == "string":
+        return f"texts of at most {items['maxLength']} characters"
+    return {"integer": "token ids", "object": "maps"}.get(items.get("type", ""), "messages")
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    words = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
+    words |= {"minLength": "of", "maxLength": "to"}
+    found = [f"{word} {schema[key]:,}" for key, word in words.items() if key in schema]
+    unit = " characters" if "maxLength" in schema else ""
+    return "".join(f" {bound}" for bound in found) + unit
+
+
+def _default(value: Any) -> str:
+    return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def _route_rows() -> list[tuple[str, str, str, str]]:
+    docs = attribute_docs(Route)
+    return [
+        (f'<span id="{key.name}"></span>`{key.name}`', CHECKS[key.name][1], _default(key.default), text(docs[key.name]))
+        for key in fields(Route)
+    ]
