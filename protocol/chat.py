@@ -59,12 +59,15 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     role: Annotated[str, Field(pattern="^(system|user|assistant|tool)$")]
+    """Whose turn it is."""
     content: str | None = None
     """May be left out, or null, in an assistant's turn with tool_calls only."""
     name: Annotated[str, Field(max_length=256)] | None = None
+    """The name of who speaks, for the template."""
     tool_calls: Maps = None
     """An assistant's: maps as the template expects them, usually {type, function: {name, arguments}}."""
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    """In a tool's turn: which call it answers, for the template."""
 
     @model_validator(mode="after")
     def _says_something(self) -> "ChatMessage":

@@ -24,33 +24,14 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
                                                             COMPILED [1, 42, channel, request, party, milliseconds]
                                                             EVENTS   as above; the supervisor forwards it whole
 
-* ``request`` is the client's own number for a request: 1 to 2**64-1, used once per connection. 0 names no request.
-  ``channel`` is the supervisor's number for the connection.
-* The first message of a connection is HELLO, whose body is a map; a second HELLO is refused. GENERATE may follow
-  without waiting for WELCOME. A new connection is a new session: nothing survives a reconnect.
-* GENERATE is answered by ERROR (no request came to be) or by ACCEPTED, then delta events, then exactly one event
-  flagged FINISHED or ERROR. Nothing follows it.
-* ERROR names a request only to refuse the GENERATE of that number. It never names a request that was accepted and has
-  not ended: a stream ends by its events, or with the connection. An ERROR of request 0 ends no stream by itself.
-* The supervisor answers every frame that it refuses, however many there are. A GENERATE is answered by ERROR with its
-  number, a CALL by REPLY with its number. Any other frame, and one whose number cannot be read, is answered by ERROR
-  of request 0, whose body says what could be read of the frame: ``refused {kind?, number?}``, the frame's second and
-  third element. A GENERATE with the number of a request in flight is answered in this way, too, by
-  ``duplicate_request`` with ``refused {kind: 2, number}``. The request in flight goes on.
-* An ERROR of request 0 without ``refused`` is about the connection, which is of no more use: the key was revoked, say,
-  or the client has set a routing id.
-* ``route`` of GENERATE is what the supervisor itself needs to know. Unknown keys are refused by name. All are optional:
-    resume       bool, default true: when its worker dies, the answer goes on in another, no token twice, none missing
-    priority     "interactive", "normal" (default) or "batch"
-    queue_ms     longest wait for a worker, ttft_ms for the first token, deadline_ms for the end; 1 to 86,400,000,
-                 from acceptance on. A request that takes longer ends with queue_timeout or deadline_exceeded
-    affinity     up to 256 characters: requests with the same key go to the same worker, where their prefix is cached;
-                 unset, the beginning of the prompt stands for it
-    progress     bool, default false: send REPORT until the first token
-* REPORT tells how far a request is that asked for it: ``{phase: "queued", queue_position}`` (0 is next), ``{phase:
-  "loading", part, done, total}`` while its model is loaded (parts as the engine names them, such as "loading" and
-  "warmup", in units of its own), ``{phase: "compiling"}`` when the request's constraint has to be compiled first, or
-  ``{phase: "prefill", done, total}`` in tokens. It stands outside the sequence of events, and one may be left out.
+docs/wire-protocol.md is the protocol between clients and the supervisor, for people who write a client. Its tables are
+generated from the classes below, from ``protocol.bodies`` (the maps in the bodies), ``protocol.request`` (the body of
+GENERATE), ``protocol.errors`` and ``protocol.limits``. A description of a message, an element or a key stands at its
+definition only.
+
+Between the supervisor and its workers, which are always of the same version:
+
+* ``channel`` is the supervisor's number for a client connection, ``request`` the client's number for the request.
 * ``carry`` of JOB is what a former worker left of the answer: ``seq`` (number of the next event), ``token_ids`` (those
   that were delivered: bin, u32 little endian), ``resumes`` (how often it went on), ``queue_ms``, ``progress`` (bool).
   Unset are 0, none, 0, 0 and false.
@@ -60,38 +41,7 @@ data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn a
 * ``party`` in ``carry`` is whose turn a compilation takes and who pays for it: the channel, or over TCP a number that
   all connections of one key have. ``stay`` (bool) says that the job must not be parked again.
 * ASK hands a client's CALL to a worker: verbs ``tokenize`` {prompt | messages} and ``detokenize`` {token_ids}.
-* ``index`` is ``[[request, seq, flags, tokens, length], ...]``, one entry an event: its number within the request
-  (gapless from 0), EventFlag bits, how many token ids it holds, how many bytes of the body are its own. The events'
-  bytes lie one after the other; each is ``tokens`` ids (u32, little endian), then one msgpack map:
-    delta     {text, logprobs?}
-    FINISHED  {text?, logprobs?, finish_reason, usage{prompt_tokens, completion_tokens, cached_tokens?, draft_accepted?,
-              draft_rejected?, resumes?}, timings{queue_ms, prefill_ms, decode_ms, tokens_per_s}}
-    ERROR     {error{code, name, message, retryable, field?, retry_after_ms?}, delivered_tokens?}
-* ``logprobs``, if the request asked for them, has one entry for each of the event's ids, ``[logprob, bytes, top]``: the
-  natural logarithm of its probability by the model alone (before penalties, bias and temperature), what it adds to the
-  text (a bin: UTF-8, of which a character may be incomplete), and the likeliest tokens there, best first, as
-  ``[[id, logprob, bytes], ...]``.
-* Text need not arrive with its ids: characters that may begin a stop string come with later ones, and token healing
-  begins an answer with text that has no id.
-* Credit: a stream starts with ``window`` events (WELCOME) and gains what CREDIT grants. A stream without credit has its
-  events held, up to a bound, and then ends with ``slow_consumer``; a terminal event needs no credit. One CREDIT grants
-  ``window`` events at most. Credit may be granted in advance: of what goes beyond ``window``, a connection can use 32
-  windows before it has to answer a PING, which shows that it reads.
-* PING is answered by PONG with the same nonce, by either side.
-* Names in a map are strings; a bin in the place of one is refused. ``stop`` may be one string for an array of one.
-* Over TCP (CURVE, for keys on a list) one socket takes what the two over ipc take. What the connection's key has no
-  right to is refused as ``forbidden``, a request beyond its limits as ``rate_limited``. When a key is revoked, each of
-  its requests ends with ``unauthorized``, and then the connection does (ERROR of request 0).
-* A client that sends faster than the supervisor handles is told so (ERROR of request 0, ``rate_limited``), and then its
-  connection ends.
-* Frames beyond 16 MiB are cut off by libzmq itself (the connection closes); see ``protocol.limits`` for the rest.
-* A client must not let libzmq reconnect: the old session's requests are gone, and what the client sends would reach a
-  new session that has not said HELLO. Nor may it forbid reconnecting by ``ZMQ_RECONNECT_IVL=-1``, or set
-  ``ZMQ_IMMEDIATE=1``: with either, libzmq drops at the end of a connection what had arrived and was not read yet, whole
-  answers among it. Instead it sets ``ZMQ_RECONNECT_IVL`` to a very long time (1,000,000,000 ms), reads what has come
-  after the monitor has told of the end (DISCONNECTED), closes the socket, and connects with a new one.
-* Over ipc a client sends nothing before it knows that its own user listens: SO_PEERCRED of the descriptor that the
-  monitor's CONNECTED tells. Another user may have put a socket of hers in the supervisor's place.
+* The supervisor keeps the token ids of an event for resuming, without knowing what they mean: it reads the index only.
 """
 
 from dataclasses import dataclass, field
@@ -172,9 +122,13 @@ class EventEntry(NamedTuple):
 
     request: int
     seq: int
+    """The event's number within the request: 0, 1, 2 and so on, without a gap."""
     flags: int
+    """Bits, see below."""
     tokens: int
+    """Token ids with which the event's bytes begin."""
     length: int
+    """Bytes of the event: its ids, 4 bytes each, and its map."""
 
 
 # Bodies hold prompts and answers: what is logged about a message must not show them.
@@ -182,60 +136,105 @@ class EventEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
+    """Begin the session. It is the first message of a connection and is sent once.
+
+    GENERATE and CALL may follow without waiting for WELCOME. The supervisor refuses a second HELLO, and every other
+    message that comes before a HELLO that it has taken. Over TCP, HELLO must come within 5 seconds.
+    """
+
     kind: ClassVar[Kind] = Kind.HELLO
     body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
+    """Ask a model for an answer.
+
+    The supervisor answers with ERROR of this number, and no request came to be, or with ACCEPTED. After ACCEPTED come
+    EVENTS, of which exactly one is terminal. The supervisor reads all elements but the body. The worker reads the body,
+    so what is wrong in the body is told by an error event after ACCEPTED.
+    """
+
     kind: ClassVar[Kind] = Kind.GENERATE
     request: int
+    """The client's number for the request: 1 to 2^64 - 1. Use each number once per connection."""
     model: str
+    """The model's name, at most 256 characters."""
     route: dict[str, Any]
+    """What the supervisor itself reads. Every key is optional. It may be empty, and must be there."""
     body: bytes = field(repr=False)
+    """The prompt and the options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
+    """End a request. Its terminal event still comes: FINISHED with the finish_reason `cancelled`, or another end that
+    was faster.
+
+    Events that were held for want of credit come before the terminal event, and need no credit any more. CANCEL of a
+    number that is unknown, or of a request that has ended, is ignored: repeating it does nothing.
+    """
+
     kind: ClassVar[Kind] = Kind.CANCEL
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
+    """Allow the supervisor to send more events of one request. CREDIT of a number that is unknown is ignored."""
+
     kind: ClassVar[Kind] = Kind.CREDIT
     request: int
     events: int
+    """How many events more. What goes beyond `window` of WELCOME is not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
+    """Ask the supervisor something, or give it an order. It is answered by exactly one REPLY with the same number."""
+
     kind: ClassVar[Kind] = Kind.CALL
     call: int
+    """The client's number for the call: 1 to 2^64 - 1. The supervisor copies it into REPLY. Replies may come in another
+    order than the calls."""
     verb: str
+    """One of the verbs below, at most 256 characters."""
     body: bytes = field(repr=False)
+    """The parameters, by name. Unknown names are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
+    """Ask the other side for a PONG. Either side may send it, at any time after HELLO."""
+
     kind: ClassVar[Kind] = Kind.PING
     nonce: int
+    """Any number. PONG repeats it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pong:
+    """Answer PING. The supervisor answers messages of one connection in order, so everything that it sent before PONG
+    has arrived before PONG."""
+
     kind: ClassVar[Kind] = Kind.PONG
     nonce: int
+    """The number in PING."""
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
+    """Answer HELLO: the session has begun."""
+
     kind: ClassVar[Kind] = Kind.WELCOME
     body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
+    """Answer GENERATE: the request will get exactly one terminal event. ACCEPTED comes before every event and REPORT of
+    the request."""
+
     kind: ClassVar[Kind] = Kind.ACCEPTED
     request: int
     body: bytes = field(repr=False)
@@ -243,22 +242,45 @@ class Accepted:
 
 @dataclass(slots=True)  # not frozen: that makes it three times as dear, and there is one for every token
 class Events:
+    """Bring the events of one step of the engine for this connection: of several requests, in any number.
+
+    The bytes of the events lie one after the other in the body, in the order of the index. The bytes of one event are
+    its token ids (u32, little endian) and then one msgpack map: that of a delta, or, by the terminal flags, that of
+    FINISHED or of ERROR.
+    """
+
     kind: ClassVar[Kind] = Kind.EVENTS
     channel: int
+    """The supervisor's number for the connection. Ignore it."""
     generation: int
+    """The number of the worker's process; 0 where the supervisor has put the frame together. It may change within a
+    request. Ignore it."""
     index: list[EventEntry]
+    """One entry for each event. The lengths add up to the length of the body."""
     body: bytes = field(repr=False)
+    """The bytes of the events. This body is no map."""
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
+    """Refuse a frame, or say why the connection ends.
+
+    ERROR with a number refuses the GENERATE of that number: no request came to be. It never names a request that was
+    accepted and has not ended. ERROR of request 0 ends no stream by itself. With ``refused`` it answers a frame that is
+    neither a CALL nor a GENERATE with a free number. Without ``refused`` it is about the connection, which is of no
+    more use.
+    """
+
     kind: ClassVar[Kind] = Kind.ERROR
     request: int
+    """The number of the refused GENERATE, or 0."""
     body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
+    """Answer CALL."""
+
     kind: ClassVar[Kind] = Kind.REPLY
     call: int
     body: bytes = field(repr=False)
@@ -266,12 +288,21 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class GoAway:
+    """Say that the supervisor is shutting down. Requests that it has accepted are still finished, as long as its drain
+    lasts; new ones are refused with `draining`. Then the connection ends."""
+
     kind: ClassVar[Kind] = Kind.GOAWAY
     body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """Say how far a request is that asked for it with ``progress``, until its first token.
+
+    REPORT has no number in the sequence of events, and needs no credit. One may be left out when the next one
+    supersedes it.
+    """
+
     kind: ClassVar[Kind] = Kind.REPORT
     request: int
     body: bytes = field(repr=False)

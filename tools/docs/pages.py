@@ -12,6 +12,7 @@ from tools.docs.commands import commands_page
 from tools.docs.configuration import configuration_page
 from tools.docs.errors import error_table
 from tools.docs.request_options import request_options_page
+from tools.docs.wire import PARTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES: dict[str, Callable[[], str]] = {
@@ -19,6 +20,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "request-options.md": request_options_page,
     "commands.md": commands_page,
     "_generated/errors.md": error_table,
+    **PARTS,
 }
 """The files below docs/ that are generated and committed. A file below _generated/ is included by a page."""
 

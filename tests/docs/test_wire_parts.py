@@ -1,0 +1,39 @@
+"""The descriptions of the wire (``protocol.bodies``, ``protocol.verbs``) are complete, and the page shows them."""
+
+from pathlib import Path
+from typing import get_type_hints
+
+from protocol import bodies
+from protocol.bodies import APPEARS
+from protocol.errors import ErrorCode
+from protocol.messages import QUESTION_VERBS, SUPERVISOR_TO_CLIENT, Kind
+from protocol.questions import QUESTIONS
+from protocol.verbs import VERBS
+from supervisor import calls
+from supervisor.keys.rights import _OF_VERB
+from tools.docs.wire import PARTS
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+WITHOUT_KEYS = {Kind.EVENTS, Kind.PING, Kind.PONG}
+"""Messages of the supervisor that hold no map, or several maps of their own kind."""
+
+
+def test_the_page_holds_every_part() -> None:
+    page = (DOCS / "wire-protocol.md").read_text()
+    assert [name for name in PARTS if f'--8<-- "{name}"' not in page] == []
+
+
+def test_the_maps_of_all_messages_are_described() -> None:
+    described = {name.removesuffix("Body").upper() for name in vars(bodies) if name.endswith("Body")}
+    assert described == {kind.name for kind in SUPERVISOR_TO_CLIENT - WITHOUT_KEYS} | {"HELLO"}
+
+
+def test_all_verbs_are_described() -> None:
+    assert VERBS.keys() == calls._VERBS.keys() | QUESTION_VERBS == _OF_VERB.keys()
+    for verb, model in QUESTIONS.items():
+        assert get_type_hints(VERBS[verb].params).keys() == model.model_fields.keys() | {"model"}
+
+
+def test_the_places_of_all_errors_are_described() -> None:
+    assert set(APPEARS) == set(ErrorCode)
+    assert all(APPEARS.values())

@@ -1,0 +1,92 @@
+"""Describe the errors and the limits of the wire."""
+
+from protocol import limits
+from protocol.bodies import APPEARS, Place
+from protocol.chat import DEEPEST
+from protocol.errors import ErrorCode
+from protocol.messages import CLIENT_TO_SUPERVISOR, SUPERVISOR_TO_CLIENT
+from supervisor.ports import tcp_port
+from supervisor.ports.arrivals import ArrivalLimits
+from supervisor.requests import asks
+from supervisor.requests.advance import MOST_UNREAD
+from supervisor.requests.deliveries import HoldLimits
+from tools.docs.attribute_docs import attribute_docs
+from tools.docs.markdown import GENERATED, table
+
+MIB = 1 << 20
+
+
+def errors() -> str:
+    """Return the table of the places where each error can appear. What the errors mean is in ``error_table``."""
+    places = attribute_docs(Place)
+    rows = [(f"[`{code.wire_name}`](#{code.wire_name})", "; ".join(APPEARS[code])) for code in ErrorCode]
+    parts = [
+        GENERATED.format(source="protocol/bodies.py"),
+        table(("name", "where"), rows),
+        "The places:",
+        table(("where", "what it means"), [(str(place), places[place.name]) for place in Place]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def most() -> str:
+    """Return the tables of limits."""
+    holds, arrivals = HoldLimits(), ArrivalLimits()
+    kinds = sorted(CLIENT_TO_SUPERVISOR | SUPERVISOR_TO_CLIENT)
+    frames = [(kind.name, size(limits.MAX_FRAME[kind])) for kind in kinds]
+    refused = "the frame is refused with `bad_frame`"
+    body = "`bad_frame` in REPLY and for HELLO, `invalid_request` in an error event"
+    parts = [
+        GENERATED.format(source="protocol/limits.py and the constants of supervisor/"),
+        "A frame beyond the limit of its kind is answered with `too_large`, and the connection goes on. A frame beyond "
+        f"{size(limits.SOCKET_MAX_FRAME)} ends the connection without an answer: libzmq does that.",
+        table(("kind", "largest frame"), frames),
+        "Within a frame:",
+        table(
+            ("what", "most", "beyond it"),
+            [
+                ("arrays and maps in the head (the frame itself is one)", str(limits.MAX_HEAD_CONTAINERS), refused),
+                ("keys of `route`", str(limits.MAX_ROUTE_KEYS), refused),
+                ("characters of a string in the head", str(limits.MAX_STRING), refused),
+                ("arrays and maps in a body", str(limits.MAX_BODY_CONTAINERS), body),
+                ("values of all arrays and maps in a body", str(limits.MAX_BODY_VALUES), body),
+                ("values of one array in a body", str(limits.MAX_BODY_ARRAY), body),
+                ("keys of one map in a body", str(limits.MAX_BODY_MAP), body),
+                ("characters of a key in a body", str(limits.MAX_NAME), body),
+                ("maps and arrays within one another in `tools` and the like", str(DEEPEST), "`invalid_request`"),
+                ("events in one EVENTS frame", str(limits.MAX_INDEX), "the supervisor sends no such frame"),
+            ],
+        ),
+        "Of a connection:",
+        table(
+            ("what", "most", "beyond it"),
+            [
+                ("events of a stream without credit", "0", "they are held"),
+                ("held events of a stream", size(holds.of_stream), "this stream ends with `slow_consumer`"),
+                ("held events of a connection", size(holds.of_connection), "the stream ends with `slow_consumer`"),
+                ("held events of all connections", size(holds.of_all), "the largest ends with `slow_consumer`"),
+                ("time that held events wait for a client", f"{holds.stall_s:g} s (`supervisor.stall`)",
+                 "this stream ends with `slow_consumer`"),
+                ("windows of credit in advance before a PONG", str(MOST_UNREAD), "events are held"),
+                ("questions (`tokenize`, `detokenize`) without an answer",
+                 f"{asks.MOST_OF_CHANNEL}, of all connections {asks.MOST} for each worker", "`overloaded`"),
+                ("messages that wait to be handled", str(arrivals.messages_of_connection),
+                 "the connection ends with `rate_limited`"),
+                ("bytes of messages that wait to be handled", size(arrivals.bytes_of_connection),
+                 "the connection ends with `rate_limited`"),
+                ("over TCP: time until HELLO", f"{tcp_port.HELLO_S:g} s", "the connection ends"),
+                ("over TCP: bytes that the client has not read", size(tcp_port.MAX_BEHIND), "the connection ends"),
+                ("over TCP: connections of a key", str(tcp_port.MAX_CONNECTIONS_OF_KEY), "`rate_limited`"),
+            ],
+        ),
+        "The queue of a model is bounded by `max_queue` and `max_queue_tokens` of models.yaml (`overloaded`). A key is "
+        "bounded by its own limits (`rate_limited`).",
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def size(count: int) -> str:
+    """Return a number of bytes for people."""
+    if count % MIB == 0:
+        return f"{count // MIB} MiB"
+    return f"{count >> 10} KiB" if count % 1024 == 0 else f"{count} bytes"

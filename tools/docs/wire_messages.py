@@ -1,0 +1,149 @@
+"""Describe the messages between clients and the supervisor, and the verbs of CALL."""
+
+import inspect
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from protocol import bodies
+from protocol.chat import ChatMessage
+from protocol.messages import (
+    CLIENT_TO_SUPERVISOR,
+    MESSAGE_CLASSES,
+    QUESTION_VERBS,
+    SUPERVISOR_TO_CLIENT,
+    VERSION,
+    EventEntry,
+    EventFlag,
+    Events,
+    FinishReason,
+    Generate,
+    Kind,
+)
+from protocol.verbs import VERBS, Verb
+from supervisor import calls
+from supervisor.keys.rights import _OF_VERB, Right
+from supervisor.workers.lifecycle import WorkerState
+from tools.docs.attribute_docs import attribute_docs
+from tools.docs.markdown import GENERATED, table, text
+from tools.docs.wire_maps import KEY_HEADER, described, inner_maps, map_section, type_name
+
+ELEMENT_HEADER = ("element", "type", "meaning")
+USUAL = {
+    "request": "The number of the request.",
+    "call": "The number of the call.",
+    "body": "A bin that holds one msgpack map, see below.",
+}
+"""Elements that need no text of their own."""
+ELSEWHERE = {
+    Kind.CALL: "The verbs, their parameters and their results are in [Verbs of CALL](#verbs-of-call).",
+}
+"""Where the keys of a body are described that have no section here."""
+
+
+def messages() -> str:
+    """Return the sections about all messages, and the maps that they hold."""
+    parts = [GENERATED.format(source="protocol/messages.py and protocol/bodies.py")]
+    parts += ["### Messages of the client", *(_message(kind) for kind in sorted(CLIENT_TO_SUPERVISOR))]
+    only = sorted(SUPERVISOR_TO_CLIENT - CLIENT_TO_SUPERVISOR)
+    parts += ["### Messages of the supervisor", *(_message(kind) for kind in only)]
+    parts += ["### Maps in the bodies", _models()]
+    maps = inner_maps(bodies.WelcomeBody, bodies.ErrorBody, bodies.ReplyBody, *_EVENT_MAPS)
+    parts += [map_section(map_type, "####") for map_type in maps if map_type is not bodies.Model]
+    return "\n\n".join(parts) + "\n"
+
+
+def verbs() -> str:
+    """Return the table of verbs, and a section about each."""
+    rows, parts = [], []
+    for name, verb in VERBS.items():
+        order = name not in QUESTION_VERBS and calls._VERBS[name][1]
+        rights = [right for right in Right if right in _OF_VERB[name]]
+        needed = "any" if len(rights) == len(Right) else " or ".join(f"`{right}`" for right in rights)
+        rows.append((f"[`{name}`](#verb-{name})", "`admin`" if order else "`front` or `admin`", needed, verb.purpose))
+        parts += [f"#### Verb `{name}`", verb.purpose, _parameters(verb), _result(verb)]
+    known = (bodies.Model, bodies.Failure)
+    maps = inner_maps(*(verb.result for verb in VERBS.values()))
+    parts += [map_section(map_type, "####") for map_type in maps if map_type not in known]
+    header = ("verb", "socket over ipc", "right over TCP", "purpose")
+    note = GENERATED.format(source="protocol/verbs.py, supervisor/calls.py and supervisor/keys/rights.py")
+    return "\n\n".join([note, table(header, rows), *parts]) + "\n"
+
+
+def _message(kind: Kind) -> str:
+    message: Any = MESSAGE_CLASSES[kind]
+    elements = [element for element in fields(message) if element.name != "kind"]
+    layout = ", ".join([str(VERSION), str(int(kind)), *(element.name for element in elements)])
+    direction = "either side" if kind in CLIENT_TO_SUPERVISOR & SUPERVISOR_TO_CLIENT else ""
+    heading = f"#### {kind.name}\n\n`[{layout}]`" + (f" ({direction})" if direction else "")
+    docs, hints = attribute_docs(message), get_type_hints(message)
+    rows = [(f"`{e.name}`", _element_type(hints[e.name]), text(docs.get(e.name) or USUAL[e.name])) for e in elements]
+    parts = [heading, text(inspect.cleandoc(message.__doc__)), table(ELEMENT_HEADER, rows)]
+    if message is Events:
+        parts += _events()
+    elif message is Generate:
+        parts += _generate()
+    elif kind in ELSEWHERE:
+        parts.append(ELSEWHERE[kind])
+    elif body := getattr(bodies, f"{message.__name__}Body", None):
+        parts.append(f"The body. {described(body)}")
+    return "\n\n".join(parts)
+
+
+def _generate() -> list[str]:
+    hints, docs = get_type_hints(ChatMessage, include_extras=True), attribute_docs(ChatMessage)
+    rows = [
+        (f"`{name}`", type_name(hints[name]), "required" if field.is_required() else "optional", text(docs[name]))
+        for name, field in ChatMessage.model_fields.items()
+    ]
+    return [
+        "The keys of the route and of the body are in [Options of a request](request-options.md). What is called text "
+        "there is a string, a list an array, a map a map, bytes a bin, and a whole number an integer. Where that page "
+        "allows a number, an integer and a float are both right. The keys of `logit_bias` are strings of digits.",
+        "A message in `messages`:",
+        table(KEY_HEADER, rows),
+    ]
+
+
+def _element_type(hint: Any) -> str:
+    if hint is int:
+        return "integer (u64)"
+    return "array of entries" if hint == list[EventEntry] else type_name(hint)
+
+
+def _events() -> list[str]:
+    entry = attribute_docs(EventEntry)
+    rows = [(f"`{name}`", "integer (u64)", text(entry.get(name) or USUAL[name])) for name in EventEntry._fields]
+    flags = attribute_docs(EventFlag)
+    reasons = attribute_docs(FinishReason)
+    return [
+        "An entry is an array of five:",
+        table(ELEMENT_HEADER, rows),
+        "Flags:",
+        table(("bit", "name", "meaning"), [(str(int(bit)), bit.name or "", flags[str(bit.name)]) for bit in EventFlag]),
+        *(f"**{name}.** {described(map_type)}" for name, map_type in zip(_EVENT_NAMES, _EVENT_MAPS, strict=True)),
+        "Values of `finish_reason`; take one that you do not know for an end like `stop`:",
+        table(
+            ("value", "meaning"), [(f"`{getattr(FinishReason, name)}`", text(told)) for name, told in reasons.items()]
+        ),
+    ]  # fmt: skip
+
+
+_EVENT_MAPS = (bodies.DeltaEvent, bodies.FinishedEvent, bodies.ErrorEvent)
+_EVENT_NAMES = ("Map of a delta", "Map of FINISHED", "Map of ERROR")
+
+
+def _models() -> str:
+    docs = attribute_docs(WorkerState)
+    rows = [(f"`{state}`", text(docs[state.name])) for state in WorkerState]
+    told = "States; take one that you do not know for one that is not `ready`:"
+    return "\n\n".join([map_section(bodies.Model, "####"), told, table(("state", "meaning"), rows)])
+
+
+def _parameters(verb: Verb) -> str:
+    params = described(verb.params, "required")
+    return ("Parameters:\n\n" if params.startswith("|") else "Parameters: ") + params
+
+
+def _result(verb: Verb) -> str:
+    told = described(verb.result)
+    return ("Result:\n\n" if told.startswith("|") else "Result: ") + told
