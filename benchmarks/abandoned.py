@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.harness import Request, Server, arguments_for, entry, requests
 from benchmarks.report import Result, write
-from protocol import AsyncClient, Client
+from modelctl import AsyncClient, Client
 
 AT_ONCE = 16
 NORMAL, NORMAL_TOKENS, NORMAL_ROUNDS = 50, 128, 5

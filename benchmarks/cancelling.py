@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.harness import Server, arguments_for, percentile
 from benchmarks.report import Result, write
-from protocol import Client
+from modelctl import Client
 
 STEP_S = 0.01
 ENGINE = {

@@ -18,7 +18,7 @@ from pathlib import Path
 import zmq
 
 from benchmarks.report import RESULTS, Result, write
-from protocol import AsyncClient, Client
+from modelctl import AsyncClient, Client
 from protocol.codec import EventWriter, decode, encode, pack_body
 from protocol.messages import (
     CLIENT_TO_SUPERVISOR,

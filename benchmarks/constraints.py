@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.harness import arguments_for
 from benchmarks.report import Result, write
-from protocol import Client
+from modelctl import Client
 from protocol.errors import WireError
 from tests.keyed import Keyed
 from tests.serving import wait_until

@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.harness import Request, Server, arguments_for, entry, percentile, requests
 from benchmarks.report import Result, write
-from protocol import AsyncClient
+from modelctl import AsyncClient
 from protocol.errors import ErrorCode, WireError
 
 BATCH, TOKENS = 8, 64

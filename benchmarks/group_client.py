@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.harness import Request, requests
-from protocol import AsyncClient
+from modelctl import AsyncClient
 
 
 async def group(client: AsyncClient, model: str, asked: Sequence[Request], tokens: int) -> tuple[float, float, int]:

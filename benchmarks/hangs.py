@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.harness import Server, arguments_for
 from benchmarks.report import Result, write
 from model_worker.demo_models import corpus
-from protocol import Client
+from modelctl import Client
 from protocol.errors import ConnectionLost
 from supervisor.config import DEMO_DIR
 from tests.deterministic_engine import answer

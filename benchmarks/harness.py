@@ -25,7 +25,7 @@ from benchmarks.report import RESULTS
 from model_worker.demo_models import NAMES, corpus
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
-from protocol import AsyncClient, Client
+from modelctl import AsyncClient, Client
 from protocol.worker_spec import EngineSpec
 
 MODELCTL = [sys.executable, "-m", "supervisor"]

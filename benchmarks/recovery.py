@@ -33,7 +33,7 @@ from benchmarks.models import path_of
 from benchmarks.poisoned import POISON
 from benchmarks.report import Result, write
 from model_worker.engines.model_dir import ModelDir
-from protocol import AsyncClient
+from modelctl import AsyncClient
 from protocol.errors import WireError
 from tests.serving import ROOT
 

@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.harness import Server, arguments_for, percentile
 from benchmarks.report import Result, write
-from protocol import Client
+from modelctl import Client
 from protocol.messages import Credit
 from tests.raw_client import RawClient
 from tests.serving import engine

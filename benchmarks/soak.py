@@ -35,7 +35,7 @@ import zmq
 
 from benchmarks.harness import Server
 from benchmarks.report import RESULTS, Result, write
-from protocol import Client
+from modelctl import Client
 from tests.serving import engine
 
 MINUTES = 10.0

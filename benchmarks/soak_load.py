@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from model_worker.demo_models import corpus
-from protocol import AsyncClient
+from modelctl import AsyncClient
 from protocol.errors import WireError
 from tests.deterministic_engine import answer
 

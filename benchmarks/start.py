@@ -23,7 +23,7 @@ import yaml
 from benchmarks.harness import MODELCTL
 from benchmarks.report import RESULTS, Result, write
 from model_worker.demo_models import corpus, directory
-from protocol import Client
+from modelctl import Client
 from protocol.errors import ConnectionLost
 from protocol.runtime_paths import front_endpoint
 from tests.serving import ENGINES

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.harness import Server, arguments_for
 from benchmarks.report import Result, write
-from protocol import AsyncClient
+from modelctl import AsyncClient
 from protocol.errors import WireError
 from tests.deterministic_engine import answer
 from tests.serving import engine

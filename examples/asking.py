@@ -11,9 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from protocol import Client
-from protocol.client import Completion, Progress
-from protocol.errors import WireError
+from modelctl import Client, Completion, Progress, WireError
 
 STORY = [{"role": "user", "content": "Tell me a story about Søren the dragon."}]
 

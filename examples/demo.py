@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from model_worker.demo_models import corpus
-from protocol import AsyncClient
+from modelctl import AsyncClient
 from supervisor.cli.tables import bar, table
 
 MODELCTL = [sys.executable, "-m", "supervisor"]

@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 
-from protocol import AsyncClient
+from modelctl import AsyncClient
 from protocol.errors import WireError
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import zmq
 
-from protocol import Client
+from modelctl import Client
 from protocol.client_key import ClientKey
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore

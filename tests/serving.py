@@ -17,7 +17,7 @@ from uuid import uuid4
 import psutil
 import yaml
 
-from protocol import Client
+from modelctl import Client
 from protocol.errors import ConnectionLost
 from tests.orphans import end_with_us
 

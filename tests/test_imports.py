@@ -13,7 +13,7 @@ from protocol.messages import QUESTION_VERBS
 from protocol.questions import QUESTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("protocol", "model_worker", "supervisor")
+PACKAGES = ("modelctl", "protocol", "model_worker", "supervisor")
 ROOMS = ("keys", "requests", "ports", "workers", "placement", "fleet")
 """Of supervisor, in the order in which they may import one another: each only those before it."""
 DECISIONS = (
@@ -56,6 +56,21 @@ def top(name: str) -> str:
 @pytest.mark.parametrize("path", modules("protocol"), ids=str)
 def test_protocol_imports_neither_of_the_others(path: Path) -> None:
     assert not {top(name) for name in imports(path)} & {"supervisor", "model_worker", "torch", "transformers", "click"}
+
+
+@pytest.mark.parametrize("path", [p for package in PACKAGES[1:] for p in modules(package)], ids=str)
+def test_nothing_inside_imports_the_public_names(path: Path) -> None:
+    """They are for programs. A package that imported them would import what imports it."""
+    assert "modelctl" not in {top(name) for name in imports(path)}
+
+
+def test_the_public_names_come_from_the_protocol() -> None:
+    for path in modules("modelctl"):
+        assert {
+            name for name in imports(path) if top(name) not in sys.stdlib_module_names and top(name) != "protocol"
+        } == {
+            "supervisor.cli"  # the command
+        }
 
 
 @pytest.mark.parametrize("path", modules("model_worker"), ids=str)
@@ -126,7 +141,7 @@ def test_nothing_unpickles(path: Path) -> None:
 
 def test_the_console_script_imports_nothing_at_module_level() -> None:
     """A spawned worker imports the script's module again, before its devices are pinned."""
-    for path in (ROOT / "supervisor/cli/__init__.py", ROOT / "supervisor/__init__.py"):
+    for path in (ROOT / "modelctl/__init__.py", ROOT / "supervisor/cli/__init__.py", ROOT / "supervisor/__init__.py"):
         body = ast.parse(path.read_text()).body
         assert not [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))], path
 

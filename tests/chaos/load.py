@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from protocol import Client
+from modelctl import Client
 from protocol.codec import decode, pack_body
 from protocol.errors import ConnectionLost, WireError
 from protocol.messages import (

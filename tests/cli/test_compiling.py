@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import Client
+from modelctl import Client
 from tests.cli.programs import MODELCTL, Terminal
 from tests.engines.test_exllamav2_load_extension import Box, pytestmark  # noqa: F401  (skips where nothing compiles)
 from tests.serving import marked_processes, wait_until

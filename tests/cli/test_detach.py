@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from protocol import Client
+from modelctl import Client
 from tests.cli.programs import MODELCTL, environment, modelctl
 from tests.serving import ROOT, engine
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol import Client
+from modelctl import Client
 from supervisor.cli.waiting import coming_generation, settled_down, settled_up
 from tests.cli.programs import MODELCTL
 from tests.conftest import Serve

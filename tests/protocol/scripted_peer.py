@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from protocol import Client
+from modelctl import Client
 from protocol.codec import decode, encode, pack_body, pack_event
 from protocol.limits import SOCKET_MAX_FRAME
 from protocol.messages import (

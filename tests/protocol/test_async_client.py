@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import AsyncClient
+from modelctl import AsyncClient
 from protocol.async_client import AsyncStream
 from protocol.codec import pack_body, pack_error, unpack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError

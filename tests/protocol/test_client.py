@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import Client
+from modelctl import Client
 from protocol.client import Completion, Delta
 from protocol.codec import pack_body, pack_error, unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError

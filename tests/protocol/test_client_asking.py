@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocol import AsyncClient, Client
+from modelctl import AsyncClient, Client
 from protocol.client import Progress
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol import Client, line
+from modelctl import Client
+from protocol import line
 from protocol.codec import encode, pack_body, pack_error
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import Call, Cancel, Error, Events, Generate, Hello, Message, Reply, Welcome

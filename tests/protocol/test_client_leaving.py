@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from protocol import Client
+from modelctl import Client
 from protocol.client import Stream
 from protocol.errors import ConnectionLost
 from protocol.messages import Cancel, Generate
@@ -256,7 +256,7 @@ def holding(runtime_dir: Path) -> Iterator[ScriptedPeer]:
 def test_a_program_may_end_with_a_stream_open(holding: ScriptedPeer) -> None:
     source = """
 import sys
-from protocol import Client
+from modelctl import Client
 with Client(sys.argv[1]) as client:
     stream = client.generate("letters", "x")
     print(next(stream).text)
@@ -275,12 +275,12 @@ def test_what_is_dropped_in_a_cycle_does_not_stop_the_garbage_collector(holding:
     """It finalizes the parts of a cycle in any order: the context before the sockets, the sockets before a stream."""
     source = """
 import asyncio, gc, sys
-import protocol
+import modelctl
 
 def drop():
     with_cycle = []
     for _ in range(10):
-        client = protocol.Client(sys.argv[1])
+        client = modelctl.Client(sys.argv[1])
         streams = [client.generate("letters", "x") for _ in range(3)]
         next(streams[0])
         with_cycle.append((client, streams))
@@ -289,7 +289,7 @@ def drop():
 async def drop_in_a_loop():
     with_cycle = []
     for _ in range(10):
-        client = await protocol.AsyncClient(sys.argv[1]).connect()
+        client = await modelctl.AsyncClient(sys.argv[1]).connect()
         streams = [client.generate("letters", "x") for _ in range(3)]
         await anext(streams[0])
         with_cycle.append((client, streams))
@@ -309,7 +309,7 @@ print(gc.collect() > 0)
 def test_a_fork_is_refused(holding: ScriptedPeer) -> None:
     source = """
 import os, sys
-from protocol import Client
+from modelctl import Client
 with Client(sys.argv[1]) as client:
     stream = client.generate("letters", "x")
     next(stream)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from protocol import Client, shared_connection
+from modelctl import Client
+from protocol import shared_connection
 from protocol.client import Stream
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import ConnectionLost

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import AsyncClient, Client
+from modelctl import AsyncClient, Client
 from protocol.errors import ConnectionLost
 from protocol.liveness import Liveness, Verdict
 from protocol.messages import Cancel, Generate, Message, Ping

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from protocol import AsyncClient, Client
+from modelctl import AsyncClient, Client
 from protocol.errors import ConnectionLost
 from tests.protocol.scripted_peer import ScriptedPeer, answers, until_lost
 from tests.protocol.stranger import REPOSITORY, UID, Stranger, stranger
@@ -120,7 +120,7 @@ def test_the_first_connection(place: Path) -> None:
 def test_root_is_another_user_too(place: Path) -> None:
     """The tests run as root, so here root listens, and another user asks."""
     code = (
-        "import sys; from tests.protocol.stranger import UID, become; from protocol import Client; become(UID)\n"
+        "import sys; from tests.protocol.stranger import UID, become; from modelctl import Client; become(UID)\n"
         "try: Client(f'ipc://{sys.argv[1]}/front', timeout=60).complete('letters', 'a secret')\n"
         "except Exception as e: print(e)"
     )

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import zmq
 
-from protocol import AsyncClient, Client, connection
+from modelctl import AsyncClient, Client
+from protocol import connection
 from protocol.codec import pack_body, pack_error
 from protocol.connection import FIRST_PAUSE_S, check_welcomed
 from protocol.errors import ConnectionLost, ErrorCode, WireError

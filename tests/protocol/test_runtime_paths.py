@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import Client
+from modelctl import Client
 from protocol.runtime_paths import admin_endpoint, back_endpoint, check_endpoint, default_runtime_dir, front_endpoint
 
 

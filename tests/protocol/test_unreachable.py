@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from protocol import AsyncClient, Client
+from modelctl import AsyncClient, Client
 from protocol.client_key import ClientKey
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from protocol import Client
+from modelctl import Client
 from protocol.answers import Progress
 from protocol.errors import ErrorCode, WireError
 from tests.keyed import Keyed

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from model_worker.demo_models import corpus
-from protocol import Client
+from modelctl import Client
 from protocol.errors import ErrorCode, WireError
 from tests.serving import Serving, wait_until
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from model_worker.demo_models import corpus
-from protocol import AsyncClient
+from modelctl import AsyncClient
 from tests.serving import Serving, wait_until
 
 QUESTIONS = {"letters": corpus.LETTERS_TEST_PROMPTS[:24], "stories": corpus.TEST_PROMPTS["stories"][:8]}

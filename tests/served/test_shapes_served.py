@@ -10,7 +10,7 @@ from itertools import pairwise
 import jsonschema
 import pytest
 
-from protocol import Client
+from modelctl import Client
 from protocol.errors import ErrorCode, WireError
 from tests.engines.constraint_cases import HOSTILE, SCHEMAS
 from tests.serving import Serving, is_alive, is_helper, wait_until

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import Client
+from modelctl import Client
 from supervisor.runtime_dir import AlreadyRunning, RuntimeDir, RuntimeDirError
 from tests.serving import ROOT
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from protocol import AsyncClient
+from modelctl import AsyncClient
 from protocol.errors import WireError
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed, stranger

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from protocol import Client
+from modelctl import Client
 from protocol.errors import ErrorCode, WireError
 from tests.deterministic_engine import answer
 from tests.meddling import Meddler

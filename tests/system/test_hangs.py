@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from protocol import Client
+from modelctl import Client
 from protocol.stream import StreamBase
 from tests.conftest import Serve
 from tests.deterministic_engine import answer

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol import AsyncClient, Client
+from modelctl import AsyncClient, Client
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed, free_port, stranger

@@ -198,7 +198,7 @@ def test_whoever_listens_without_keys_is_not_trusted(keyed: Keyed) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with closing(context.socket(zmq.ROUTER)) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
-        from protocol import Client
+        from modelctl import Client
 
         with pytest.raises(WireError, match=r"uses no keys|no supervisor listens here") as raised:
             Client(f"tcp://127.0.0.1:{port}", key=keyed.keys["admin"])
@@ -208,7 +208,7 @@ def test_whoever_listens_without_keys_is_not_trusted(keyed: Keyed) -> None:
 
 
 def test_nobody_there_and_nobody_who_answers_are_told_from_a_wrong_key(keyed: Keyed) -> None:
-    from protocol import Client
+    from modelctl import Client
 
     with pytest.raises(ConnectionLost, match="no supervisor is running here"):
         Client(f"tcp://127.0.0.1:{free_port()}", key=keyed.keys["admin"])
@@ -217,7 +217,7 @@ def test_nobody_there_and_nobody_who_answers_are_told_from_a_wrong_key(keyed: Ke
 
 
 def test_a_key_needs_tcp(keyed: Keyed) -> None:
-    from protocol import Client
+    from modelctl import Client
 
     with pytest.raises(ValueError, match="a key is for TCP"):
         Client(runtime_dir=keyed.serving.runtime_dir, key=keyed.keys["admin"])

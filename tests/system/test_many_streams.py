@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol import AsyncClient
+from modelctl import AsyncClient
 from tests.deterministic_engine import answer
 from tests.serving import Serving, engine
 

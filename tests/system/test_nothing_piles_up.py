@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import AsyncClient
+from modelctl import AsyncClient
 from protocol.errors import WireError
 from protocol.messages import Cancel, Credit
 from tests.keyed import Keyed, stranger

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol import Client
+from modelctl import Client
 from protocol.errors import ConnectionLost
 from tests.conftest import Serve
 from tests.deterministic_engine import answer

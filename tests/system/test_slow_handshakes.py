@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from protocol import AsyncClient, Client
+from modelctl import AsyncClient, Client
 from protocol.errors import ConnectionLost
 from protocol.line import SLOW_HANDSHAKE_S
 from tests.deterministic_engine import answer

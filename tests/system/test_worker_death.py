@@ -6,7 +6,7 @@ import signal
 import psutil
 import pytest
 
-from protocol import Client
+from modelctl import Client
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Credit
 from protocol.stream import StreamBase
