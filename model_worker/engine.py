@@ -35,10 +35,6 @@ class LoadError(Exception):
         self.also = tuple(also)
 
 
-class NotInstalled(LoadError):
-    """This machine lacks a package that the engine needs; on another one the model may load."""
-
-
 @dataclass(frozen=True)
 class ChatTemplate:
     """How a model wants a conversation written: a jinja template, rendered by ``rendering.Renderer``.

@@ -5,13 +5,15 @@ memory the model will need. A directory may be hostile, huge, or on a file syste
 nor a command reads any of it itself.
 
 Reads from stdin a JSON list of questions: {"spec": fields of EngineSpec, "sampling": the model's defaults, "counts":
-[numbers of GPUs], "installed": whether to check that the engine's package is installed here}. Writes one line of JSON
-for each, in that order:
+[numbers of GPUs], "installed": whether to check that the engine's packages are installed here}. Writes one line of
+JSON for each, in that order:
 
     {"faults": [{"key", "message", "machine"}, ...]} for a model that cannot be loaded as configured: the key of the
         model in models.yaml, a line for people, and whether only this machine lacks something
     {"needs": {count: {"weights", "cache", "draft", "workspace", "per_gpu"}}} in bytes, by number of GPUs
     {"unknown": text} for a model without a fault whose needs nobody can tell
+
+Each may also hold {"unchecked": text}: what of the model cannot be checked here, because a package is not installed.
 """
 
 import json
@@ -30,10 +32,23 @@ MEMORY_LIMIT = 2 << 30
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to one question."""
-    from model_worker.engine import LoadError, NotInstalled
+    from model_worker.engines import not_checked
+    from protocol.engine_packages import missing_for
     from protocol.worker_spec import EngineSpec
 
     spec = EngineSpec(**question["spec"])
+    told = _of_directory(spec, question)
+    if question["installed"] and (missing := missing_for(spec.engine)) is not None:
+        return {"faults": [_fault(missing, "engine", machine=True), *told.get("faults", ())]}
+    if (unchecked := not_checked(spec.engine)) is not None:
+        told["unchecked"] = unchecked
+    return told
+
+
+def _of_directory(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
+    """Return what the model's directory says: faults, needs, or why the needs are not known."""
+    from model_worker.engine import LoadError
+
     try:
         if spec.engine == "exllamav2":
             return _of_exllamav2(spec, question)
@@ -41,7 +56,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
             _check_transformers(spec, question)
         return {"unknown": f"there is no estimate for engine {spec.engine}"}
     except LoadError as e:
-        return {"faults": [_fault(str(fault), fault.key, isinstance(fault, NotInstalled)) for fault in (e, *e.also)]}
+        return {"faults": [_fault(str(fault), fault.key) for fault in (e, *e.also)]}
     except MemoryError:
         told = f"{spec.model_dir}: reading it takes more than {MEMORY_LIMIT >> 30} GiB of memory"
         return {"faults": [_fault(told)]}
@@ -61,15 +76,13 @@ def _check_transformers(spec: Any, question: dict[str, Any]) -> None:
 
 def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
     """Return the model's needs by number of GPUs. Raises LoadError for a model that cannot be loaded."""
-    from model_worker.engines.exllamav2.check import check, check_installed, check_parallel
+    from model_worker.engines.exllamav2.check import check, check_parallel
     from model_worker.engines.exllamav2.options import offered
     from model_worker.engines.exllamav2.vram import estimate_of
     from model_worker.engines.vetting import Faults
     from model_worker.intake import check_defaults
 
     faults = Faults(spec.model_dir)
-    if question["installed"]:
-        faults.of(check_installed)
     needs = {}
     if (checked := faults.of(lambda: check(spec))) is not None:
         options, directory, sizes, draft = checked.options, checked.directory, checked.sizes, checked.draft

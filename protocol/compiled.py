@@ -70,3 +70,20 @@ def look(name: str) -> tuple[ModuleType | None, str]:
 def find(name: str) -> ModuleType | None:
     """One of MODULES, if it can be used."""
     return look(name)[0]
+
+
+def loss() -> str | None:
+    """Return what is lost because a compiled module cannot be used, why, and the remedy, in one line. None if all can.
+
+    pip hides what a build prints, so people learn of it here: from `modelctl --version` and `modelctl check`.
+    """
+    why = next((why for name in MODULES if (why := look(name)[1])), None)
+    if why is None:
+        return None
+    remedy = (
+        f"unset {SWITCH}"
+        if os.environ.get(SWITCH) == "0"
+        else "install a C compiler and Python's headers (on Debian build-essential and python3-dev), then modelctl "
+        "again with pip install --force-reinstall --no-deps"
+    )
+    return f"compiled modules are not in use ({why}): every token takes more processor time in Python; {remedy}"

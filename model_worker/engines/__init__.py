@@ -4,6 +4,7 @@ import difflib
 import importlib
 
 from model_worker.engine import Engine, LoadError
+from protocol.engine_packages import READ_TOKENIZERS, install_command, missing_for, not_installed
 from protocol.worker_spec import EngineSpec
 
 BUILT_IN = {
@@ -16,8 +17,9 @@ def build_engine(spec: EngineSpec) -> Engine:
     """The engine that ``spec.engine`` names: a key of BUILT_IN, or an import string "package.module:Class".
 
     The engine is constructed, not loaded. Raises LoadError for an unknown name, a module that cannot be imported, a
-    class that is not there, and options that the engine does not know.
+    class that is not there, options that the engine does not know, and a package that the engine needs and lacks.
     """
+    check_installed(spec.engine)
     target = BUILT_IN.get(spec.engine, spec.engine)
     module_name, colon, class_name = target.partition(":")
     if not colon or not module_name or not class_name:
@@ -33,6 +35,25 @@ def build_engine(spec: EngineSpec) -> Engine:
         raise LoadError(f"engine {spec.engine!r}: module {module_name} has no class {class_name}")
     engine: Engine = factory(spec)
     return engine
+
+
+def check_installed(engine: str) -> None:
+    """Raise LoadError, with the command that helps, if a package that the engine's worker imports is missing."""
+    if (told := missing_for(engine)) is not None:
+        raise LoadError(told, key="engine")
+
+
+def not_checked(engine: str) -> str | None:
+    """Return which parts of a model cannot be checked here for want of packages, and the remedy. None if all can be.
+
+    A command may check a file for another machine, where the engine's packages are.
+    """
+    parts = []
+    if packages := not_installed(READ_TOKENIZERS):
+        parts.append(f"tokenizer and chat template (without {' and '.join(packages)})")
+    if engine == "transformers" and not_installed(("transformers",)):
+        parts.append("architecture (without transformers)")
+    return f"{', '.join(parts)}: run {install_command('embedded')}" if parts else None
 
 
 def one_line(error: BaseException) -> str:

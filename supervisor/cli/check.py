@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from protocol.compiled import loss
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config
@@ -44,17 +46,23 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
         examined = examine_config(find_config(file))
     except ConfigError as e:
         return _tell(e.problems, (), as_json)
-    of_models, of_machine, unknown = _of_models(examined, elsewhere=elsewhere)
-    of_file = [*examined.problems, *_of_port(examined), *of_models]
-    if of_file or of_machine:
-        return _tell(of_file, of_machine, as_json)
+    models = _check_models(examined, elsewhere=elsewhere)
+    of_file = [*examined.problems, *_of_port(examined), *models.of_file]
+    if of_file or models.of_machine:
+        return _tell(of_file, models.of_machine, as_json)
     names = list(examined.config.models)
     if as_json:
-        click.echo(json.dumps({"ok": True, "models": names}, indent=2))
-    else:
-        click.echo(f"{examined.config.file}: fine; models: {', '.join(names)}")
-        if unknown:
-            click.echo(f"not looked into, because only their own engine can: {', '.join(unknown)}")
+        unchecked = {"unchecked": models.unchecked} if models.unchecked else {}
+        click.echo(json.dumps({"ok": True, "models": names, **unchecked}, indent=2))
+        return exit_codes.OK
+    click.echo(f"{examined.config.file}: fine; models: {', '.join(names)}")
+    if models.unknown:
+        click.echo(f"not looked into, because only their own engine can: {', '.join(models.unknown)}")
+    for what in dict.fromkeys(models.unchecked.values()):
+        which = ", ".join(name for name, unchecked in models.unchecked.items() if unchecked == what)
+        click.echo(f"not checked of {which}: {what}")
+    if not elsewhere and (told := loss()) is not None:
+        click.echo(told)
     return exit_codes.OK
 
 
@@ -70,20 +78,37 @@ def _of_port(examined: "Examined") -> "list[Problem]":
     return []
 
 
-def _of_models(examined: "Examined", *, elsewhere: bool) -> "tuple[list[Problem], list[Problem], list[str]]":
-    """Return problems of the models, problems of this machine, and models that only their own engine can check."""
+@dataclass
+class _Models:
+    """The result of checking all models of a file.
+
+    of_file     problems of the models
+    of_machine  problems of this machine: a GPU or a package that it lacks
+    unknown     models that only their own engine can check
+    unchecked   what of a model cannot be checked here, by model
+    """
+
+    of_file: "list[Problem]"
+    of_machine: "list[Problem]"
+    unknown: list[str]
+    unchecked: dict[str, str] = field(default_factory=dict)
+
+
+def _check_models(examined: "Examined", *, elsewhere: bool) -> _Models:
     from supervisor.placement.vetting import lacking_gpus, problems_of, vet_models
     from supervisor.placement.wishes import VETTED
 
     models = examined.config.models
-    found = [
-        (name, fault) for name, told in vet_models(models, installed=not elsewhere).items() for fault in told.faults
-    ]
+    known = vet_models(models, installed=not elsewhere)
+    found = [(name, fault) for name, told in known.items() for fault in told.faults]
     if not elsewhere:
         found += lacking_gpus(models).items()
-    of_models = problems_of(examined, [(name, fault) for name, fault in found if not fault.machine])
-    of_machine = problems_of(examined, [(name, fault) for name, fault in found if fault.machine])
-    return of_models, of_machine, [name for name, spec in models.items() if spec.config.engine not in VETTED]
+    return _Models(
+        of_file=problems_of(examined, [(name, fault) for name, fault in found if not fault.machine]),
+        of_machine=problems_of(examined, [(name, fault) for name, fault in found if fault.machine]),
+        unknown=[name for name, spec in models.items() if spec.config.engine not in VETTED],
+        unchecked={name: told.unchecked for name, told in known.items() if told.unchecked is not None},
+    )
 
 
 def _tell(of_file: "Collection[Problem]", of_machine: "Collection[Problem]", as_json: bool) -> int:

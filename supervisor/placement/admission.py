@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from model_worker.exit_codes import LOAD_ERROR_PREFIX
+from protocol.engine_packages import missing_for
 from protocol.worker_spec import EngineSpec
 from supervisor.config import ModelSpec
 from supervisor.model_logs import about
@@ -124,6 +125,8 @@ class Admission:
         self._log = log
         self._estimator = Estimator(timers)
         self._asked: dict[str, _Asked] = {}
+        self._without_packages: set[str] = set()
+        """Workers whose refusal, for want of a package, is due in the next turn."""
         self._number = 0
         self._holdings: dict[str, Holding] = {}
         self._known: dict[str, _Known] = {}
@@ -157,6 +160,11 @@ class Admission:
         """
         wish = wish_of(spec)
         self._known[worker] = _Known()
+        if (missing := missing_for(spec.config.engine)) is not None:
+            self._without_packages.add(worker)
+            report = not_admitted("config", LOAD_ERROR_PREFIX + missing, retry=False)
+            self._at_next_turn(lambda: self._refuse_without_packages(worker, refuse, report))
+            return
         if wish is None:
             spawn("", ())
             return
@@ -182,6 +190,9 @@ class Admission:
         """The worker is not to be spawned any more. Returns whether that had yet to be decided."""
         self._estimator.forget(worker)
         self.vram.forget(worker)
+        if worker in self._without_packages:
+            self._without_packages.discard(worker)
+            return True
         if self._asked.pop(worker, None) is None:
             return False
         self._at_next_turn(self._go_on)
@@ -352,6 +363,11 @@ class Admission:
             del self._asked[asked.worker]
             asked.refuse(report)
             self._go_on()
+
+    def _refuse_without_packages(self, worker: str, refuse: Callable[[ExitReport], None], report: ExitReport) -> None:
+        if worker in self._without_packages:  # else it was stopped meanwhile
+            self._without_packages.discard(worker)
+            refuse(report)
 
     def _at_next_turn(self, call: Callable[[], None]) -> None:
         self._timers.at(time.monotonic(), call)

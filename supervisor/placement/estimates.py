@@ -38,7 +38,7 @@ class Question:
 
     sampling   the model's sampling defaults
     counts     numbers of GPUs for which the needs are wanted, the likeliest first
-    installed  whether it is a fault that the engine's package is not installed on this machine
+    installed  whether it is a fault that the engine's packages are not installed on this machine
     """
 
     spec: EngineSpec
@@ -64,16 +64,18 @@ class Fault:
 class Estimated:
     """An answer. It has exactly one of ``needs``, ``unknown`` and ``faults``.
 
-    needs    the memory that the model needs, by number of GPUs
-    unknown  why the memory cannot be estimated
-    faults   why the model cannot be loaded
-    retry    with ``faults``: whether another try may help
+    needs      the memory that the model needs, by number of GPUs
+    unknown    why the memory cannot be estimated
+    faults     why the model cannot be loaded
+    retry      with ``faults``: whether another try may help
+    unchecked  what of the model cannot be checked here, because a package is not installed, with the remedy
     """
 
     needs: Mapping[int, Needs] | None = None
     unknown: str | None = None
     faults: tuple[Fault, ...] = ()
     retry: bool = False
+    unchecked: str | None = None
 
     @property
     def error(self) -> str | None:
@@ -244,6 +246,9 @@ def answers(descriptor: int) -> list[Estimated]:
 
 def _read(line: bytes) -> Estimated:
     told: dict[str, Any] = json.loads(line)
+    unchecked = told.get("unchecked")
     if "needs" in told:
-        return Estimated(needs={int(count): Needs(**parts) for count, parts in told["needs"].items()})
-    return Estimated(unknown=told.get("unknown"), faults=tuple(Fault(**fault) for fault in told.get("faults", ())))
+        needs = {int(count): Needs(**parts) for count, parts in told["needs"].items()}
+        return Estimated(needs=needs, unchecked=unchecked)
+    faults = tuple(Fault(**fault) for fault in told.get("faults", ()))
+    return Estimated(unknown=told.get("unknown"), faults=faults, unchecked=unchecked)

@@ -19,7 +19,7 @@ from supervisor.yaml_source import Problem
 def vet_models(models: Mapping[str, ModelSpec], *, installed: bool) -> dict[str, Estimated]:
     """Return the faults of each model, or else the memory that it needs. Raises OSError if no process can be started.
 
-    installed  whether it is a fault that an engine's package is not installed on this machine
+    installed  whether it is a fault that an engine's packages are not installed on this machine
     """
     questions = {name: question_of(spec, installed=installed) for name, spec in models.items()}
     asked = {name: question for name, question in questions.items() if question is not None}

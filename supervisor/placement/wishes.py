@@ -1,5 +1,7 @@
 """What a configured model asks of placement. Pure."""
 
+from dataclasses import replace
+
 from supervisor.config import ModelSpec
 from supervisor.placement.estimates import Estimated, Question
 from supervisor.placement.gpu_shares import Needs, Split
@@ -29,7 +31,7 @@ def question_of(spec: ModelSpec, *, installed: bool = False) -> Question | None:
     """Return the question for the process that reads the model's directory; None if only the engine can check the
     model.
 
-    installed  whether it is a fault that the engine's package is not installed here
+    installed  whether it is a fault that the engine's packages are not installed here
     """
     if spec.config.engine not in VETTED:
         return None
@@ -44,14 +46,16 @@ def answer_with(spec: ModelSpec, told: Estimated | None) -> Estimated:
 
     told  the answer of the process that reads the model's directory; None if it was not asked
     """
-    if told is not None and told.faults:
+    if told is None:
+        told = Estimated(unknown=f"there is no estimate for engine {spec.config.engine}")
+    if told.faults:
         return told
     wish = wish_of(spec)
     if wish is None:
-        return Estimated()  # it needs no GPU
+        return replace(told, needs=None, unknown=None)  # it needs no GPU
     if (needs := declared(spec, wish)) is not None:
-        return Estimated(needs=needs)
-    return told or Estimated(unknown=f"there is no estimate for engine {spec.config.engine}")
+        return replace(told, needs=needs, unknown=None)
+    return told
 
 
 def declared(spec: ModelSpec, wish: Wish) -> dict[int, Needs] | None:

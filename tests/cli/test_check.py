@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from model_worker.engines.exllamav2.check import check as check_exllamav2
 from protocol.worker_spec import EngineSpec
 from tests.cli.programs import modelctl
 from tests.engines.random_model import edit_json
+from tests.hidden_packages import ENGINES, Hidden
 from tests.nvml_box import Box
 from tests.serving import ROOT, engine
 
@@ -270,22 +272,70 @@ def test_what_only_this_machine_lacks_is_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_missing_is_told(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "from importlib.machinery import PathFinder\n"
-        "find = PathFinder.find_spec\n"
-        "PathFinder.find_spec = lambda name, *rest: None if name == 'exllamav2' else find(name, *rest)\n"
-    )
+    hidden = Hidden(tmp_path, "exllamav2")
     Box(tmp_path / "box.json").becomes([24])
-    path = f"{tmp_path}:{ROOT / 'tests' / 'stand_in_nvml'}:{ROOT}"
+    path = f"{ROOT / 'tests' / 'stand_in_nvml'}:{hidden.python_path}"
     here = {"MODELCTL_TEST_BOX": str(tmp_path / "box.json"), "PYTHONPATH": path}
     file = write(tmp_path, {"x": {"model_dir": str(DEMO), "gpu": 0}})
     done = modelctl("check", file, **here)
     assert done.returncode == 78
-    says = "engine exllamav2 needs the package exllamav2: pip install 'modelctl[exllamav2]'"
+    says = f"engine exllamav2 needs the package exllamav2: run {sys.executable} -m pip install 'modelctl[exllamav2]'"
     assert done.stderr.splitlines()[0] == f"{file}:2: models.x.engine: {says}"
     assert says in modelctl("plan", file, "--runtime-dir", tmp_path / "r", **here).stdout
     assert modelctl("plan", file, "--gpus", "24G", **here).returncode == 0, "for another box"
     assert modelctl("check", file, "--elsewhere", **here).returncode == 0
+
+
+def test_a_plain_installation_names_the_extra_and_checks_what_it_can(tmp_path: Path) -> None:
+    """Without the engines' packages, whatever needs none of them is checked, and what is not checked is said."""
+    plain = {"PYTHONPATH": Hidden(tmp_path, *ENGINES).python_path}
+    file = write(tmp_path, {"t": {"model_dir": str(DEMO), "engine": "transformers"}})
+    done = modelctl("check", file, **plain)
+    assert done.returncode == 78
+    install = f"run {sys.executable} -m pip install"
+    assert done.stderr.splitlines()[0] == (
+        f"{file}:4: models.t.engine: engine transformers needs the packages transformers, torch, tokenizers, jinja2, "
+        f"safetensors, llguidance, numpy: {install} 'modelctl[embedded]'"
+    )
+    (problem,) = json.loads(modelctl("check", file, "--json", **plain).stdout)["problems"]
+    assert (problem["path"], problem["machine"]) == ("models.t.engine", True)
+
+    make(tmp_path / "broken", cut_off)
+    draft = {"model_dir": str(DEMO), "gpu": 0, "draft_model": str(DEMO)}
+    good = {
+        "t": {"model_dir": str(DEMO), "engine": "transformers"},
+        "x": draft,
+        "y": {"model_dir": str(DEMO), "gpu": 0},
+    }
+    done = modelctl("check", write(tmp_path, good), "--elsewhere", **plain)
+    assert (done.returncode, done.stderr) == (0, "")
+    tokenizer = "tokenizer and chat template (without tokenizers and jinja2)"
+    assert done.stdout.splitlines()[1:] == [
+        f"not checked of t: {tokenizer}, architecture (without transformers): {install} 'modelctl[embedded]'",
+        f"not checked of x, y: {tokenizer}: {install} 'modelctl[embedded]'",
+    ]
+    told = json.loads(modelctl("check", tmp_path / "models.yaml", "--elsewhere", "--json", **plain).stdout)
+    assert set(told["unchecked"]) == {"t", "x", "y"}
+    assert modelctl("plan", tmp_path / "models.yaml", "--gpus", "24G", **plain).returncode == 0
+    file = write(
+        tmp_path, {"t": {"model_dir": "broken", "engine": "transformers"}, "x": {"model_dir": "broken", "gpu": 0}}
+    )
+    done = modelctl("check", file, "--elsewhere", **plain)
+    assert done.returncode == 78
+    assert [line.partition(": ")[2].partition(".safe")[0] for line in done.stderr.splitlines()] == [
+        f"models.{name}.model_dir: {tmp_path / 'broken' / 'model'}" for name in "tx"
+    ]
+
+
+def test_a_file_that_is_fine_is_told_so_with_what_an_installation_lost(tmp_path: Path) -> None:
+    file = write(tmp_path, {"t": {"model_dir": str(DEMO), "engine": "transformers"}})
+    done = modelctl("check", file, MODELCTL_COMPILED="0")
+    assert done.returncode == 0
+    (line,) = done.stdout.splitlines()[1:]
+    assert line.startswith("compiled modules are not in use (switched off by MODELCTL_COMPILED=0): every token takes")
+    assert line.endswith("; unset MODELCTL_COMPILED")
+    assert len(modelctl("check", file, "--elsewhere", MODELCTL_COMPILED="0").stdout.splitlines()) == 1
+    assert line in modelctl("--version", MODELCTL_COMPILED="0").stdout
 
 
 def test_pins_are_held_against_this_machines_gpus(tmp_path: Path) -> None:

@@ -9,14 +9,20 @@ import importlib.metadata
 import importlib.util
 from pathlib import Path
 
-from model_worker.engine import LoadError, NotInstalled
+from model_worker.engine import LoadError
+from protocol.engine_packages import not_installed
 
 _MODULE = "models/auto/modeling_auto.py"
 _TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
 def check_architecture(name: str) -> None:
-    """Raise LoadError if the installed library has no causal language model of this name, or is not installed."""
+    """Raise LoadError if the installed library has no causal language model of this name.
+
+    Without the library nothing is known of architectures, and nothing is refused: ``engines.not_checked`` says so.
+    """
+    if not_installed(("transformers",)):
+        return
     known = causal_language_models()
     if name not in known:
         version = importlib.metadata.version("transformers")
@@ -24,11 +30,10 @@ def check_architecture(name: str) -> None:
 
 
 def causal_language_models() -> frozenset[str]:
-    """Return the names of the classes. Raises LoadError if they cannot be found, NotInstalled without the library."""
+    """Return the names of the classes, as the installed library has them. Raises LoadError if they cannot be found."""
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
-        told = "engine transformers needs the package transformers: pip install 'transformers>=5'"
-        raise NotInstalled(told, key="engine")
+        raise LoadError("the installed package transformers has no source: install transformers 5", key="engine")
     source = Path(found.origin).parent / _MODULE
     try:
         for node in ast.parse(source.read_bytes()).body:

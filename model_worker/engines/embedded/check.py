@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from model_worker.engine import LoadError
 from model_worker.engines.embedded.architectures import check_architecture
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import check_counts
+from model_worker.engines.opening import open_tokenizer
 from model_worker.engines.options import Options
-from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import Faults, understood
 from model_worker.engines.weight_shapes import check_names_and_shapes
 from protocol.worker_spec import EngineSpec
+
+if TYPE_CHECKING:
+    from model_worker.engines.tokenizer import Tokenizer
 
 DEFAULT_CHUNK_SIZE = 256
 _FULL_ATTENTION = "full_attention"
@@ -56,10 +59,14 @@ class EmbeddedOptions:
 
 @dataclass(frozen=True)
 class Checked:
-    """A model that passed every check. ``context``: tokens of prompt and answer together."""
+    """A model that passed every check.
+
+    tokenizer  None where the packages that read it are not installed
+    context    tokens of prompt and answer together
+    """
 
     directory: ModelDir
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer | None"
     context: int
 
 
@@ -76,7 +83,7 @@ def check(spec: EngineSpec) -> Checked:
         directory = ModelDir(spec.model_dir)
     faults = Faults(spec.model_dir)
     faults.of(lambda: read_options(spec))
-    tokenizer = faults.of(lambda: Tokenizer(directory))
+    tokenizer = faults.of(lambda: open_tokenizer(directory))
     context = faults.of(lambda: directory.context(spec.max_seq_len))
     faults.of(lambda: check_architecture(directory.architecture))
     faults.of(lambda: _check_no_kernels(directory.config, f"{directory.path}/config.json"))
@@ -86,7 +93,6 @@ def check(spec: EngineSpec) -> Checked:
     if faults.passes(lambda: _check_weights(directory)) and counts_fit:
         faults.of(lambda: check_names_and_shapes(directory))
     faults.raise_found()
-    assert tokenizer is not None
     assert context is not None
     return Checked(directory, tokenizer, context)
 

@@ -83,6 +83,7 @@ class TransformersEngine:
         device = torch.device(self._spec.device)
         with understood(self._spec.model_dir):
             check_room(directory, device, self._spec.max_batch_size, context)
+            assert checked.tokenizer is not None, "build_engine has seen that its packages are there"
             self._tokenizer = checked.tokenizer
             pieces = self._tokenizer.pieces
             model = load_model(directory, device, progress)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from model_worker.engine import LoadError, ProgressCallback
-from model_worker.engines import one_line
+from model_worker.engines import check_installed, one_line
 from model_worker.engines.exllamav2 import extension
-from model_worker.engines.exllamav2.check import check_installed
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import read_shape
 from model_worker.engines.paged import attention as paged_attention
+from protocol.engine_packages import install_command
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def import_package(progress: ProgressCallback = lambda *_: None) -> Package:
     """
     if not __debug__:
         raise LoadError("ExLlamaV2 checks its input with assertions: do not run Python with -O or PYTHONOPTIMIZE")
-    check_installed()
+    check_installed("exllamav2")
     if not torch.cuda.is_available():
         raise LoadError(
             "no CUDA device is visible to this process: ExLlamaV2 needs one; see whether nvidia-smi finds it, and "
@@ -52,7 +52,8 @@ def import_package(progress: ProgressCallback = lambda *_: None) -> Package:
         core = importlib.import_module("exllamav2")
         generator = importlib.import_module("exllamav2.generator")
     except ModuleNotFoundError as e:  # exllamav2 is there (check_installed): a package that it needs is not
-        raise LoadError(f"engine exllamav2 needs the package {e.name}: pip install 'modelctl[exllamav2]'") from e
+        told = f"engine exllamav2 needs the package {e.name}: run {install_command('exllamav2')}"
+        raise LoadError(told) from e
     except Exception as e:
         raise LoadError(f"exllamav2 cannot be imported: {type(e).__name__}: {one_line(e)}") from e
     return Package(core, generator, attention)

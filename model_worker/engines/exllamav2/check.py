@@ -1,23 +1,23 @@
 """What ExLlamaV2 would refuse with an assertion, or load wrongly without a word: refused by name, before it starts.
 No torch."""
 
-import importlib.util
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import tokenizers
-
-from model_worker.engine import LoadError, NotInstalled
+from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.limits import check_limits
 from model_worker.engines.exllamav2.lora import check_adapter
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes, read_options, sizes_of
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import check_counts, read_shape
-from model_worker.engines.tokenizer import Tokenizer
+from model_worker.engines.opening import open_tokenizer, open_vocabulary
 from model_worker.engines.vetting import Faults
 from model_worker.engines.weight_shapes import check_layers
 from protocol.worker_spec import EngineSpec
+
+if TYPE_CHECKING:
+    from model_worker.engines.tokenizer import Tokenizer
 
 # The package loads an architecture that it does not know as Llama, after a line on stdout.
 ARCHITECTURES = frozenset(
@@ -57,11 +57,15 @@ _DTYPES = ("F16", "BF16", "F32", "I16", "I32")
 
 @dataclass(frozen=True)
 class Checked:
-    """A model that passed every check. ``draft``: None without a draft model."""
+    """A model that passed every check.
+
+    tokenizer  None where the packages that read it are not installed
+    draft      None without a draft model
+    """
 
     options: ExLlamaV2Options
     directory: ModelDir
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer | None"
     sizes: Sizes
     draft: ModelDir | None
 
@@ -76,7 +80,7 @@ def check(spec: EngineSpec) -> Checked:
     directory = faults.of(lambda: ModelDir(spec.model_dir))
     tokenizer = sizes = draft = None
     if directory is not None:
-        tokenizer = faults.of(lambda: Tokenizer(directory))
+        tokenizer = faults.of(lambda: open_tokenizer(directory))
         sound = faults.passes(lambda: check_directory(directory))
         if options is not None:
             sizes = faults.of(lambda: sizes_of(spec, options, directory))
@@ -91,16 +95,8 @@ def check(spec: EngineSpec) -> Checked:
     faults.raise_found()
     assert options is not None
     assert directory is not None
-    assert tokenizer is not None
     assert sizes is not None
     return Checked(options, directory, tokenizer, sizes, draft)
-
-
-def check_installed() -> None:
-    """Raise NotInstalled if the package exllamav2 is not there."""
-    if importlib.util.find_spec("exllamav2") is None:
-        told = "engine exllamav2 needs the package exllamav2: pip install 'modelctl[exllamav2]'"
-        raise NotInstalled(told, key="engine")
 
 
 def check_directory(directory: ModelDir) -> None:
@@ -210,8 +206,8 @@ def open_draft(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes) -> 
                 f"the context of {draft.path} is {own}, less than the model's {sizes.context}: set max_seq_len to at "
                 f"most {own}, or draft_rope_alpha"
             )
-        ours, theirs = _vocabulary(directory), _vocabulary(draft)
-        if ours != theirs:
+        ours, theirs = open_vocabulary(directory), open_vocabulary(draft)
+        if ours is not None and theirs is not None and ours != theirs:
             odd = min(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[1])
             raise LoadError(
                 f"{draft.path} has another vocabulary: {len(theirs)} tokens, the model has {len(ours)}, and they "
@@ -223,15 +219,6 @@ def open_draft(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes) -> 
     except LoadError as e:
         raise LoadError(f"draft_model: {e}", key=e.key or "draft_model") from None
     return draft
-
-
-def _vocabulary(directory: ModelDir) -> dict[str, int]:
-    """Ids by token. Without those added for control: models of one family name them differently."""
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(directory.tokenizer_path))
-    except Exception as e:  # the library raises bare Exception
-        raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
-    return dict(tokenizer.get_vocab(with_added_tokens=False))
 
 
 def check_parallel(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes, gpus: int) -> None:

@@ -70,6 +70,7 @@ class ExLlamaV2Engine:
     def load(self, progress: ProgressCallback) -> None:
         """Load onto the visible GPUs and warm up. Raises LoadError."""
         checked = check(self._spec)
+        assert checked.tokenizer is not None, "build_engine has seen that its packages are there"
         self._tokenizer = checked.tokenizer
         with understood(self._spec.model_dir):
             pieces = self._tokenizer.pieces

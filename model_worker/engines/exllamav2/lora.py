@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import safetensors
-
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.options import Adapter
 from model_worker.engines.model_dir import ModelDir, Tensor, read_header
@@ -120,7 +118,7 @@ def load_adapters(core: Any, model: Any, adapters: Iterable[Adapter], directory:
             core.ExLlamaV2Lora(model, str(path / "adapter_config.json"), str(path / WEIGHTS), adapter.scaling)
         )
     if loaded and directory.quantization == "exl2":
-        import torch  # late: the estimate of memory reads adapters without it
+        import torch  # late: the check of a model reads adapters without it
 
         with torch.inference_mode():  # they were made in it, and may be written in it only
             _reorder(model, loaded, directory)
@@ -133,6 +131,8 @@ def _reorder(model: Any, adapters: list[Any], directory: ModelDir) -> None:
     The package stores gate and up in the order in which down takes its inputs (mlp.py, ``unmap``), and leaves adapters
     as they were: what they add would end up with other neurons. In place, since kernels hold addresses.
     """
+    import safetensors  # late, as torch
+
     for layer in range(read_shape(directory).layers):
         name = f"model.layers.{layer}.mlp."
         order = f"{name}down_proj.q_invperm"

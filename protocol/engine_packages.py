@@ -1,0 +1,42 @@
+"""The packages that the engines' workers import, and the extras of modelctl that install them.
+
+A plain installation of modelctl has the command line, the clients and the supervisor, without the engines' packages.
+The supervisor looks here before it spawns a worker, and the check of a model looks here, too. Neither imports them.
+"""
+
+import importlib
+import importlib.util
+import shlex
+import sys
+from typing import Final
+
+EXTRAS: Final = {"transformers": "embedded", "exllamav2": "exllamav2"}
+"""The extra that installs all packages of an engine."""
+READ_TOKENIZERS: Final = ("tokenizers", "jinja2")
+"""Packages without which no tokenizer and no chat template can be checked."""
+_EVERY: Final = ("torch", *READ_TOKENIZERS, "safetensors", "llguidance", "numpy")
+PACKAGES: Final = {"transformers": ("transformers", *_EVERY), "exllamav2": ("exllamav2", *_EVERY)}
+"""The packages that an engine's worker imports, by their import names."""
+
+
+def missing_for(engine: str) -> str | None:
+    """Return what to do if packages of an engine are not installed, in one line. Return None if all are installed.
+
+    engine  a name in models.yaml. Nothing is known of an engine that is named by an import string: None
+    """
+    missing = not_installed(PACKAGES.get(engine, ()))
+    if not missing:
+        return None
+    packages = f"package {missing[0]}" if len(missing) == 1 else f"packages {', '.join(missing)}"
+    return f"engine {engine} needs the {packages}: run {install_command(EXTRAS[engine])}"
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of modelctl for the Python that runs this process."""
+    return f"{shlex.quote(sys.executable)} -m pip install 'modelctl[{extra}]'"
+
+
+def not_installed(packages: tuple[str, ...]) -> list[str]:
+    """Return those of the packages that cannot be imported."""
+    importlib.invalidate_caches()  # a long-lived supervisor sees what was installed a moment ago
+    return [name for name in packages if importlib.util.find_spec(name) is None]
