@@ -5,6 +5,8 @@ import sys
 
 import click
 
+from protocol import __version__
+from protocol.compiled import loss
 from protocol.core_dumps import forbid_core_dumps
 from supervisor.cli import exit_codes
 from supervisor.cli.command_group import CommandGroup
@@ -12,6 +14,7 @@ from supervisor.cli.errors import report
 from supervisor.cli.streams import drop_unwritten, open_missing
 
 _COMMANDS = {
+    "init": "supervisor.cli.init:init",
     "serve": "supervisor.cli.serve:serve",
     "start": "supervisor.cli.orders:start",
     "stop": "supervisor.cli.orders:stop",
@@ -44,8 +47,21 @@ class _LazyGroup(CommandGroup):
         return command
 
 
+def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"modelctl, version {__version__}\n{loss() or 'compiled modules are in use'}")
+        context.exit()
+
+
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="modelctl", prog_name="modelctl")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version, and whether the compiled modules are in use.",
+)
 def cli() -> None:
     """Serve several ExLlamaV2 models on one box: one process per model, pinned to its GPU.
 

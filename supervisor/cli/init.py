@@ -1,0 +1,213 @@
+"""init: write a first models.yaml."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from protocol.engine_packages import missing_for
+from supervisor.cli import exit_codes
+from supervisor.cli.config_file import NAME
+from supervisor.cli.errors import Failure
+from supervisor.cli.hints import say
+from supervisor.cli.options import as_json
+
+SAMPLE = Path(__file__).with_name("models.yaml")
+DEMO_MODELS = ("letters", "stories")
+CONTEXT = 16384
+"""Tokens of context that an entry asks for where the model has more. The cache grows with it: the 131072 tokens of a
+Llama 3.1 8B take 16 GiB, more than its weights in EXL2."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model of the file to be written.
+
+    keys  what its entry in models.yaml says
+    """
+
+    name: str
+    keys: dict[str, Any]
+
+
+@click.command()
+@click.argument("directory", required=False, type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--force", is_flag=True, help="Replace ./models.yaml if there is one.")
+@as_json
+def init(directory: Path | None, force: bool, as_json: bool) -> int:
+    """Write ./models.yaml. Starts nothing.
+
+    With DIRECTORY, the file gets an entry for each model at or below DIRECTORY that an engine can load. Without it, the
+    file is a sample with the demo models, which run on the CPU, and with every key explained.
+    """
+    file = Path(NAME)
+    if file.exists() and not force:
+        raise _exists(file)
+    left_out: dict[str, str] = {}
+    if directory is None:
+        entries = [Entry(name, {"model_dir": f"demo:{name}", "engine": "transformers"}) for name in DEMO_MODELS]
+        text = SAMPLE.read_text(encoding="utf-8")
+    else:
+        entries, left_out = _entries(directory)
+        text = _text(directory, entries, left_out)
+    try:
+        _write(file, text, force)
+    except FileExistsError:
+        raise _exists(file) from None
+    except OSError as e:
+        raise Failure(exit_codes.CONFIG, "not_usable", f"{file.absolute()} cannot be written: {e.strerror}") from None
+    _tell(file.absolute(), entries, left_out, as_json)
+    return exit_codes.OK
+
+
+def _write(file: Path, text: str, force: bool) -> None:
+    """Write the whole file or nothing. Raises FileExistsError if it exists, unless ``force``; OSError."""
+    if not force:
+        file.open("x").close()  # now nobody else makes it
+    written = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        written.write_text(text, encoding="utf-8")
+        written.replace(file)
+    except OSError:
+        for unfinished in (written,) if force else (written, file):
+            unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _exists(file: Path) -> Failure:
+    told = f"{file.absolute()} exists already and is left as it is; --force replaces it"
+    return Failure(exit_codes.CONFIG, "exists", told)
+
+
+def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
+    """Return an entry for each model below a directory, and the directories that were left out, each with the reason.
+
+    Raises Failure if no model can be loaded.
+    """
+    from supervisor.cli.model_search import MOST_DIRECTORIES, find_models, name_of
+
+    root = directory.resolve()
+    try:
+        found = find_models(root)
+    except OSError as e:
+        raise Failure(exit_codes.CONFIG, "not_usable", f"{root} cannot be searched: {e.strerror}") from None
+    for path, why in found.unread.items():
+        say(f"modelctl: {path} is not searched: {why}")
+    if not found.complete:
+        say(f"modelctl: {root} is searched in part only: it has more than {MOST_DIRECTORIES} directories")
+    chosen = _choose(found.models)
+    entries: list[Entry] = []
+    left_out: dict[str, str] = {}
+    for path in found.models:
+        choice = chosen[path]
+        if isinstance(choice, str):
+            left_out[str(path)] = choice
+            continue
+        name = name_of(path, {entry.name for entry in entries})
+        entries.append(Entry(name, {"model_dir": str(path), **choice}))
+    if not entries:
+        reasons = [f"{_printable(path)}: {why}" for path, why in left_out.items()]
+        told = "none of them can be loaded" if reasons else "a model's directory has config.json and *.safetensors"
+        raise Failure(exit_codes.CONFIG, "no_models", f"no model found in {root}: {told}", *reasons)
+    if len(entries) > 1:  # together they may not fit: each is loaded when it is asked for
+        for entry in entries:
+            entry.keys["lazy"] = True
+    return entries, left_out
+
+
+def _choose(directories: Sequence[Path]) -> dict[Path, dict[str, Any] | str]:
+    """Return the keys that suit each model, or why no engine can load it.
+
+    On a machine with a GPU, engine exllamav2 goes before engine transformers. On another one it is the other way round.
+    """
+    from protocol.worker_spec import EngineSpec
+    from supervisor.placement.estimates import Question, ask_now
+
+    engines: list[dict[str, Any]] = [{"engine": "exllamav2", "gpu": "auto"}, {"engine": "transformers", "gpu": "cpu"}]
+    if not _has_gpu():
+        engines.reverse()
+    chosen: dict[Path, dict[str, Any] | str] = {}
+    reasons: dict[Path, dict[str, str]] = {path: {} for path in directories}
+    for engine in engines:
+        left = [path for path in directories if path not in chosen]
+        for context in (CONTEXT, None):
+            device = "cpu" if engine["gpu"] == "cpu" else "cuda"
+            specs = [EngineSpec(path.name, engine["engine"], str(path), device, context) for path in left]
+            answers = dict(zip(left, ask_now([Question(spec) for spec in specs]), strict=True))
+            left = []
+            for path, told in answers.items():
+                if not told.faults:
+                    chosen[path] = engine if context is None else {**engine, "max_seq_len": context}
+                elif context is not None and all(fault.key == "max_seq_len" for fault in told.faults):
+                    left.append(path)  # it has less: then its own context
+                else:
+                    own = [fault.message for fault in told.faults if context is None or fault.key != "max_seq_len"]
+                    reasons[path][engine["engine"]] = own[0]
+    return {path: chosen.get(path, _in_words(reasons[path])) for path in directories}
+
+
+def _in_words(reasons: Mapping[str, str]) -> str:
+    """Return why no engine can load a model. Engines often find the same fault, which is then told once."""
+    if len({*reasons.values()}) == 1:
+        return next(iter(reasons.values()))
+    return "; ".join(f"engine {engine}: {why}" for engine, why in reasons.items())
+
+
+def _has_gpu() -> bool:
+    from supervisor.placement.gpu_reader import read_once
+    from supervisor.placement.gpus import GpusUnknown
+
+    try:
+        return bool(read_once())
+    except GpusUnknown:
+        return False
+
+
+_COMMENTS = {
+    "max_seq_len": "tokens of context; the model has more, which take more memory",
+    "lazy": "loaded by its first request; without this line, loaded when the supervisor starts",
+}
+
+
+def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str]) -> str:
+    """Return the content of a models.yaml with these entries."""
+    import yaml
+
+    lines = [
+        f"# Written by `modelctl init {_printable(str(directory))}`. `modelctl check` says what is wrong with it.",
+        "# `modelctl init` in an empty directory writes a sample that explains every key.",
+        "",
+        "models:",
+    ]
+    for entry in entries:
+        lines.append(f"  {yaml.safe_dump(entry.name).splitlines()[0]}:")  # quoted, if YAML took it for a date, say
+        for key, value in entry.keys.items():
+            line = yaml.safe_dump({key: value}, allow_unicode=True, width=1 << 20).rstrip()
+            lines.append(f"    {line:<24} # {_COMMENTS[key]}" if key in _COMMENTS else f"    {line}")
+        lines.append("")
+    lines += [f"# left out: {_printable(path)}: {why}" for path, why in left_out.items()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _tell(file: Path, entries: Sequence[Entry], left_out: Mapping[str, str], as_json: bool) -> None:
+    """Say what was written, what was left out, and what is missing on this machine."""
+    if as_json:
+        models = [{"name": entry.name, **entry.keys} for entry in entries]
+        out = [{"model_dir": path, "why": why} for path, why in left_out.items()]
+        click.echo(json.dumps({"file": str(file), "models": models, "left_out": out}, indent=2))
+        return
+    for path, why in left_out.items():
+        say(f"left out: {_printable(path)}: {why}")
+    click.echo(f"{file}: written; models: {', '.join(entry.name for entry in entries)}")
+    engines = dict.fromkeys(str(entry.keys["engine"]) for entry in entries)
+    for missing in filter(None, map(missing_for, engines)):
+        click.echo(f"before they can be served here: {missing}")
+
+
+def _printable(text: str) -> str:
+    """Names of directories may hold anything. This ends in a comment of the file, or on a terminal."""
+    return repr(text)[1:-1]

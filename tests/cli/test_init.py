@@ -1,0 +1,214 @@
+"""modelctl init: the models.yaml that it writes passes modelctl check, and nothing is overwritten or left out in
+silence."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from protocol.limits import MODEL_NAME_PATTERN
+from supervisor.cli.model_search import MOST_DIRECTORIES, find_models, name_of
+from tests.cli.programs import modelctl
+from tests.engines.random_model import edit_json
+from tests.hanging_files import hanging_file
+from tests.hidden_packages import ENGINES, Hidden
+from tests.nvml_box import Box
+from tests.serving import ROOT
+
+LETTERS = ROOT / "model_worker" / "demo_models" / "letters"
+STORIES = LETTERS.with_name("stories")
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A directory with two models, and with much that is none."""
+    root = tmp_path / "models"
+    shutil.copytree(LETTERS, root / "Llama 3.1 8B: EXL2 #6.0bpw")
+    shutil.copytree(STORIES, root / "people" / "ann" / "stories")
+    (root / "adapter").mkdir()
+    (root / "adapter" / "adapter_model.safetensors").touch()
+    shutil.copytree(LETTERS, root / ".hidden" / "letters")
+    (root / "linked").symlink_to(root / "people" / "ann" / "stories")
+    (root / "loop").symlink_to(root)
+    os.mkfifo(root / "pipe")
+    return root
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """The directory in which the command runs."""
+    (tmp_path / "here").mkdir()
+    return tmp_path / "here"
+
+
+def written(place: Path) -> Mapping[str, Mapping[str, object]]:
+    entries: Mapping[str, Mapping[str, object]] = yaml.safe_load((place / "models.yaml").read_text())["models"]
+    return entries
+
+
+def test_every_model_below_a_directory_gets_an_entry_and_the_file_passes_check(models: Path, place: Path) -> None:
+    done = modelctl("init", models, cwd=place)
+    assert (done.returncode, done.stderr) == (0, "")
+    cpu = {"engine": "transformers", "gpu": "cpu", "lazy": True}
+    assert written(place) == {
+        "llama-3.1-8b-exl2-6.0bpw": {"model_dir": str(models / "Llama 3.1 8B: EXL2 #6.0bpw"), **cpu},
+        "stories": {"model_dir": str(models / "people" / "ann" / "stories"), **cpu},
+    }
+    assert done.stdout == f"{place}/models.yaml: written; models: llama-3.1-8b-exl2-6.0bpw, stories\n"
+    done = modelctl("check", cwd=place)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_with_a_gpu_exllamav2_is_chosen_and_the_context_is_bounded(tmp_path: Path, models: Path, place: Path) -> None:
+    Box(tmp_path / "box.json").becomes([24])
+    box = {"MODELCTL_TEST_BOX": str(tmp_path / "box.json"), "PYTHONPATH": f"{ROOT / 'tests' / 'stand_in_nvml'}:{ROOT}"}
+    edit_json(models / "people" / "ann" / "stories" / "config.json", max_position_embeddings=131072)
+    assert modelctl("init", models, cwd=place, **box).returncode == 0
+    llama, stories = written(place).values()
+    assert {**llama, "model_dir": None} == {"model_dir": None, "engine": "exllamav2", "gpu": "auto", "lazy": True}
+    assert (stories["engine"], stories["max_seq_len"]) == ("exllamav2", 16384)
+    assert modelctl("check", cwd=place, **box).returncode == 0
+
+
+def test_a_single_model_starts_with_the_supervisor(models: Path, place: Path) -> None:
+    assert modelctl("init", models / "people", cwd=place).returncode == 0
+    (entry,) = written(place).values()
+    assert "lazy" not in entry
+    assert modelctl("init", "--force", models / "linked", cwd=place).returncode == 0, (
+        "the directory is itself a model's"
+    )
+    assert written(place) == {"stories": entry}
+
+
+def test_names_that_mean_something_else_in_yaml_are_quoted(models: Path, place: Path) -> None:
+    for name in ("2026-11-22", "null", "on", "12"):
+        shutil.copytree(STORIES, place / "odd" / name)
+    assert modelctl("init", place / "odd", cwd=place).returncode == 0
+    assert sorted(written(place)) == ["12", "2026-11-22", "null", "on"]
+    assert modelctl("check", cwd=place).returncode == 0
+
+
+def test_models_that_cannot_be_loaded_are_left_out_with_the_reason(models: Path, place: Path) -> None:
+    broken = models / "broken"
+    shutil.copytree(LETTERS, broken)
+    (broken / "config.json").write_text("{")
+    foreign = models / "foreign"
+    shutil.copytree(LETTERS, foreign)
+    edit_json(foreign / "config.json", architectures=["BertModel"])
+    done = modelctl("init", models, cwd=place)
+    assert done.returncode == 0
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"left out: {broken}: {broken}/config.json cannot be read: ")
+    assert second.startswith(f"left out: {foreign}: engine transformers: architecture BertModel is no causal")
+    assert "; engine exllamav2: architecture BertModel is not one that ExLlamaV2" in second
+    text = (place / "models.yaml").read_text()
+    for line in (first, second):
+        assert f"# {line}\n" in text
+    assert len(written(place)) == 2
+    done = modelctl("init", "--force", models, "--json", cwd=place)
+    told = json.loads(done.stdout)
+    assert [out["model_dir"] for out in told["left_out"]] == [str(broken), str(foreign)]
+    assert [model["name"] for model in told["models"]] == [*written(place)]
+
+
+def test_a_model_whose_file_system_hangs_is_left_out(
+    models: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(LETTERS, models / "slow")
+    prelude = "from supervisor.placement import estimates\nestimates.ESTIMATE_S = 1.0"
+    with hanging_file(models / "slow" / "model.safetensors"):
+        done = modelctl("init", models, cwd=place, prelude=prelude)
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"left out: {models / 'slow'}: its files could not be read within")
+    assert len(written(place)) == 2
+
+
+def test_a_file_that_exists_is_left_as_it_is(models: Path, place: Path) -> None:
+    (place / "models.yaml").write_text("mine")
+    for arguments in ([], [models]):
+        done = modelctl("init", *arguments, cwd=place)
+        assert (done.returncode, (place / "models.yaml").read_text()) == (78, "mine")
+        assert done.stderr == (
+            f"modelctl: {place}/models.yaml exists already and is left as it is; --force replaces it\n"
+        )
+    assert modelctl("init", "--force", models, cwd=place).returncode == 0
+    assert len(written(place)) == 2
+
+
+def test_without_a_directory_it_is_the_sample(place: Path) -> None:
+    done = modelctl("init", cwd=place)
+    assert (done.returncode, done.stdout) == (0, f"{place}/models.yaml: written; models: letters, stories\n")
+    assert (place / "models.yaml").read_bytes() == (ROOT / "models.yaml").read_bytes()
+    assert [*written(place)] == ["letters", "stories"]
+    assert modelctl("check", cwd=place).returncode == 0
+
+
+def test_a_plain_installation_says_what_the_models_need(tmp_path: Path, models: Path, place: Path) -> None:
+    plain = {"PYTHONPATH": Hidden(tmp_path, *ENGINES).python_path}
+    done = modelctl("init", models, cwd=place, **plain)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[1].startswith("before they can be served here: engine transformers needs the pack")
+    assert done.stdout.splitlines()[1].endswith("-m pip install 'modelctl[embedded]'")
+
+
+def test_directories_without_a_model_are_told(tmp_path: Path, place: Path) -> None:
+    done = modelctl("init", tmp_path / "nowhere", cwd=place)
+    assert done.returncode == 2
+    assert f"Directory '{tmp_path / 'nowhere'}' does not exist" in done.stderr
+    done = modelctl("init", place, cwd=place)
+    assert done.returncode == 78
+    assert done.stderr == (
+        f"modelctl: no model found in {place}: a model's directory has config.json and *.safetensors\n"
+    )
+    shutil.copytree(LETTERS, place / "cut")
+    (place / "cut" / "tokenizer.json").unlink()
+    done = modelctl("init", place, cwd=place)
+    assert done.returncode == 78
+    assert done.stderr.splitlines()[0] == f"modelctl: no model found in {place}: none of them can be loaded"
+    assert done.stderr.splitlines()[1].startswith(f"modelctl: {place}/cut: {place}/cut has no tokenizer.json: ")
+    assert not (place / "models.yaml").exists()
+
+
+@pytest.mark.parametrize("option", [(), ("--force",)])
+def test_a_file_that_cannot_be_written_is_told_and_leaves_nothing(place: Path, option: tuple[str, ...]) -> None:
+    if option:
+        (place / "models.yaml").write_text("mine")
+    prelude = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"  # as a disk that is full
+    done = modelctl("init", *option, cwd=place, prelude=prelude)
+    assert done.returncode == 78
+    assert done.stderr == f"modelctl: {place}/models.yaml cannot be written: File too large\n"
+    assert [path.read_text() for path in place.iterdir()] == (["mine"] if option else [])
+
+
+def test_names_are_valid_and_no_two_alike() -> None:
+    cache = "/c/hub/models--turboderp--Llama-3.1-8B-exl2/snapshots/" + "0123456789" * 4
+    taken: set[str] = set()
+    named = {
+        "/a/Llama": "llama",
+        "/b/llama": "llama-2",
+        "/c/LLAMA": "llama-3",
+        "/a/Ünï çode": "n-ode",
+        "/a/...": "model",
+        "/a/supervisor": "supervisor-2",
+        "/a/" + "x" * 200: "x" * 58,
+        "/b/" + "x" * 200: "x" * 58 + "-2",
+        cache: "llama-3.1-8b-exl2",
+    }
+    for path, name in named.items():
+        assert name_of(Path(path), taken) == name
+        assert re.fullmatch(MODEL_NAME_PATTERN, name)
+        taken.add(name)
+
+
+def test_a_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(20):
+        (tmp_path / str(number)).mkdir()
+    assert find_models(tmp_path).complete
+    monkeypatch.setattr("supervisor.cli.model_search.MOST_DIRECTORIES", 10)
+    assert not find_models(tmp_path).complete
+    assert MOST_DIRECTORIES >= 10_000
