@@ -3,12 +3,13 @@
 # make serve   leave a supervisor with the demo models running (modelctl shutdown ends it)
 # make lint    ruff, strict types, import direction
 # make docs    the documentation site, in site/; a dead link, or a page that nothing links to, is an error
+# make test-install   pip install . into empty environments, without the engines' packages: clients work from there
 #
-# Each makes its own environment in .venv first. Variables:
+# Each makes its own environment in .venv first, and says before it downloads how much that is. Variables:
 #   PYTHON=python3.12    which Python makes the environment (3.11 to 3.13)
 #   TORCH_INDEX=URL      package index for torch alone. PyPI's torch for Linux is a CUDA build of several GB; without a
 #                        GPU, https://download.pytorch.org/whl/cpu is enough; for another CUDA version see pytorch.org
-#   PIP_INSTALL="..."    further options of pip install
+#   PIP_INSTALL="..."    further options of pip install, such as --quiet
 #   TEST_JOBS=3          how many tests run beside one another (each waits a quarter of its time: three keep two cores
 #                        busy); 0: one after another, in one process
 #   PYTEST_ARGS="-k x"   handed to pytest
@@ -21,9 +22,9 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test serve lint docs bench clean
+.PHONY: demo test test-install serve lint docs bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py
@@ -34,6 +35,9 @@ serve: $(VENV)/.run
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-install: $(VENV)/.test
+	$(BIN)/python -m pytest -s tests/plain_installation.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -49,11 +53,14 @@ bench: $(VENV)/.test
 
 $(VENV)/.run: pyproject.toml setup.py constraints.txt tools/make_venv.py $(COMPILED)
 	test -x $(BIN)/pip || $(PYTHON) tools/make_venv.py $(VENV)
+	@$(BIN)/python tools/downloads.py run "$(TORCH_INDEX)"
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP) --editable .
+	$(PIP) --editable '.[embedded]'
+	@$(BIN)/modelctl --version # whether the modules were compiled: pip does not show why not
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
+	@$(BIN)/python tools/downloads.py test
 	$(BIN)/python tools/extra.py test > $(VENV)/test.txt # without the project: it would be built a second time
 	$(PIP) -r $(VENV)/test.txt
 	$(PIP) --no-deps exllamav2==0.3.2 # its Python runs in the tests, on the CPU; nothing of it is compiled

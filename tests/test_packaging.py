@@ -17,9 +17,10 @@ import pytest
 import setuptools
 
 from protocol.compiled import MODULES, SWITCH, look
+from tests.installing import tracked_copy
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = "model_worker", "protocol", "supervisor"
+PARTS = "modelctl", "model_worker", "protocol", "supervisor"
 EXPECTED_DATA = {
     f"model_worker/demo_models/{model}/{file}"
     for model in ("letters", "stories")
@@ -36,13 +37,7 @@ EXPECTED_DATA = {
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    # a copy of what git tracks: a build in the tree would leave its own traces there, and could pick up stray files
-    source = tmp_path_factory.mktemp("source")
-    archive = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-    for name in filter(None, archive.decode().split("\0")):
-        if (ROOT / name).exists():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    source = tracked_copy(tmp_path_factory.mktemp("source"))
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--outdir", str(out), str(source)], check=True, capture_output=True
     )
@@ -64,12 +59,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin"
 
 
-def test_the_wheel_holds_the_packages_and_the_demo_models(wheel: Path) -> None:
+def test_the_wheel_holds_the_packages_the_demo_models_the_sample_and_the_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert names >= EXPECTED_DATA
+    assert "supervisor/cli/models.yaml" in names
+    assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
     tops = {name.partition("/")[0] for name in names if ".dist-info" not in name}
-    assert tops == {"model_worker", "protocol", "supervisor"}
-    for package in ("supervisor", "supervisor/cli", "model_worker", "model_worker/engines", "protocol"):
+    assert tops == set(PARTS)
+    for package in ("modelctl", "supervisor", "supervisor/cli", "model_worker", "model_worker/engines", "protocol"):
         tracked = subprocess.run(
             ["git", "ls-files", f"{package}/*.py"], cwd=ROOT, capture_output=True, check=True, text=True
         )
@@ -120,7 +117,7 @@ def test_the_wheel_serves_outside_the_tree(installed: Path, tmp_path: Path) -> N
         return done.stdout
 
     where = subprocess.run(
-        [str(installed / "python"), "-c", "import supervisor, protocol, model_worker; print(supervisor.__file__)"],
+        [str(installed / "python"), "-c", f"import {', '.join(PARTS)}; print(supervisor.__file__)"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert str(installed.parent) in where

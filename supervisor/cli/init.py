@@ -95,8 +95,8 @@ def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
         found = find_models(root)
     except OSError as e:
         raise Failure(exit_codes.CONFIG, "not_usable", f"{root} cannot be searched: {e.strerror}") from None
-    for path, why in found.unread.items():
-        say(f"modelctl: {path} is not searched: {why}")
+    for unread, why in found.unread.items():
+        say(f"modelctl: {_printable(unread)} is not searched: {why}")
     if not found.complete:
         say(f"modelctl: {root} is searched in part only: it has more than {MOST_DIRECTORIES} directories")
     chosen = _choose(found.models)

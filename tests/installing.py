@@ -1,0 +1,70 @@
+"""An installation of modelctl as a new user makes it: ``pip install`` of what git tracks, into an empty environment."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.serving import ROOT
+
+
+def tracked_copy(directory: Path) -> Path:
+    """Copy what git tracks. A build in the tree would leave its traces there, and could pick up stray files."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        if (ROOT / name).exists():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_bytes((ROOT / name).read_bytes())
+    return directory
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with a plain modelctl.
+
+    home     its directory
+    seconds  how long pip took, including what it downloaded
+    """
+
+    home: Path
+    seconds: float
+
+    @property
+    def python(self) -> Path:
+        return self.home / "bin" / "python"
+
+    @property
+    def packages(self) -> Path:
+        (found,) = (self.home / "lib").glob("python*/site-packages")
+        return found
+
+    def size(self) -> int:
+        """Bytes on disk of all installed packages, pip among them."""
+        return sum(path.lstat().st_blocks * 512 for path in self.packages.rglob("*"))
+
+    def run(self, *command: object, **variables: str) -> "subprocess.CompletedProcess[str]":
+        """Run a program of its ``bin`` in an environment that knows nothing of this repository."""
+        own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MODELCTL_CONFIG")}
+        program, *arguments = map(str, command)
+        return subprocess.run(
+            [str(self.home / "bin" / program), *arguments],
+            cwd=self.home,
+            env=own | variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+
+def install(source: Path, home: Path) -> Installed:
+    """Make an environment and install modelctl from ``source`` into it, without extras."""
+    subprocess.run([sys.executable, str(ROOT / "tools" / "make_venv.py"), str(home)], check=True, stdout=sys.stderr)
+    begun = time.monotonic()
+    installed = Installed(home, 0.0)
+    done = installed.run("python", "-m", "pip", "install", "--disable-pip-version-check", "-q", source)
+    if done.returncode:
+        raise RuntimeError(f"pip install ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return Installed(home, time.monotonic() - begun)
