@@ -11,6 +11,7 @@ import click
 
 from protocol.engine_packages import missing_for
 from supervisor.cli import exit_codes
+from supervisor.cli.command import Command
 from supervisor.cli.config_file import NAME
 from supervisor.cli.errors import Failure
 from supervisor.cli.hints import say
@@ -34,7 +35,13 @@ class Entry:
     keys: dict[str, Any]
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl init ~/models": "Write ./models.yaml with an entry for each model below a directory",
+        "modelctl init": "Write a sample, whose demo models run on the CPU",
+    },
+)
 @click.argument("directory", required=False, type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--force", is_flag=True, help="Replace ./models.yaml if there is one.")
 @as_json
