@@ -1,4 +1,5 @@
-"""The wire contract, written once. Everything else about the wire follows from this file.
+"""The wire contract, written once. Everything else about the wire follows from this file, so all messages stand in it,
+although it is long.
 
 One ZeroMQ frame per message; the frame is one msgpack array ``[version, kind, fields..., body]``. Fields are routing
 data that the supervisor reads; a body is a ``bin`` that holds msgpack in turn and is decoded at the ends only.
