@@ -63,6 +63,16 @@ def test_what_exists_is_let_pass(text: str) -> None:
     assert not missing(f"A page says:\n{text}\n")
 
 
+def test_the_index_names_each_promise_of_the_readme() -> None:
+    """The promises are the list before the README's first heading: what is bold at the beginning of each point."""
+    promises = re.findall(r"^[*-] \*\*(.+?)\*\*", (ROOT / "README.md").read_text().partition("\n## ")[0], re.MULTILINE)
+    rows = [line for line in INVARIANTS.read_text().splitlines() if line.startswith("| ")]
+    named = {cells[1].strip(): cells[2] for line in rows if (cells := line.split("|"))}
+    assert promises
+    for promise in promises:
+        assert "](#" in named.get(promise.rstrip(". "), ""), f"{promise!r}: name its invariants in docs/invariants.md"
+
+
 def test_each_invariant_has_tests() -> None:
     parts = _HEADING.split(INVARIANTS.read_text())
     numbers, texts = parts[1::3], parts[3::3]
