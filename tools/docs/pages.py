@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tools.docs.client import client_page
 from tools.docs.commands import commands_page
 from tools.docs.configuration import configuration_page
 from tools.docs.errors import error_table
@@ -19,6 +20,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration_page,
     "request-options.md": request_options_page,
     "commands.md": commands_page,
+    "python-client.md": client_page,
     "_generated/errors.md": error_table,
     **PARTS,
 }
