@@ -66,8 +66,10 @@ $(VENV)/.test: $(VENV)/.run
 	$(PIP) --no-deps exllamav2==0.3.2 # its Python runs in the tests, on the CPU; nothing of it is compiled
 	touch $@
 
-# The same environment as for the tests: the generators of pages import the project.
-$(VENV)/.docs: $(VENV)/.run
+# The same environment as for the tests, since the generators of pages import the project. They need no torch.
+$(VENV)/.docs: pyproject.toml setup.py constraints.txt tools/make_venv.py $(COMPILED)
+	test -x $(BIN)/pip || $(PYTHON) tools/make_venv.py $(VENV)
+	test -e $(VENV)/.run || $(PIP) --editable .
 	$(BIN)/python tools/extra.py docs > $(VENV)/docs.txt
 	$(PIP) -r $(VENV)/docs.txt
 	touch $@

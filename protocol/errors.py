@@ -15,11 +15,9 @@ from protocol.messages import Kind
 
 
 class ErrorCode(IntEnum):
-    """Stable numbers. The name on the wire is the member's name in lower case.
+    """Stable numbers. The name on the wire is the member's name in lower case."""
 
-    The text below each code has two paragraphs: what happened, and what to do. ``docs/troubleshooting.md`` shows them.
-    """
-
+    # The text below each code has two paragraphs: what happened, and what to do. tools/docs/errors.py reads them.
     BAD_FRAME = 100
     """The bytes are not a message of this protocol.
 
