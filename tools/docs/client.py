@@ -41,12 +41,15 @@ with Client() as client:  # finds the running supervisor
 
 ```python
 import asyncio
+
 from modelctl import AsyncClient
+
 
 async def main():
     async with AsyncClient() as client:
         async for delta in client.generate("letters", "sort: d b a c ->", temperature=0):
             print(delta.text, end="")
+
 
 asyncio.run(main())
 ```
