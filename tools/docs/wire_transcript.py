@@ -43,7 +43,7 @@ def _events(*events: tuple[int, EventFlag | int, tuple[int, ...], dict[str, obje
     return Events(3, 1, index, b"".join(packed))
 
 
-MODEL = {"name": "letters", "state": "ready", "context": 256, "chat": False}
+MODEL = {"name": "letters", "state": "ready", "context": 2048, "chat": False}
 USAGE = {"prompt_tokens": 8, "completion_tokens": 5}
 TIMINGS = {"queue_ms": 0.25, "prefill_ms": 4.5, "decode_ms": 8.0, "tokens_per_s": 500.0}
 END: dict[str, object] = {"text": "", "finish_reason": "stop", "usage": USAGE, "timings": TIMINGS}
