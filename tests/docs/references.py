@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("modelctl", "protocol", "supervisor", "model_worker", "tests", "benchmarks", "examples", "tools")
 PRODUCT = PACKAGES[:4]
 SOURCES = (".py", ".pyx", ".pxd", ".pyi")
-FOREIGN = frozenset({"GitHub", "CamelCase", "TypeScript"})
+FOREIGN = frozenset({"GitHub", "CamelCase", "TypeScript", "GiB", "TimeoutStopSec"})
 """Names that look like classes of ours and are not."""
 _FOREIGN_MODEL = re.compile(r"\w+For(CausalLM|ConditionalGeneration)$|GPT2LMHeadModel$")
 

@@ -12,6 +12,7 @@ from tools.docs.client import client_page
 from tools.docs.commands import commands_page
 from tools.docs.configuration import configuration_page
 from tools.docs.errors import error_table
+from tools.docs.headlines import readme
 from tools.docs.request_options import request_options_page
 from tools.docs.wire import PARTS
 
@@ -23,8 +24,10 @@ PAGES: dict[str, Callable[[], str]] = {
     "python-client.md": client_page,
     "_generated/errors.md": error_table,
     **PARTS,
+    "../README.md": readme,
 }
-"""The files below docs/ that are generated and committed. A file below _generated/ is included by a page."""
+"""The files below docs/ that are generated and committed. A file below _generated/ is included by a page. Of the README
+only the table of figures is generated."""
 
 
 def stale() -> list[str]:

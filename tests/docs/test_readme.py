@@ -1,0 +1,116 @@
+"""The README is short and true: figures are those of the result files, commands exist, and each models.yaml is valid.
+
+What is checked of the README is checked of the pages that are written by hand, too.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from supervisor.cli.root import cli
+from supervisor.config import load_config
+from tests.docs.references import ROOT
+from tools.docs import headlines, pages
+from tools.docs.commands import walk
+from tools.docs.performance import result_files
+
+README = ROOT / "README.md"
+MOST_LINES = 220
+"""A person reads so many in five minutes."""
+WRITTEN = [README, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))] + [
+    path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in pages.PAGES
+]
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    return [text for language, text in _BLOCK.findall(path.read_text()) if language in languages]
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Return the arguments of each ``modelctl`` command of a page, without comments and what comes behind a pipe."""
+    shown = [line for text in blocks(path, "sh", "console") for line in text.splitlines()]
+    shown += [line.removeprefix("$ ") for text in blocks(path, "") for line in text.splitlines() if line[:2] == "$ "]
+    words = [shlex.split(re.split(r" [|<>] ", line)[0], comments=True) for line in shown]
+    return [line[1:] for line in words if line[:1] == ["modelctl"]]
+
+
+def parse(arguments: list[str]) -> None:
+    """Read a command line without running it. Raises click.UsageError."""
+    with click.Context(cli, info_name="modelctl") as root:
+        contexts = {tuple(context.command_path.split()[1:]): context for context in walk(root)}
+        path = next((tuple(arguments[:n]) for n in (2, 1) if tuple(arguments[:n]) in contexts), ())
+        context = contexts.get(path, root)
+        context.command.make_parser(context).parse_args(arguments[len(path) :])
+        if not path and not arguments[0].startswith("-"):
+            raise click.UsageError(f"there is no command {arguments[0]}")
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= MOST_LINES
+
+
+def test_a_figure_of_the_readme_that_differs_from_its_result_file_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert headlines.readme() == README.read_text(), "run `python -m tools.docs`, and commit it"
+    stale = tmp_path / "README.md"
+    stale.write_text(README.read_text().replace("1.37 times", "1.73 times"))
+    monkeypatch.setattr(headlines, "README", stale)
+    assert headlines.readme() != stale.read_text()
+    assert headlines.readme() == README.read_text()
+
+
+def test_the_readme_counts_every_missed_target_and_shows_some() -> None:
+    files = result_files()
+    missed = [r for file in files.values() for r in file.results if r["meets"] is False]
+    table = headlines.figures(files)
+    assert f"and {len(missed)} miss it" in table
+    assert table.count("**missed**") >= min(2, len(missed))
+
+
+def test_a_result_file_that_has_lost_a_figure_of_the_readme_is_an_error() -> None:
+    files = result_files()
+    del files["chaos"]
+    with pytest.raises(KeyError, match="chaos"):
+        headlines.figures(files)
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.name)
+def test_each_command_of_a_page_is_one(path: Path) -> None:
+    for arguments in commands(path):
+        parse(arguments)
+
+
+@pytest.mark.parametrize("line", ["modelctl serve --detatch # quietly", "modelctl sreve", "modelctl keys nwe a"])
+def test_a_wrong_command_of_a_page_is_found(tmp_path: Path, line: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```sh\n{line}\n```\n")
+    (arguments,) = commands(page)
+    with pytest.raises(click.UsageError):
+        parse(arguments)
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.name)
+def test_each_models_yaml_of_a_page_is_valid(path: Path, tmp_path: Path) -> None:
+    for text in blocks(path, "yaml"):
+        if "models:" not in text:
+            continue
+        for number, entry in enumerate(yaml.safe_load(text)["models"].values()):
+            if not (given := entry["model_dir"]).startswith("demo:"):  # a directory that the reader has
+                text = text.replace(given, str(make_model(tmp_path / str(number))))
+        file = tmp_path / "models.yaml"
+        file.write_text(text)
+        load_config(file)
+
+
+def make_model(directory: Path) -> Path:
+    """Make the little that a models.yaml needs of a model's directory."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    return directory

@@ -1,0 +1,77 @@
+"""Make the README's table of figures from ``benchmarks/results/*.json``, so that none of them goes stale."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.docs.markdown import table
+from tools.docs.performance import ResultFile, result_files
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+BEGIN, END = "<!-- figures: made by `python -m tools.docs` -->", "<!-- figures: end -->"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One row of the table.
+
+    says    what the figure is about, for a reader who does not know the benchmark
+    file    the result file
+    result  the name of the figure in it
+    form    the figure as a text, with the value as {}
+    target  the target as a text, with the bound as {}
+    """
+
+    says: str
+    file: str
+    result: str
+    form: str
+    target: str
+
+
+HEADLINES = (
+    Headline(
+        "ExLlamaV2, 8B, 32 requests at once: tokens per second, over the package's own generator without a server",
+        "serving-exllamav2", "8b, 32 streams: served over bare", "{:.2f} times", "at least {} times",
+    ),
+    Headline(
+        "ExLlamaV2 on a machine without flash-attn, 32 requests at once: over the package's own fallback",
+        "unpaged", "served over paged=False", "{:.0f} times", "at least {} times",
+    ),
+    Headline(
+        "events through the supervisor for one client with 16 streams, over two sockets without a router",
+        "router", "one client of 16 streams, over raw messages", "{:.2f} times", "at least {} times",
+    ),
+    Headline(
+        "death of a worker that has torch loaded, until the supervisor sees it, median",
+        "deaths", "embedded engine: seen after, median", "{:.0f} ms", "at most {} ms",
+    ),
+    Headline(
+        "random faults against real processes, 10,000 episodes: broken promises",
+        "chaos", "violations of the laws", "{:.0f}", "{}",
+    ),
+)  # fmt: skip
+
+
+def readme() -> str:
+    """Return the README with its table made anew. Raises ValueError if the two marks are not there."""
+    before, begin, rest = README.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"README.md has not the two lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n{figures(result_files())}\n{END}{after}"
+
+
+def figures(files: dict[str, ResultFile]) -> str:
+    """Return the table, and a sentence that counts the targets. Raises KeyError if a file has lost a figure."""
+    rows = [_row(files[headline.file], headline) for headline in HEADLINES]
+    verdicts = [result["meets"] for file in files.values() for result in file.results if result["target"]]
+    count = f"{len(verdicts)} figures have a target, and {verdicts.count(False)} miss it."
+    return f"{table(('figure', 'measured', 'target', '', 'machine'), rows)}\n\n{count}"
+
+
+def _row(file: ResultFile, headline: Headline) -> tuple[str, str, str, str, str]:
+    (result,) = (result for result in file.results if result["name"] == headline.result)
+    target = headline.target.format(result["target"].split()[1])
+    machine = file.content["machine"].partition(", Python")[0].replace("(R)", "")
+    verdict = "met" if result["meets"] else "**missed**"
+    return headline.says, headline.form.format(float(result["value"])), target, verdict, machine
