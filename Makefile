@@ -46,7 +46,7 @@ lint: $(VENV)/.test
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m tools.docs --check
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict # with --quiet, no warning would count
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.serving

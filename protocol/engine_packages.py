@@ -12,8 +12,8 @@ from typing import Final
 
 EXTRAS: Final = {"transformers": "embedded", "exllamav2": "exllamav2"}
 """The extra that installs all packages of an engine."""
-READ_TOKENIZERS: Final = ("tokenizers", "jinja2")
-"""Packages without which no tokenizer and no chat template can be checked."""
+READ_TOKENIZERS: Final = ("tokenizers",)
+"""Packages without which no tokenizer can be checked, and no chat template, which needs its special tokens."""
 _EVERY: Final = ("torch", *READ_TOKENIZERS, "safetensors", "llguidance", "numpy")
 PACKAGES: Final = {"transformers": ("transformers", *_EVERY), "exllamav2": ("exllamav2", *_EVERY)}
 """The packages that an engine's worker imports, by their import names."""

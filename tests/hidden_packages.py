@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.serving import ROOT
 
-ENGINES = ("torch", "transformers", "exllamav2", "tokenizers", "jinja2", "safetensors", "llguidance", "numpy")
+ENGINES = ("torch", "transformers", "exllamav2", "tokenizers", "safetensors", "llguidance", "numpy")
 """All that a plain installation lacks."""
 
 

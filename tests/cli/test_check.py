@@ -294,7 +294,7 @@ def test_a_plain_installation_names_the_extra_and_checks_what_it_can(tmp_path: P
     assert done.returncode == 78
     install = f"run {sys.executable} -m pip install"
     assert done.stderr.splitlines()[0] == (
-        f"{file}:4: models.t.engine: engine transformers needs the packages transformers, torch, tokenizers, jinja2, "
+        f"{file}:4: models.t.engine: engine transformers needs the packages transformers, torch, tokenizers, "
         f"safetensors, llguidance, numpy: {install} 'modelctl[embedded]'"
     )
     (problem,) = json.loads(modelctl("check", file, "--json", **plain).stdout)["problems"]
@@ -309,7 +309,7 @@ def test_a_plain_installation_names_the_extra_and_checks_what_it_can(tmp_path: P
     }
     done = modelctl("check", write(tmp_path, good), "--elsewhere", **plain)
     assert (done.returncode, done.stderr) == (0, "")
-    tokenizer = "tokenizer and chat template (without tokenizers and jinja2)"
+    tokenizer = "tokenizer and chat template (without tokenizers)"
     assert done.stdout.splitlines()[1:] == [
         f"not checked of t: {tokenizer}, architecture (without transformers): {install} 'modelctl[embedded]'",
         f"not checked of x, y: {tokenizer}: {install} 'modelctl[embedded]'",

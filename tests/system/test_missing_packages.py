@@ -13,7 +13,7 @@ from tests.serving import Serving, engine
 LETTERS = {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu"}
 INSTALL = f"run {sys.executable} -m pip install 'modelctl[embedded]'"
 SAYS = (
-    "cannot load: engine transformers needs the packages transformers, torch, tokenizers, jinja2, safetensors, "
+    "cannot load: engine transformers needs the packages transformers, torch, tokenizers, safetensors, "
     f"llguidance, numpy: {INSTALL}"
 )
 
