@@ -16,8 +16,8 @@ from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, 
 from model_worker.log_output import LogOutput
 from model_worker.parent_death import die_with
 from model_worker.process_title import set_title
-from protocol.beat import Beat
 from protocol.core_dumps import forbid_core_dumps
+from protocol.progress_lease import ProgressLease
 from protocol.worker_spec import WorkerSpec
 
 _PR_SET_NO_NEW_PRIVS = 38
@@ -26,7 +26,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 def main(spec: WorkerSpec, page: int | None = None) -> None:
     """Run one worker until it is told to stop or its engine fails. Never returns.
 
-    page  descriptor of the page that it is watched by, see ``protocol.beat``
+    page  descriptor of the page that it is watched by, see ``protocol.progress_lease``
     """
     code = EXIT_ENGINE_FAULT
     # What is imported stays, and grows to hundreds of thousands of objects of torch and transformers. The garbage
@@ -41,10 +41,10 @@ def main(spec: WorkerSpec, page: int | None = None) -> None:
         contain()
         output = LogOutput(spec.log_path)
         keep_to(spec.cpus)
-        beat = Beat(spec.leases, page)
-        beat.loading()  # not before a signal makes it write its stacks
+        lease = ProgressLease(spec.leases, page)
+        lease.loading()  # not before a signal makes it write its stacks
         pin_devices(spec.visible_devices)
-        code = run(spec, beat, output)
+        code = run(spec, lease, output)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -86,7 +86,7 @@ def pin_devices(visible_devices: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def run(spec: WorkerSpec, beat: Beat, output: LogOutput) -> int:
+def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
     """Connect, load, serve. Returns the process's exit code."""
     from model_worker.engine import LoadError
     from model_worker.engines import build_engine
@@ -98,7 +98,7 @@ def run(spec: WorkerSpec, beat: Beat, output: LogOutput) -> int:
     link.hello()
 
     def progress(phase: str, done: int, total: int) -> None:
-        beat.loading()
+        lease.loading()
         output.follow()
         link.progress(phase, done, total)
 
@@ -113,15 +113,15 @@ def run(spec: WorkerSpec, beat: Beat, output: LogOutput) -> int:
         print(LOAD_ERROR_PREFIX + " ".join(str(e).split()), file=sys.stderr)
         link.close()
         return EXIT_CONFIG
-    beat.loading()
-    loop = WorkerLoop(engine, link, spec.sampling, spec.limits, beat, output.follow)
+    lease.loading()
+    loop = WorkerLoop(engine, link, spec.sampling, spec.limits, lease, output.follow)
     # What is loaded stays, too. Left to the garbage collector, a look through all of it stops every stream for some
     # 160 ms, whenever enough new objects have gathered.
     gc.collect()
     gc.freeze()
     link.ready(engine.capabilities, load_seconds=time.monotonic() - started, max_jobs=loop.max_jobs)
     loop.run()
-    beat.step()
+    lease.step()
     engine.close()
     link.close()
     return EXIT_ASKED

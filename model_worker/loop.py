@@ -19,7 +19,6 @@ from model_worker.parking import Parking
 from model_worker.questions import answer, failed
 from model_worker.rendering import Renderer
 from model_worker.sending import Tally
-from protocol.beat import Beat
 from protocol.codec import EventWriter
 from protocol.errors import WireError
 from protocol.messages import (
@@ -32,6 +31,7 @@ from protocol.messages import (
     Message,
     Shutdown,
 )
+from protocol.progress_lease import ProgressLease
 from protocol.questions import Tokenize, parse_question
 from protocol.request import GenerateRequest
 
@@ -67,12 +67,12 @@ class WorkerLoop:
         link: SupervisorLink,
         sampling: Mapping[str, Any] = MappingProxyType({}),
         limits: Mapping[str, Any] = MappingProxyType({}),
-        beat: Beat | None = None,
+        lease: ProgressLease | None = None,
         every_second: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._link = link
-        self._beat = beat or Beat()
+        self._lease = lease or ProgressLease()
         self._every_second = every_second
         self._intake = Intake(engine, sampling, limits)
         template = engine.chat_template
@@ -104,17 +104,17 @@ class WorkerLoop:
         busy = bool(self._jobs or self._chats)
         rendering = self._renderer is not None and self._renderer.busy
         for message in self._receive(rendering):
-            self._beat.step()
+            self._lease.step()
             self._apply(message)
         while self._asked:
             question = self._asked.popleft()
-            self._beat.step()
+            self._lease.step()
             self._ask(question.ask, question.verb, question.body)
             if self._jobs:  # one a step: a long text takes milliseconds, and streams wait meanwhile
                 break
         if self._renderer is not None and self._renderer.busy:
             for key, outcome in self._renderer.collect():
-                self._beat.step()
+                self._lease.step()
                 self._rendered(key, outcome)
         self._parking.tell()
         if self._jobs:
@@ -128,7 +128,7 @@ class WorkerLoop:
         """A step; several, if the supervisor's messages and the next report are all that could come between them."""
         alone = not (self._asked or self._parking.busy or (self._renderer is not None and self._renderer.busy))
         until = self._stats_due if alone else 0.0
-        events, at = self._link.steps(self._engine.step, self._beat, self._jobs, until)
+        events, at = self._link.steps(self._engine.step, self._lease, self._jobs, until)
         while at < len(events):
             self._emit(events[at])
             at = self._link.take(events, at + 1, self._jobs)
@@ -136,7 +136,7 @@ class WorkerLoop:
     def _receive(self, rendering: bool) -> list[Message]:
         if self._jobs or self._asked:
             return self._link.receive(0)
-        self._beat.idle()
+        self._lease.idle()
         if not rendering or self._renderer is None:
             wait_ms = UNSENT_WAIT_MS if self._link.unsent else IDLE_WAIT_MS
             return self._link.receive(wait_ms, self._parking.descriptors)

@@ -1,8 +1,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from protocol.beat import Beat
 from protocol.messages import EventEntry
+from protocol.progress_lease import ProgressLease
 from protocol.socket_calls import AnySocket
 
 SOURCES: int
@@ -23,7 +23,7 @@ class Outbox:
 
     def __init__(self, socket: AnySocket, generation: int, most_events: int, most_bytes: int) -> None: ...
     def steps(
-        self, step: Callable[[], list[Any]], beat: Beat, jobs: dict[int, Any], until: float
+        self, step: Callable[[], list[Any]], lease: ProgressLease, jobs: dict[int, Any], until: float
     ) -> tuple[list[Any], int]: ...
     def take(self, events: list[Any], first: int, jobs: dict[int, Any]) -> int: ...
     def queue(self, channel: int, entry: EventEntry, event: bytes) -> None: ...

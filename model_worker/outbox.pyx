@@ -25,7 +25,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 import zmq
 
 from model_worker.engine import Delta
-from protocol.beat import Beat
+from protocol.progress_lease import ProgressLease
 from protocol.libzmq cimport Message, bytes_of, calls, handle_of, is_readable, send_bytes, send_message
 from protocol.messages import VERSION, EventFlag, Kind
 from protocol.sources cimport MODELCTL_SOURCES
@@ -62,7 +62,7 @@ cdef double LOOK_S = 20e-6
 
 ctypedef unsigned long long u64
 
-cdef object _BEAT = Beat
+cdef object _BEAT = ProgressLease
 cdef object _DELTA = Delta
 cdef Py_ssize_t _JOB = _slot("job")
 cdef Py_ssize_t _TOKEN_IDS = _slot("token_ids")
@@ -171,14 +171,14 @@ cdef class Outbox:
         self._most_events, self._most_bytes = most_events, most_bytes
         self._frames, self._piles, self._waiting = deque(), {}, []
 
-    def steps(self, step, beat, dict jobs not None, double until):
+    def steps(self, step, lease, dict jobs not None, double until):
         cdef Py_ssize_t at
         cdef double looked = _now(), now
-        cdef u64[::1] words = beat.words if type(beat) is _BEAT else None
-        cdef u64 bits = beat.step_bits
+        cdef u64[::1] words = lease.words if type(lease) is _BEAT else None
+        cdef u64 bits = lease.step_bits
         while True:
             if words is None:
-                beat.step()
+                lease.step()
             else:
                 words[0] = ((words[0] >> 32) + 1) << 32 | bits
             events = step()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from protocol.beat import Beat
 from protocol.codec import EventWriter
 from protocol.compiled import find
 from protocol.messages import EventEntry
+from protocol.progress_lease import ProgressLease
 from protocol.socket_calls import AnySocket, send_now
 
 
@@ -44,14 +44,14 @@ class PlainOutbox:
         self._frames: deque[bytes] = deque()
 
     def steps(
-        self, step: Callable[[], list[Any]], beat: Beat, jobs: dict[int, Any], until: float
+        self, step: Callable[[], list[Any]], lease: ProgressLease, jobs: dict[int, Any], until: float
     ) -> tuple[list[Any], int]:
-        """One step of the engine; or many, each with a beat before it and its events sent, while those are usual and
+        """One step of the engine; or many, each with a heartbeat before it and its events sent, while those are usual and
         nothing has come through the socket (where steps are very short, that is asked every 20 µs), but not beyond
         ``until`` (time.monotonic()). What the last of them brought, and ``take`` of it. Raises whatever the engine
         raises, and ZMQError. Here it is one step.
         """
-        beat.step()
+        lease.step()
         return step(), 0
 
     def take(self, events: list[Any], first: int, jobs: dict[int, Any]) -> int:

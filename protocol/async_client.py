@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, Self
 
 from protocol.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
-from protocol.asking import choice_requests, generate_request, pack_token_ids, tokenize_params
 from protocol.async_streams import AsyncChoices, AsyncStream
 from protocol.client_key import ClientKey
 from protocol.connection import check_can_generate, check_welcomed
 from protocol.liveness import DEFAULT_SILENCE_S
 from protocol.loop_connection import LoopConnection
+from protocol.request_builder import choice_requests, generate_request, pack_token_ids, tokenize_params
 from protocol.stream import OnProgress
 
 __all__ = ["AsyncChoices", "AsyncClient", "AsyncStream", "Completion", "Delta", "Progress", "TokenLogprob"]

@@ -21,11 +21,11 @@ from functools import partial
 from typing import Any, Self
 
 from protocol.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
-from protocol.asking import choice_requests, generate_request, pack_token_ids, tokenize_params
 from protocol.client_key import ClientKey
 from protocol.connection import check_can_generate
 from protocol.errors import ConnectionLost
 from protocol.liveness import DEFAULT_SILENCE_S
+from protocol.request_builder import choice_requests, generate_request, pack_token_ids, tokenize_params
 from protocol.shared_connection import SharedConnection
 from protocol.stream import OnProgress
 from protocol.streams import Choices, Stream

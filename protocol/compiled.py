@@ -48,12 +48,12 @@ def checksum() -> int | None:
 
 
 @cache
-def look(name: str) -> tuple[ModuleType | None, str]:
+def load_compiled(name: str) -> tuple[ModuleType | None, str]:
     """(one of MODULES or None, why not)."""
     if os.environ.get(SWITCH) == "0":
         return None, f"switched off by {SWITCH}=0"
     for needed in NEEDS.get(name, ()):
-        if why := look(needed)[1]:
+        if why := load_compiled(needed)[1]:
             return None, f"{needed}: {why}"
     try:
         module = import_module(name)
@@ -69,7 +69,7 @@ def look(name: str) -> tuple[ModuleType | None, str]:
 
 def find(name: str) -> ModuleType | None:
     """One of MODULES, if it can be used."""
-    return look(name)[0]
+    return load_compiled(name)[0]
 
 
 def loss() -> str | None:
@@ -77,7 +77,7 @@ def loss() -> str | None:
 
     pip hides what a build prints, so people learn of it here: from `modelctl --version` and `modelctl check`.
     """
-    why = next((why for name in MODULES if (why := look(name)[1])), None)
+    why = next((why for name in MODULES if (why := load_compiled(name)[1])), None)
     if why is None:
         return None
     remedy = (

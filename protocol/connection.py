@@ -21,11 +21,11 @@ import protocol
 from protocol.answers import CallState, Delta, StreamState, Touched
 from protocol.client_key import ClientKey
 from protocol.errors import ErrorCode, WireError
-from protocol.line import LINGER_MS, Line, Sockets
-from protocol.liveness import DEFAULT_SILENCE_S, Liveness, Verdict
+from protocol.liveness import DEFAULT_SILENCE_S, Liveness, PeerState
 from protocol.private_paths import check_runtime_dir
 from protocol.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint, ipc_path
 from protocol.session import ClientSession
+from protocol.transport import LINGER_MS, Sockets, Transport
 
 FIRST_PAUSE_S: Final = 0.05
 PROBE_LOOK_S: Final = 0.01
@@ -80,7 +80,7 @@ class Connection:
         self._key = key if key is None or isinstance(key, ClientKey) else ClientKey.load(key)
         self.session = ClientSession(f"modelctl-python/{protocol.__version__}")
         self.closed = False
-        self.line: Line | None = None
+        self.transport: Transport | None = None
         now = time.monotonic()
         self._pid = os.getpid()
         self._noted: deque[tuple[Callable[[StreamState], None], StreamState]] = deque()
@@ -91,7 +91,7 @@ class Connection:
         self._failure: str | None = None
         self._barred = False
         self._liveness = Liveness(silence, now)
-        self._look_at = now
+        self._check_at = now
         # a context of its own: nothing is shared with other users of zmq in this process
         self._sockets = Sockets()
         weakref.finalize(self, self._sockets.close).atexit = False
@@ -195,10 +195,10 @@ class Connection:
             self._send_noted()
             self.closed = True
             touched = self.session.lose("this client was closed")
-            if self.line is not None:
+            if self.transport is not None:
                 self._unwatch()
-                self._sockets.line = None
-                self.line.hang_up(LINGER_MS)
+                self._sockets.transport = None
+                self.transport.hang_up(LINGER_MS)
             self._changed(touched)
         self._sockets.close()
 
@@ -223,16 +223,16 @@ class Connection:
         touched: list[Touched] = []
         try:
             now = time.monotonic()
-            if self.line is None and now >= self._dial_at and self.session.broken is None:
+            if self.transport is None and now >= self._dial_at and self.session.broken is None:
                 self._dial(now, touched)
             while True:
                 self._do_noted()
-                if self.line is not None and not self.line.left:
-                    self._exchange(self.line, now, touched)
+                if self.transport is not None and not self.transport.left:
+                    self._exchange(self.transport, now, touched)
                 if not self._noted:  # a finalizer, while we were at it
                     break
-            if now >= self._look_at or self.session.welcome is None or self.session.broken is not None:
-                self._look_after(now, touched)
+            if now >= self._check_at or self.session.welcome is None or self.session.broken is not None:
+                self._check_deadlines(now, touched)
         except BaseException:
             # An interrupt (Ctrl-C) between taking a frame and applying it loses the frame, perhaps someone's last one.
             touched += self.session.lose("interrupted while reading from the supervisor")
@@ -247,11 +247,11 @@ class Connection:
             return None
         now = time.monotonic()
         if self.session.welcome is None:
-            at = self._give_up_at if self.line is not None else min(self._give_up_at, self._dial_at)
-            if self.line is not None and self.line.asks_who_listens:
+            at = self._give_up_at if self.transport is not None else min(self._give_up_at, self._dial_at)
+            if self.transport is not None and self.transport.asks_who_listens:
                 at = min(at, now + PROBE_LOOK_S)
         elif self.session.unfinished:
-            at = self._look_at
+            at = self._check_at
         else:
             return None
         return max(0.0, at - now)
@@ -262,7 +262,7 @@ class Connection:
 
     # ---- what the two kinds of connection do each in its way
 
-    def _watch(self, line: Line) -> None:
+    def _watch(self, transport: Transport) -> None:
         """There are new descriptors to wait on."""
 
     def _unwatch(self) -> None:
@@ -280,53 +280,55 @@ class Connection:
     def _dial(self, now: float, touched: list[Touched]) -> None:
         self._dials += 1
         try:
-            self.line = self._sockets.line = Line(self._sockets.context, self.endpoint, self.session.hello, self._key)
+            self.transport = self._sockets.transport = Transport(
+                self._sockets.context, self.endpoint, self.session.hello, self._key
+            )
         except zmq.ZMQError as e:  # no descriptors are left, mostly
             self._failed(f"cannot make a socket for {self.endpoint}: {e}", now, touched)
         else:
-            self._watch(self.line)
+            self._watch(self.transport)
 
     def _failed(self, reason: str, now: float, touched: list[Touched]) -> None:
         """The connection ended, or could not be made: it is tried again, or lost."""
-        line, session = self.line, self.session
-        refused, barred = line is not None and line.refused, line is not None and line.barred
-        again = self._redial or (line is not None and line.overdue)
+        transport, session = self.transport, self.session
+        refused, barred = transport is not None and transport.refused, transport is not None and transport.barred
+        again = self._redial or (transport is not None and transport.overdue)
         if not again or refused or session.welcome is not None or session.broken is not None:
             touched += session.bar(reason) if barred else session.lose(reason)
             return
-        if line is not None:
+        if transport is not None:
             self._unwatch()
-            line.hang_up(0)
-        self.line = self._sockets.line = None
+            transport.hang_up(0)
+        self.transport = self._sockets.transport = None
         self._failure, self._barred = reason, barred
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._dials - 1))
         self._dial_at = now + pause * random.uniform(0.5, 1)
 
-    def _exchange(self, line: Line, now: float, touched: list[Touched]) -> None:
+    def _exchange(self, transport: Transport, now: float, touched: list[Touched]) -> None:
         # The monitor is read before the socket: when it tells of the end, all that came before the end is still
         # readable, and a terminal event among it must not turn into a lost connection.
-        end = line.read_monitor(self.session.goaway)
+        end = transport.read_monitor(self.session.goaway)
         while True:
             # Frames of another user's listener are not even read: its WELCOME would release the waiting requests.
-            if line.trusted:
-                if self._receive_all(line, touched):
+            if transport.trusted:
+                if self._receive_all(transport, touched):
                     self._liveness.heard(now)
-                self._send_all(line)
+                self._send_all(transport)
             # Sending can consume the edge of the socket's file descriptor that tells of new input, so whoever waits
             # on the descriptor next would never wake up: look again. The socket is asked before the listener is
             # trusted, too: the descriptor of a socket that is not asked stays readable, and the waiting would spin.
-            if not line.has_input or not line.trusted:
+            if not transport.has_input or not transport.trusted:
                 break
         if end is not None:
             self._failed(end, now, touched)
 
-    def _look_after(self, now: float, touched: list[Touched]) -> None:
+    def _check_deadlines(self, now: float, touched: list[Touched]) -> None:
         """What is due though nothing happened."""
         session, liveness = self.session, self._liveness
-        self._look_at = now + liveness.step
+        self._check_at = now + liveness.step
         if session.broken is None and session.welcome is None and now >= self._give_up_at:
             # The last try may have begun just now: unless somebody took the call, the one before it tells more.
-            taken = self.line is not None and self.line.connected
+            taken = self.transport is not None and self.transport.connected
             silent = f"the supervisor at {self.endpoint} did not answer within {self._patience:.3g} s"
             if not taken and ipc_path(self.endpoint) is None:
                 silent = (
@@ -336,21 +338,21 @@ class Connection:
             why = silent if taken or self._failure is None else self._failure
             touched += session.bar(why) if self._barred and why is self._failure else session.lose(why)
         elif session.broken is None and session.welcome is not None:
-            verdict = liveness.look(now, waiting=session.unfinished)
-            if verdict is Verdict.ASK:
+            peer = liveness.check(now, waiting=session.unfinished)
+            if peer is PeerState.ASK:
                 session.ping()
-                if self.line is not None:
-                    self._send_all(self.line)
-            elif verdict is Verdict.LOST:
+                if self.transport is not None:
+                    self._send_all(self.transport)
+            elif peer is PeerState.LOST:
                 told = f"the supervisor has not answered for {liveness.silence:.3g} s: it hangs, or is stopped"
                 touched += session.lose(f"{told} ({self.endpoint})")
         if session.broken is not None:
             self._leave_endpoint()
 
     def _leave_endpoint(self) -> None:
-        if self.line is not None and not self.line.left:
+        if self.transport is not None and not self.transport.left:
             self._unwatch()
-            self.line.leave()
+            self.transport.leave()
 
     def _do_noted(self) -> None:
         while self._noted:
@@ -359,12 +361,12 @@ class Connection:
 
     def _send_noted(self) -> None:
         self._do_noted()
-        if self.line is not None and not self.line.left:
-            self._send_all(self.line)
+        if self.transport is not None and not self.transport.left:
+            self._send_all(self.transport)
 
-    def _receive_all(self, line: Line, touched: list[Touched]) -> int:
+    def _receive_all(self, transport: Transport, touched: list[Touched]) -> int:
         """How many frames there were."""
-        receive, take_in, frames = line.socket.recv, self.session.receive, 0
+        receive, take_in, frames = transport.socket.recv, self.session.receive, 0
         while True:
             try:
                 frame = receive(zmq.NOBLOCK)
@@ -373,13 +375,13 @@ class Connection:
             frames += 1
             touched += take_in(frame)
 
-    def _send_all(self, line: Line) -> None:
+    def _send_all(self, transport: Transport) -> None:
         outbox = self.session.outbox
         if self.session.welcome is None:
             return
         while outbox:
             try:
-                line.socket.send(outbox[0], zmq.NOBLOCK)
+                transport.socket.send(outbox[0], zmq.NOBLOCK)
             except zmq.Again:
                 # the supervisor is behind in reading: the next pump goes on here
                 return

@@ -10,7 +10,7 @@ from typing import Final
 DEFAULT_SILENCE_S: Final = 15.0
 
 
-class Verdict(Enum):
+class PeerState(Enum):
     ALIVE = "alive"
     ASK = "ask"
     """Nothing was heard for long: send PING."""
@@ -22,7 +22,7 @@ class Liveness:
     """Asks after a third of ``silence``, gives up after all of it.
 
     silence  seconds
-    step     seconds; ``look`` wants to be called this often while something is awaited
+    step     seconds; ``check`` wants to be called this often while something is awaited
     """
 
     def __init__(self, silence: float, now: float) -> None:
@@ -35,17 +35,17 @@ class Liveness:
         """Something came, whatever it was."""
         self._heard, self._asked = now, None
 
-    def look(self, now: float, *, waiting: bool) -> Verdict:
+    def check(self, now: float, *, waiting: bool) -> PeerState:
         """waiting  whether anything is awaited; if not, silence is no sign of anything."""
         away, self._looked = now - self._looked > 3 * self.step, now
         if away or not waiting:
             # Nobody looked for a while (the program did something else, or was stopped itself), so what came meanwhile
             # may not have reached us yet: the time begins anew.
             self.heard(now)
-            return Verdict.ALIVE
+            return PeerState.ALIVE
         if self._asked is None:
             if now - self._heard < self.silence / 3:
-                return Verdict.ALIVE
+                return PeerState.ALIVE
             self._asked = now
-            return Verdict.ASK
-        return Verdict.LOST if now - self._asked >= self.silence * 2 / 3 else Verdict.ALIVE
+            return PeerState.ASK
+        return PeerState.LOST if now - self._asked >= self.silence * 2 / 3 else PeerState.ALIVE

@@ -8,7 +8,7 @@ from typing import Any
 
 from protocol.answers import Touched
 from protocol.connection import Connection
-from protocol.line import Line
+from protocol.transport import Transport
 
 _WELCOME = 0
 """What waits for the greeting, among the ids of requests and calls (which begin at 1)."""
@@ -85,8 +85,8 @@ class LoopConnection(Connection):
         self._timer = None
         self.pump()
 
-    def _watch(self, line: Line) -> None:
-        self._descriptors = line.descriptors
+    def _watch(self, transport: Transport) -> None:
+        self._descriptors = transport.descriptors
         for descriptor in self._descriptors:
             self._loop.add_reader(descriptor, self.pump)
 

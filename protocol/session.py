@@ -9,7 +9,6 @@ from typing import Any
 
 from protocol import limits
 from protocol.answers import CallState, Delta, StreamState, Touched, read_logprobs, read_report
-from protocol.asking import pack_fields
 from protocol.codec import check_size, decode, encode, pack_body, split_events, unpack_body, unpack_event
 from protocol.errors import ConnectionLost, ErrorCode, FrameError, WireError
 from protocol.messages import (
@@ -33,6 +32,7 @@ from protocol.messages import (
     Report,
     Welcome,
 )
+from protocol.request_builder import pack_fields
 
 
 class ClientSession:

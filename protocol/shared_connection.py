@@ -14,7 +14,7 @@ from typing import Any
 
 from protocol.answers import StreamState, Touched
 from protocol.connection import Connection, check_welcomed
-from protocol.line import Line
+from protocol.transport import Transport
 
 _LONGEST_WAIT_S = 1.0
 """After which a waiting thread looks for itself, whatever it was told."""
@@ -140,10 +140,10 @@ class SharedConnection(Connection):
             self._nudged = True
             os.eventfd_write(self._wakeup, 1)
 
-    def _watch(self, line: Line) -> None:
+    def _watch(self, transport: Transport) -> None:
         # A new one: a thread may be waiting with the old one.
         self._poller = select.poll()
-        for descriptor in (*line.descriptors, self._wakeup):
+        for descriptor in (*transport.descriptors, self._wakeup):
             self._poller.register(descriptor, select.POLLIN)
 
     def _unwatch(self) -> None:
@@ -176,7 +176,12 @@ class SharedConnection(Connection):
 
     def _nudge_for_input(self) -> None:
         """Sending may have consumed the edge that would have told the polling thread of input."""
-        if self._polling is not None and self.line is not None and not self.line.left and self.line.has_input:
+        if (
+            self._polling is not None
+            and self.transport is not None
+            and not self.transport.left
+            and self.transport.has_input
+        ):
             self._nudge()
 
 

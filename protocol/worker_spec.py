@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.beat import DEFAULT_LEASES, Leases
+from protocol.progress_lease import DEFAULT_LEASES, Leases
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class WorkerSpec:
     sampling        what requests leave out: ``sampling_defaults.DEFAULTS``, as ``check_sampling`` passed it
     limits          what requests may not exceed: ``sampling_defaults.LIMITS``, as ``check_limits`` passed it
     cpus            numbers of the CPUs that it keeps to, those next to its GPUs; empty for all
-    leases          how long it may go without a beat, by what it is doing
+    leases          how long it may go without a heartbeat, by what it is doing
     name            the worker's name for people, such as "letters:2"; empty means the model's name
     """
 

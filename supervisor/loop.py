@@ -17,7 +17,7 @@ import zmq
 
 from protocol import __version__, limits
 from protocol.codec import decode, decode_events, encode, is_events, pack_body, unpack_body
-from protocol.compiled import look
+from protocol.compiled import load_compiled
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import (
     QUESTION_VERBS,
@@ -177,7 +177,7 @@ class Supervisor:
             self._runtime.path,
         )
         if not self._back.relays:
-            self._log.warning("tokens are forwarded by Python, which takes longer: %s", look(RELAY)[1])
+            self._log.warning("tokens are forwarded by Python, which takes longer: %s", load_compiled(RELAY)[1])
         self._launcher.sweep(self.fleet.vram.holders())
         self.fleet.vram.serves()
         self.demand.begin()
@@ -262,7 +262,7 @@ class Supervisor:
             "shutting_down": self.shutting_down,
             "turnovers": self.reloads.turnover.describe(),
             "held_bytes": self.scheduler.held_bytes,
-            "forwarding": "compiled" if self._back.relays else f"Python ({look(RELAY)[1]})",
+            "forwarding": "compiled" if self._back.relays else f"Python ({load_compiled(RELAY)[1]})",
             "connections": len(self._front.channels()) + len(self._admin.channels()),
             "tcp": None if self._gate is None else self._gate.describe(),
             "counters": {

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import setuptools
 
-from protocol.compiled import MODULES, SWITCH, look
+from protocol.compiled import MODULES, SWITCH, load_compiled
 from tests.installing import tracked_copy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,7 +81,7 @@ def test_what_can_be_compiled_is_here_and_in_the_wheel(wheel: Path) -> None:
         pytest.skip("no compiler, or no Python.h: what can be compiled is not")
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in MODULES:
-        assert look(name)[1] == "", name
+        assert load_compiled(name)[1] == "", name
         assert names & {name.replace(".", "/") + ending for ending in EXTENSION_SUFFIXES}, name
 
 

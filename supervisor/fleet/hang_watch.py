@@ -1,4 +1,4 @@
-"""The watch over all workers: reads their beats, asks a hung one for its stacks, and has it killed. See ``watch``."""
+"""The watch over all workers: reads their heartbeats, asks a hung one for its stacks, and has it killed. See ``watch``."""
 
 import logging
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class HangWatch:
         passed = self._looks.passed(now)
         for replica in replicas:
             process = replica.process
-            if process is None or (reading := process.beat()) is None:
+            if process is None or (reading := process.read_lease()) is None:
                 replica.watched = None  # nothing there, or started in a way that does not show
                 continue
             if replica.watched is None:  # a new process

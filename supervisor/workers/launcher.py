@@ -7,7 +7,7 @@ health, restarts, draining and routing never ask which one it is.
 from collections.abc import Mapping
 from typing import Protocol
 
-from protocol.beat import Reading
+from protocol.progress_lease import Reading
 from protocol.worker_spec import WorkerSpec
 
 
@@ -24,11 +24,11 @@ class Launched(Protocol):
     def signal(self, number: int) -> None:
         """Signal the worker and everything that it has started."""
 
-    def beat(self) -> Reading | None:
-        """What its page of ``protocol.beat`` holds; None if it was started in a way that does not show that."""
+    def read_lease(self) -> Reading | None:
+        """What its page of ``protocol.progress_lease`` holds; None if it was started in a way that does not show that."""
 
     def dump_stacks(self) -> None:
-        """Ask it, not what it has started, for the stacks of all threads, in its log. Only for one that has beaten."""
+        """Ask it, not what it has started, for the stacks of all threads, in its log. Only for one that has renewed its lease once."""
 
     def condition(self) -> str:
         """What the system says of it, for people: "it is stopped (SIGSTOP)"."""

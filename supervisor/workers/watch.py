@@ -1,4 +1,4 @@
-"""Whether a worker gets on or hangs, decided from its beats (``protocol.beat``). Pure: time comes in as an argument.
+"""Whether a worker gets on or hangs, decided from its heartbeats (``protocol.progress_lease``). Pure: time comes in as an argument.
 
 Time is counted in looks. Each look counts what has passed since the one before, but at most twice the interval at which
 looks are meant to come: while the supervisor itself was stopped, or the machine suspended, workers may have been so
@@ -11,7 +11,7 @@ a moment later it is killed, unless it has gone on meanwhile.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from protocol.beat import Phase, Reading
+from protocol.progress_lease import Reading, WorkerPhase
 
 LOOK_S = 0.1
 """Between looks at all workers."""
@@ -19,10 +19,10 @@ DUMP_S = 1.0
 """How long a hung worker is given to write its stacks before it is killed. Writing them takes a millisecond of
 processor time. On a machine whose cores were all taken, a worker did not get that within 0.3 s."""
 _DOING = {
-    Phase.STARTING: "before it came up",
-    Phase.LOADING: "while loading",
-    Phase.IDLE: "while idle",
-    Phase.STEP: "in a step",
+    WorkerPhase.STARTING: "before it came up",
+    WorkerPhase.LOADING: "while loading",
+    WorkerPhase.IDLE: "while idle",
+    WorkerPhase.STEP: "in a step",
 }
 
 
@@ -79,7 +79,7 @@ class Watched:
     @property
     def can_tell(self) -> bool:
         """Whether it has come far enough to write its stacks when asked; before, being asked ends it."""
-        return self.reading.phase is not Phase.STARTING
+        return self.reading.phase is not WorkerPhase.STARTING
 
     def story(self) -> str:
         """What is wrong with a hung one, for people."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from model_worker import entry
-from protocol.beat import Reading, WatchedPage
+from protocol.progress_lease import Reading, WatchedPage
 from protocol.worker_spec import WorkerSpec
 from supervisor.workers.guard import kill_group
 
@@ -80,7 +80,7 @@ class WorkerProcess:
         """Signal the worker and everything in its group. Harmless once it is gone."""
         kill_group(self.pid, number)
 
-    def beat(self) -> Reading:
+    def read_lease(self) -> Reading:
         return self._page.read()
 
     def dump_stacks(self) -> None:

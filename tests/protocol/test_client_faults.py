@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from modelctl import Client
-from protocol import line
+from protocol import transport
 from protocol.codec import encode, pack_body, pack_error
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import Call, Cancel, Error, Events, Generate, Hello, Message, Reply, Welcome
@@ -74,7 +74,7 @@ def test_a_killed_supervisor_ends_every_request_once_and_at_once(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client must see the end of the connection itself: the heartbeats are an hour apart here."""
-    monkeypatch.setattr(line, "IPC_HEARTBEAT_MS", (3_600_000, 3_600_000, 3_600_000))
+    monkeypatch.setattr(transport, "IPC_HEARTBEAT_MS", (3_600_000, 3_600_000, 3_600_000))
     with peer_process(runtime_dir / "front") as process, Client(runtime_dir=runtime_dir) as client:
         streams = [client.generate("letters", str(i)) for i in range(3)]
         for stream in streams:
@@ -107,9 +107,9 @@ def test_an_answer_that_is_complete_is_no_loss(runtime_dir: Path) -> None:
         stream = client.generate("letters", "x")
         peer.wait_for(Generate)
         peer.stop()
-        line = client._connection.line
-        assert line is not None
-        while line.monitor.poll(1000) == 0:
+        transport = client._connection.line
+        assert transport is not None
+        while transport.monitor.poll(1000) == 0:
             pass
         assert stream.complete().text == "abc"
         with pytest.raises(ConnectionLost):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocol import compiled
-from protocol.compiled import MODULES, SWITCH, look
+from protocol.compiled import MODULES, SWITCH, load_compiled
 
 
 @pytest.fixture
@@ -24,21 +24,21 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any
 
         monkeypatch.setattr(compiled, "import_module", import_module)
         monkeypatch.setattr(compiled, "checksum", lambda: 7)
-        look.cache_clear()
+        load_compiled.cache_clear()
 
     yield put
-    look.cache_clear()
+    load_compiled.cache_clear()
 
 
 def used() -> set[str]:
-    return {name for name in MODULES if look(name)[0] is not None}
+    return {name for name in MODULES if load_compiled(name)[0] is not None}
 
 
 def test_nothing_is_used_of_which_a_part_is_of_another_build(imports: Callable[[dict[str, Any]], None]) -> None:
     """The relay writes to fields of ``Usual``, whose places another build has elsewhere."""
     imports({"supervisor.requests.usual_events": SimpleNamespace(SOURCES=6)})
     assert used() == {"protocol.libzmq", "model_worker.outbox"}
-    assert "usual_events" in look("supervisor.ports.relay")[1]
+    assert "usual_events" in load_compiled("supervisor.ports.relay")[1]
     imports({"protocol.libzmq": SimpleNamespace(SOURCES=6)})
     assert used() == {"supervisor.requests.usual_events"}
     imports({})
@@ -52,4 +52,4 @@ def test_what_does_not_fit_what_it_needs_is_not_used(
     """An old relay beside new modules: Cython finds out while it is imported, and that must not end the process."""
     imports({"supervisor.ports.relay": raised})
     assert used() == set(MODULES) - {"supervisor.ports.relay"}
-    assert str(raised) in look("supervisor.ports.relay")[1]
+    assert str(raised) in load_compiled("supervisor.ports.relay")[1]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from modelctl import AsyncClient, Client
 from protocol.errors import ConnectionLost
-from protocol.liveness import Liveness, Verdict
+from protocol.liveness import Liveness, PeerState
 from protocol.messages import Cancel, Generate, Message, Ping
 from tests.protocol.scripted_peer import (
     DEADLINE_S,
@@ -33,40 +33,40 @@ Wait = Callable[[Path], None]
 # ---- the judge
 
 
-def watch(liveness: Liveness, start: float, end: float, *, waiting: bool = True) -> list[tuple[float, Verdict]]:
+def watch(liveness: Liveness, start: float, end: float, *, waiting: bool = True) -> list[tuple[float, PeerState]]:
     """What it says that is not ALIVE, looked at ten times a second."""
-    told: list[tuple[float, Verdict]] = []
+    told: list[tuple[float, PeerState]] = []
     for tenth in range(round(start * 10), round(end * 10) + 1):
-        verdict = liveness.look(tenth / 10, waiting=waiting)
-        if verdict is not Verdict.ALIVE:
-            told.append((tenth / 10, verdict))
-            if verdict is Verdict.LOST:
+        state = liveness.check(tenth / 10, waiting=waiting)
+        if state is not PeerState.ALIVE:
+            told.append((tenth / 10, state))
+            if state is PeerState.LOST:
                 break
     return told
 
 
 def test_it_asks_after_a_third_and_gives_up_after_all() -> None:
-    assert watch(Liveness(15.0, 0.0), 0, 30) == [(5.0, Verdict.ASK), (15.0, Verdict.LOST)]
+    assert watch(Liveness(15.0, 0.0), 0, 30) == [(5.0, PeerState.ASK), (15.0, PeerState.LOST)]
 
 
 def test_any_sign_of_life_begins_anew() -> None:
     liveness = Liveness(15.0, 0.0)
-    assert watch(liveness, 0, 12) == [(5.0, Verdict.ASK)]
+    assert watch(liveness, 0, 12) == [(5.0, PeerState.ASK)]
     liveness.heard(12.0)
-    assert watch(liveness, 12, 40) == [(17.0, Verdict.ASK), (27.0, Verdict.LOST)]
+    assert watch(liveness, 12, 40) == [(17.0, PeerState.ASK), (27.0, PeerState.LOST)]
 
 
 def test_silence_is_nothing_while_nothing_is_awaited() -> None:
     liveness = Liveness(15.0, 0.0)
     assert watch(liveness, 0, 100, waiting=False) == []
-    assert watch(liveness, 100, 130) == [(105.0, Verdict.ASK), (115.0, Verdict.LOST)]
+    assert watch(liveness, 100, 130) == [(105.0, PeerState.ASK), (115.0, PeerState.LOST)]
 
 
 def test_who_did_not_look_cannot_tell() -> None:
     """The program did something else for a minute: what came meanwhile may not have been taken in yet."""
     liveness = Liveness(15.0, 0.0)
-    assert watch(liveness, 0, 9) == [(5.0, Verdict.ASK)]
-    assert watch(liveness, 69, 100) == [(74.0, Verdict.ASK), (84.0, Verdict.LOST)]
+    assert watch(liveness, 0, 9) == [(5.0, PeerState.ASK)]
+    assert watch(liveness, 69, 100) == [(74.0, PeerState.ASK), (84.0, PeerState.LOST)]
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.booleans(), st.booleans()), max_size=60))
@@ -79,10 +79,10 @@ def test_it_never_gives_up_unasked_nor_sooner_than_two_thirds_after_asking(
         if heard:
             liveness.heard(now)
             asked_at = None
-        verdict = liveness.look(now, waiting=waiting)
-        if verdict is Verdict.ASK:
+        state = liveness.check(now, waiting=waiting)
+        if state is PeerState.ASK:
             asked_at = now
-        elif verdict is Verdict.LOST:
+        elif state is PeerState.LOST:
             assert asked_at is not None
             assert waiting
             assert not heard

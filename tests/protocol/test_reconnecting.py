@@ -130,7 +130,7 @@ def test_a_try_that_begins_as_the_time_ends_does_not_hide_why_the_others_failed(
     try:
         wait_until(lambda: bool(shared.pump() or shared._failure), "the first try to fail")
         shared._dial(shared._give_up_at, [])  # the last one, that nothing is known of yet
-        shared._look_after(shared._give_up_at, [])
+        shared._check_deadlines(shared._give_up_at, [])
         with pytest.raises(ConnectionLost, match="no supervisor is running here"):
             shared.wait_welcome()
     finally:

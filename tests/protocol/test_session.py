@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.answers import CallState, StreamState
-from protocol.asking import generate_request
 from protocol.codec import decode, encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Cancel, Credit, Reply, Welcome
 from protocol.request import parse_generate
+from protocol.request_builder import generate_request
 from protocol.session import ClientSession
 from tests.protocol.scripted_peer import Event, delta, events, failed, finished
 

@@ -19,10 +19,10 @@ from model_worker.engine import Delta, EngineEvent, Failed, Finished, Prefilling
 from model_worker.link import MAX_FRAME_BYTES, MAX_FRAME_EVENTS
 from model_worker.loop import WorkerLoop, _Tracked
 from model_worker.sending import Outbox, PlainOutbox
-from protocol.beat import Beat
 from protocol.codec import decode_events, is_events, split_events, unpack_event
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import EventEntry, Message
+from protocol.progress_lease import ProgressLease
 from protocol.socket_calls import has_input, plain_has_input
 from protocol.worker_spec import EngineSpec
 from tests.compiled_roads import needs_compiled
@@ -34,9 +34,9 @@ OWN_IDS = {1: (1, 1), 2: (1, 2), 3: (300, 2**32), 4: (MOST, MOST), 5: (0, 1)}
 """(channel, request) of the engine's jobs, by their numbers. The first never ends."""
 
 
-def beats(beat: Beat) -> int:
+def beats(lease: ProgressLease) -> int:
     """So far."""
-    return beat.words[0] >> 32
+    return lease.words[0] >> 32
 
 
 class Scripted(DeterministicEngine):
@@ -66,9 +66,9 @@ class Road:
         self.reader.bind("inproc://road")
         self.socket.connect("inproc://road")
         self.outbox = kind(self.socket, MOST, most_events, most_bytes)
-        self.engine, self.beat = Scripted(), Beat()
+        self.engine, self.lease = Scripted(), ProgressLease()
         self.steps, self.take, self.queue = self.outbox.steps, self.outbox.take, self.outbox.queue
-        self.loop = WorkerLoop(self.engine, self, beat=self.beat)  # type: ignore[arg-type]
+        self.loop = WorkerLoop(self.engine, self, lease=self.lease)  # type: ignore[arg-type]
         self.loop._stats_due = float("inf")
         self.told: list[tuple[int, ...]] = []
         for number, (channel, request) in OWN_IDS.items():
@@ -117,7 +117,7 @@ class Road:
     @property
     def state(self) -> Any:
         jobs = {number: (job.seq, job.tokens) for number, job in self.loop._jobs.items()}
-        return jobs, self.loop._job_ids, self.outbox.unsent, self.engine.steps, beats(self.beat), self.told
+        return jobs, self.loop._job_ids, self.outbox.unsent, self.engine.steps, beats(self.lease), self.told
 
 
 class Id(IntEnum):
@@ -230,7 +230,7 @@ def test_a_stretch_of_steps_ends_with_what_is_not_usual_with_input_and_in_time()
         usual: list[EngineEvent] = [Delta(1, (7,), "x"), Delta(5, (), "")]
         road.engine.script = [list(usual) for _ in range(50)] + [[*usual, Prefilling(2, 1, 2), *usual]]
         road.loop._turn()
-        assert (road.engine.steps, beats(road.beat)) == (51, 51)
+        assert (road.engine.steps, beats(road.lease)) == (51, 51)
         assert road.told == [(1, 2, 1, 2)]
         frames = road.read(100)
         entries = [entry for frame in frames for entry in decode_events(frame).index]
@@ -242,7 +242,7 @@ def test_a_stretch_of_steps_ends_with_what_is_not_usual_with_input_and_in_time()
                 road.reader.send(b"")
             return list(usual)
 
-        jobs, steps = road.loop._jobs, partial(road.outbox.steps, endless, road.beat)
+        jobs, steps = road.loop._jobs, partial(road.outbox.steps, endless, road.lease)
         deadline = time.monotonic() + 30
         assert steps(jobs, deadline) == (usual, 2)
         assert road.engine.steps >= 1000
@@ -255,7 +255,7 @@ def test_a_stretch_of_steps_ends_with_what_is_not_usual_with_input_and_in_time()
         before = road.engine.steps
         steps(jobs, 0.0)
         assert road.engine.steps == before + 1
-        assert beats(road.beat) == road.engine.steps
+        assert beats(road.lease) == road.engine.steps
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_what_ends_the_process_does_so_on_either_road(event: Any, error: type[Ex
 def test_events_need_not_be_a_list(events: Any) -> None:
     for kind in (Outbox, PlainOutbox):
         with Road(kind, 10, 1000) as road:
-            assert road.outbox.steps(lambda: events, road.beat, road.loop._jobs, 0.0) == (events, 0)
+            assert road.outbox.steps(lambda: events, road.lease, road.loop._jobs, 0.0) == (events, 0)
 
 
 def test_misuse_is_refused() -> None:
@@ -348,7 +348,7 @@ def test_misuse_is_refused() -> None:
             with pytest.raises((ValueError, OverflowError)):
                 wrong()
         with pytest.raises(TypeError):
-            road.outbox.steps(lambda: None, road.beat, road.loop._jobs, 0.0)
+            road.outbox.steps(lambda: None, road.lease, road.loop._jobs, 0.0)
         assert road.rest() == []
 
 

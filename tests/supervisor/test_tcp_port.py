@@ -16,9 +16,9 @@ import zmq
 
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, WireError
-from protocol.line import Line
 from protocol.messages import Call, Hello, Ping, Pong, Welcome
 from protocol.socket_calls import send_to
+from protocol.transport import Transport
 from supervisor.keys.rights import Right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore
@@ -99,7 +99,7 @@ def test_over_ipv6(tmp_path: Path, address: str) -> None:
         pytest.skip("there is no IPv6 here")
     host = TcpHost(tmp_path, address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    line = Line(context, f"tcp://[::1]:{host.number}", encode(Hello(pack_body({}))), host.key)
+    line = Transport(context, f"tcp://[::1]:{host.number}", encode(Hello(pack_body({}))), host.key)
     wait_until(lambda: host.turn() and line.read_monitor(None) is None and line.has_input)
     (connection,) = host.port.connections()
     host.port.cut(connection, WireError(ErrorCode.UNAUTHORIZED, "its descriptor is found there, too"))
@@ -308,7 +308,7 @@ def test_a_key_that_connects_too_often_is_told_so_and_keeps_nobody_out(
     other_key = host.store.add("b", frozenset({Right.INFER}), host.store.directory.parent / "b.key")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with host.greet() as first, host.greet() as second:
-        line = Line(context, host.endpoint, encode(Hello(pack_body({}))), host.key)
+        line = Transport(context, host.endpoint, encode(Hello(pack_body({}))), host.key)
         why = wait_until(lambda: host.turn() and line.read_monitor(None))
         assert "key 'a' has connected too often" in why
         assert not line.refused

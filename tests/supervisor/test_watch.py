@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.beat import MAX_LEASE_S, Beat, Leases, Phase, Reading, WatchedPage, read_word
+from protocol.progress_lease import MAX_LEASE_S, Leases, ProgressLease, Reading, WatchedPage, WorkerPhase, read_word
 from supervisor.workers.watch import DUMP_S, LOOK_S, Looks, Verdict, Watched
 
 LEASES = Leases(start_s=4.0, load_s=3.0, idle_s=1.0, step_s=2.0)
 
 
-def reading(count: int, lease_s: float = 2.0, phase: Phase = Phase.STEP) -> Reading:
+def reading(count: int, lease_s: float = 2.0, phase: WorkerPhase = WorkerPhase.STEP) -> Reading:
     return read_word(count << 32 | phase << 28 | round(lease_s * 1000))
 
 
@@ -52,11 +52,11 @@ def test_each_beat_counts_also_when_phase_and_lease_stay() -> None:
 
 
 def test_a_lease_is_that_of_the_last_reading() -> None:
-    watched = Watched(reading(1, 1.0, Phase.IDLE))
-    assert watched.look(reading(2, 300.0, Phase.LOADING), LOOK_S) is Verdict.FINE
-    assert set(looks_at(watched, reading(2, 300.0, Phase.LOADING), 299.0)) == {Verdict.FINE}
-    assert not Watched(reading(0, 1.0, Phase.STARTING)).can_tell
-    assert Watched(reading(0, 1.0, Phase.LOADING)).can_tell
+    watched = Watched(reading(1, 1.0, WorkerPhase.IDLE))
+    assert watched.look(reading(2, 300.0, WorkerPhase.LOADING), LOOK_S) is Verdict.FINE
+    assert set(looks_at(watched, reading(2, 300.0, WorkerPhase.LOADING), 299.0)) == {Verdict.FINE}
+    assert not Watched(reading(0, 1.0, WorkerPhase.STARTING)).can_tell
+    assert Watched(reading(0, 1.0, WorkerPhase.LOADING)).can_tell
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=200))
@@ -110,13 +110,13 @@ def test_never_before_the_lease_is_over_and_always_within_two_seconds_of_it(data
 
 def test_a_page_shows_what_the_worker_wrote() -> None:
     page = WatchedPage(LEASES.start_s)
-    assert (page.read().phase, page.read().lease_s) == (Phase.STARTING, 4.0)
-    beat = Beat(LEASES, os.dup(page.descriptor))
+    assert (page.read().phase, page.read().lease_s) == (WorkerPhase.STARTING, 4.0)
+    progress = ProgressLease(LEASES, os.dup(page.descriptor))
     found = [page.read()]
     for write, phase, lease in (
-        (beat.loading, Phase.LOADING, 3.0),
-        (beat.idle, Phase.IDLE, 1.0),
-        (beat.step, Phase.STEP, 2.0),
+        (progress.loading, WorkerPhase.LOADING, 3.0),
+        (progress.idle, WorkerPhase.IDLE, 1.0),
+        (progress.step, WorkerPhase.STEP, 2.0),
     ):
         for _ in range(3):
             write()
@@ -128,11 +128,11 @@ def test_a_page_shows_what_the_worker_wrote() -> None:
 
 def test_the_count_wraps_around() -> None:
     page = WatchedPage(1.0)
-    beat = Beat(LEASES, os.dup(page.descriptor))
-    beat.words[0] = (2**32 - 2) << 32
+    progress = ProgressLease(LEASES, os.dup(page.descriptor))
+    progress.words[0] = (2**32 - 2) << 32
     words = []
     for _ in range(4):
-        beat.step()
+        progress.step()
         words.append(page.read().word)
     assert [word >> 32 for word in words] == [2**32 - 1, 0, 1, 2]
     assert all(read_word(word).lease_s == 2.0 for word in words)
@@ -146,7 +146,7 @@ def test_a_worker_cannot_take_the_page_away() -> None:
             os.ftruncate(page.descriptor, size)
     page.handed_over()
     page.handed_over()
-    assert page.read().phase is Phase.STARTING
+    assert page.read().phase is WorkerPhase.STARTING
     page.close()
 
 
@@ -164,7 +164,7 @@ def test_leases_that_a_word_cannot_hold_are_refused() -> None:
     assert MAX_LEASE_S * 1000 < 2**28
     for wrong in (0.0, -1.0, MAX_LEASE_S + 1, float("nan")):
         with pytest.raises(ValueError, match="lease"):
-            Beat(Leases(step_s=wrong))
+            ProgressLease(Leases(step_s=wrong))
 
 
 def test_a_page_leaves_no_descriptor_behind_and_needs_none_of_the_workers_children() -> None:
@@ -172,11 +172,11 @@ def test_a_page_leaves_no_descriptor_behind_and_needs_none_of_the_workers_childr
     page = WatchedPage(1.0)
     theirs = os.dup(page.descriptor)
     os.set_inheritable(theirs, True)
-    beat = Beat(LEASES, theirs)
+    progress = ProgressLease(LEASES, theirs)
     listing = "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if int(n) > 2])"
     seen = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, close_fds=False).stdout
     assert "beat" not in seen
-    beat.words.release()
-    del beat
+    progress.words.release()
+    del progress
     page.close()
     assert set(os.listdir("/proc/self/fd")) == before

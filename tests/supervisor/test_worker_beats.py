@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from model_worker.loop import WorkerLoop
-from protocol.beat import Beat, Leases, Phase, Reading, WatchedPage
 from protocol.codec import pack_body
 from protocol.messages import TERMINAL, Ask, JobMessage, Message
+from protocol.progress_lease import Leases, ProgressLease, Reading, WatchedPage, WorkerPhase
 from tests.supervisor.test_worker_loop import ScriptedLink, engine, job
 
 LEASES = Leases(start_s=4.0, load_s=3.0, idle_s=1.0, step_s=2.0)
@@ -42,14 +42,14 @@ def test_every_step_and_every_message_has_a_beat_of_its_own(page: WatchedPage, m
     link = Link(
         [job(1, 1), job(1, 2), chat, *asked], done=lambda link: any(e.flags & TERMINAL for e, _ in link.of(1, 3))
     )
-    WorkerLoop(model, link, beat=Beat(LEASES, os.dup(page.descriptor))).run()  # type: ignore[arg-type]
+    WorkerLoop(model, link, lease=ProgressLease(LEASES, os.dup(page.descriptor))).run()  # type: ignore[arg-type]
     page.close()
 
     assert {name for name, _ in found} == {"wait", "look", "step", "encode", "encode_rendered"}
     for name, reading in found:
         if name == "wait":
-            assert (reading.phase, reading.lease_s) == (Phase.IDLE, LEASES.idle_s)
+            assert (reading.phase, reading.lease_s) == (WorkerPhase.IDLE, LEASES.idle_s)
         elif name != "look":
-            assert (reading.phase, reading.lease_s) == (Phase.STEP, LEASES.step_s)
+            assert (reading.phase, reading.lease_s) == (WorkerPhase.STEP, LEASES.step_s)
     words = [reading.word for name, reading in found if name != "look"]
     assert len(set(words)) == len(words)

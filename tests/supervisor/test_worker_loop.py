@@ -10,9 +10,9 @@ import pytest
 
 from model_worker.engine import Capabilities, Delta, EngineEvent, Finished, Job, TokenLogprob
 from model_worker.loop import SLACK_JOBS, WorkerLoop
-from protocol.beat import Beat
 from protocol.codec import pack_body, unpack_body, unpack_event
 from protocol.messages import TERMINAL, CancelJob, EventEntry, EventFlag, JobMessage, Message, Shutdown
+from protocol.progress_lease import ProgressLease
 from protocol.request import GenerateRequest
 from protocol.worker_spec import EngineSpec
 from tests.deterministic_engine import DeterministicEngine, answer
@@ -54,9 +54,9 @@ class ScriptedLink:
         self.events.append((channel, entry, fields, ids))
 
     def steps(
-        self, step: Callable[[], list[EngineEvent]], beat: Beat, jobs: object, until: float
+        self, step: Callable[[], list[EngineEvent]], lease: ProgressLease, jobs: object, until: float
     ) -> tuple[list[EngineEvent], int]:
-        beat.step()
+        lease.step()
         return step(), 0
 
     def take(self, events: list[EngineEvent], first: int, jobs: object) -> int:

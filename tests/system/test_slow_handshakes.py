@@ -14,7 +14,7 @@ import pytest
 
 from modelctl import AsyncClient, Client
 from protocol.errors import ConnectionLost
-from protocol.line import SLOW_HANDSHAKE_S
+from protocol.transport import SLOW_HANDSHAKE_S
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed
 from tests.serving import WITHIN, engine

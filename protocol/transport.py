@@ -43,7 +43,7 @@ _WATCHED: Final = (
 )
 
 
-class Line:
+class Transport:
     """Connects at once, without waiting. ``read_monitor`` sends ``hello`` once the listener is trusted.
 
     hello  the first frame of the connection
@@ -255,7 +255,7 @@ class Sockets:
 
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.line: Line | None = None
+        self.transport: Transport | None = None
         self.closed = False
         self._pid = os.getpid()
 
@@ -264,8 +264,8 @@ class Sockets:
         if self.closed or os.getpid() != self._pid:
             return
         self.closed = True
-        if self.line is not None:
-            self.line.hang_up(LINGER_MS)
+        if self.transport is not None:
+            self.transport.hang_up(LINGER_MS)
         self.context.term()
 
 

@@ -4,9 +4,9 @@ It needs nothing of the worker when it is read, so that it tells of one that is 
 that waits for a kernel which never ends. It is written by the thread that loads and steps, between its steps: what
 moves it is progress, not a thread of its own that would go on beating beside a hung engine.
 
-    bits 63..32  counter, one more with each beat (modulo 2**32)
+    bits 63..32  counter, one more with each heartbeat (modulo 2**32)
     bits 31..28  phase, a number of ``Phase``
-    bits 27..0   lease in milliseconds: the next beat comes within this time
+    bits 27..0   lease in milliseconds: the next heartbeat comes within this time
 
 All of it is one aligned word, which the processor writes and reads whole: there are no torn reads to defend against.
 """
@@ -22,7 +22,7 @@ MAX_LEASE_S = 24 * 3600.0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class Phase(IntEnum):
+class WorkerPhase(IntEnum):
     """What the worker is about to do when it writes its lease."""
 
     STARTING = 0
@@ -37,7 +37,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Leases:
-    """Seconds until the next beat, by phase; from a millisecond to MAX_LEASE_S."""
+    """Seconds until the next heartbeat, by phase; from a millisecond to MAX_LEASE_S."""
 
     start_s: float = 60.0
     load_s: float = 300.0
@@ -50,20 +50,20 @@ DEFAULT_LEASES = Leases()
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A page as it was found. ``word`` differs from that of the last reading if and only if there was a beat between
+    """A page as it was found. ``word`` differs from that of the last reading if and only if there was a heartbeat between
     (or 2**32 of them). ``phase`` None: the page holds what no worker writes."""
 
     word: int
-    phase: Phase | None
+    phase: WorkerPhase | None
     lease_s: float
 
 
 def read_word(word: int) -> Reading:
     number = word >> 28 & 0xF
-    return Reading(word, Phase(number) if number < len(Phase) else None, (word & 0xFFFFFFF) / 1000)
+    return Reading(word, WorkerPhase(number) if number < len(WorkerPhase) else None, (word & 0xFFFFFFF) / 1000)
 
 
-def _low_bits(phase: Phase, lease_s: float) -> int:
+def _low_bits(phase: WorkerPhase, lease_s: float) -> int:
     if not 0.001 <= lease_s <= MAX_LEASE_S:
         raise ValueError(f"a lease of {lease_s} s: must be between 1 ms and {MAX_LEASE_S:.0f} s")
     return phase << 28 | round(lease_s * 1000)
@@ -86,7 +86,7 @@ class WatchedPage:
             os.close(self.descriptor)
             raise
         self._words = memoryview(self._map).cast("Q")
-        self._words[0] = _low_bits(Phase.STARTING, start_s)
+        self._words[0] = _low_bits(WorkerPhase.STARTING, start_s)
 
     def read(self) -> Reading:
         return read_word(self._words[0])
@@ -103,10 +103,10 @@ class WatchedPage:
         self._map.close()
 
 
-class Beat:
+class ProgressLease:
     """The worker's end. One call before each thing that cannot be interrupted; each takes a fraction of a microsecond.
 
-    descriptor  of the page, which is closed here; None where nobody watches (then beats go nowhere)
+    descriptor  of the page, which is closed here; None where nobody watches (then heartbeats go nowhere)
 
     ``words`` and ``step_bits`` are for who writes what ``step`` does without calling it: the first word, with one more
     in its counter, and these bits.
@@ -118,9 +118,9 @@ class Beat:
         else:
             self.words = memoryview(mmap.mmap(descriptor, PAGE_BYTES)).cast("Q")
             os.close(descriptor)  # what the worker starts must not inherit it; the mapping stays
-        self._loading = _low_bits(Phase.LOADING, leases.load_s)
-        self._idle = _low_bits(Phase.IDLE, leases.idle_s)
-        self.step_bits = _low_bits(Phase.STEP, leases.step_s)
+        self._loading = _low_bits(WorkerPhase.LOADING, leases.load_s)
+        self._idle = _low_bits(WorkerPhase.IDLE, leases.idle_s)
+        self.step_bits = _low_bits(WorkerPhase.STEP, leases.step_s)
 
     def loading(self) -> None:
         """A part of the load follows."""
