@@ -15,13 +15,13 @@ from zlib import crc32
 
 MODULES: Final = (
     "protocol.libzmq",
-    "supervisor.requests.usual_events",
+    "supervisor.requests.fast_path",
     "supervisor.ports.relay",
     "model_worker.outbox",
 )
 """In the order in which they need one another."""
 NEEDS: Final = {
-    "supervisor.ports.relay": ("protocol.libzmq", "supervisor.requests.usual_events"),
+    "supervisor.ports.relay": ("protocol.libzmq", "supervisor.requests.fast_path"),
     "model_worker.outbox": ("protocol.libzmq",),
 }
 """What each of them reads in another's structures. One that is left from a build before (the last was interrupted, or

@@ -89,7 +89,7 @@ class Connection:
         self._dial_at = now
         self._dials = 0
         self._failure: str | None = None
-        self._barred = False
+        self._rejected = False
         self._liveness = Liveness(silence, now)
         self._check_at = now
         # a context of its own: nothing is shared with other users of zmq in this process
@@ -291,16 +291,16 @@ class Connection:
     def _failed(self, reason: str, now: float, touched: list[Touched]) -> None:
         """The connection ended, or could not be made: it is tried again, or lost."""
         transport, session = self.transport, self.session
-        refused, barred = transport is not None and transport.refused, transport is not None and transport.barred
+        refused, rejected = transport is not None and transport.refused, transport is not None and transport.rejected
         again = self._redial or (transport is not None and transport.overdue)
         if not again or refused or session.welcome is not None or session.broken is not None:
-            touched += session.bar(reason) if barred else session.lose(reason)
+            touched += session.reject(reason) if rejected else session.lose(reason)
             return
         if transport is not None:
             self._unwatch()
             transport.hang_up(0)
         self.transport = self._sockets.transport = None
-        self._failure, self._barred = reason, barred
+        self._failure, self._rejected = reason, rejected
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._dials - 1))
         self._dial_at = now + pause * random.uniform(0.5, 1)
 
@@ -336,7 +336,7 @@ class Connection:
                     "name is wrong, or a firewall is between"
                 )
             why = silent if taken or self._failure is None else self._failure
-            touched += session.bar(why) if self._barred and why is self._failure else session.lose(why)
+            touched += session.reject(why) if self._rejected and why is self._failure else session.lose(why)
         elif session.broken is None and session.welcome is not None:
             peer = liveness.check(now, waiting=session.unfinished)
             if peer is PeerState.ASK:

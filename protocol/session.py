@@ -143,7 +143,7 @@ class ClientSession:
         """The connection ended: every unfinished request and call gets one ConnectionLost. May be repeated."""
         return self._break(ConnectionLost(reason))
 
-    def bar(self, reason: str) -> list[Touched]:
+    def reject(self, reason: str) -> list[Touched]:
         """The same, with UNAUTHORIZED: there was no session, for want of the right key."""
         return self._break(WireError(ErrorCode.UNAUTHORIZED, reason))
 

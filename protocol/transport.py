@@ -66,7 +66,7 @@ class Transport:
         self._endpoint = endpoint
         self._hello = hello
         self._key = key
-        self.barred = False
+        self.rejected = False
         self.overdue = False
         self._dialled = time.monotonic()
         self._handshaken = False
@@ -236,7 +236,7 @@ class Transport:
         )
 
     def _bar(self, why: str) -> str:
-        self.barred, self.overdue = True, False
+        self.rejected, self.overdue = True, False
         return f"{why} ({self._endpoint})"
 
     def _too_busy(self) -> str:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import QUESTION_VERBS
-from supervisor.fleet.demand import Demand
 from supervisor.fleet.fleet import Fleet
+from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
-from supervisor.fleet.turnover import How
+from supervisor.fleet.rollout import How
 from supervisor.requests.scheduler import Scheduler
 from supervisor.spelling import spelled_name
 from supervisor.workers.lifecycle import AT_REST, WorkerState
@@ -22,10 +22,10 @@ Params = dict[str, Any]
 Result = dict[str, Any]
 
 
-class Host(Protocol):
+class AdminContext(Protocol):
     """What the verbs need of the loop."""
 
-    demand: Demand
+    on_demand: OnDemandLoader
     fleet: Fleet
     reloads: Reloads
     scheduler: Scheduler
@@ -37,7 +37,7 @@ class Host(Protocol):
     def begin_shutdown(self, cause: str, *, now: bool = False) -> None: ...
 
 
-def answer(host: Host, verb: str, body: bytes, *, admin: bool) -> Result:
+def answer(context: AdminContext, verb: str, body: bytes, *, admin: bool) -> Result:
     """The result of one CALL. Raises WireError naming verb or parameter."""
     entry = _VERBS.get(verb)
     if entry is None:
@@ -46,13 +46,13 @@ def answer(host: Host, verb: str, body: bytes, *, admin: bool) -> Result:
     handler, is_order = entry
     if is_order and not admin:
         raise WireError(ErrorCode.UNSUPPORTED, f"{verb!r} is an order: send it to the admin socket", field="verb")
-    return handler(host, unpack_body(body))
+    return handler(context, unpack_body(body))
 
 
-def _models(host: Host, params: Params) -> Result:
+def _models(context: AdminContext, params: Params) -> Result:
     _take(params)
     models: dict[str, list[Replica]] = {}
-    for replica in host.fleet.replicas.values():
+    for replica in context.fleet.replicas.values():
         models.setdefault(replica.model, []).append(replica)
     return {"models": [_as_one(name, replicas) for name, replicas in models.items()]}
 
@@ -74,7 +74,7 @@ _READINESS = (
     WorkerState.LOADING,
     WorkerState.STARTING,
     WorkerState.BACKOFF,
-    WorkerState.SLEEPING,
+    WorkerState.UNLOADED,
     WorkerState.DRAINING,
     WorkerState.STOPPING,
     WorkerState.STOPPED,
@@ -82,16 +82,16 @@ _READINESS = (
 )
 
 
-def ready_worker(host: Host, name: object) -> Replica:
+def ready_worker(context: AdminContext, name: object) -> Replica:
     """A worker that can answer a question about this model. Raises WireError."""
     if not isinstance(name, str):
         raise RequestError("model is missing: name a model", field="model")
-    replicas = _replicas(host, name)
+    replicas = _replicas(context, name)
     if ready := [replica for replica in replicas if replica.state is WorkerState.READY]:
-        return min(ready, key=lambda replica: host.scheduler.work(replica.name)[0])
-    _refuse_when_leaving(host)
-    if any(replica.state is WorkerState.SLEEPING for replica in replicas):
-        host.demand.wake(replicas[0].model)
+        return min(ready, key=lambda replica: context.scheduler.work(replica.name)[0])
+    _refuse_when_leaving(context)
+    if any(replica.state is WorkerState.UNLOADED for replica in replicas):
+        context.on_demand.wake(replicas[0].model)
     if any(replica.state in (WorkerState.LOADING, WorkerState.STARTING, WorkerState.BACKOFF) for replica in replicas):
         told = f"model {name!r} is being loaded: try later"
         raise WireError(ErrorCode.MODEL_NOT_RUNNING, told, retry_after_ms=1000)
@@ -99,37 +99,37 @@ def ready_worker(host: Host, name: object) -> Replica:
     raise (failed or replicas)[0].refusal()
 
 
-def _status(host: Host, params: Params) -> Result:
+def _status(context: AdminContext, params: Params) -> Result:
     name = _take(params, model=str).get("model")
-    replicas = list(host.fleet.replicas.values()) if name is None else _replicas(host, name)
+    replicas = list(context.fleet.replicas.values()) if name is None else _replicas(context, name)
     return {
-        "supervisor": host.describe(),
-        "gpus": host.fleet.vram.describe_gpus(),
-        "gpus_unknown": host.fleet.vram.trouble,
-        "models": [_described(host, replica) for replica in replicas],
+        "supervisor": context.describe(),
+        "gpus": context.fleet.vram.describe_gpus(),
+        "gpus_unknown": context.fleet.vram.trouble,
+        "models": [_described(context, replica) for replica in replicas],
     }
 
 
-def _described(host: Host, replica: Replica) -> Result:
+def _described(context: AdminContext, replica: Replica) -> Result:
     pid = replica.process.pid if replica.process else None
-    fleet = host.fleet
+    fleet = context.fleet
     placed = {**fleet.admission.describe(replica.name), **fleet.vram.describe(replica.name, pid)}
-    return {**replica.describe(host.scheduler, host.now()), **placed}
+    return {**replica.describe(context.scheduler, context.now()), **placed}
 
 
-def _start(host: Host, params: Params) -> Result:
-    replicas = _current(host, _take(params, model=str).get("model"))
-    _refuse_when_leaving(host)
+def _start(context: AdminContext, params: Params) -> Result:
+    replicas = _current(context, _take(params, model=str).get("model"))
+    _refuse_when_leaving(context)
     for replica in replicas:
-        host.fleet.start(replica.name, "start ordered")
+        context.fleet.start(replica.name, "start ordered")
     return _ordered(replicas)
 
 
-def _stop(host: Host, params: Params) -> Result:
+def _stop(context: AdminContext, params: Params) -> Result:
     given = _take(params, model=str, now=bool)
-    replicas = _replicas(host, given.get("model"))
+    replicas = _replicas(context, given.get("model"))
     for replica in replicas:
-        host.fleet.stop(replica.name, "stop ordered", now=given.get("now", False))
+        context.fleet.stop(replica.name, "stop ordered", now=given.get("now", False))
     return _ordered(replicas)
 
 
@@ -139,24 +139,24 @@ def _ordered(replicas: list[Replica]) -> Result:
     return {**workers[replicas[0].shown], "workers": workers}
 
 
-def _restart(host: Host, params: Params) -> Result:
-    replicas = _current(host, _take(params, model=str).get("model"))
-    _refuse_when_leaving(host)
+def _restart(context: AdminContext, params: Params) -> Result:
+    replicas = _current(context, _take(params, model=str).get("model"))
+    _refuse_when_leaving(context)
     wanted = {replica.shown: replica.generation + 1 for replica in replicas}
-    turnover = None
+    rollout = None
     up = [replica for replica in replicas if replica.wanted and replica.state not in AT_REST]
     for replica in replicas:
         if len(replicas) == 1 or replica not in up:  # one that is down is just started
-            host.fleet.restart(replica.name, "restart ordered")
+            context.fleet.restart(replica.name, "restart ordered")
     if up and len(replicas) > 1:
-        turnover = host.reloads.restart_in_turns(up, "restart ordered")
+        rollout = context.reloads.restart_in_turns(up, "restart ordered")
     workers = {r.shown: {"state": str(r.state), "generation": wanted[r.shown]} for r in replicas}
-    return {**workers[replicas[0].shown], "workers": workers, "turnover": turnover}
+    return {**workers[replicas[0].shown], "workers": workers, "turnover": rollout}
 
 
-def _reload(host: Host, params: Params) -> Result:
+def _reload(context: AdminContext, params: Params) -> Result:
     given = _take(params, model=str, how=str)
-    _refuse_when_leaving(host)
+    _refuse_when_leaving(context)
     try:
         how = How(given.get("how", How.AUTO))
     except ValueError:
@@ -164,15 +164,15 @@ def _reload(host: Host, params: Params) -> Result:
         raise RequestError(told, field="how") from None
     model = given.get("model")
     cause = "reload ordered" if model is None else f"reload of {model[:64]} ordered"
-    return {"turnover": host.reloads.read_again(cause, how, model)}
+    return {"turnover": context.reloads.read_again(cause, how, model)}
 
 
-def _shutdown(host: Host, params: Params) -> Result:
-    host.begin_shutdown("shutdown ordered", now=_take(params, now=bool).get("now", False))
+def _shutdown(context: AdminContext, params: Params) -> Result:
+    context.begin_shutdown("shutdown ordered", now=_take(params, now=bool).get("now", False))
     return {}
 
 
-_VERBS: dict[str, tuple[Callable[[Host, Params], Result], bool]] = {
+_VERBS: dict[str, tuple[Callable[[AdminContext, Params], Result], bool]] = {
     "models": (_models, False),
     "status": (_status, False),
     "start": (_start, True),
@@ -198,8 +198,8 @@ def _take(params: Params, **known: type) -> Params:
     return params
 
 
-def _refuse_when_leaving(host: Host) -> None:
-    if host.shutting_down:
+def _refuse_when_leaving(context: AdminContext) -> None:
+    if context.shutting_down:
         raise leaving()
 
 
@@ -208,21 +208,21 @@ def leaving() -> WireError:
     return WireError(ErrorCode.DRAINING, "the supervisor is shutting down: it takes no new requests and starts nothing")
 
 
-def _replicas(host: Host, name: str | None) -> list[Replica]:
+def _replicas(context: AdminContext, name: str | None) -> list[Replica]:
     """The workers of a model, or the one of a worker's name. Raises WireError."""
     if name is None:
         raise RequestError("model is missing: name a model", field="model")
-    if replicas := host.fleet.of_model(name):
+    if replicas := context.fleet.of_model(name):
         return replicas
-    if replica := host.fleet.shown(name):
+    if replica := context.fleet.shown(name):
         return [replica]
-    known = ", ".join(sorted({replica.model for replica in host.fleet.replicas.values()}))
+    known = ", ".join(sorted({replica.model for replica in context.fleet.replicas.values()}))
     raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured: there is {known}", field="model")
 
 
-def _current(host: Host, name: str | None) -> list[Replica]:
+def _current(context: AdminContext, name: str | None) -> list[Replica]:
     """The same, without those that leave their place to another, or have yet to take it. Raises WireError."""
-    replicas = [replica for replica in _replicas(host, name) if replica.current]
+    replicas = [replica for replica in _replicas(context, name) if replica.current]
     if not replicas:
         told = f"{name!r} is there for as long as a reload takes: order that of its model, or `modelctl stop` it"
         raise WireError(ErrorCode.UNSUPPORTED, told, field="model")

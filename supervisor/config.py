@@ -14,10 +14,10 @@ from protocol.worker_spec import EngineSpec
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
 from supervisor.config_rules import combination_problems, sampling_problems
 from supervisor.config_schema import FileConfig, SupervisorConfig
-from supervisor.fitting import Flaw, Unfit, fit
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir
 from supervisor.requests.model_queue import QueueLimits
+from supervisor.schema_validation import Flaw, Unfit, fit
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"

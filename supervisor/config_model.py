@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from supervisor.config_values import CacheMode, Factor, Gpu, Lease, Tokens, Ttl, Vram
-from supervisor.fitting import Within
 from supervisor.requests.model_queue import QueueLimits
+from supervisor.schema_validation import Within
 
 ENGINE_KEYS: dict[str, frozenset[str]] = {
     "exllamav2": frozenset(

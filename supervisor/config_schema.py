@@ -9,9 +9,9 @@ from typing import Annotated
 from protocol.progress_lease import DEFAULT_LEASES, Leases
 from supervisor.config_model import ModelConfig
 from supervisor.config_values import Duration, Lease, Listen, VramLimit
-from supervisor.fitting import Within
-from supervisor.requests.deliveries import HoldLimits
-from supervisor.requests.strikes import StrikePolicy
+from supervisor.requests.credit_control import SendBufferLimits
+from supervisor.requests.poison import PoisonPolicy
+from supervisor.schema_validation import Within
 from supervisor.workers.restart import RestartPolicy
 from supervisor.workers.stop_ladder import PATIENT, LadderTimes
 
@@ -65,7 +65,7 @@ class StopConfig:
     """
 
 
-_POISON = StrikePolicy()
+_POISON = PoisonPolicy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class SupervisorConfig:
     Default: $MODELCTL_KEYS, else ~/.config/modelctl/keys
     Example: ~/.config/modelctl/keys
     """
-    stall: Duration = HoldLimits.stall_s
+    stall: Duration = SendBufferLimits.stall_s
     """Longest time that events of a stream may wait while its client reads none. After it, the stream ends as
     ``slow_consumer``.
 
@@ -162,12 +162,12 @@ class SupervisorConfig:
         return RestartPolicy(limit=r.limit, window_s=r.window, initial_s=r.initial, max_s=r.max)
 
     @property
-    def strike_policy(self) -> StrikePolicy:
-        return StrikePolicy(limit=self.poison.limit, window_s=self.poison.window)
+    def poison_policy(self) -> PoisonPolicy:
+        return PoisonPolicy(limit=self.poison.limit, window_s=self.poison.window)
 
     @property
-    def hold_limits(self) -> HoldLimits:
-        return HoldLimits(stall_s=self.stall)
+    def hold_limits(self) -> SendBufferLimits:
+        return SendBufferLimits(stall_s=self.stall)
 
     def leases(self, model: ModelConfig) -> Leases:
         """Return the leases of a model's workers."""

@@ -5,9 +5,9 @@ import re
 from typing import Annotated, Any, Literal
 
 from protocol.progress_lease import MAX_LEASE_S
-from supervisor.fitting import Read, Within
 from supervisor.keys.endpoint import parse_listen
 from supervisor.placement.sizes import Limit, parse_limit, parse_size
+from supervisor.schema_validation import Read, Within
 
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)$")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}

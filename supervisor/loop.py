@@ -43,43 +43,43 @@ from protocol.messages import (
 from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
 from supervisor import calls
 from supervisor.config import Config
-from supervisor.fleet.demand import Demand
 from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
+from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
-from supervisor.fleet.turnover import How
-from supervisor.heap import TRIM_S, trim
+from supervisor.fleet.rollout import How
 from supervisor.keys.opening import Opening
 from supervisor.keys.rights import OWNER
 from supervisor.keys.ring import KeyRing
 from supervisor.logs import log_trouble
-from supervisor.ports.client_port import LOOK_S as PORT_LOOK_S
+from supervisor.malloc_trim import TRIM_S, trim
+from supervisor.ports.client_port import CHECK_S as PORT_CHECK_S
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.connections import Connection
 from supervisor.ports.descriptors import DescriptorBudget, raise_limit
-from supervisor.ports.gate import REVOKE_S, Gate
 from supervisor.ports.probes import PROBE_INTERVAL_S, Probes
+from supervisor.ports.request_authorizer import REVOKE_S, RequestAuthorizer
 from supervisor.ports.sockets import Context
-from supervisor.ports.tcp_port import LOOK_S as TCP_LOOK_S
+from supervisor.ports.tcp_port import CHECK_S as TCP_CHECK_S
 from supervisor.ports.tcp_port import TcpPort
 from supervisor.ports.worker_port import RELAY, WorkerPort
 from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import Reactor
-from supervisor.requests.asks import Asker, Asks
 from supervisor.requests.in_flight import Effect, ToClient, ToWorker
 from supervisor.requests.parking import TOKENS_PER_MS
+from supervisor.requests.pending_queries import Asker, PendingQueries
 from supervisor.requests.refusals import refusal
 from supervisor.requests.scheduler import Scheduler
-from supervisor.requests.seats import Seat
+from supervisor.requests.worker_slots import WorkerSlot
 from supervisor.runtime_dir import RuntimeDir
-from supervisor.runtime_watch import LOOK_S as RUNTIME_LOOK_S
+from supervisor.runtime_watch import CHECK_S as RUNTIME_CHECK_S
 from supervisor.runtime_watch import RuntimeWatch
 from supervisor.signals import Signals
 from supervisor.timers import Timer
-from supervisor.workers.leftovers import Leftovers
+from supervisor.workers.hang_detector import CHECK_S
 from supervisor.workers.lifecycle import IllegalTransition
 from supervisor.workers.local_launcher import LocalLauncher
-from supervisor.workers.watch import LOOK_S
+from supervisor.workers.orphans import Orphans
 
 DESCRIPTORS_INTERVAL_S = 1.0
 MONITOR_LIMIT = 8
@@ -105,8 +105,8 @@ class Supervisor:
         self._session = os.urandom(8).hex()  # the module secrets loads OpenSSL, which takes 3.5 MB
         self._reactor = Reactor()
         settings = config.supervisor
-        self.scheduler = Scheduler(holds=settings.hold_limits, strikes=settings.strike_policy)
-        self._asks = Asks()
+        self.scheduler = Scheduler(holds=settings.hold_limits, strikes=settings.poison_policy)
+        self._queries = PendingQueries()
         self._probes = Probes()
         self._expiry: Timer | None = None
         self.shutting_down = self._impatient = False
@@ -123,11 +123,11 @@ class Supervisor:
         self._front = ClientPort.bind(self._context, front_endpoint(runtime.path), self._descriptors.backlog, log)
         self._admin = ClientPort.bind(self._context, admin_endpoint(runtime.path), self._descriptors.backlog, log)
         self._ports = [self._front, self._admin]
-        self._gate: Gate | None = None
+        self._authorizer: RequestAuthorizer | None = None
         if opening is not None and ring is not None:
             self._open_tcp(opening, ring)
         self._back = WorkerPort(self._context, back_endpoint(runtime.path))
-        self._launcher = LocalLauncher(self._reactor.timers, Leftovers(runtime.path, log), log)
+        self._launcher = LocalLauncher(self._reactor.timers, Orphans(runtime.path, log), log)
         files = [file for file in (self._front.file, self._admin.file, self._back.file) if file is not None]
         self._runtime_watch = RuntimeWatch(runtime, files, self._launcher.record_again, log)
         self._signals = Signals()
@@ -141,12 +141,12 @@ class Supervisor:
             back_endpoint(runtime.path),
             log,
         )
-        self.demand = Demand(self.fleet, self.scheduler, log)
-        self.fleet.admission.make_room = self.demand.make_room
+        self.on_demand = OnDemandLoader(self.fleet, self.scheduler, log)
+        self.fleet.admission.make_room = self.on_demand.make_room
         self.reloads = Reloads(self.fleet, self.scheduler, self._reactor.timers, log)
         for port in self._ports:
             port.holds = self.scheduler.holds
-        self._back.relay_to(self._front, self._seat_of)
+        self._back.relay_to(self._front, self._worker_slot_of)
         self._reactor.watch(self._zap.socket, self._admit_newcomers)
         self._reactor.watch(self._back.socket, self._on_workers, busy=True)
         for port in self._ports:
@@ -158,12 +158,12 @@ class Supervisor:
         self._reactor.watch(self.fleet.admission.descriptor, self.fleet.admission.answered)
 
     def _open_tcp(self, opening: Opening, ring: KeyRing) -> None:
-        ring.look()
+        ring.refresh()
         backlog = self._descriptors.backlog
         port = TcpPort.listen(self._context, opening.endpoint, opening.secret_key, ring, backlog, self._log)
         self._front.beyond = port
         self._ports.append(port)
-        self._gate = Gate(port, ring, self.scheduler, self.perform, self._log)
+        self._authorizer = RequestAuthorizer(port, ring, self.scheduler, self.perform, self._log)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -180,18 +180,18 @@ class Supervisor:
             self._log.warning("tokens are forwarded by Python, which takes longer: %s", load_compiled(RELAY)[1])
         self._launcher.sweep(self.fleet.vram.holders())
         self.fleet.vram.serves()
-        self.demand.begin()
+        self.on_demand.begin()
         self._reactor.every(PROBE_INTERVAL_S, self._probe)
         self._reactor.every(DESCRIPTORS_INTERVAL_S, self._mind_descriptors)
         self._reactor.every(WATCH_INTERVAL_S, self._watch_streams)
         for port in (self._front, self._admin):
-            self._reactor.every(PORT_LOOK_S, partial(self._look_at, port))
-        self._reactor.every(LOOK_S, self.fleet.look)
-        self._reactor.every(RUNTIME_LOOK_S, self._runtime_watch.look)
-        if (gate := self._gate) is not None:
-            self._log.info("listening on %s, for keys on the list only", gate.port.endpoint)
-            self._reactor.every(REVOKE_S, gate.look)
-            self._reactor.every(TCP_LOOK_S, partial(self._look_at, gate.port))
+            self._reactor.every(PORT_CHECK_S, partial(self._enforce_limits, port))
+        self._reactor.every(CHECK_S, self.fleet.check_progress)
+        self._reactor.every(RUNTIME_CHECK_S, self._runtime_watch.restore_missing)
+        if (authorizer := self._authorizer) is not None:
+            self._log.info("listening on %s, for keys on the list only", authorizer.port.endpoint)
+            self._reactor.every(REVOKE_S, authorizer.refresh)
+            self._reactor.every(TCP_CHECK_S, partial(self._enforce_limits, authorizer.port))
         self._reactor.every(RATE_WINDOW_S, self._sample)
         self._reactor.every(TRIM_S, trim)
         gc.collect()
@@ -228,7 +228,7 @@ class Supervisor:
             elif isinstance(effect, ToWorker):
                 self.send_worker(effect.worker, effect.frame)
             else:
-                self.demand.wake(effect.model)
+                self.on_demand.wake(effect.model)
         self._end_gone()
 
     def send_worker(self, worker: str, frame: bytes) -> None:
@@ -240,7 +240,7 @@ class Supervisor:
 
     def worker_gone(self, worker: str) -> None:
         error = WireError(ErrorCode.WORKER_DIED, f"{worker}: the worker process ended before it could answer")
-        for asker in self._asks.worker_gone(worker):
+        for asker in self._queries.worker_gone(worker):
             self._reply(asker, pack_body({"error": error.to_wire()}))
 
     def state_changed(self) -> None:
@@ -260,11 +260,11 @@ class Supervisor:
             "runtime_dir": str(self._runtime.path),
             "log_trouble": log_trouble(self._log),
             "shutting_down": self.shutting_down,
-            "turnovers": self.reloads.turnover.describe(),
+            "turnovers": self.reloads.rollouts.describe(),
             "held_bytes": self.scheduler.held_bytes,
             "forwarding": "compiled" if self._back.relays else f"Python ({load_compiled(RELAY)[1]})",
             "connections": len(self._front.channels()) + len(self._admin.channels()),
-            "tcp": None if self._gate is None else self._gate.describe(),
+            "tcp": None if self._authorizer is None else self._authorizer.describe(),
             "counters": {
                 "connections_accepted": sum(c.accepted for c in counters),
                 "connections_closed": sum(c.disconnected for c in counters),
@@ -283,7 +283,7 @@ class Supervisor:
         self._impatient = self._impatient or now
         if not self.shutting_down:
             self.shutting_down = True
-            self.reloads.turnover.abandon()
+            self.reloads.rollouts.abandon()
             self.scheduler.leave(calls.leaving())
             frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
             for channel in self._front.channels():
@@ -317,7 +317,11 @@ class Supervisor:
 
     def _on_client_message(self, port: ClientPort, connection: Connection, message: Message) -> None:
         channel, now = connection.channel, time.monotonic()
-        if connection.identity is not OWNER and self._gate is not None and not self._gate.admits(connection, message):
+        if (
+            connection.identity is not OWNER
+            and self._authorizer is not None
+            and not self._authorizer.admits(connection, message)
+        ):
             return
         match message:
             case Credit(request, events):
@@ -327,7 +331,7 @@ class Supervisor:
                     error = WireError(ErrorCode.UNSUPPORTED, "requests go to the front socket", field="request")
                     port.send(channel, encode(refusal(error, message.kind, request, runs=False)))
                 else:
-                    keyed = self._gate if connection.identity is not OWNER else None
+                    keyed = self._authorizer if connection.identity is not OWNER else None
                     party = None if keyed is None else keyed.party(connection)
                     self.perform(self.scheduler.submit(channel, message, now, party))
                     if keyed is not None:
@@ -361,14 +365,14 @@ class Supervisor:
     def _ask(self, asker: Asker, verb: str, body: bytes) -> None:
         """Hand a question to a worker of its model. Raises WireError if there is none."""
         replica = calls.ready_worker(self, unpack_body(body).get("model"))
-        number = self._asks.begin(replica.name, asker)
+        number = self._queries.begin(replica.name, asker)
         replica.last_active = time.monotonic()
         # as it came: packed anew, floats may take twice as much, and be more than the worker takes
         self.send_worker(replica.name, encode(Ask(number, verb, body)))
 
     def _reply(self, asker: Asker, body: bytes) -> None:
         port = self._admin if asker.admin else self._front
-        self._reactor.look()
+        self._reactor.poll_all()
         port.send(asker.channel, encode(Reply(asker.call, body)))
 
     def _welcome(self) -> dict[str, Any]:
@@ -396,16 +400,16 @@ class Supervisor:
                 self.fleet.kill(replica, f"it sent what cannot be: {e}")
         return self._back.more
 
-    def _seat_of(self, routing_id: bytes) -> Seat | None:
-        """Return the seat of a worker whose usual events are passed on without a look at them here."""
+    def _worker_slot_of(self, routing_id: bytes) -> WorkerSlot | None:
+        """Return the worker slot of a worker whose events of the fast path are passed on without a look at them here."""
         replica = self.fleet.replica_of(routing_id)
-        return None if replica is None or replica.killed_for is not None else self.scheduler.seat(replica.name)
+        return None if replica is None or replica.killed_for is not None else self.scheduler.worker_slot(replica.name)
 
     def _on_worker_frame(self, replica: Replica, frame: bytes) -> None:
         message = decode_events(frame) if is_events(frame) else decode(frame, WORKER_TO_SUPERVISOR)
         if isinstance(message, Events):
-            if self._gate is not None:
-                self._gate.charge(message)
+            if self._authorizer is not None:
+                self._authorizer.charge(message)
             self.perform(self.scheduler.events(replica.name, frame, message, time.monotonic()))
             self.fleet.after_events(replica)
         elif isinstance(message, Prefill):
@@ -419,12 +423,12 @@ class Supervisor:
         elif isinstance(message, Compiled):
             key = message.channel, message.request
             effects = self.scheduler.compiled(replica.name, key, message.milliseconds, time.monotonic())
-            if self._gate is not None:
-                self._gate.charge_party(message.party, TOKENS_PER_MS * message.milliseconds)
+            if self._authorizer is not None:
+                self._authorizer.charge_party(message.party, TOKENS_PER_MS * message.milliseconds)
             self.perform(effects)
         elif isinstance(message, Answer):
             unpack_body(message.body)  # a client could not read what is none
-            asker = self._asks.answered(replica.name, message.ask)
+            asker = self._queries.answered(replica.name, message.ask)
             if asker is not None:
                 self._reply(asker, message.body)
         else:
@@ -462,7 +466,7 @@ class Supervisor:
 
     def _sample(self) -> None:
         self.fleet.sample_rates(RATE_WINDOW_S)
-        self.demand.unload_idle()
+        self.on_demand.unload_idle()
 
     def _watch_streams(self) -> None:
         self.perform(self.scheduler.report_positions())
@@ -491,9 +495,9 @@ class Supervisor:
             self._log.info("taking connections of operators again")
             self._admin.resume()
 
-    def _look_at(self, port: ClientPort) -> None:
+    def _enforce_limits(self, port: ClientPort) -> None:
         """End connections of this port that exceed its limits."""
-        port.look(time.monotonic())
+        port.enforce_limits(time.monotonic())
         self._end_gone()
 
     def _probe(self) -> None:

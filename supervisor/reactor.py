@@ -20,7 +20,7 @@ from supervisor.timers import Timers
 Handler = Callable[[], object]
 Condition = Callable[[], bool]
 
-LOOK_S: Final = 0.001
+CHECK_S: Final = 0.001
 """While busy sockets have input all the time: how often the others, and the timers, get their turn."""
 
 
@@ -35,7 +35,7 @@ class Reactor:
         self._descriptors: dict[int, Handler] = {}
         """Of what is called when its descriptor tells of something: busy sockets, and what is none of ZeroMQ's."""
         self._busy_descriptors: set[int] = set()
-        self._look = True
+        self._poll_all = True
         self._look_at = 0.0
 
     def watch(self, source: Any, handler: Handler, *, busy: bool = False, waiting: Condition = lambda: False) -> None:
@@ -56,9 +56,9 @@ class Reactor:
             self._descriptors[descriptor] = handler
         self._epoll.register(descriptor, select.EPOLLIN)
 
-    def look(self) -> None:
+    def poll_all(self) -> None:
         """Ask all sockets before the next wait: one that is not busy was used, and may have something to read."""
-        self._look = True
+        self._poll_all = True
 
     def every(self, interval_s: float, callback: Callable[[], None]) -> None:
         """Call again and again, ``interval_s`` after the last call has returned."""
@@ -73,21 +73,21 @@ class Reactor:
         """Do what there is to do; if there is nothing, wait for it."""
         handled = self._ask(self._busy)
         now = time.monotonic()
-        if handled and now < self._look_at and not self._look:
+        if handled and now < self._look_at and not self._poll_all:
             return
-        self._look_at = now + LOOK_S
-        if self._look:
-            self._look = self._ask(self._others)
-            handled = handled or self._look
+        self._look_at = now + CHECK_S
+        if self._poll_all:
+            self._poll_all = self._ask(self._others)
+            handled = handled or self._poll_all
         wait = 0 if handled else self.timers.wait_s(now)
         for descriptor, _ in self._epoll.poll(wait):
             # Of a busy socket not asked first: a token that comes alone is on its way the sooner.
             if (handler := self._descriptors.get(descriptor)) is not None:
                 handler()
             if descriptor not in self._busy_descriptors:
-                self._look = True
+                self._poll_all = True
         for timer in self.timers.due(time.monotonic()):
-            self._look = True
+            self._poll_all = True
             if not timer.cancelled:
                 timer.callback()
 

@@ -9,7 +9,7 @@ import zmq
 from supervisor.ports.socket_file import SocketFile
 from supervisor.runtime_dir import RuntimeDir, RuntimeDirError
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 """Seconds between two looks. A look takes four system calls."""
 
 
@@ -33,8 +33,8 @@ class RuntimeWatch:
         self._log = log
         self._trouble: str | None = None
 
-    def look(self) -> None:
-        """Make a missing directory or socket again, and say so in the log. The loop calls this every LOOK_S.
+    def restore_missing(self) -> None:
+        """Make a missing directory or socket again, and say so in the log. The loop calls this every CHECK_S.
 
         A failure is logged once, and the next call tries again.
         """

@@ -23,11 +23,14 @@ DECISIONS = (
         if path.suffix != ".pyi"
     ),
     *(f"keys/{name}.py" for name in ("rights", "allowance", "records", "endpoint", "unfinished")),
-    *(f"workers/{name}.py" for name in ("lifecycle", "restart", "stop_ladder", "exits", "last_words", "watch")),
+    *(
+        f"workers/{name}.py"
+        for name in ("lifecycle", "restart", "stop_ladder", "exits", "crash_diagnosis", "hang_detector")
+    ),
     "ports/probes.py",
-    "fitting.py",
+    "schema_validation.py",
     *(f"placement/{name}.py" for name in ("policy", "gpu_shares", "sizes", "affinity", "eviction", "vram_return")),
-    *(f"placement/{name}.py" for name in ("nvml_answers", "patience")),
+    *(f"placement/{name}.py" for name in ("nvml_answers", "circuit_breaker")),
 )
 """Modules of supervisor that decide: no sockets, no clock, no processes."""
 

@@ -95,8 +95,8 @@ class _Models:
 
 
 def _check_models(examined: "Examined", *, elsewhere: bool) -> _Models:
+    from supervisor.placement.gpu_requests import VETTED
     from supervisor.placement.vetting import lacking_gpus, problems_of, vet_models
-    from supervisor.placement.wishes import VETTED
 
     models = examined.config.models
     known = vet_models(models, installed=not elsewhere)

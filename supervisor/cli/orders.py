@@ -23,7 +23,7 @@ from supervisor.cli.waiting import (
     settled_down,
     settled_up,
     wait_for,
-    wait_for_turnovers,
+    wait_for_rollouts,
     why_not_ready,
 )
 from supervisor.workers.lifecycle import AT_REST
@@ -95,7 +95,7 @@ def restart(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: 
         replies = [client.call("restart", model=name) for name in dict.fromkeys(models)]
         in_turns = [reply["turnover"] for reply in replies if reply["turnover"] is not None]
         if in_turns and not no_wait:
-            wait_for_turnovers(client, in_turns, for_people=not as_json)
+            wait_for_rollouts(client, in_turns, for_people=not as_json)
         wanted = {name: worker["generation"] for reply in replies for name, worker in reply["workers"].items()}
         _see_up(client, wanted, no_wait, as_json)
 

@@ -18,7 +18,7 @@ from supervisor.cli.tables import GAP, table, terminal_width
 
 if TYPE_CHECKING:
     from supervisor.config import Examined
-    from supervisor.placement.fit import Candidate, Outcome
+    from supervisor.placement.fit import Outcome, PlacementCandidate
     from supervisor.placement.gpus import Gpu
 
 PARTS = ("weights", "cache", "draft", "workspace", "context", "declared")
@@ -82,11 +82,11 @@ def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: 
     return exit_codes.FAILED if failed else exit_codes.OK
 
 
-def _candidates(examined: "Examined", *, installed: bool) -> "list[Candidate]":
+def _candidates(examined: "Examined", *, installed: bool) -> "list[PlacementCandidate]":
     """Every worker with what it needs, or with its faults and their lines. Raises Failure for a file that is wrong."""
-    from supervisor.placement.fit import Candidate
+    from supervisor.placement.fit import PlacementCandidate
+    from supervisor.placement.gpu_requests import gpu_request_of
     from supervisor.placement.vetting import problems_of, vet_models
-    from supervisor.placement.wishes import wish_of
 
     models = examined.config.models
     known = vet_models(models, installed=installed)
@@ -99,7 +99,9 @@ def _candidates(examined: "Examined", *, installed: bool) -> "list[Candidate]":
         faults = tuple(replace(fault, message=line) for fault, line in zip(told.faults, lines, strict=True))
         known[name] = replace(told, faults=faults)
     return [
-        Candidate(worker, spec, wish_of(spec), known[name]) for name, spec in models.items() for worker in spec.workers
+        PlacementCandidate(worker, spec, gpu_request_of(spec), known[name])
+        for name, spec in models.items()
+        for worker in spec.workers
     ]
 
 
@@ -109,12 +111,12 @@ def _made_up(sizes: Sequence[int]) -> "list[Gpu]":
     return [Gpu(index, f"(GPU {index} of --gpus)", size, 0, size) for index, size in enumerate(sizes)]
 
 
-def _this_box(candidates: "Sequence[Candidate]", runtime_dir: Path) -> "list[Gpu]":
+def _this_box(candidates: "Sequence[PlacementCandidate]", runtime_dir: Path) -> "list[Gpu]":
     """This box's GPUs, without what the models of a running supervisor hold. Raises Failure."""
     from supervisor.placement.gpu_reader import read_once
     from supervisor.placement.gpus import GpusUnknown
 
-    if all(candidate.wish is None for candidate in candidates):
+    if all(candidate.gpu_request is None for candidate in candidates):
         return []
     try:
         box = read_once()

@@ -13,7 +13,7 @@ from supervisor.cli.compiling import compile_for
 from supervisor.cli.errors import Failure
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
-from supervisor.cli.waiting import wait_for_turnovers
+from supervisor.cli.waiting import wait_for_rollouts
 
 _APPLIED = dict.fromkeys(("vram_limit", "watch"), "applied to workers that are started from now on")
 """How keys of the section ``supervisor`` are applied that do not change running workers."""
@@ -48,7 +48,7 @@ def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, run
         number: int = client.call("reload", **params)["turnover"]
         if no_wait:
             return exit_codes.OK
-        (done,) = wait_for_turnovers(client, [number], for_people=not as_json)
+        (done,) = wait_for_rollouts(client, [number], for_people=not as_json)
     if as_json:
         click.echo(json.dumps({"supervisor": done["settings"], "models": done["models"]}, indent=2))
     else:

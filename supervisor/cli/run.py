@@ -203,7 +203,7 @@ def _loaded(client: Client, model: str, *, quiet: bool) -> dict[str, Any]:
         status = _seen(client, model)
         if status["state"] in ("ready", "draining", "stopped", "failed", "stopping"):
             return status
-        if status["state"] == "sleeping":
+        if status["state"] == "unloaded":
             with suppress(WireError):  # what it says is that the model is being loaded; that is what we ask it for
                 client.tokenize(model, "")
         progress = status["progress"]

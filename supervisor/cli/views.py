@@ -106,7 +106,7 @@ def _vram(m: dict[str, Any]) -> str | None:
 
 def _until(m: dict[str, Any]) -> str | None:
     """What ends the state that a model is in, where that is known: a request, `modelctl start`, or its ttl."""
-    if m["state"] == "sleeping":
+    if m["state"] == "unloaded":
         return "request"
     if m["state"] in ("stopped", "failed"):
         return "start"

@@ -11,7 +11,7 @@ from supervisor.workers.lifecycle import AT_REST, GOING_DOWN, WorkerState
 POLL_S = 0.05
 
 ModelStatus = dict[str, Any]
-Turnover = dict[str, Any]
+RolloutReport = dict[str, Any]
 """{number, cause, running, models: [{model, change, state, how?, message?}]}"""
 
 
@@ -32,7 +32,7 @@ def wait_for(
         time.sleep(POLL_S)
 
 
-def wait_for_turnovers(client: Client, numbers: Collection[int], *, for_people: bool = True) -> list[Turnover]:
+def wait_for_rollouts(client: Client, numbers: Collection[int], *, for_people: bool = True) -> list[RolloutReport]:
     """Show the workers of orders that concern several (reload, restart in turns) until the orders are carried out.
     Returns what has become of them.
 
@@ -41,12 +41,12 @@ def wait_for_turnovers(client: Client, numbers: Collection[int], *, for_people: 
     live = LiveLines(for_people=for_people)
     while True:
         status = client.status()
-        turnovers = [turnover for turnover in status["supervisor"]["turnovers"] if turnover["number"] in numbers]
-        concerned = {told["model"] for turnover in turnovers for told in turnover["models"] if "how" in told or
+        rollouts = [rollout for rollout in status["supervisor"]["turnovers"] if rollout["number"] in numbers]
+        concerned = {told["model"] for rollout in rollouts for told in rollout["models"] if "how" in told or
                      told["state"] == "running"}  # fmt: skip
         _show(live, [model for model in status["models"] if model["model"] in concerned])
-        if not any(turnover["running"] for turnover in turnovers):
-            return turnovers
+        if not any(rollout["running"] for rollout in rollouts):
+            return rollouts
         time.sleep(POLL_S)
 
 
@@ -101,6 +101,6 @@ def why_not_ready(model: ModelStatus) -> str:
     name, state = model["name"], model["state"]
     if state in (*GOING_DOWN, WorkerState.STOPPED):
         return f"{name}: somebody else's order stopped it before it was ready"
-    if state == WorkerState.SLEEPING:
+    if state == WorkerState.UNLOADED:
         return f"{name}: it was unloaded before it was ready ({model['unloaded']}); the next request starts it"
     return f"{name}: {model.get('reason') or 'is ' + state} (log: {model['log']})"

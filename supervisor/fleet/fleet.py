@@ -21,33 +21,33 @@ from supervisor import logs
 from supervisor.config import Config, ModelSpec
 from supervisor.fleet.hang_watch import HangWatch
 from supervisor.fleet.replica import ROOM_RETRY_S, Replica
-from supervisor.fleet.roster import Roster
+from supervisor.fleet.replica_registry import ReplicaRegistry
 from supervisor.model_logs import about, without_ours
 from supervisor.placement.admission import Admission
 from supervisor.placement.vram import Vram
-from supervisor.requests.in_flight import Effect as RequestEffect
+from supervisor.requests.in_flight import Effect
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.workers import stop_ladder
 from supervisor.workers.exits import ExitReport, classify, not_spawned
 from supervisor.workers.launcher import Launched, Launcher
-from supervisor.workers.lifecycle import AT_REST, GOING_DOWN, Effect, Event, WorkerState
+from supervisor.workers.lifecycle import AT_REST, GOING_DOWN, Event, LifecycleAction, WorkerState
 from supervisor.workers.stop_ladder import Rung
 from supervisor.workers.worker_reports import checked_hello, checked_progress, checked_ready, checked_stats
 
 RATE_WINDOW_S = 1.0
 
 
-class Outlet(Protocol):
+class EffectSink(Protocol):
     """What the fleet needs of the loop."""
 
-    def perform(self, effects: list[RequestEffect]) -> None: ...
+    def perform(self, effects: list[Effect]) -> None: ...
     def send_worker(self, worker: str, frame: bytes) -> None: ...
     def worker_gone(self, worker: str) -> None: ...
     def state_changed(self) -> None: ...
 
 
-class Fleet(Roster):
+class Fleet(ReplicaRegistry):
     """All models. Every method runs on the supervisor's one thread."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Fleet(Roster):
         scheduler: Scheduler,
         timers: Timers,
         launcher: Launcher,
-        outlet: Outlet,
+        outlet: EffectSink,
         runtime_dir: Path,
         back_endpoint: str,
         log: logging.Logger,
@@ -76,26 +76,26 @@ class Fleet(Roster):
     def start(self, name: str, cause: str) -> None:
         """Want a worker up, whatever it is doing. One on its way down is started again when it is stopped."""
         replica = self.replicas[name]
-        replica.wanted, replica.asleep, replica.unloaded = True, False, None
+        replica.wanted, replica.on_demand, replica.unload_cause = True, False, None
         self._apply(replica, Event.START, cause)
 
     def rest(self, name: str, cause: str) -> None:
         """Have a worker that is stopped, or has failed, started by the first request for its model."""
         replica = self.replicas[name]
-        replica.wanted, replica.asleep = False, True
-        self._apply(replica, Event.SLEEP, cause)
+        replica.wanted, replica.on_demand = False, True
+        self._apply(replica, Event.ON_DEMAND, cause)
 
     def unload(self, name: str, cause: str) -> None:
         """Send a worker to sleep that is ready and idle. A request that comes meanwhile waits, and wakes it again."""
         replica = self.replicas[name]
-        replica.wanted, replica.asleep, replica.unloaded = False, True, cause
+        replica.wanted, replica.on_demand, replica.unload_cause = False, True, cause
         replica.ladder_times = self._config.supervisor.ladder
         self._apply(replica, Event.UNLOAD, cause)
 
     def stop(self, name: str, cause: str, *, now: bool = False) -> None:
         """Want a worker down: after its requests (bounded by the drain's time), or at once."""
         replica = self.replicas[name]
-        replica.wanted = replica.asleep = False
+        replica.wanted = replica.on_demand = False
         if now and replica.state is WorkerState.STOPPING and replica.ladder_times is stop_ladder.IMPATIENT:
             return  # climbing as fast as it can: to begin anew would put SIGKILL off
         replica.ladder_times = stop_ladder.IMPATIENT if now else self._config.supervisor.ladder
@@ -107,7 +107,7 @@ class Fleet(Roster):
         if replica.state in (*AT_REST, WorkerState.BACKOFF):
             self.start(name, cause)
             return
-        replica.wanted, replica.asleep, replica.unloaded = True, False, None
+        replica.wanted, replica.on_demand, replica.unload_cause = True, False, None
         replica.ladder_times = self._config.supervisor.ladder
         self._apply(replica, Event.STOP, cause)
 
@@ -128,7 +128,7 @@ class Fleet(Roster):
     def _settle(self, replica: Replica, was_lazy: bool) -> None:
         """At rest, one that has become lazy sleeps, and one that is so no more does not."""
         lazy = replica.spec.config.lazy
-        if replica.state is WorkerState.SLEEPING and not lazy:
+        if replica.state is WorkerState.UNLOADED and not lazy:
             self.stop(replica.name, "it is not lazy any more")
         elif replica.state is WorkerState.STOPPED and lazy and not was_lazy and not replica.wanted:
             self.rest(replica.name, "lazy")
@@ -195,9 +195,9 @@ class Fleet(Roster):
         killed = (replica.kill_reason, replica.killed_for) if replica.killed_for else None
         self._ended(replica, classify(code, asked=asked, log_tail=tail, killed=killed), process.pid)
 
-    def look(self) -> None:
-        """See which workers get on, and end those that hang. To be called every ``watch.LOOK_S``."""
-        self._hang_watch.look(self.replicas.values(), time.monotonic())
+    def check_progress(self) -> None:
+        """See which workers get on, and end those that hang. To be called every ``watch.CHECK_S``."""
+        self._hang_watch.check(self.replicas.values(), time.monotonic())
 
     def kill(self, replica: Replica, why: str, reason: str = "killed") -> None:
         """End a worker that hangs, is out of its mind or out of reach. Its requests end when it is gone."""
@@ -237,8 +237,8 @@ class Fleet(Roster):
         self._apply(replica, event, report.message, pause=pause)
         if replica.wanted and replica.state is WorkerState.STOPPED:
             self._apply(replica, Event.START, "started again")
-        elif replica.asleep and replica.state is WorkerState.STOPPED:
-            self._apply(replica, Event.SLEEP, replica.unloaded or "lazy")
+        elif replica.on_demand and replica.state is WorkerState.STOPPED:
+            self._apply(replica, Event.ON_DEMAND, replica.unload_cause or "lazy")
         elif replica.state is WorkerState.FAILED and replica.lacks_room:
             replica.backoff_timer = self._timers.at(
                 time.monotonic() + ROOM_RETRY_S, lambda: self._try_room_again(replica)
@@ -277,28 +277,30 @@ class Fleet(Roster):
             self._do(replica, effect, now, pause)
         self._outlet.state_changed()
 
-    def _do(self, replica: Replica, effect: Effect, now: float, pause: float) -> None:
+    def _do(self, replica: Replica, effect: LifecycleAction, now: float, pause: float) -> None:
         name = replica.name
         match effect:
-            case Effect.SPAWN:
+            case LifecycleAction.SPAWN:
                 self._spawn(replica)
-            case Effect.OPEN:
+            case LifecycleAction.OPEN:
                 replica.last_active = now
-                capacity, slots = replica.info["max_jobs"], replica.spec.config.max_batch_size
-                self._outlet.perform(self._scheduler.open(name, replica.generation, capacity, now, slots=slots))
-            case Effect.ACCEPT_NEW:
+                capacity, batch_size = replica.info["max_jobs"], replica.spec.config.max_batch_size
+                self._outlet.perform(
+                    self._scheduler.open(name, replica.generation, capacity, now, batch_size=batch_size)
+                )
+            case LifecycleAction.ACCEPT_NEW:
                 self._scheduler.accept_new(name)
-            case Effect.HOLD_NEW:
+            case LifecycleAction.HOLD_NEW:
                 self._outlet.perform(self._scheduler.pause(name, now))
-            case Effect.REST:
+            case LifecycleAction.REST:
                 self._outlet.perform(self._scheduler.rest(name, now))
-            case Effect.REFUSE_NEW if replica.comes_again:
+            case LifecycleAction.REFUSE_NEW if replica.comes_again:
                 self._outlet.perform(self._scheduler.pause(name, now))
-            case Effect.REFUSE_NEW:
+            case LifecycleAction.REFUSE_NEW:
                 self._outlet.perform(self._scheduler.refuse_new(name, replica.refusal(), now))
-            case Effect.END_WAITING:
+            case LifecycleAction.END_WAITING:
                 self._outlet.perform(self._scheduler.end_waiting(name, replica.refusal()))
-            case Effect.END_ACTIVE:
+            case LifecycleAction.END_ACTIVE:
                 asked = replica.last_exit is not None and replica.last_exit.reason == "asked"
                 if asked:
                     told = f"model {replica.model!r} was stopped before the answer was finished"
@@ -310,19 +312,19 @@ class Fleet(Roster):
                 self._outlet.perform(self._scheduler.worker_gone(name, error, now, struck=not asked))
                 if replica.state is WorkerState.STOPPED and not replica.comes_again:
                     self._outlet.perform(self._scheduler.release_held(name, now))
-            case Effect.WATCH_DRAIN:
+            case LifecycleAction.WATCH_DRAIN:
                 replica.drain_timer = self._timers.at(
                     now + self._config.supervisor.stop.drain, lambda: self._drain_expired(replica)
                 )
                 self.after_events(replica)
-            case Effect.CLIMB:
+            case LifecycleAction.CLIMB:
                 self._climb(replica, now)
-            case Effect.ARM_BACKOFF:
+            case LifecycleAction.ARM_BACKOFF:
                 replica.restarts += 1
                 replica.backoff_timer = self._timers.at(
                     now + pause, lambda: self._apply(replica, Event.BACKOFF_OVER, "pause over")
                 )
-            case Effect.FORGIVE:
+            case LifecycleAction.FORGIVE:
                 replica.history.forgive()
                 if replica.backoff_timer is not None:
                     replica.backoff_timer.cancel()
@@ -332,7 +334,7 @@ class Fleet(Roster):
         self._generations[replica.label] += 1
         replica.generation = self._generations[replica.label]
         replica.routing_id = b"W" + os.urandom(16)
-        replica.info, replica.progress, replica.killed_for, replica.watched = {}, {}, None, None
+        replica.info, replica.progress, replica.killed_for, replica.detector = {}, {}, None, None
         spec = WorkerSpec(
             engine=replica.spec.engine_spec,
             generation=replica.generation,

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from supervisor.fleet.replica import Replica
 from supervisor.model_logs import about
+from supervisor.workers.hang_detector import CheckClock, HangDetector, HangVerdict
 from supervisor.workers.launcher import Launched
-from supervisor.workers.watch import Looks, Verdict, Watched
 
 
 class Killer(Protocol):
@@ -23,31 +23,31 @@ class HangWatch:
     def __init__(self, kill: Killer, log: logging.Logger) -> None:
         self._kill = kill
         self._log = log
-        self._looks = Looks()
+        self._clock = CheckClock()
 
-    def look(self, replicas: Iterable[Replica], now: float) -> None:
+    def check(self, replicas: Iterable[Replica], now: float) -> None:
         """Look at every worker that has a process, whatever its state."""
-        passed = self._looks.passed(now)
+        passed = self._clock.passed(now)
         for replica in replicas:
             process = replica.process
             if process is None or (reading := process.read_lease()) is None:
-                replica.watched = None  # nothing there, or started in a way that does not show
+                replica.detector = None  # nothing there, or started in a way that does not show
                 continue
-            if replica.watched is None:  # a new process
-                replica.watched = Watched(reading)
+            if replica.detector is None:  # a new process
+                replica.detector = HangDetector(reading)
                 continue
-            self._act(replica, process, replica.watched, replica.watched.look(reading, passed))
+            self._act(replica, process, replica.detector, replica.detector.check(reading, passed))
 
-    def _act(self, replica: Replica, process: Launched, watched: Watched, verdict: Verdict) -> None:
-        if verdict in (Verdict.HUNG, Verdict.LOST) and (process.is_gone or replica.killed_for is not None):
+    def _act(self, replica: Replica, process: Launched, detector: HangDetector, verdict: HangVerdict) -> None:
+        if verdict in (HangVerdict.HUNG, HangVerdict.LOST) and (process.is_gone or replica.killed_for is not None):
             return  # it is dead, or dying; the loop is about to hear of it
-        if verdict is Verdict.HUNG:
-            told = f"{replica.shown}: pid {process.pid} {watched.story()}; {process.condition()}"
+        if verdict is HangVerdict.HUNG:
+            told = f"{replica.shown}: pid {process.pid} {detector.story()}; {process.condition()}"
             self._log.error("%s", told, extra=about(replica.log_name))
-            if watched.can_tell:
+            if detector.can_tell:
                 process.dump_stacks()
-        elif verdict is Verdict.SPARED:
+        elif verdict is HangVerdict.SPARED:
             told = f"{replica.shown}: pid {process.pid} goes on after all"
             self._log.warning("%s", told, extra=about(replica.log_name))
-        elif verdict is Verdict.LOST:
-            self._kill(replica, f"{watched.story()}; {process.condition()}", "hung")
+        elif verdict is HangVerdict.LOST:
+            self._kill(replica, f"{detector.story()}; {process.condition()}", "hung")

@@ -1,4 +1,4 @@
-"""reload and restart in turns: what an order means for each model. Carried out by ``turnover``."""
+"""reload and restart in turns: what an order means for each model. Carried out by ``rollout``."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ from supervisor.config import Config, ModelSpec, load_config
 from supervisor.config_schema import SupervisorConfig
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
-from supervisor.fleet.turnover import Change, How, Plan, Step, Turnover, changes
+from supervisor.fleet.rollout import Change, How, Plan, Rollouts, RolloutStep, changes
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.yaml_source import ConfigError
@@ -26,7 +26,7 @@ class Reloads:
         self._timers = timers
         self._log = log
         self._advancing = False
-        self.turnover = Turnover(fleet, log)
+        self.rollouts = Rollouts(fleet, log)
 
     def read_again(self, cause: str, how: How, only: str | None = None) -> int:
         """``reload`` with what models.yaml holds now. Raises WireError where that cannot be used, and changes nothing
@@ -68,9 +68,9 @@ class Reloads:
         if settings:
             self._log.info("%s: applied supervisor.%s", cause, ", supervisor.".join(settings))
         self._fleet.adopt(config)
-        self._scheduler.set_policies(config.supervisor.hold_limits, config.supervisor.strike_policy)
+        self._scheduler.set_policies(config.supervisor.hold_limits, config.supervisor.poison_policy)
         forced = () if only is None else (only,)
-        number = self.turnover.order(cause, how, partial(self._plan, config, forced), settings)
+        number = self.rollouts.order(cause, how, partial(self._plan, config, forced), settings)
         self.advance_soon()
         return number
 
@@ -80,41 +80,41 @@ class Reloads:
 
         def plan() -> Plan:  # of what is there by then: an earlier order may have made them others, or removed them
             there = [replica for label in labels if (replica := self._fleet.shown(label)) is not None]
-            steps = [Step(r.model, r.label, r.coming or r.spec, forced=True) for r in there]
+            steps = [RolloutStep(r.model, r.label, r.coming or r.spec, forced=True) for r in there]
             return Plan(dict.fromkeys(models, Change.WORKERS), steps)
 
-        number = self.turnover.order(cause, How.EXCHANGE, plan)
+        number = self.rollouts.order(cause, How.RECREATE, plan)
         self.advance_soon()
         return number
 
     def advance_soon(self) -> None:
         """Not at once: we may be in the middle of a transition."""
-        if self.turnover.busy and not self._advancing:
+        if self.rollouts.busy and not self._advancing:
             self._advancing = True
             self._timers.at(time.monotonic(), self._advance)
 
     def _advance(self) -> None:
         self._advancing = False
-        self.turnover.advance()
+        self.rollouts.advance()
 
     def _plan(self, config: Config, forced: Sequence[str]) -> Plan:
         before: dict[str, list[ModelSpec]] = {}
         for replica in self._fleet.replicas.values():
             before.setdefault(replica.model, []).append(replica.coming or replica.spec)
         found = changes(before, config.models, forced)
-        steps: list[Step] = []
+        steps: list[RolloutStep] = []
         for model, change in found.items():
             steps += self._steps(model, change, config.models.get(model), forced=model in forced)
         return Plan(found, steps)
 
-    def _steps(self, model: str, change: Change, spec: ModelSpec | None, *, forced: bool) -> list[Step]:
+    def _steps(self, model: str, change: Change, spec: ModelSpec | None, *, forced: bool) -> list[RolloutStep]:
         workers = self._fleet.of_model(model)
         there = [replica.label for replica in workers]
         if spec is None:
-            return [Step(model, label, None) for label in there]
+            return [RolloutStep(model, label, None) for label in there]
         if change is Change.ADDED:
             self._scheduler.add_model(model, spec.queue_limits)
-            return [Step(model, label, spec, start=spec.autostart) for label in spec.workers]
+            return [RolloutStep(model, label, spec, start=spec.autostart) for label in spec.workers]
         self._scheduler.set_limits(model, spec.queue_limits)
         if change is Change.WORKERS:
             missing = [label for label in spec.workers if label not in there]
@@ -123,8 +123,8 @@ class Reloads:
                 if replica.label not in spec.workers and missing:
                     self._fleet.relabel(replica, missing.pop(0))
             wanted = any(replica.wanted for replica in workers)
-            stay = [Step(model, label, spec, start=wanted, forced=forced) for label in spec.workers]
-            gone = [Step(model, replica.label, None) for replica in workers if replica.label not in spec.workers]
+            stay = [RolloutStep(model, label, spec, start=wanted, forced=forced) for label in spec.workers]
+            gone = [RolloutStep(model, replica.label, None) for replica in workers if replica.label not in spec.workers]
             return stay + gone
         for replica in workers:
             self._fleet.adopt_settings(replica, spec)

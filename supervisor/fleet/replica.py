@@ -9,11 +9,11 @@ from supervisor.config import ModelSpec
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timer
 from supervisor.workers.exits import ExitReport
+from supervisor.workers.hang_detector import HangDetector
 from supervisor.workers.launcher import Launched
 from supervisor.workers.lifecycle import GOING_DOWN, ModelLife, WorkerState
 from supervisor.workers.restart import RestartHistory, RestartPolicy
 from supervisor.workers.stop_ladder import LadderTimes
-from supervisor.workers.watch import Watched
 
 ROOM_RETRY_S = 10.0
 """How long requests for a lazy model are refused after it has found no room."""
@@ -42,9 +42,9 @@ class Replica:
         """Bytes that the log held before the present process."""
         self.wanted = False
         """An operator wants it up; a START that came while it went down is repeated when it is stopped."""
-        self.asleep = False
+        self.on_demand = False
         """Once it is stopped it sleeps: a request may start it again."""
-        self.unloaded: str | None = None
+        self.unload_cause: str | None = None
         """Why it was sent to sleep, while it sleeps."""
         self.generation = 0
         self.process: Launched | None = None
@@ -53,7 +53,7 @@ class Replica:
         """Why the supervisor itself killed the present process."""
         self.kill_reason = "killed"
         """The reason of its exit then."""
-        self.watched: Watched | None = None
+        self.detector: HangDetector | None = None
         """How the present process gets on; None if there is none, or it does not show that."""
         self.last_exit: ExitReport | None = None
         self.restarts = 0
@@ -90,7 +90,7 @@ class Replica:
     @property
     def comes_again(self) -> bool:
         """Whether requests may wait for it although it is on its way down."""
-        return (self.wanted or self.asleep) and self.state is not WorkerState.FAILED
+        return (self.wanted or self.on_demand) and self.state is not WorkerState.FAILED
 
     @property
     def lacks_room(self) -> bool:
@@ -114,9 +114,9 @@ class Replica:
         ended = self.last_exit.message if self.last_exit is not None else None
         if self.state in (WorkerState.FAILED, WorkerState.BACKOFF):
             return ended
-        if self.state is not WorkerState.SLEEPING:
+        if self.state is not WorkerState.UNLOADED:
             return None
-        return self.unloaded or (ended if self.lacks_room else "lazy: its first request starts it")
+        return self.unload_cause or (ended if self.lacks_room else "lazy: its first request starts it")
 
     def refusal(self) -> WireError:
         """What a new request is told if no worker of the model takes any."""
@@ -160,9 +160,9 @@ class Replica:
             "idle_s": round(now - self.last_active, 1) if idle else None,
             "until_s": round(max(0.0, config.ttl - now + self.last_active), 1) if idle and config.ttl else None,
             "lazy": config.lazy,
-            "unloaded": self.unloaded,
+            "unloaded": self.unload_cause,
             "pid": self.process.pid if self.process else None,
-            **(self.watched.describe() if self.process and self.watched else {"phase": None, "beat_s": None}),
+            **(self.detector.describe() if self.process and self.detector else {"phase": None, "beat_s": None}),
             "generation": self.generation,
             "restarts": self.restarts,
             "load_seconds": self.info.get("load_seconds"),

@@ -50,12 +50,12 @@ class KeyRing:
 
     def admit(self, public_key: str, now: float) -> Admission:
         """Whether a connection with this key may come, by the list as it is now and by the key's own budget."""
-        self.look()
+        self.refresh()
         if public_key not in self._identities:
             return Admission.UNKNOWN
         return Admission.ADMITTED if self._handshakes.admit(public_key, now) else Admission.TOO_OFTEN
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Read the list again if it has changed. Whether it has."""
         stamp = self._store.stamp()
         if stamp == self._stamp:

@@ -20,23 +20,23 @@ from supervisor.model_logs import about
 from supervisor.placement.affinity import near_cpus, ranges
 from supervisor.placement.estimates import Estimated, Estimator
 from supervisor.placement.eviction import NoRoom
+from supervisor.placement.gpu_requests import ESTIMATED, answer_with, declared, gpu_request_of, question_of
 from supervisor.placement.gpu_shares import Needs
 from supervisor.placement.gpus import Gpu
-from supervisor.placement.policy import Holding, Placed, Refused, Wish, gib, place, place_unseen, rooms
+from supervisor.placement.policy import GpuRequest, Holding, Placed, Refused, gib, place, place_unseen, rooms
 from supervisor.placement.sizes import Limit
 from supervisor.placement.vram import Vram
-from supervisor.placement.wishes import ESTIMATED, answer_with, declared, question_of, wish_of
 from supervisor.timers import Timers
 from supervisor.workers.exits import ExitReport, not_admitted, not_spawned
 
 IDLE_WAIT_S = 60.0
 """How long a start waits for busy models to become idle, where there would be room without them. The time in which one
 of them is loaded does not count."""
-IDLE_LOOK_S = 0.25
+IDLE_CHECK_S = 0.25
 READING_WAIT_S = 30.0
 """How long a start waits for GPUs whose answer is late: admitted without a look, it may take what others count on."""
 Limits = Mapping[str, Limit] | Limit | None
-Spawn = Callable[[str, tuple[int, ...]], int | None]
+Launch = Callable[[str, tuple[int, ...]], int | None]
 """(CUDA_VISIBLE_DEVICES, CPUs to keep to) → pid; None if there is no process after all."""
 
 
@@ -53,11 +53,11 @@ class _Asked:
     worker: str
     label: str
     spec: ModelSpec
-    wish: Wish
+    gpu_request: GpuRequest
     number: int
     limits: Limits
     last: bool
-    spawn: Spawn = field(repr=False)
+    launch: Launch = field(repr=False)
     refuse: Callable[[ExitReport], None] = field(repr=False)
     estimated: Estimated | None = None
     waits_for_memory: bool = False
@@ -72,7 +72,7 @@ class _Asked:
 
     @property
     def order(self) -> tuple[bool, int]:
-        return self.wish.pins is None, self.number
+        return self.gpu_request.pins is None, self.number
 
     def goes_before(self, other: "_Asked") -> bool:
         """Whether ``other`` has to wait until this one is decided."""
@@ -80,12 +80,18 @@ class _Asked:
             return False
         if self.claims or other.claims:
             return self.claims and (not other.claims or self.order < other.order)
-        pinned_waits = self.unread_since is not None and self.wish.pins is not None and other.wish.pins is None
+        pinned_waits = (
+            self.unread_since is not None and self.gpu_request.pins is not None and other.gpu_request.pins is None
+        )
         return self.order < other.order and (self.estimated is None or pinned_waits)
 
     def may_want(self, other: "_Asked") -> bool:
         """Whether the two may want the same GPU."""
-        return self.wish.pins is None or other.wish.pins is None or bool({*self.wish.pins} & {*other.wish.pins})
+        return (
+            self.gpu_request.pins is None
+            or other.gpu_request.pins is None
+            or bool({*self.gpu_request.pins} & {*other.gpu_request.pins})
+        )
 
 
 @dataclass
@@ -146,7 +152,7 @@ class Admission:
         worker: str,
         label: str,
         spec: ModelSpec,
-        spawn: Spawn,
+        launch: Launch,
         refuse: Callable[[ExitReport], None],
         *,
         limits: Limits,
@@ -158,30 +164,30 @@ class Admission:
         limits  vram_limit of models.yaml
         last    whether a refusal for want of room is final. After a crash it is not: what fills the GPU now may go.
         """
-        wish = wish_of(spec)
+        gpu_request = gpu_request_of(spec)
         self._known[worker] = _Known()
         if (missing := missing_for(spec.config.engine)) is not None:
             self._without_packages.add(worker)
             report = not_admitted("config", LOAD_ERROR_PREFIX + missing, retry=False)
             self._at_next_turn(lambda: self._refuse_without_packages(worker, refuse, report))
             return
-        if wish is None:
-            spawn("", ())
+        if gpu_request is None:
+            launch("", ())
             return
         self._number += 1
-        asked = _Asked(worker, label, spec, wish, self._number, limits, last, spawn, refuse)
+        asked = _Asked(worker, label, spec, gpu_request, self._number, limits, last, launch, refuse)
         self._asked[worker] = asked
         # not for engine transformers: its worker finds the same faults, and the first token would wait for both
         question = question_of(spec) if spec.config.engine in ESTIMATED else None
         if question is not None:
             try:
-                self._estimator.ask(worker, question, lambda told: self._told(asked, told))
+                self._estimator.ask(worker, question, lambda told: self._on_estimate(asked, told))
             except OSError as e:
                 report = not_spawned(e)
                 self._at_next_turn(lambda: self._refuse(asked, report))
             return
         asked.estimated = answer_with(spec, None)
-        if wish.pins is None:
+        if gpu_request.pins is None:
             self._at_next_turn(self._go_on)  # the pinned ones that are started along with it go first
         else:
             self._go_on()
@@ -224,27 +230,32 @@ class Admission:
             if worker in asked.evicting:
                 asked.evicting.discard(worker)
                 if not asked.evicting:
-                    self._at_next_turn(lambda asked=asked: self._look_again(asked))  # type: ignore[misc]
+                    self._at_next_turn(lambda asked=asked: self._try_again(asked))  # type: ignore[misc]
 
     def removed(self, worker: str) -> None:
         """Nobody will ask for this worker any more."""
         self._known.pop(worker, None)
 
-    def fits_beside(self, old: str, before: ModelSpec, after: ModelSpec, limits: Limits) -> bool:
+    def fits_surge(self, old: str, before: ModelSpec, after: ModelSpec, limits: Limits) -> bool:
         """Whether a successor would find room while the old worker is there, as far as that is known without reading
         the model's directory: its needs are declared, or are those of the old one, of which nothing has changed."""
-        wish = wish_of(after)
-        if wish is None:
+        gpu_request = gpu_request_of(after)
+        if gpu_request is None:
             return True
         known = self._known.get(old)
-        needs: Mapping[int, Needs] | None = declared(after, wish)
-        if needs is None and known is not None and known.spec == after.engine_spec and wish_of(before) == wish:
+        needs: Mapping[int, Needs] | None = declared(after, gpu_request)
+        if (
+            needs is None
+            and known is not None
+            and known.spec == after.engine_spec
+            and gpu_request_of(before) == gpu_request
+        ):
             needs = known.needs
         reading = self.vram.reading()
         if needs is None or reading is None:
             return False
         there = rooms(reading, [*self._holdings.values()], limits)
-        return isinstance(place(wish, needs, there, self._outer), Placed)
+        return isinstance(place(gpu_request, needs, there, self._outer), Placed)
 
     def describe(self, worker: str) -> dict[str, Any]:
         """placed: GPUs of the present or last process; cpus, numa_nodes: those it is kept to, None for all;
@@ -262,7 +273,7 @@ class Admission:
             "vram_loaded_bytes": sum(known.measured.values()) or None,
         }
 
-    def _told(self, asked: _Asked, told: Estimated) -> None:
+    def _on_estimate(self, asked: _Asked, told: Estimated) -> None:
         asked.estimated = answer_with(asked.spec, told)
         if told.error is not None:
             reason = "unreadable" if told.retry else "config"
@@ -287,12 +298,12 @@ class Admission:
         asked.unread_since = None
         if reading is None:
             self._say_unseen()
-            verdict = place_unseen(asked.wish, self._outer)
+            verdict = place_unseen(asked.gpu_request, self._outer)
         else:
             verdict = place(
-                asked.wish, needs, rooms(reading, [*self._holdings.values()], asked.limits), self._outer
+                asked.gpu_request, needs, rooms(reading, [*self._holdings.values()], asked.limits), self._outer
             )  # fmt: skip
-        count = asked.wish.counts[0]
+        count = asked.gpu_request.counts[0]
         known = self._known[worker] = _Known(needs, count, asked.spec.engine_spec)
         if isinstance(verdict, Refused) and verdict.missing and self._room_comes(asked, verdict):
             return
@@ -307,7 +318,7 @@ class Admission:
         self._say_placed(asked, verdict, known)
         # before it is spawned: that may fail, and another may be decided while it is under way
         holding = self._holdings[worker] = Holding(asked.label, None, verdict.bytes, loading=True)
-        pid = asked.spawn(verdict.devices, known.cpus)
+        pid = asked.launch(verdict.devices, known.cpus)
         if pid is None:
             del self._holdings[worker]
         else:
@@ -315,7 +326,7 @@ class Admission:
 
     def _room_comes(self, asked: _Asked, verdict: Refused) -> bool:
         """Whether others leave for it, or may do so soon; then this is decided again."""
-        leaving = self.make_room(asked.worker, verdict.missing, one_suffices=asked.wish.pins is None)
+        leaving = self.make_room(asked.worker, verdict.missing, one_suffices=asked.gpu_request.pins is None)
         now = time.monotonic()
         if not isinstance(leaving, NoRoom):
             asked.evicting, asked.claims = set(leaving), True
@@ -330,7 +341,7 @@ class Admission:
             asked.since = now  # who loads cannot be idle yet, and a large model may take longer than that
         if now - asked.since >= IDLE_WAIT_S:
             return False
-        self._timers.at(now + IDLE_LOOK_S, lambda: self._look_again(asked))
+        self._timers.at(now + IDLE_CHECK_S, lambda: self._try_again(asked))
         return True
 
     def _reading_comes(self, asked: _Asked) -> bool:
@@ -342,10 +353,10 @@ class Admission:
             self._log.info("%s", told, extra=about(asked.worker))
         if now - asked.unread_since >= READING_WAIT_S:
             return False
-        self._timers.at(now + IDLE_LOOK_S, lambda: self._look_again(asked))
+        self._timers.at(now + IDLE_CHECK_S, lambda: self._try_again(asked))
         return True
 
-    def _look_again(self, asked: _Asked) -> None:
+    def _try_again(self, asked: _Asked) -> None:
         if self._asked.get(asked.worker) is asked:
             asked.waits_for_memory = False
             self._go_on()

@@ -27,7 +27,7 @@ _PROGRAM = (sys.executable, "-P", "-m", "model_worker.estimating")
 ESTIMATE_S = 20.0
 """Seconds that one answer may take. Reading the headers of a 70B model takes some milliseconds, from a cold disk a
 second."""
-LOOK_S = 0.05
+CHECK_S = 0.05
 """Seconds between two looks of a waiting command for new answers."""
 MAX_ANSWER = 1 << 20
 
@@ -194,7 +194,7 @@ def _wait(process: "subprocess.Popen[bytes]", answer: int) -> Estimated:
     size, deadline = 0, time.monotonic() + ESTIMATE_S
     while True:
         try:
-            return _lost(process.wait(LOOK_S))
+            return _lost(process.wait(CHECK_S))
         except subprocess.TimeoutExpired:
             pass
         now = time.monotonic()

@@ -15,7 +15,7 @@ EXACT_UP_TO = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class EvictionCandidate:
     """One worker.
 
     held      GPU → bytes that come back when it goes
@@ -41,7 +41,7 @@ class NoRoom(Enum):
 
 
 def choose(
-    missing: Mapping[int, int], candidates: Sequence[Candidate], *, one_suffices: bool = False
+    missing: Mapping[int, int], candidates: Sequence[EvictionCandidate], *, one_suffices: bool = False
 ) -> tuple[str, ...] | NoRoom:
     """The workers that go.
 
@@ -58,14 +58,14 @@ def choose(
     return NoRoom.NEVER
 
 
-def _cheapest(wanted: Mapping[int, int], idle: Sequence[Candidate]) -> tuple[Candidate, ...] | None:
+def _cheapest(wanted: Mapping[int, int], idle: Sequence[EvictionCandidate]) -> tuple[EvictionCandidate, ...] | None:
     useful = [candidate for candidate in idle if any(candidate.held.get(gpu) for gpu in wanted)]
     if not _is_enough(wanted, useful):
         return None
     if len(useful) <= EXACT_UP_TO:
         sets = (chosen for n in range(1, len(useful) + 1) for chosen in combinations(useful, n))
         return min((chosen for chosen in sets if _is_enough(wanted, chosen)), key=_cost)
-    chosen: list[Candidate] = []
+    chosen: list[EvictionCandidate] = []
     for candidate in sorted(useful, key=lambda c: _cost((c,))):
         chosen.append(candidate)
         if _is_enough(wanted, chosen):
@@ -78,9 +78,9 @@ def _cheapest(wanted: Mapping[int, int], idle: Sequence[Candidate]) -> tuple[Can
     return tuple(chosen)
 
 
-def _is_enough(wanted: Mapping[int, int], chosen: Sequence[Candidate]) -> bool:
+def _is_enough(wanted: Mapping[int, int], chosen: Sequence[EvictionCandidate]) -> bool:
     return all(sum(c.held.get(gpu, 0) for c in chosen) >= size for gpu, size in wanted.items())
 
 
-def _cost(chosen: Sequence[Candidate]) -> tuple[int, float, float]:
+def _cost(chosen: Sequence[EvictionCandidate]) -> tuple[int, float, float]:
     return max(c.priority for c in chosen), sum(c.load_s for c in chosen), -min(c.idle_s for c in chosen)

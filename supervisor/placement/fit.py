@@ -7,17 +7,17 @@ from supervisor.config import ModelSpec
 from supervisor.placement.estimates import Estimated
 from supervisor.placement.gpu_shares import Needs, parts_on
 from supervisor.placement.gpus import Gpu
-from supervisor.placement.policy import Holding, Placed, Refused, Wish, place, rooms
+from supervisor.placement.policy import GpuRequest, Holding, Placed, Refused, place, rooms
 from supervisor.placement.sizes import Limit
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PlacementCandidate:
     """A worker to be placed. ``wish``: None on the CPU."""
 
     worker: str
     spec: ModelSpec
-    wish: Wish | None
+    gpu_request: GpuRequest | None
     estimated: Estimated
 
     @property
@@ -29,15 +29,15 @@ class Candidate:
 class Outcome:
     """What has become of it. ``placed``: None on the CPU, and where it is not placed; ``why_not``: one line."""
 
-    candidate: Candidate
+    candidate: PlacementCandidate
     placed: Placed | None = None
     why_not: str | None = None
     no_room: bool = False
 
     @property
     def needs(self) -> Needs | None:
-        wish, needs = self.candidate.wish, self.candidate.estimated.needs
-        return needs[wish.counts[0]] if wish and needs else None
+        gpu_request, needs = self.candidate.gpu_request, self.candidate.estimated.needs
+        return needs[gpu_request.counts[0]] if gpu_request and needs else None
 
     def on(self, gpu: Gpu) -> dict[str, int]:
         """The parts of its needs on one GPU, by name; empty if it takes none there, or nobody knows."""
@@ -48,14 +48,16 @@ class Outcome:
 
 
 def fit(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[PlacementCandidate],
     gpus: Sequence[Gpu],
     limits: Mapping[str, Limit] | Limit | None,
     outer: str | None,
 ) -> list[Outcome]:
     """Outcomes in the order in which they are placed: what starts with the supervisor, pinned ones before ``auto``;
     then the others, each tried alone beside those."""
-    order = sorted(candidates, key=lambda c: (not c.autostart, c.wish is not None and c.wish.pins is None))
+    order = sorted(
+        candidates, key=lambda c: (not c.autostart, c.gpu_request is not None and c.gpu_request.pins is None)
+    )
     holdings: list[Holding] = []
     outcomes = []
     for candidate in order:
@@ -74,7 +76,7 @@ def _with(gpu: Gpu, pid: int, size: int) -> Gpu:
 
 
 def _try(
-    candidate: Candidate,
+    candidate: PlacementCandidate,
     gpus: Sequence[Gpu],
     holdings: Sequence[Holding],
     limits: Mapping[str, Limit] | Limit | None,
@@ -82,9 +84,9 @@ def _try(
 ) -> Outcome:
     if candidate.estimated.faults:
         return Outcome(candidate, why_not="; ".join(fault.message for fault in candidate.estimated.faults))
-    if candidate.wish is None:
+    if candidate.gpu_request is None:
         return Outcome(candidate)
-    verdict = place(candidate.wish, candidate.estimated.needs, rooms(gpus, holdings, limits), outer)
+    verdict = place(candidate.gpu_request, candidate.estimated.needs, rooms(gpus, holdings, limits), outer)
     if isinstance(verdict, Refused):
         return Outcome(candidate, why_not=verdict.message, no_room=bool(verdict.missing))
     return Outcome(candidate, verdict)

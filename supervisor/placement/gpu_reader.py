@@ -17,9 +17,9 @@ from pathlib import Path
 
 from protocol.helper_environment import helper_environment
 from supervisor.packages import directory_of, directory_of_titles
+from supervisor.placement.circuit_breaker import TIMEOUT_S, BreakerState, CircuitBreaker, Restarts
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
 from supervisor.placement.nvml_answers import MAX_ANSWER, Answer, Fixed, Nonsense, question, read_answer, read_greeting
-from supervisor.placement.patience import PATIENCE_S, Asking, Patience, Restarts
 
 START_S = 2.0
 """How long the first reading of all waits for the driver to be opened, which may take seconds where nothing keeps it
@@ -105,11 +105,11 @@ class GpuReader:
     start_s     how long the first one waits for the driver to be opened
     """
 
-    def __init__(self, log: logging.Logger, patience_s: float = PATIENCE_S, start_s: float = START_S) -> None:
+    def __init__(self, log: logging.Logger, timeout_s: float = TIMEOUT_S, start_s: float = START_S) -> None:
         self._log = log
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._start_s = start_s
-        self._patience = Patience(patience_s)
+        self._breaker = CircuitBreaker(timeout_s)
         self._restarts = Restarts()
         self._child: _Child | None = None
         self._greeted = False
@@ -130,7 +130,7 @@ class GpuReader:
             raise GpusUnknown(self._refusal) if self._refusal else GpusLate("the process that asks it is gone")
         try:
             self._open(self._child)
-            if self._patience.is_out:
+            if self._breaker.is_out:
                 self._hear(self._child, 0.0)
             return self._ask(self._child, only)
         except _Ended:
@@ -173,19 +173,19 @@ class GpuReader:
         child.fixed, self._greeted = greeting.gpus, True
 
     def _ask(self, child: _Child, only: Collection[int] | None) -> list[Gpu]:
-        late = GpusLate(f"the driver has not answered within {self._patience_s:g} s")
-        asking = self._patience.next(time.monotonic())
-        if asking is Asking.NOTHING:
+        late = GpusLate(f"the driver has not answered within {self._timeout_s:g} s")
+        asking = self._breaker.next(time.monotonic())
+        if asking is BreakerState.OPEN:
             raise late
         self._number += 1
         self._only = only
         child.send(question(self._number, only))
-        self._patience.asked(asking)
-        if asking is Asking.PROBE:
+        self._breaker.asked(asking)
+        if asking is BreakerState.HALF_OPEN:
             raise late
-        answer = self._hear(child, self._patience_s)
+        answer = self._hear(child, self._timeout_s)
         if answer is None:
-            self._patience.gave_up()
+            self._breaker.gave_up()
             raise late
         if answer.error is not None:
             raise GpusUnknown(answer.error)
@@ -198,11 +198,11 @@ class GpuReader:
             return None
         assert child.fixed is not None
         answer = read_answer(frame, self._number, self._only, child.fixed)
-        self._patience.answered(answer.took_s, time.monotonic())
+        self._breaker.answered(answer.took_s, time.monotonic())
         return answer
 
     def _drop(self) -> str:
-        self._patience.forget()
+        self._breaker.forget()
         child, self._child = self._child, None
         return "" if child is None else child.end()
 
@@ -211,7 +211,7 @@ def read_once() -> list[Gpu]:
     """All GPUs, for a command that waits. Raises GpusUnknown."""
     quiet = logging.Logger(__name__)  # of nobody's handlers: the exception says what there is to say
     quiet.addHandler(logging.NullHandler())
-    reader = GpuReader(quiet, patience_s=ONCE_S, start_s=ONCE_S)
+    reader = GpuReader(quiet, timeout_s=ONCE_S, start_s=ONCE_S)
     try:
         return reader.read()
     finally:

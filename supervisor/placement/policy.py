@@ -14,7 +14,7 @@ from supervisor.placement.sizes import Limit
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class GpuRequest:
     """What models.yaml says. ``pins``: indices and UUIDs (or their beginnings); None: ``auto``."""
 
     pins: tuple[str, ...] | None
@@ -123,7 +123,7 @@ def _limit(gpu: Gpu, limits: Mapping[str, Limit] | Limit | None) -> int | None:
 
 
 def place(
-    wish: Wish, needs: Mapping[int, Needs] | None, rooms: Sequence[Room], outer: str | None = None
+    gpu_request: GpuRequest, needs: Mapping[int, Needs] | None, rooms: Sequence[Room], outer: str | None = None
 ) -> Placed | Refused:
     """Where a worker goes.
 
@@ -134,17 +134,17 @@ def place(
     allowed = visible(rooms, outer)
     if isinstance(allowed, Refused):
         return allowed
-    if wish.pins is None:
+    if gpu_request.pins is None:
         return _auto(needs, allowed, outer)
     chosen = []
-    for pin in wish.pins:
+    for pin in gpu_request.pins:
         meant = [room for room in rooms if room.gpu.is_meant(pin)]
         if refusal := _unusable(pin, meant, rooms, allowed, outer):
             return refusal
         if meant[0] in chosen:
             return Refused(f"gpu names GPU {meant[0].gpu.index} twice, as {pin} the second time: remove one of them")
         chosen += meant
-    verdict = _on(chosen, needs[len(chosen)] if needs else None, wish.split, ",".join(wish.pins))
+    verdict = _on(chosen, needs[len(chosen)] if needs else None, gpu_request.split, ",".join(gpu_request.pins))
     if isinstance(verdict, Refused) and needs and len(chosen) == 1:
         other = [str(room.gpu.index) for room in allowed if room.bytes >= needs[1].total(1) and not room.gpu.mig]
         if other:
@@ -195,17 +195,17 @@ def _unusable(
     return None
 
 
-def place_unseen(wish: Wish, outer: str | None) -> Placed | Refused:
+def place_unseen(gpu_request: GpuRequest, outer: str | None) -> Placed | Refused:
     """Without a reading: on the pins as they stand, as far as the outer limit can be told from them."""
-    if wish.pins is None:
+    if gpu_request.pins is None:
         return Refused("gpu: auto needs NVML, which does not answer here (the supervisor's log says why): pin a GPU")
     entries = [entry.strip() for entry in outer.split(",")] if outer is not None else []
     if outer is not None and all(entry.isdecimal() for entry in entries if entry):
-        hidden = [pin for pin in wish.pins if pin.isdecimal() and pin not in entries]
+        hidden = [pin for pin in gpu_request.pins if pin.isdecimal() and pin not in entries]
         if hidden or not any(entries):
-            pin = (hidden or wish.pins)[0]
+            pin = (hidden or gpu_request.pins)[0]
             return Refused(f"CUDA_VISIBLE_DEVICES={outer} of the supervisor does not leave GPU {pin}")
-    return Placed((), {}, ",".join(wish.pins))
+    return Placed((), {}, ",".join(gpu_request.pins))
 
 
 def _auto(needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str | None) -> Placed | Refused:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from supervisor.config import Examined, ModelSpec
 from supervisor.placement.estimates import Estimated, Fault, ask_now
 from supervisor.placement.gpu_reader import read_once
+from supervisor.placement.gpu_requests import answer_with, gpu_request_of, question_of
 from supervisor.placement.gpus import Gpu, GpusUnknown
 from supervisor.placement.policy import Refused, place, rooms
-from supervisor.placement.wishes import answer_with, question_of, wish_of
 from supervisor.yaml_source import Problem
 
 
@@ -29,15 +29,19 @@ def vet_models(models: Mapping[str, ModelSpec], *, installed: bool) -> dict[str,
 
 def lacking_gpus(models: Mapping[str, ModelSpec]) -> dict[str, Fault]:
     """Return the models whose GPUs this machine does not have, each with the reason."""
-    wishes = {name: wish for name, spec in models.items() if (wish := wish_of(spec)) is not None}
-    if not wishes:
+    gpu_requests = {
+        name: gpu_request for name, spec in models.items() if (gpu_request := gpu_request_of(spec)) is not None
+    }
+    if not gpu_requests:
         return {}
     try:
         box: list[Gpu] = read_once()
     except GpusUnknown as e:
-        return {name: Fault("gpu", f"no GPU of this machine can be seen (NVML: {e})", machine=True) for name in wishes}
+        return {
+            name: Fault("gpu", f"no GPU of this machine can be seen (NVML: {e})", machine=True) for name in gpu_requests
+        }
     outer, all_rooms = os.environ.get("CUDA_VISIBLE_DEVICES"), rooms(box, [])
-    verdicts = {name: place(wish, None, all_rooms, outer) for name, wish in wishes.items()}
+    verdicts = {name: place(gpu_request, None, all_rooms, outer) for name, gpu_request in gpu_requests.items()}
     return {
         name: Fault("gpu", told.message, machine=True) for name, told in verdicts.items() if isinstance(told, Refused)
     }

@@ -16,12 +16,12 @@ POLL_S = 0.02
 """Between readings while a dead process's memory is awaited."""
 FRESH_S = 1.0
 """How old a reading may be that ``status`` shows."""
-LOOK_S = 0.25
+CHECK_S = 0.25
 """Between looks whether an answer that is late has come."""
 
 
 @dataclass
-class _Watched:
+class _WatchedWorker:
     """One model's. ``gpus``: indices that its pins mean, None before a reading has told. ``ready``: pid of its last
     worker that was loaded, ``looked``: for which NVML has been read since, ``seen``: which it listed alive then."""
 
@@ -32,7 +32,7 @@ class _Watched:
     looked: int | None = None
     returned: str | None = None
     returned_ms: float | None = None
-    spawn: Callable[[], None] | None = field(default=None, repr=False)
+    on_free: Callable[[], None] | None = field(default=None, repr=False)
 
 
 class Vram:
@@ -51,13 +51,13 @@ class Vram:
         self._looking = False
         self._trouble: tuple[float, GpusUnknown] | None = None
         """Since when there is no reading, and why."""
-        self._models: dict[str, _Watched] = {}
+        self._models: dict[str, _WatchedWorker] = {}
 
     def watch(self, model: str, pins: Collection[str]) -> None:
         """A worker that is pinned to GPUs, by its pins in models.yaml. For the first, NVML begins to be opened."""
         if not self._opened:
             self._opened, self._gpus = True, GpuReader(self._log, start_s=0.0 if self._serves else START_S)
-        self._models[model] = _Watched(pins)
+        self._models[model] = _WatchedWorker(pins)
 
     def serves(self) -> None:
         """From now on tokens wait meanwhile: a driver that is opened later, for a model that a reload has brought, is
@@ -126,24 +126,24 @@ class Vram:
                 "VRAM of workers like it is not waited for",
             )
 
-    def when_free(self, model: str, spawn: Callable[[], None]) -> None:
+    def when_free(self, model: str, on_free: Callable[[], None]) -> None:
         """Call ``spawn``: at once, or when no dead worker holds memory of the model's GPUs, or its time is over."""
         watched = self._models.get(model)
         if watched is not None and watched.gpus is None:
             self._read()
         pids = [] if watched is None else self._returns.pids_on(watched.gpus or ())
         if watched is None or not pids:
-            spawn()
+            on_free()
             return
         self._log.info("%s: waits for the VRAM of pid %s", model, ", ".join(map(str, pids)), extra=about(model))
-        watched.spawn = spawn
+        watched.on_free = on_free
 
     def forget(self, model: str) -> bool:
         """The model is not to be spawned any more. Returns whether it was waiting for that."""
         watched = self._models.get(model)
-        if watched is None or watched.spawn is None:
+        if watched is None or watched.on_free is None:
             return False
-        watched.spawn = None
+        watched.on_free = None
         return True
 
     def reading(self) -> list[Gpu] | None:
@@ -209,12 +209,12 @@ class Vram:
         if self._returns.gpus:
             self._poll_later(now, now - begun)
         for watched in list(self._models.values()):  # a spawn may make others sleep, or wake
-            if watched.spawn is not None and not self._returns.pids_on(watched.gpus or ()):
-                spawn, watched.spawn = watched.spawn, None
-                spawn()
+            if watched.on_free is not None and not self._returns.pids_on(watched.gpus or ()):
+                on_free, watched.on_free = watched.on_free, None
+                on_free()
 
     def _settled(self, outcome: Return) -> None:
-        watched = self._models.get(outcome.model) or _Watched(())  # one that was removed meanwhile
+        watched = self._models.get(outcome.model) or _WatchedWorker(())  # one that was removed meanwhile
         watched.returned = "back" if outcome.back else "not back"
         watched.returned_ms = round(outcome.after_s * 1000, 1) if outcome.back else None
         where = ", ".join(map(str, sorted(outcome.gpus)))
@@ -263,9 +263,9 @@ class Vram:
             self._log.warning("VRAM cannot be read: NVML: %s", why)
         if isinstance(why, GpusLate) and not self._looking:
             self._looking = True
-            self._timers.at(now + LOOK_S, self._look)
+            self._timers.at(now + CHECK_S, self._read_late_answer)
 
-    def _look(self) -> None:
+    def _read_late_answer(self) -> None:
         """Whether an answer that was late has come: nobody else may ask for hours, and it is to be said."""
         self._looking = False
         if self.late:

@@ -18,7 +18,7 @@ from protocol.codec import decode, encode, named, pack_error, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
 from protocol.socket_calls import DONT_WAIT, has_input, monitor_event, send_to
-from supervisor.heap import resident, trim
+from supervisor.malloc_trim import resident, trim
 from supervisor.ports.arrivals import ArrivalLimits, Arrivals
 from supervisor.ports.connections import Connection, PortCounters, descriptor_of, is_automatic, is_older, next_channel
 from supervisor.ports.gathering import Gathering
@@ -37,7 +37,7 @@ DRAIN_LIMIT = 64
 """Messages handled per turn of the loop, so that a busy client cannot keep the loop from the workers."""
 FLOOD_S = 2.0
 """How long new connections wait at most during a flood and after it."""
-LOOK_S = 0.05
+CHECK_S = 0.05
 """Seconds between two calls of ``look``. libzmq can receive 100 MB in that time."""
 TAKE_LIMIT = 1024
 """Messages taken from libzmq per turn of the loop: 2 ms of work."""
@@ -309,13 +309,13 @@ class ClientPort:
             self.counters.cut_off += 1
             shut_down(fd, wire)
 
-    def look(self, now: float) -> None:
+    def enforce_limits(self, now: float) -> None:
         """End the connections whose clients have had time to read why, and those that fill libzmq's memory.
 
-        The loop calls this every LOOK_S.
+        The loop calls this every CHECK_S.
         """
-        self._endings.look(now)
-        for fd in self._gathering.look(resident(), self._wires, self._take_heard):
+        self._endings.end_overdue(now)
+        for fd in self._gathering.find_abusers(resident(), self._wires, self._take_heard):
             self.end_wire(fd, self._wires[fd])
 
     def _take_heard(self) -> set[int]:

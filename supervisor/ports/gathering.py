@@ -24,7 +24,7 @@ class Gathering:
         """Bytes that the process had in memory when no connection was suspected the last time."""
         self._suspects: set[int] = set()
 
-    def look(self, resident: int, accepted: Collection[int], heard: Callable[[], Collection[int]]) -> set[int]:
+    def find_abusers(self, resident: int, accepted: Collection[int], heard: Callable[[], Collection[int]]) -> set[int]:
         """Return the descriptors of the connections to end.
 
         resident  bytes that the process has in memory

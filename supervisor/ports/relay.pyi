@@ -3,7 +3,7 @@ from typing import Protocol
 
 import zmq
 
-from supervisor.requests.seats import Seat
+from supervisor.requests.worker_slots import WorkerSlot
 
 class _Addressed(Protocol):
     routing_id: bytes
@@ -16,12 +16,12 @@ class Relay:
         back: zmq.Socket[bytes],
         front: zmq.Socket[bytes],
         connections: dict[int, _Addressed],
-        seat_of: Callable[[bytes], Seat | None],
+        seat_of: Callable[[bytes], WorkerSlot | None],
     ) -> None:
         """Between two ROUTERs.
 
         connections  by channel, of whom can be reached through ``front``; looked up for every frame, never changed
-        seat_of      routing id → the seat of the worker that has it, None if its frames are not to be passed on
+        seat_of      routing id → the worker slot of the worker that has it, None if its frames are not to be passed on
         """
 
     def take(self, limit: int) -> tuple[int, bytes | None, bytes | None, bool]:

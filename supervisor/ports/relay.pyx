@@ -1,4 +1,4 @@
-"""From workers to clients without Python: frames that ``usual_events`` knows are passed on as libzmq received them.
+"""From workers to clients without Python: frames that ``fast_path`` knows are passed on as libzmq received them.
 
 The order in which a worker's frames are handled is that in which they came: at the first one that is not usual, this
 stops and hands it over, and goes on when it is called again.
@@ -14,7 +14,7 @@ import zmq
 
 from protocol.libzmq cimport DONT_WAIT, MORE_FOLLOWS, Message, bytes_of, calls, handle_of, send_bytes, send_message
 from protocol.sources cimport MODELCTL_SOURCES
-from supervisor.requests.usual_events cimport Usual
+from supervisor.requests.fast_path cimport FastPath
 
 SOURCES = MODELCTL_SOURCES
 
@@ -22,22 +22,22 @@ SOURCES = MODELCTL_SOURCES
 cdef class Relay:
     """Of one worker port and one client port, for one thread."""
 
-    cdef object _back, _front, _seat_of
+    cdef object _back, _front, _worker_slot_of
     cdef dict _connections
-    cdef Usual _usual
+    cdef FastPath _fast_path
     cdef bytes _client  # of ``_channel``, once a call has asked for one; else None
     cdef unsigned long long _channel
 
     def __init__(self, back, front, dict connections not None, seat_of):
-        self._back, self._front, self._connections, self._seat_of = back, front, connections, seat_of
-        self._usual = Usual()
+        self._back, self._front, self._connections, self._worker_slot_of = back, front, connections, seat_of
+        self._fast_path = FastPath()
 
     def take(self, int limit):
         cdef void *back = handle_of(self._back)
         cdef void *front = handle_of(self._front)
         cdef Message sender, frame
         cdef bytes routing_id = None
-        cdef object seat = None
+        cdef object worker_slot = None
         cdef int taken = 0
         cdef unsigned long long tokens = 0
         self._client = None
@@ -54,38 +54,38 @@ cdef class Relay:
                     return taken, bytes_of(&sender), None, True
                 if routing_id is None or not _equals(&sender, routing_id):
                     if tokens:
-                        seat.tokens += tokens
+                        worker_slot.tokens += tokens
                         tokens = 0
                     routing_id = bytes_of(&sender)
-                    seat = self._seat_of(routing_id)
-                    if seat is not None:
-                        self._usual.of(seat)
-                if seat is None or not self._pass_on(&frame, front, &tokens):
+                    worker_slot = self._worker_slot_of(routing_id)
+                    if worker_slot is not None:
+                        self._fast_path.of(worker_slot)
+                if worker_slot is None or not self._pass_on(&frame, front, &tokens):
                     return taken, routing_id, bytes_of(&frame), False
             return taken, None, None, False
         finally:
             calls.close(&sender)
             calls.close(&frame)
             if tokens:
-                seat.tokens += tokens
+                worker_slot.tokens += tokens
 
     cdef bint _pass_on(self, Message *frame, void *front, unsigned long long *tokens) except -1:
         """Whether it was usual and its client could be reached. If not, nothing has happened."""
         cdef PyObject *connection
-        if not self._usual.fits(<const unsigned char *>calls.data(frame), calls.size(frame)):
+        if not self._fast_path.fits(<const unsigned char *>calls.data(frame), calls.size(frame)):
             return False
-        if self._client is None or self._usual.frame.channel != self._channel:
-            connection = PyDict_GetItem(self._connections, self._usual.frame.channel)
+        if self._client is None or self._fast_path.frame.channel != self._channel:
+            connection = PyDict_GetItem(self._connections, self._fast_path.frame.channel)
             if connection is NULL:
                 return False
-            self._client, self._channel = (<object>connection).routing_id, self._usual.frame.channel
+            self._client, self._channel = (<object>connection).routing_id, self._fast_path.frame.channel
         # The first part finds the client or refuses: EHOSTUNREACH where it is gone, EAGAIN where it is far behind.
         if send_bytes(front, self._client, MORE_FOLLOWS):
             return False
         # Noted before it is sent: the message is libzmq's from then on, and with it the body that is noted. And sent
         # even if there is no memory to note it: a first part alone would take the next frame to another's client.
         try:
-            tokens[0] += self._usual.passed()
+            tokens[0] += self._fast_path.passed()
         finally:
             if failed := send_message(frame, front):
                 raise zmq.ZMQError(failed)

@@ -43,7 +43,7 @@ MAX_BEHIND = 64 << 20
 MAX_BEHIND_OF_KEY = 4 * MAX_BEHIND
 """... and for all of a key. Streams alone are kept to less by their credit."""
 MAX_CONNECTIONS_OF_KEY = 256
-LOOK_S = 0.2
+CHECK_S = 0.2
 """Seconds between two calls of ``look``."""
 HELLO_S = 5.0
 """Between a connection and its first message, HELLO, at most. Counted in looks: a loop that is stopped hears nobody."""
@@ -132,10 +132,10 @@ class TcpPort(ClientPort):
     def connection(self, channel: int) -> Connection | None:
         return self._by_channel.get(channel)
 
-    def look(self, now: float) -> None:
+    def enforce_limits(self, now: float) -> None:
         """End the connections of clients that send a message without end, do not read, send no HELLO, or have had time
-        to read why they are ended. The loop calls this every LOOK_S."""
-        self._endings.look(now)
+        to read why they are ended. The loop calls this every CHECK_S."""
+        self._endings.end_overdue(now)
         behind_of_key: dict[str, int] = {}
         for fd, wire in list(self._wires.items()):
             arrived, received = _bytes_both_ways(fd)
@@ -157,7 +157,7 @@ class TcpPort(ClientPort):
                 continue
             if connection is None:
                 wire.silent += 1
-                if wire.silent == round(HELLO_S / LOOK_S):
+                if wire.silent == round(HELLO_S / CHECK_S):
                     self.end_wire(fd, wire)
 
     def _listens(self, fd: int) -> None:

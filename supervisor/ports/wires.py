@@ -82,7 +82,7 @@ class Endings:
                 del self._endings[routing_id]
                 shut_down(ending.fd, ending.wire)
 
-    def look(self, now: float) -> None:
+    def end_overdue(self, now: float) -> None:
         """Shut down the connections whose time has come."""
         for routing_id, ending in list(self._endings.items()):
             if ending.at <= now:

@@ -16,7 +16,7 @@ from protocol.socket_calls import DONT_WAIT, has_input, has_more, receive_now, s
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.sockets import Context, bind_private, router, skip_parts
 from supervisor.ports.zap import WORKER_DOMAIN
-from supervisor.requests.seats import Seat
+from supervisor.requests.worker_slots import WorkerSlot
 
 if TYPE_CHECKING:
     from supervisor.ports.relay import Relay
@@ -50,10 +50,10 @@ class WorkerPort:
         """Parts of a message of several are still to be read."""
         self._relay: Relay | None = None
 
-    def relay_to(self, port: ClientPort, seat_of: Callable[[bytes], Seat | None]) -> None:
+    def relay_to(self, port: ClientPort, seat_of: Callable[[bytes], WorkerSlot | None]) -> None:
         """From now on ``receive`` passes on itself what is usual, if what does that is compiled.
 
-        seat_of  routing id → the seat of the worker that has it, None if its frames are not to be passed on
+        seat_of  routing id → the worker slot of the worker that has it, None if its frames are not to be passed on
         """
         if compiled := find(RELAY):
             self._relay = compiled.Relay(self.socket, port.socket, port.connections_by_channel, seat_of)

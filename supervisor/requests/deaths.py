@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from protocol.errors import WireError
 from supervisor.requests.in_flight import Effect, InFlight
-from supervisor.requests.phase import Phase
+from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.worker_events import WorkerEvents
 
 
@@ -26,13 +26,13 @@ class Deaths(WorkerEvents):
         struck  whether one of the requests may be the reason. An order to stop the worker is not their doing
         """
         queue = self._of_worker[worker]
-        running = queue.seats[worker].close()
+        running = queue.worker_slots[worker].close()
         if struck:  # those too that were given up and that the worker had yet to let go: it was computing them
             self._suspect(queue.name, running, now)
         effects: list[Effect] = []
         for request in running:
             request.settle()
-            if request.phase is Phase.RUNNING:
+            if request.phase is RequestPhase.RUNNING:
                 effects += self._after_death(request, error, now, struck=struck)
             else:
                 self._leave(request)
@@ -43,8 +43,8 @@ class Deaths(WorkerEvents):
         """Return whether the worker's death makes a request poisoned, which then does not come to another worker. To be
         asked before ``worker_gone``."""
         queue = self._of_worker[worker]
-        payloads, sure = blamed(queue.seats[worker].running.values())
-        return sure and all(self._strikes.next_is_last(self._strikes.find(queue.name, p, now)) for p in payloads)
+        payloads, sure = blamed(queue.worker_slots[worker].running.values())
+        return sure and all(self._poison.next_is_last(self._poison.find(queue.name, p, now)) for p in payloads)
 
     def _suspect(self, model: str, running: Collection[InFlight], now: float) -> None:
         """Remember the requests that a worker was computing when it died, and add a strike to each payload that the
@@ -53,21 +53,21 @@ class Deaths(WorkerEvents):
         struck, sure = blamed(running)
         for payload in {request.body for request in running}:
             place = max(request.next_seq for request in running if request.body == payload)
-            last = self._strikes.next_is_last(self._strikes.find(model, payload, now))
-            self._strikes.add(model, payload, place, now, blamed=payload in struck and (sure or not last))
+            last = self._poison.next_is_last(self._poison.find(model, payload, now))
+            self._poison.add(model, payload, place, now, blamed=payload in struck and (sure or not last))
 
     def _after_death(self, request: InFlight, error: WireError, now: float, *, struck: bool) -> list[Effect]:
         queue = self._models[request.model]
         if request.cancelled:  # the worker had yet to confirm it, which makes no difference to the client
             return self._end_cancelled(request)
         if struck:
-            suspicion = self._strikes.find(request.model, request.body, now)
-            if self._strikes.poisons(suspicion):
+            suspicion = self._poison.find(request.model, request.body, now)
+            if self._poison.poisons(suspicion):
                 return self._end(request, self._poisoned())
-            request.place, request.alone = request.next_seq, self._strikes.next_is_last(suspicion)
+            request.place, request.alone = request.next_seq, self._poison.next_is_last(suspicion)
         if not request.resumable or not queue.accepts:
             return self._end(request, error)
-        request.phase, request.worker = Phase.WAITING, ""
+        request.phase, request.worker = RequestPhase.WAITING, ""
         request.resumes += 1
         queue.totals.resumed += 1
         queue.push(request)

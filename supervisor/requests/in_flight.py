@@ -3,10 +3,10 @@
 from dataclasses import InitVar, dataclass, field
 
 from supervisor.requests.fair_queue import Account
-from supervisor.requests.held import HeldEvents
-from supervisor.requests.phase import Phase
+from supervisor.requests.request_phase import RequestPhase
+from supervisor.requests.request_progress import RequestProgress
 from supervisor.requests.route import Route
-from supervisor.requests.stream import Stream
+from supervisor.requests.send_buffer import SendBuffer
 
 PROBATION = 4
 """Events with which a request shows that it did not kill its worker. The supervisor may have seen fewer events than
@@ -42,9 +42,9 @@ Effect = ToClient | ToWorker | Wake
 
 
 @dataclass(slots=True, eq=False)
-class InFlight(Stream):
+class InFlight(RequestProgress):
     """One accepted request. ``sent`` events have gone to the client; ``held`` ones wait for credit, in order. What
-    changes with every event is Stream's.
+    changes with every event is RequestProgress's.
 
     accepted, started  monotonic seconds: of acceptance, and of the first time that a worker was given it
     cost               tokens of the prompt, estimated from its bytes
@@ -71,7 +71,7 @@ class InFlight(Stream):
     account: Account
     accepted: float
     window: InitVar[int]
-    held: HeldEvents = field(repr=False)
+    held: SendBuffer = field(repr=False)
     worker: str = ""
     started: float | None = None
     cancelled: bool = False
@@ -88,7 +88,7 @@ class InFlight(Stream):
     """The queue position last reported."""
 
     def __post_init__(self, window: int) -> None:
-        Stream.__init__(self, window, self.route.resume)
+        RequestProgress.__init__(self, window, self.route.resume)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class InFlight(Stream):
     @property
     def held_terminal(self) -> bool:
         """Whether the last of the held events is the request's end."""
-        return self.phase is Phase.HELD
+        return self.phase is RequestPhase.HELD
 
     @property
     def next_seq(self) -> int:

@@ -9,7 +9,7 @@ from math import isqrt
 from protocol.errors import ErrorCode, WireError
 from supervisor.requests.fair_queue import FairQueue
 from supervisor.requests.in_flight import InFlight
-from supervisor.requests.seats import Affinity, Seat, affinity_key
+from supervisor.requests.worker_slots import Affinity, WorkerSlot, affinity_key
 
 BYTES_PER_TOKEN = 4
 """Of a request's body, by which its prompt is estimated: English text has 4 to 5 a token, an id has 4."""
@@ -57,8 +57,8 @@ class ModelQueue:
 
     name: str
     limits: QueueLimits
-    seats: dict[str, Seat]
-    line: FairQueue = field(default_factory=FairQueue)
+    worker_slots: dict[str, WorkerSlot]
+    fair_queue: FairQueue = field(default_factory=FairQueue)
     again: deque[InFlight] = field(default_factory=deque)
     suspects: list[InFlight] = field(default_factory=list)
     """In the order in which they are tried, see ``_order``."""
@@ -66,7 +66,7 @@ class ModelQueue:
     totals: Totals = field(default_factory=Totals)
     most_tried: int = 1
     """Suspects that are on probation at once in one worker."""
-    watched: bool = False
+    needs_every_event: bool = False
     """A request waits until others have passed their probation: every event of the model's workers may be what it
     waits for."""
     parked: dict[tuple[int, int], InFlight] = field(default_factory=dict)
@@ -77,27 +77,28 @@ class ModelQueue:
     @property
     def accepts(self) -> bool:
         """Whether requests may wait: some worker will serve them."""
-        return any(seat.refusal is None for seat in self.seats.values())
+        return any(worker_slot.refusal is None for worker_slot in self.worker_slots.values())
 
     @property
     def sleeps(self) -> bool:
         """Whether those who wait need somebody to be woken: no other is on the way, and those that are up are full."""
-        return any(seat.asleep for seat in self.seats.values()) and not any(
-            seat.refusal is None and not seat.asleep and not seat.capacity for seat in self.seats.values()
+        return any(worker_slot.unloaded for worker_slot in self.worker_slots.values()) and not any(
+            worker_slot.refusal is None and not worker_slot.unloaded and not worker_slot.capacity
+            for worker_slot in self.worker_slots.values()
         )
 
     @property
     def running(self) -> int:
-        return sum(len(seat.running) for seat in self.seats.values())
+        return sum(len(worker_slot.running) for worker_slot in self.worker_slots.values())
 
     @property
     def waiting(self) -> int:
-        return len(self.line) + len(self.again) + len(self.suspects) + len(self.parked)
+        return len(self.fair_queue) + len(self.again) + len(self.suspects) + len(self.parked)
 
     @property
     def refusal(self) -> WireError:
         """What a request is told that no worker will serve: a failed one says most."""
-        told = [seat.refusal for seat in self.seats.values() if seat.refusal is not None]
+        told = [worker_slot.refusal for worker_slot in self.worker_slots.values() if worker_slot.refusal is not None]
         if not told:  # configured, while a reload has yet to come to its workers
             awaited = f"model {self.name!r} has no worker yet: a reload goes on"
             return WireError(ErrorCode.MODEL_NOT_RUNNING, awaited, retry_after_ms=UNMEASURED_RETRY_MS)
@@ -106,14 +107,14 @@ class ModelQueue:
     def all_waiting(self) -> Iterator[InFlight]:
         yield from self.suspects
         yield from self.again
-        yield from self.line
+        yield from self.fair_queue
         yield from self.parked.values()
 
     def check_room(self, cost: int) -> None:
         """Raises OVERLOADED for one request more, of a prompt of ``cost`` tokens, with the time after which what waits
         now will have been started."""
         limits = self.limits
-        waiting_cost = self.line.cost + sum(request.cost for request in self.parked.values())
+        waiting_cost = self.fair_queue.cost + sum(request.cost for request in self.parked.values())
         if self.waiting < limits.requests and (not waiting_cost or waiting_cost + cost <= limits.tokens):
             return
         told = (
@@ -123,7 +124,7 @@ class ModelQueue:
         raise WireError(ErrorCode.OVERLOADED, told, retry_after_ms=self._retry_after_ms())
 
     def _retry_after_ms(self) -> int:
-        capacity = sum(seat.capacity for seat in self.seats.values())
+        capacity = sum(worker_slot.capacity for worker_slot in self.worker_slots.values())
         if self.totals.seconds is None or not capacity:
             return UNMEASURED_RETRY_MS
         least, most = RETRY_MS
@@ -135,7 +136,7 @@ class ModelQueue:
         elif request.resumes:
             self.again.append(request)
         else:
-            self.line.push(request)
+            self.fair_queue.push(request)
 
     def remove(self, request: InFlight) -> None:
         """Take out a request that waits."""
@@ -146,7 +147,7 @@ class ModelQueue:
         elif request.resumes:
             self.again.remove(request)
         else:
-            self.line.remove(request)
+            self.fair_queue.remove(request)
 
     def position(self, request: InFlight) -> int:
         """About how many requests will be started before this one."""
@@ -156,7 +157,7 @@ class ModelQueue:
             return self.suspects.index(request)
         if request.resumes:
             return len(self.suspects) + self.again.index(request)
-        return len(self.suspects) + len(self.again) + self.line.position(request)
+        return len(self.suspects) + len(self.again) + self.fair_queue.position(request)
 
     def after_death(self) -> None:
         """Decide how many suspects are tried at once. Call this after the suspects of a death have been pushed.
@@ -169,7 +170,7 @@ class ModelQueue:
     def runs(self, process: tuple[str, int]) -> bool:
         """Whether this process of a worker is up."""
         worker, generation = process
-        return worker in self.seats and self.seats[worker].generation == generation
+        return worker in self.worker_slots and self.worker_slots[worker].generation == generation
 
     def unpark_orphans(self) -> None:
         """Put requests back into the lines whose constraints nobody compiles any more: their worker's process ended."""
@@ -179,66 +180,72 @@ class ModelQueue:
                 request.compiler, request.parkings = None, 0
                 self.push(request)
 
-    def next(self) -> tuple[Seat, InFlight] | None:
+    def next(self) -> tuple[WorkerSlot, InFlight] | None:
         """Return a request taken out of the lines, and the worker that it goes to; None if none can be started now."""
-        self.watched = False
-        for seat in self.seats.values():
-            seat.review_suspects()
+        self.needs_every_event = False
+        for worker_slot in self.worker_slots.values():
+            worker_slot.review_suspects()
         return self._next_suspect() or self._next_other()
 
-    def _next_suspect(self) -> tuple[Seat, InFlight] | None:
-        free = [seat for seat in self.seats.values() if seat.free_slots]
+    def _next_suspect(self) -> tuple[WorkerSlot, InFlight] | None:
+        free = [worker_slot for worker_slot in self.worker_slots.values() if worker_slot.free_in_batch]
         if not self.suspects or not free:
             return None
         request = self.suspects[0]
         if request.alone:
-            able = [seat for seat in free if not seat.unsettled]
+            able = [worker_slot for worker_slot in free if not worker_slot.unsettled]
         else:
-            able = [seat for seat in free if seat.probations < self.most_tried and not seat.tries_alone]
+            able = [
+                worker_slot
+                for worker_slot in free
+                if worker_slot.probations < self.most_tried and not worker_slot.tries_alone
+            ]
         if not able:
-            self.watched = True
+            self.needs_every_event = True
             return None
         del self.suspects[0]
         return self._seat(able, request), request
 
-    def _next_other(self) -> tuple[Seat, InFlight] | None:
+    def _next_other(self) -> tuple[WorkerSlot, InFlight] | None:
         """Find a request that is no suspect, and a worker whose room no waiting suspect needs."""
-        if not (self.again or self.line):
+        if not (self.again or self.fair_queue):
             return None
-        room = [seat for seat in self.seats.values() if len(seat.running) < seat.capacity]
+        room = [
+            worker_slot for worker_slot in self.worker_slots.values() if len(worker_slot.running) < worker_slot.capacity
+        ]
         if self.suspects:
-            if sum(seat.free_slots for seat in room) <= len(self.suspects):
+            if sum(worker_slot.free_in_batch for worker_slot in room) <= len(self.suspects):
                 return None
-            room = [seat for seat in room if seat.free_slots]
+            room = [worker_slot for worker_slot in room if worker_slot.free_in_batch]
         kept = self._kept_for_one_alone()
-        free = [seat for seat in room if seat is not kept and not seat.tries_alone]
+        free = [worker_slot for worker_slot in room if worker_slot is not kept and not worker_slot.tries_alone]
         if not free:
-            self.watched = self.watched or bool(room)
+            self.needs_every_event = self.needs_every_event or bool(room)
             return None
         request = self.again.popleft() if self.again else self._pop()
         return self._seat(free, request), request
 
-    def _kept_for_one_alone(self) -> Seat | None:
+    def _kept_for_one_alone(self) -> WorkerSlot | None:
         """Return the worker that gets no other requests, so that soon none is new there and the suspect that comes next
         can be tried there alone. The other workers get requests as usual."""
         if not self.suspects or not self.suspects[0].alone:
             return None
-        able = [seat for seat in self.seats.values() if seat.capacity]
-        return min(able, key=lambda seat: (not seat.free_slots, seat.unsettled), default=None)
+        able = [worker_slot for worker_slot in self.worker_slots.values() if worker_slot.capacity]
+        return min(able, key=lambda worker_slot: (not worker_slot.free_in_batch, worker_slot.unsettled), default=None)
 
     def _pop(self) -> InFlight:
-        if len(self.line) > 1:  # else there is nothing to choose, and a start need not look at all that run
-            for seat in self.seats.values():
-                for running in seat.running.values():
+        if len(self.fair_queue) > 1:  # else there is nothing to choose, and a start need not look at all that run
+            for worker_slot in self.worker_slots.values():
+                for running in worker_slot.running.values():
                     running.settle()
-        return self.line.pop()
+        return self.fair_queue.pop()
 
-    def _seat(self, free: Sequence[Seat], request: InFlight) -> Seat:
-        if len(self.seats) == 1:
+    def _seat(self, free: Sequence[WorkerSlot], request: InFlight) -> WorkerSlot:
+        if len(self.worker_slots) == 1:
             return free[0]
-        for seat in free:
-            if seat.process == request.compiler:  # it keeps the compiled constraint
-                return seat
+        for worker_slot in free:
+            if worker_slot.process == request.compiler:  # it keeps the compiled constraint
+                return worker_slot
         return self.affinity.choose(free, affinity_key(request))
 
 

@@ -10,8 +10,8 @@ its key may use a minute (see ``ports.gate``).
 
 from protocol.errors import ErrorCode, FrameError
 from supervisor.requests.in_flight import Effect
-from supervisor.requests.phase import Phase
 from supervisor.requests.reports import report
+from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_table import RequestTable
 
 TOKENS_PER_MS = 1
@@ -26,20 +26,20 @@ class Parking(RequestTable):
     def parked(self, worker: str, key: tuple[int, int], now: float) -> list[Effect]:
         """A worker gives a job back until its constraint is compiled."""
         queue = self._of_worker[worker]
-        seat = queue.seats[worker]
-        request = seat.running.get(key)
+        worker_slot = queue.worker_slots[worker]
+        request = worker_slot.running.get(key)
         if request is None:
             return []
-        self._leave_seat(seat, request)
+        self._leave_seat(worker_slot, request)
         effects: list[Effect] = []
-        if request.phase is Phase.ENDED:
+        if request.phase is RequestPhase.ENDED:
             self._leave(request)
         elif request.cancelled:
             effects += self._end_cancelled(request)
         else:
-            request.phase, request.started = Phase.WAITING, None
+            request.phase, request.started = RequestPhase.WAITING, None
             request.parkings += 1
-            request.compiler = seat.process
+            request.compiler = worker_slot.process
             queue.parked[key] = request
             request.reported = 0
             if request.route.queue_ms is not None:  # it may have passed while the worker had the job
@@ -54,9 +54,9 @@ class Parking(RequestTable):
         if milliseconds > LONGEST_MS:
             raise FrameError(ErrorCode.BAD_FRAME, f"a constraint took {milliseconds} ms of processor time")
         queue = self._of_worker[worker]
-        queue.line.charge(key[0], TOKENS_PER_MS * milliseconds)
+        queue.fair_queue.charge(key[0], TOKENS_PER_MS * milliseconds)
         request = queue.parked.get(key)
-        if request is None or request.compiler != queue.seats[worker].process:
+        if request is None or request.compiler != queue.worker_slots[worker].process:
             return []
         del queue.parked[key]
         queue.push(request)

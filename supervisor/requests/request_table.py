@@ -9,13 +9,13 @@ from protocol import limits
 from protocol.codec import encode
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import TERMINAL, CancelJob, EventFlag, JobMessage
-from supervisor.requests.deliveries import Deliveries, HoldLimits
-from supervisor.requests.due import DueTimes
+from supervisor.requests.credit_control import CreditControl, SendBufferLimits
+from supervisor.requests.deadlines import Deadlines
 from supervisor.requests.in_flight import Effect, InFlight, ToWorker, Wake
 from supervisor.requests.model_queue import ModelQueue
-from supervisor.requests.phase import Phase
-from supervisor.requests.seats import Seat
-from supervisor.requests.strikes import StrikePolicy, Strikes, Suspicion
+from supervisor.requests.poison import PoisonPolicy, PoisonTracker, Suspicion
+from supervisor.requests.request_phase import RequestPhase
+from supervisor.requests.worker_slots import WorkerSlot
 
 MOST_PARKINGS = 2
 """How often a request may be parked. One worker may compile its constraint, and then another worker is free first."""
@@ -28,15 +28,15 @@ class RequestTable:
         self,
         *,
         window: int = limits.STREAM_WINDOW,
-        holds: HoldLimits | None = None,
-        strikes: StrikePolicy | None = None,
+        holds: SendBufferLimits | None = None,
+        strikes: PoisonPolicy | None = None,
     ) -> None:
-        self._deliveries = Deliveries(window, holds)
-        self._strikes = Strikes(strikes or StrikePolicy())
+        self._credit = CreditControl(window, holds)
+        self._poison = PoisonTracker(strikes or PoisonPolicy())
         self._models: dict[str, ModelQueue] = {}
         self._of_worker: dict[str, ModelQueue] = {}
         self._live: dict[tuple[int, int], InFlight] = {}
-        self._due = DueTimes(lambda request: self._live.get(request.key) is request)
+        self._due = Deadlines(lambda request: self._live.get(request.key) is request)
         self._leaving: WireError | None = None
         """What new requests are told once the supervisor is shutting down."""
         self.dropped_frames = 0
@@ -51,21 +51,21 @@ class RequestTable:
 
     def work(self, worker: str) -> tuple[int, int]:
         """(requests that a worker has, tokens that it and its predecessors have generated)."""
-        seat = self._of_worker[worker].seats[worker]
-        return len(seat.running), seat.tokens
+        worker_slot = self._of_worker[worker].worker_slots[worker]
+        return len(worker_slot.running), worker_slot.tokens
 
-    def seat(self, worker: str) -> Seat | None:
-        """Return the seat of a worker whose usual events may be passed on without a call of ``events``. Return None
+    def worker_slot(self, worker: str) -> WorkerSlot | None:
+        """Return the worker slot of a worker whose events of the fast path may be passed on without a call of ``events``. Return None
         where each event may be what a request waits for, and for a worker that was removed."""
         queue = self._of_worker.get(worker)
-        return None if queue is None or queue.watched else queue.seats.get(worker)
+        return None if queue is None or queue.needs_every_event else queue.worker_slots.get(worker)
 
     def totals(self, model: str) -> dict[str, int]:
         """Counts since the supervisor's start: tokens generated, requests finished, ended with an error, resumed."""
         queue = self._models[model]
         totals = queue.totals
         return {
-            "tokens": totals.tokens_before + sum(seat.tokens for seat in queue.seats.values()),
+            "tokens": totals.tokens_before + sum(worker_slot.tokens for worker_slot in queue.worker_slots.values()),
             "finished": totals.finished,
             "errors": totals.errors,
             "resumed": totals.resumed,
@@ -74,7 +74,7 @@ class RequestTable:
     @property
     def held_bytes(self) -> int:
         """Bytes of events that wait for clients to read."""
-        return self._deliveries.held_bytes
+        return self._credit.held_bytes
 
     def channels(self) -> set[int]:
         """Connections with unfinished requests."""
@@ -89,25 +89,25 @@ class RequestTable:
     def _dispatch(self, queue: ModelQueue, now: float) -> list[Effect]:
         effects: list[Effect] = []
         queue.unpark_orphans()
-        queue.watched = False
+        queue.needs_every_event = False
         while queue.waiting and (chosen := queue.next()) is not None:
-            seat, request = chosen
-            suspicion = self._strikes.find(request.model, request.body, now)  # others like it may have run meanwhile
-            if self._strikes.poisons(suspicion):
+            worker_slot, request = chosen
+            suspicion = self._poison.find(request.model, request.body, now)  # others like it may have run meanwhile
+            if self._poison.poisons(suspicion):
                 effects += self._end(request, self._poisoned())
                 continue
             if self._has_changed(request, suspicion):
                 queue.push(request)
                 continue
-            if request.compiler != seat.process:
+            if request.compiler != worker_slot.process:
                 effects += self._forget_constraint(queue, request)
             request.compiler = None
-            request.phase, request.worker = Phase.RUNNING, seat.worker
-            seat.give(request)
+            request.phase, request.worker = RequestPhase.RUNNING, worker_slot.worker
+            worker_slot.give(request)
             if request.started is None:
                 request.started = now
             job = JobMessage(request.channel, request.request, _carry(request), request.body)
-            effects.append(ToWorker(seat.worker, encode(job)))
+            effects.append(ToWorker(worker_slot.worker, encode(job)))
         if queue.waiting > len(queue.parked) and queue.sleeps:
             effects.append(Wake(queue.name))
         return effects
@@ -118,25 +118,25 @@ class RequestTable:
         if suspicion is None:
             request.place, request.alone = None, False
             return False
-        alone = self._strikes.next_is_last(suspicion)
+        alone = self._poison.next_is_last(suspicion)
         if request.place is not None and request.alone == alone:
             return False
         request.place = suspicion.place if request.place is None else request.place
         request.alone = alone
         return True
 
-    def _finish(self, seat: Seat, request: InFlight, flags: int, now: float) -> None:
+    def _finish(self, worker_slot: WorkerSlot, request: InFlight, flags: int, now: float) -> None:
         """The worker said how it ended, and the client was told."""
         self._note_served(request, flags, now)
         self._count_end(request, flags)
-        self._leave_seat(seat, request)
+        self._leave_seat(worker_slot, request)
         self._leave(request)
 
     def _note_served(self, request: InFlight, flags: int, now: float) -> None:
         if flags & EventFlag.ERROR or request.cancelled or request.started is None:
             return
         self._models[request.model].totals.served(now - request.started)
-        self._strikes.clear(request.model, request.body)
+        self._poison.clear(request.model, request.body)
 
     def _count_end(self, request: InFlight, flags: int) -> None:
         totals = self._models[request.model].totals
@@ -151,10 +151,10 @@ class RequestTable:
 
     def _give_up(self, request: InFlight, error: WireError) -> list[Effect]:
         """End a request wherever it is."""
-        if request.phase is Phase.RUNNING:
+        if request.phase is RequestPhase.RUNNING:
             return self._abandon(request) + self._end_running(request, error)
         withdrawn: list[Effect] = []
-        if request.phase is Phase.WAITING:
+        if request.phase is RequestPhase.WAITING:
             withdrawn = self._withdraw(self._models[request.model], request)
         return withdrawn + self._end(request, error)
 
@@ -174,45 +174,45 @@ class RequestTable:
     def _end_running(self, request: InFlight, error: WireError) -> list[Effect]:
         """The terminal event of a request whose worker still has its job."""
         self._models[request.model].totals.errors += 1
-        request.phase = Phase.ENDED
-        return [self._deliveries.end_with_error(request, error)]
+        request.phase = RequestPhase.ENDED
+        return [self._credit.end_with_error(request, error)]
 
     def _end(self, request: InFlight, error: WireError) -> list[Effect]:
         """The terminal event of a request that is in no line, and that no worker has."""
         self._models[request.model].totals.errors += 1
-        end = self._deliveries.end_with_error(request, error)
+        end = self._credit.end_with_error(request, error)
         self._leave(request)
         return [end]
 
     def _end_cancelled(self, request: InFlight) -> list[Effect]:
         """The same, of one that its client has cancelled."""
         self._models[request.model].totals.finished += 1
-        end = self._deliveries.end_cancelled(request)
+        end = self._credit.end_cancelled(request)
         self._leave(request)
         return [end]
 
-    def _leave_seat(self, seat: Seat, request: InFlight) -> None:
-        del seat.running[request.key]
+    def _leave_seat(self, worker_slot: WorkerSlot, request: InFlight) -> None:
+        del worker_slot.running[request.key]
         request.settle()
 
     def _leave(self, request: InFlight) -> None:
         """Out of the table."""
-        request.phase = Phase.ENDED  # it may still be in a list that is being worked through
+        request.phase = RequestPhase.ENDED  # it may still be in a list that is being worked through
         request.body, request.ids = b"", bytearray()  # the heap of due times may remember it for long
         if request.holds:
-            self._deliveries.drop(request)
+            self._credit.drop(request)
         self._live.pop(request.key, None)
 
     def _release(self, request: InFlight, now: float, *, all_of_it: bool = False) -> list[Effect]:
         """Send held events in order, as far as credit goes."""
-        frames, last = self._deliveries.release(request, now, all_of_it=all_of_it)
+        frames, last = self._credit.release(request, now, all_of_it=all_of_it)
         if last & TERMINAL:
             self._count_end(request, last)
             self._leave(request)
         return list(frames)
 
     def _poisoned(self) -> WireError:
-        policy = self._strikes.policy
+        policy = self._poison.policy
         return WireError(
             ErrorCode.POISONED,
             f"the deaths of {policy.limit} workers are blamed on this request, or one just like it: it is not tried "

@@ -6,7 +6,7 @@ what all of these do to the table of requests.
 
 A request whose worker dies goes back into its model's line with the ids that were delivered, and on in the next worker
 that is free. The modules beside these decide about it: ``model_queue`` (which request is next, and where),
-``deliveries`` (numbers of events, credit), ``strikes`` (which payloads deaths are blamed on).
+``credit_control`` (numbers of events, credit), ``poison`` (which payloads deaths are blamed on).
 """
 
 from itertools import islice
@@ -14,17 +14,17 @@ from itertools import islice
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Accepted, Generate
+from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.deaths import Deaths
-from supervisor.requests.deliveries import HoldLimits
-from supervisor.requests.held import HeldEvents
 from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
-from supervisor.requests.phase import Phase
+from supervisor.requests.poison import PoisonPolicy
 from supervisor.requests.refusals import refusal
 from supervisor.requests.reports import report
+from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.route import read_route
-from supervisor.requests.seats import Affinity, Seat
-from supervisor.requests.strikes import StrikePolicy
+from supervisor.requests.send_buffer import SendBuffer
+from supervisor.requests.worker_slots import Affinity, WorkerSlot
 
 UNLIMITED = 1 << 32
 """Credit for everything that a stream may still hold."""
@@ -60,12 +60,12 @@ class Scheduler(Deaths):
     def add_worker(self, model: str, worker: str, refusal: WireError) -> None:
         """Another worker of a model, not up."""
         queue = self._of_worker[worker] = self._models[model]
-        queue.seats[worker] = Seat(worker, refusal)
+        queue.worker_slots[worker] = WorkerSlot(worker, refusal)
 
     def remove_worker(self, worker: str) -> None:
         """A worker that is stopped will not come back."""
         queue = self._of_worker.pop(worker)
-        queue.totals.tokens_before += queue.seats.pop(worker).tokens
+        queue.totals.tokens_before += queue.worker_slots.pop(worker).tokens
 
     def remove_model(self, name: str) -> None:
         """A model whose workers are all removed is not configured any more."""
@@ -76,39 +76,39 @@ class Scheduler(Deaths):
         """From the next request on."""
         self._models[model].limits = limits
 
-    def set_policies(self, holds: HoldLimits, strikes: StrikePolicy) -> None:
+    def set_policies(self, holds: SendBufferLimits, strikes: PoisonPolicy) -> None:
         """From now on."""
-        self._deliveries.bounds, self._strikes.policy = holds, strikes
+        self._credit.bounds, self._poison.policy = holds, strikes
 
     def accept_new(self, worker: str) -> None:
         """Requests may wait for this worker from now on (it is, or soon will be, running)."""
-        seat = self._of_worker[worker].seats[worker]
-        seat.refusal, seat.asleep = None, False
+        worker_slot = self._of_worker[worker].worker_slots[worker]
+        worker_slot.refusal, worker_slot.unloaded = None, False
 
     def rest(self, worker: str, now: float) -> list[Effect]:
         """Requests may wait for this worker, which has to be woken for them: there is a ``Wake`` when it is needed."""
         queue = self._of_worker[worker]
-        seat = queue.seats[worker]
-        seat.refusal, seat.capacity, seat.asleep = None, 0, True
+        worker_slot = queue.worker_slots[worker]
+        worker_slot.refusal, worker_slot.capacity, worker_slot.unloaded = None, 0, True
         return self._dispatch(queue, now)
 
     def pause(self, worker: str, now: float) -> list[Effect]:
         """The worker gets no other requests and finishes those it has; its successor is to come, and new ones wait."""
         queue = self._of_worker[worker]
-        seat = queue.seats[worker]
-        seat.refusal, seat.capacity, seat.asleep = None, 0, False
+        worker_slot = queue.worker_slots[worker]
+        worker_slot.refusal, worker_slot.capacity, worker_slot.unloaded = None, 0, False
         return self._dispatch(queue, now)  # what it was kept free for goes elsewhere
 
     def refuse_new(self, worker: str, error: WireError, now: float) -> list[Effect]:
         """Requests do not wait for this worker any more, and it gets no others; those it has it finishes. If none of
         the model's takes any, this is what new ones are told."""
         queue = self._of_worker[worker]
-        seat = queue.seats[worker]
-        seat.refusal, seat.capacity, seat.asleep = error, 0, False
+        worker_slot = queue.worker_slots[worker]
+        worker_slot.refusal, worker_slot.capacity, worker_slot.unloaded = error, 0, False
         return self._dispatch(queue, now)  # what it was kept free for goes elsewhere
 
     def open(
-        self, worker: str, generation: int, capacity: int, now: float, *, slots: int | None = None
+        self, worker: str, generation: int, capacity: int, now: float, *, batch_size: int | None = None
     ) -> list[Effect]:
         """A worker is ready: give it what waits.
 
@@ -116,7 +116,7 @@ class Scheduler(Deaths):
         slots     jobs that it computes at once, the others wait in the worker; None: all of them
         """
         queue = self._of_worker[worker]
-        queue.seats[worker].open(generation, capacity, capacity if slots is None else slots)
+        queue.worker_slots[worker].open(generation, capacity, capacity if batch_size is None else batch_size)
         return self._dispatch(queue, now)
 
     def end_waiting(self, worker: str, error: WireError) -> list[Effect]:
@@ -134,7 +134,7 @@ class Scheduler(Deaths):
         """The worker is stopped (None: all are): send what requests that it finished still hold. Their end does not
         wait for credit."""
         effects: list[Effect] = []
-        for request in [r for r in self._live.values() if r.phase is Phase.HELD and worker in (None, r.worker)]:
+        for request in [r for r in self._live.values() if r.phase is RequestPhase.HELD and worker in (None, r.worker)]:
             effects += self._release(request, now, all_of_it=True)
         return effects
 
@@ -143,8 +143,8 @@ class Scheduler(Deaths):
         queue = self._of_worker[worker]
         effects: list[Effect] = []
         told = f"model {queue.name!r} is being stopped; the request was ended before its time"
-        for request in queue.seats[worker].running.values():
-            if request.phase is Phase.RUNNING and not (queue.accepts and request.resumable):
+        for request in queue.worker_slots[worker].running.values():
+            if request.phase is RequestPhase.RUNNING and not (queue.accepts and request.resumable):
                 effects += self._abandon(request)
                 effects += self._end_running(request, WireError(ErrorCode.DRAINING, told))
         return effects
@@ -191,7 +191,7 @@ class Scheduler(Deaths):
             raise queue.refusal.again()
         cost = 1 + len(message.body) // BYTES_PER_TOKEN
         queue.check_room(cost)
-        if self._strikes.poisons(self._strikes.find(message.model, message.body, now)):
+        if self._poison.poisons(self._poison.find(message.model, message.body, now)):
             raise self._poisoned()
         request = InFlight(
             channel,
@@ -200,19 +200,19 @@ class Scheduler(Deaths):
             route,
             message.body,
             cost,
-            queue.line.account(channel, route.priority),
+            queue.fair_queue.account(channel, route.priority),
             accepted=now,
-            window=self._deliveries.window,
-            held=HeldEvents(),
+            window=self._credit.window,
+            held=SendBuffer(),
         )
         return queue, request
 
     def cancel(self, channel: int, request_id: int, now: float) -> list[Effect]:
         """The client no longer wants an answer. Idempotent; the terminal event says what it came to."""
         request = self._live.get((channel, request_id))
-        if request is None or request.phase is Phase.ENDED or request.cancelled:
+        if request is None or request.phase is RequestPhase.ENDED or request.cancelled:
             return []
-        if request.phase is Phase.WAITING:
+        if request.phase is RequestPhase.WAITING:
             queue = self._models[request.model]
             withdrawn = self._withdraw(queue, request)
             # and then the others: they may have waited for one that had to be tried alone
@@ -221,7 +221,7 @@ class Scheduler(Deaths):
         request.cancelled = True
         self._due.add(now + CONFIRM_S, "cancelled", request)
         request.credit += UNLIMITED
-        abandon = self._abandon(request) if request.phase is Phase.RUNNING else []
+        abandon = self._abandon(request) if request.phase is RequestPhase.RUNNING else []
         return self._release(request, now) + abandon
 
     def credit(self, channel: int, request_id: int, events: int, now: float) -> list[Effect]:
@@ -229,15 +229,15 @@ class Scheduler(Deaths):
         request = self._live.get((channel, request_id))
         if request is None:
             return []
-        self._deliveries.grant(request, events)
+        self._credit.grant(request, events)
         return self._release_in_advance(request, now) if request.holds else []
 
     def pong(self, channel: int, nonce: int, now: float) -> list[Effect]:
         """The client has answered a PING: send what was held back until it was known to read."""
-        pings, waiting = self._deliveries.advances.answered(channel, nonce)
+        pings, waiting = self._credit.advances.answered(channel, nonce)
         effects: list[Effect] = list(pings)
         for request in waiting:
-            self._deliveries.has_read(request)
+            self._credit.has_read(request)
             effects += self._release_in_advance(request, now)
         return effects
 
@@ -250,13 +250,13 @@ class Scheduler(Deaths):
 
     def _use_advance(self, request: InFlight) -> list[Effect] | None:
         """Use a window of credit in advance: the PING that is due. None if no credit came of it."""
-        pings = self._deliveries.advances.use(request)
+        pings = self._credit.advances.use(request)
         return list(pings) if request.credit > 0 else None
 
-    def bar(self, channel: int, error: WireError, now: float) -> list[Effect]:
+    def reject(self, channel: int, error: WireError, now: float) -> list[Effect]:
         """The connection may have no requests any more: end those it has."""
         effects: list[Effect] = []
-        for request in [r for r in self._live.values() if r.channel == channel and r.phase is not Phase.ENDED]:
+        for request in [r for r in self._live.values() if r.channel == channel and r.phase is not RequestPhase.ENDED]:
             effects += self._give_up(request, error)
         for queue in self._models.values():
             effects += self._dispatch(queue, now)
@@ -264,21 +264,21 @@ class Scheduler(Deaths):
 
     def gone(self, channel: int, now: float) -> list[Effect]:
         """The connection has ended: nobody waits for its answers."""
-        self._deliveries.advances.gone(channel)
+        self._credit.advances.gone(channel)
         effects: list[Effect] = []
         touched = set()
         for request in [r for r in self._live.values() if r.channel == channel]:
             touched.add(request.model)
-            if request.phase is Phase.RUNNING:
+            if request.phase is RequestPhase.RUNNING:
                 effects += self._abandon(request)
-                request.phase = Phase.ENDED
-                self._deliveries.drop(request)
-            elif request.phase is not Phase.ENDED:
-                if request.phase is Phase.WAITING:
+                request.phase = RequestPhase.ENDED
+                self._credit.drop(request)
+            elif request.phase is not RequestPhase.ENDED:
+                if request.phase is RequestPhase.WAITING:
                     effects += self._withdraw(self._models[request.model], request)
                 self._leave(request)
         for queue in self._models.values():
-            queue.line.forget(channel)
+            queue.fair_queue.forget(channel)
             if queue.name in touched:  # others may have waited for one that had to be tried alone
                 effects += self._dispatch(queue, now)
         return effects
@@ -294,12 +294,12 @@ class Scheduler(Deaths):
         """End requests whose time is over, whatever their worker is doing."""
         effects: list[Effect] = []
         for what, request in self._due.take(now):
-            if request.phase not in (Phase.WAITING, Phase.RUNNING):
+            if request.phase not in (RequestPhase.WAITING, RequestPhase.RUNNING):
                 continue
             if request.cancelled:  # its worker has not confirmed that
                 self._models[request.model].totals.finished += 1
-                request.phase = Phase.ENDED
-                effects.append(self._deliveries.end_cancelled(request))
+                request.phase = RequestPhase.ENDED
+                effects.append(self._credit.end_cancelled(request))
                 continue
             if (what == "queue_ms" and request.started is not None) or (what == "ttft_ms" and request.has_tokens):
                 continue
@@ -310,14 +310,14 @@ class Scheduler(Deaths):
     def end_stalled(self, now: float) -> list[Effect]:
         """End streams whose clients have stopped reading."""
         effects: list[Effect] = []
-        for request, error in self._deliveries.stalled(now):
+        for request, error in self._credit.stalled(now):
             effects += self._give_up(request, error)
             effects += self._dispatch(self._models[request.model], now)
         return effects
 
     def report_loading(self, model: str, part: str, done: int, total: int) -> list[Effect]:
         """REPORT to those that wait for a model while it is loaded."""
-        if any(seat.capacity for seat in self._models[model].seats.values()):
+        if any(worker_slot.capacity for worker_slot in self._models[model].worker_slots.values()):
             return []  # they wait for room: another worker is up
         wanted = (r for r in self._models[model].all_waiting() if r.route.progress and not r.has_tokens)
         fields = {"phase": "loading", "part": part, "done": done, "total": total}

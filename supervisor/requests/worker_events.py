@@ -5,9 +5,9 @@ from protocol.errors import ErrorCode, FrameError
 from protocol.messages import TERMINAL, EventEntry, Events
 from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.parking import Parking
-from supervisor.requests.phase import Phase
 from supervisor.requests.reports import report
-from supervisor.requests.seats import Seat
+from supervisor.requests.request_phase import RequestPhase
+from supervisor.requests.worker_slots import WorkerSlot
 
 
 class WorkerEvents(Parking):
@@ -15,8 +15,13 @@ class WorkerEvents(Parking):
 
     def prefill(self, worker: str, key: tuple[int, int], done: int, total: int) -> list[Effect]:
         """A worker has computed part of a prompt."""
-        request = self._of_worker[worker].seats[worker].running.get(key)
-        if request is None or request.phase is not Phase.RUNNING or request.has_tokens or not request.route.progress:
+        request = self._of_worker[worker].worker_slots[worker].running.get(key)
+        if (
+            request is None
+            or request.phase is not RequestPhase.RUNNING
+            or request.has_tokens
+            or not request.route.progress
+        ):
             return []
         return [report(request, {"phase": "prefill", "done": done, "total": total})]
 
@@ -25,14 +30,14 @@ class WorkerEvents(Parking):
         it has credit, it is passed on whole, which is what makes the router cheap. Raises FrameError, nothing changed,
         if an event has another number than the one that is due."""
         queue = self._of_worker[worker]
-        seat = queue.seats[worker]
-        if message.generation != seat.generation:
+        worker_slot = queue.worker_slots[worker]
+        if message.generation != worker_slot.generation:
             self.dropped_frames += 1
             return []
         ended = False
-        requests = self._all_pass(seat, message) or self._passes_whole(seat, message)
+        requests = self._all_pass(worker_slot, message) or self._passes_whole(worker_slot, message)
         if not requests:
-            effects, ended = self._slice(seat, message, now)
+            effects, ended = self._slice(worker_slot, message, now)
         else:
             effects = [ToClient(message.channel, frame)]
             body = message.body
@@ -51,9 +56,9 @@ class WorkerEvents(Parking):
                 request.credit -= 1
                 if flags & TERMINAL:
                     ended = True
-                    self._finish(seat, request, flags, now)
-            seat.tokens += tokens_in_all
-        return effects + self._dispatch(queue, now) if ended or queue.watched else effects
+                    self._finish(worker_slot, request, flags, now)
+            worker_slot.tokens += tokens_in_all
+        return effects + self._dispatch(queue, now) if ended or queue.needs_every_event else effects
 
     @staticmethod
     def _note_tokens(request: InFlight, tokens: int, ids: bytes) -> None:
@@ -64,9 +69,9 @@ class WorkerEvents(Parking):
             request.ids += ids
 
     @staticmethod
-    def _all_pass(seat: Seat, message: Events) -> list[InFlight] | None:
+    def _all_pass(worker_slot: WorkerSlot, message: Events) -> list[InFlight] | None:
         """``_passes_whole`` in the usual case, one event of each request; None where it has to be looked at closely."""
-        index, channel, running = message.index, message.channel, seat.running
+        index, channel, running = message.index, message.channel, worker_slot.running
         count = len(index)
         requests = []
         for number, seq, _, _, _ in index:
@@ -76,7 +81,7 @@ class WorkerEvents(Parking):
                 or seq != request.sent
                 or request.credit < 1
                 or request.holds
-                or request.phase is not Phase.RUNNING
+                or request.phase is not RequestPhase.RUNNING
             ):
                 return None
             requests.append(request)
@@ -85,15 +90,15 @@ class WorkerEvents(Parking):
         return requests
 
     @staticmethod
-    def _passes_whole(seat: Seat, message: Events) -> list[InFlight] | None:
+    def _passes_whole(worker_slot: WorkerSlot, message: Events) -> list[InFlight] | None:
         """The request of each event, if every event may go to the client now; else None. Raises FrameError if one came
         out of turn."""
-        count, channel, running = len(message.index), message.channel, seat.running
+        count, channel, running = len(message.index), message.channel, worker_slot.running
         whole = True
         due: dict[int, int] = {}  # by request, the number of its next event; -1 behind its end
         for number, seq, flags, _, _ in message.index:
             request = running.get((channel, number))
-            if request is None or request.phase is not Phase.RUNNING:
+            if request is None or request.phase is not RequestPhase.RUNNING:
                 whole = False
                 continue
             awaited = due.get(number)
@@ -114,7 +119,7 @@ class WorkerEvents(Parking):
                 whole = False
         return [running[channel, entry.request] for entry in message.index] if whole else None
 
-    def _slice(self, seat: Seat, message: Events, now: float) -> tuple[list[Effect], bool]:
+    def _slice(self, worker_slot: WorkerSlot, message: Events, now: float) -> tuple[list[Effect], bool]:
         """Pass on what may go and hold the rest, event by event. Whether the worker let go of a job."""
         effects: list[Effect] = []
         index: list[EventEntry] = []
@@ -123,41 +128,43 @@ class WorkerEvents(Parking):
         for entry in message.index:
             event = message.body[at : at + entry.length]
             at += entry.length
-            request = seat.running.get((message.channel, entry.request))
+            request = worker_slot.running.get((message.channel, entry.request))
             if request is None:
                 self.dropped_frames += 1
                 continue
             ended = ended or bool(entry.flags & TERMINAL)
-            if request.phase is Phase.ENDED:
+            if request.phase is RequestPhase.ENDED:
                 if entry.flags & TERMINAL:  # the worker has let go
-                    self._leave_seat(seat, request)
+                    self._leave_seat(worker_slot, request)
                     self._leave(request)
                 continue
             if entry.tokens:
-                seat.tokens += entry.tokens
+                worker_slot.tokens += entry.tokens
                 self._note_tokens(request, entry.tokens, event[: 4 * entry.tokens])
             if request.credit <= 0 and not request.holds:
-                effects += self._deliveries.advances.use(request)
+                effects += self._credit.advances.use(request)
             if request.holds or (request.credit <= 0 and not entry.flags & TERMINAL):
-                effects += self._hold(seat, request, entry, event, now)
+                effects += self._hold(worker_slot, request, entry, event, now)
                 continue
-            self._deliveries.count_sent(request, entry)
+            self._credit.count_sent(request, entry)
             index.append(entry)
             chunks.append(event)
             if entry.flags & TERMINAL:
-                self._finish(seat, request, entry.flags, now)
+                self._finish(worker_slot, request, entry.flags, now)
         if index:
             frame = encode(Events(message.channel, message.generation, index, b"".join(chunks)))
             effects.insert(0, ToClient(message.channel, frame))
         return effects, ended
 
-    def _hold(self, seat: Seat, request: InFlight, entry: EventEntry, event: bytes, now: float) -> list[Effect]:
-        self._deliveries.hold(request, entry, event, now)
+    def _hold(
+        self, worker_slot: WorkerSlot, request: InFlight, entry: EventEntry, event: bytes, now: float
+    ) -> list[Effect]:
+        self._credit.hold(request, entry, event, now)
         if entry.flags & TERMINAL:
-            request.phase = Phase.HELD
-            self._leave_seat(seat, request)
+            request.phase = RequestPhase.HELD
+            self._leave_seat(worker_slot, request)
             self._note_served(request, entry.flags, now)
-        if excess := self._deliveries.excess(request):
+        if excess := self._credit.excess(request):
             ended, error = excess
             return self._give_up(ended, error) + self._dispatch(self._models[ended.model], now)
         return []

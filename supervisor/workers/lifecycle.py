@@ -24,13 +24,13 @@ class WorkerState(StrEnum):
     """Climbing the stop ladder: SHUTDOWN, SIGTERM, SIGKILL."""
     BACKOFF = "backoff"
     """Ended without being asked to; will be started again after a pause. Requests wait."""
-    SLEEPING = "sleeping"
+    UNLOADED = "unloaded"
     """No process; the first request starts it."""
     FAILED = "failed"
     """Cannot be loaded as configured, or failed too often; an operator has to start it."""
 
 
-AT_REST = (WorkerState.STOPPED, WorkerState.SLEEPING, WorkerState.FAILED)
+AT_REST = (WorkerState.STOPPED, WorkerState.UNLOADED, WorkerState.FAILED)
 """No process, and none to come by itself."""
 GOING_DOWN = (WorkerState.DRAINING, WorkerState.STOPPING)
 
@@ -52,7 +52,7 @@ class Event(StrEnum):
     """The process is gone and may be started again."""
     DIED_FOR_GOOD = "died for good"
     """The process is gone, and its exit or the restart limit forbids another try."""
-    SLEEP = "sleep"
+    ON_DEMAND = "on demand"
     """It is at rest, and a request may start it."""
     UNLOAD = "unload"
     """It is idle, and its time is over or its memory needed."""
@@ -60,7 +60,7 @@ class Event(StrEnum):
     """The pause before the next try has passed."""
 
 
-class Effect(StrEnum):
+class LifecycleAction(StrEnum):
     SPAWN = "spawn"
     """Start a process of a new generation."""
     OPEN = "open"
@@ -87,10 +87,10 @@ class Effect(StrEnum):
     """Forget earlier failures and a pending retry."""
 
 
-_S, _E, _X = WorkerState, Event, Effect
+_S, _E, _X = WorkerState, Event, LifecycleAction
 _START = (_X.FORGIVE, _X.ACCEPT_NEW, _X.SPAWN)
 
-TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[Effect, ...]]] = {
+TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleAction, ...]]] = {
     # The road up.
     (_S.STOPPED, _E.START): (_S.STARTING, _START),
     (_S.STARTING, _E.HELLO): (_S.LOADING, ()),
@@ -118,11 +118,11 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[Effect, ..
     (_S.STOPPING, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
     (_S.STOPPING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
     # Life on demand. A request that comes while the process is on its way out wakes the model when that is gone.
-    (_S.STOPPED, _E.SLEEP): (_S.SLEEPING, (_X.REST,)),
-    (_S.FAILED, _E.SLEEP): (_S.SLEEPING, (_X.FORGIVE, _X.REST)),  # for want of room, which may be there by now
-    (_S.SLEEPING, _E.START): (_S.STARTING, _START),
-    (_S.SLEEPING, _E.STOP): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_WAITING)),
-    (_S.SLEEPING, _E.STOP_NOW): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_WAITING)),
+    (_S.STOPPED, _E.ON_DEMAND): (_S.UNLOADED, (_X.REST,)),
+    (_S.FAILED, _E.ON_DEMAND): (_S.UNLOADED, (_X.FORGIVE, _X.REST)),  # for want of room, which may be there by now
+    (_S.UNLOADED, _E.START): (_S.STARTING, _START),
+    (_S.UNLOADED, _E.STOP): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_WAITING)),
+    (_S.UNLOADED, _E.STOP_NOW): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_WAITING)),
     (_S.READY, _E.UNLOAD): (_S.STOPPING, (_X.HOLD_NEW, _X.CLIMB)),
     # Deaths nobody asked for. Waiting requests wait on unless there will be no other try.
     (_S.STARTING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
@@ -156,7 +156,7 @@ class IllegalTransition(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Transition:
     """One line of a model's story. ``at`` is a monotonic time in seconds."""
 
     at: float
@@ -173,16 +173,16 @@ class ModelLife:
         self.model = model
         self.state = WorkerState.STOPPED
         self.since = 0.0
-        self.story: deque[Step] = deque(maxlen=50)
+        self.story: deque[Transition] = deque(maxlen=50)
 
-    def apply(self, event: Event, now: float, cause: str = "") -> tuple[Effect, ...]:
+    def apply(self, event: Event, now: float, cause: str = "") -> tuple[LifecycleAction, ...]:
         """Move on, and say what has to be done. Raises IllegalTransition with the story."""
         row = TRANSITIONS.get((self.state, event))
         if row is None:
             told = "\n".join(f"  {s.at:.3f} {s.before} -> {s.after} on {s.event} ({s.cause})" for s in self.story)
             raise IllegalTransition(f"{self.model}: {event} in state {self.state}; its story:\n{told}")
         after, effects = row
-        self.story.append(Step(now, self.state, event, after, cause))
+        self.story.append(Transition(now, self.state, event, after, cause))
         if after is not self.state:
             self.state, self.since = after, now
         return effects

@@ -11,12 +11,12 @@ from supervisor.packages import directory_of_titles
 from supervisor.timers import Timers
 from supervisor.workers.guard import Guard
 from supervisor.workers.launcher import Launched
-from supervisor.workers.leftovers import Leftovers
+from supervisor.workers.orphans import Orphans
 from supervisor.workers.processes import is_stopped
 from supervisor.workers.worker_process import WorkerProcess
 
 GUARD_RETRY_S = 1.0
-GUARD_LOOK_S = 1.0
+GUARD_CHECK_S = 1.0
 """Seconds between looks whether the guard still runs. A guard that was stopped (SIGSTOP) could not act when the
 supervisor dies, and nothing else tells of it."""
 
@@ -24,16 +24,16 @@ supervisor dies, and nothing else tells of it."""
 class LocalLauncher:
     """See ``launcher.Launcher``. Lives on the main thread: workers die with the thread that spawned them."""
 
-    def __init__(self, timers: Timers, leftovers: Leftovers, log: logging.Logger) -> None:
+    def __init__(self, timers: Timers, orphans: Orphans, log: logging.Logger) -> None:
         self._timers = timers
-        self._leftovers = leftovers
+        self._orphans = orphans
         self._log = log
         self._workers: dict[int, WorkerProcess] = {}
         """By pidfd."""
         self._epoll = select.epoll()
         self._guard = Guard(helper_environment(), directory_of_titles())
         self._epoll.register(self._guard.pidfd, select.EPOLLIN)
-        self._look_after_guard()
+        self._check_guard()
 
     @property
     def descriptor(self) -> int:
@@ -47,7 +47,7 @@ class LocalLauncher:
             worker.abandon()
             raise
         self._guard.watch(worker.pid)
-        self._leftovers.record(worker.pid, spec.engine.model)
+        self._orphans.record(worker.pid, spec.engine.model)
         self._workers[worker.pidfd] = worker
         return worker
 
@@ -75,26 +75,26 @@ class LocalLauncher:
         worker.end_group()
         self._guard.forget(worker.pid)  # while the number is still ours, or the guard could kill its next owner
         code = worker.join()
-        self._leftovers.forget(worker.pid)
+        self._orphans.forget(worker.pid)
         return code
 
     def sweep(self, holds: Mapping[int, str]) -> None:
-        self._leftovers.sweep(holds)
+        self._orphans.sweep(holds)
 
     def record_again(self) -> None:
         """Write the record of the workers into a runtime directory that was made again."""
-        self._leftovers.write_again()
+        self._orphans.write_again()
 
     def close(self) -> None:
         self._guard.close()
         self._epoll.close()
 
-    def _look_after_guard(self) -> None:
+    def _check_guard(self) -> None:
         """Kill a guard that was stopped. Its end is noticed as any other, and another one takes its place."""
         if is_stopped(self._guard.pid):
             self._log.warning("the guard process (pid %d) was stopped: replacing it", self._guard.pid)
             self._guard.kill()
-        self._timers.at(time.monotonic() + GUARD_LOOK_S, self._look_after_guard)
+        self._timers.at(time.monotonic() + GUARD_CHECK_S, self._check_guard)
 
     def _restart_guard(self) -> None:
         try:

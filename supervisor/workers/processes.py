@@ -43,7 +43,7 @@ def is_stopped(pid: int) -> bool:
     return stat is not None and stat[0] in "Tt"
 
 
-def look(variable: str) -> Iterator[Seen]:
+def processes_with(variable: str) -> Iterator[Seen]:
     """Every process that is neither dead nor a zombie. ``variable`` names the one of its environment that is read."""
     for name in os.listdir(_PROC):
         if not name.isdecimal():

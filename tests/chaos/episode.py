@@ -20,7 +20,7 @@ from tests.serving import Serving
 
 GONE_S = 0.5
 """No process of a killed supervisor is left after it."""
-LOOK_S = 0.03
+CHECK_S = 0.03
 """For which a look at all processes may take, with the pause before it."""
 TICK_S = 0.02
 POLL_S = 0.04
@@ -197,7 +197,7 @@ class Episode:
             models[:] = overview["models"]
             return (
                 all(target.is_gone for target in self._faults.doomed)
-                and all(m["state"] in ("ready", "sleeping", "stopped", "failed") for m in models)
+                and all(m["state"] in ("ready", "unloaded", "stopped", "failed") for m in models)
                 and not any(turnover["running"] for turnover in overview["supervisor"]["turnovers"])
             )
 
@@ -258,7 +258,7 @@ class Episode:
         told, workers, lazy = [], [], 0
         for m in overview["models"]:
             engine = m["engine_stats"]
-            if m["state"] not in (("ready", "sleeping") if m["lazy"] else ("ready",)):
+            if m["state"] not in (("ready", "unloaded") if m["lazy"] else ("ready",)):
                 told.append(f"{m['name']} is {m['state']}")
             if m["active"] or m["queued"] or engine.get("active") or engine.get("pending"):
                 told.append(f"{m['name']} has {m['active']} active, {m['queued']} queued, engine {engine}")
@@ -326,7 +326,7 @@ class Episode:
                     break
                 time.sleep(0.002)
                 serving.process.poll()
-                late_s += max(0.0, time.monotonic() - looked - LOOK_S)
+                late_s += max(0.0, time.monotonic() - looked - CHECK_S)
             self._outcome.gone_s = time.monotonic() - began
             starved_s = max((max(waited) - waited[0] for waited in queues.values()), default=0.0)
             if self._outcome.gone_s > GONE_S + late_s + starved_s or left:

@@ -197,7 +197,7 @@ class Faults:
         system lowers that below what is in use.
         """
         states = set() if self._paused else {m["state"] for m in self._serving.overview()["models"]}
-        if self._connecting() or self.flooded or not states or not states <= {"ready", "sleeping", "stopped", "failed"}:
+        if self._connecting() or self.flooded or not states or not states <= {"ready", "unloaded", "stopped", "failed"}:
             self._log("  not now: somebody is about to connect")
             return
         self.closed = True

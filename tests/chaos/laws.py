@@ -201,7 +201,7 @@ _VERDICT = re.compile(
     r" (?P<model>[^\s:]+)(:\d+)?(~\d+)?: pid \S+: (?P<why>.*); "
     r"(?P<verdict>not tried again|next try in .*|it was being stopped)$"
 )
-_FORGIVEN = re.compile(r"INFO +\S+: \S+ -> (stopped|sleeping|starting) \((?!pause over\))")
+_FORGIVEN = re.compile(r"INFO +\S+: \S+ -> (stopped|unloaded|starting) \((?!pause over\))")
 """An order, or a request for what sleeps: earlier ends do not count any more."""
 
 

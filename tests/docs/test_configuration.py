@@ -8,7 +8,7 @@ import pytest
 from model_worker.engines.exllamav2.options import DEFAULT_CHUNK_SIZE
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
 from supervisor.config_schema import FileConfig
-from supervisor.fitting import fit
+from supervisor.schema_validation import fit
 from tools.docs.configuration import Key, all_keys, example_value, keys_of
 
 KEYS = {key.path: key for key in all_keys()}

@@ -107,7 +107,7 @@ def test_an_answer_that_is_complete_is_no_loss(runtime_dir: Path) -> None:
         stream = client.generate("letters", "x")
         peer.wait_for(Generate)
         peer.stop()
-        transport = client._connection.line
+        transport = client._connection.transport
         assert transport is not None
         while transport.monitor.poll(1000) == 0:
             pass

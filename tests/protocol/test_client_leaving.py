@@ -210,7 +210,7 @@ def test_a_finalizer_in_the_midst_of_anything_disturbs_nothing(runtime_dir: Path
             del victims[-1:]
 
     with ScriptedPeer(runtime_dir / "front", HoldingScript(first=5)) as peer, Client(peer.endpoint) as client:
-        connection, line = client._connection, client._connection.line
+        connection, line = client._connection, client._connection.transport
         assert line is not None
         victims += [client.generate("letters", str(i)) for i in range(20)]
         real, line.socket = line.socket, DroppingSocket(line.socket)  # type: ignore[assignment]

@@ -35,12 +35,12 @@ def used() -> set[str]:
 
 
 def test_nothing_is_used_of_which_a_part_is_of_another_build(imports: Callable[[dict[str, Any]], None]) -> None:
-    """The relay writes to fields of ``Usual``, whose places another build has elsewhere."""
-    imports({"supervisor.requests.usual_events": SimpleNamespace(SOURCES=6)})
+    """The relay writes to fields of ``FastPath``, whose places another build has elsewhere."""
+    imports({"supervisor.requests.fast_path": SimpleNamespace(SOURCES=6)})
     assert used() == {"protocol.libzmq", "model_worker.outbox"}
-    assert "usual_events" in load_compiled("supervisor.ports.relay")[1]
+    assert "fast_path" in load_compiled("supervisor.ports.relay")[1]
     imports({"protocol.libzmq": SimpleNamespace(SOURCES=6)})
-    assert used() == {"supervisor.requests.usual_events"}
+    assert used() == {"supervisor.requests.fast_path"}
     imports({})
     assert used() == set(MODULES)
 

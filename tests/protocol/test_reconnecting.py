@@ -332,7 +332,7 @@ def test_where_no_socket_can_be_made_that_is_said(runtime_dir: Path, monkeypatch
     client = lost_client(runtime_dir, connect_timeout=0.3)
     with ScriptedPeer(runtime_dir / "front", answers(["fine"])), client:
         with monkeypatch.context() as patch:
-            patch.setattr(connection, "Line", fail)
+            patch.setattr(connection, "Transport", fail)
             with pytest.raises(ConnectionLost, match=r"cannot make a socket for .*Too many open files"):
                 client.complete("letters", "x")
         assert len(tries) > 1

@@ -3,9 +3,9 @@
 from protocol.codec import pack_body
 from protocol.messages import MESSAGE_CLASSES, Generate
 from supervisor.requests.fair_queue import FairQueue
-from supervisor.requests.held import HeldEvents
 from supervisor.requests.in_flight import InFlight
 from supervisor.requests.route import read_route
+from supervisor.requests.send_buffer import SendBuffer
 
 SECRET = "sesame"
 
@@ -16,6 +16,6 @@ def test_bodies_are_not_shown() -> None:
         fields = message_class.__dataclass_fields__
         assert "body" not in fields or not fields["body"].repr, message_class.__name__
     body, ids, account = SECRET.encode(), bytearray(SECRET.encode()), FairQueue().account(1, "normal")
-    request = InFlight(1, 1, "a", read_route({}), body, 1, account, 0.0, 1, HeldEvents())
+    request = InFlight(1, 1, "a", read_route({}), body, 1, account, 0.0, 1, SendBuffer())
     request.ids = ids
     assert SECRET not in repr(request)

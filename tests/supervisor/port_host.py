@@ -15,7 +15,7 @@ from supervisor.ports.zap import ZapHandler
 LOG = logging.getLogger("test")
 
 
-class Host:
+class AdminContext:
     """``received``: every message so far; ``gone``: the channels that have ended."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], zap: ZapHandler, port: ClientPort) -> None:
@@ -42,7 +42,7 @@ class Host:
         self.context.term()
 
 
-class PortHost(Host):
+class PortHost(AdminContext):
     """Of the port over ipc."""
 
     def __init__(self, directory: Path) -> None:

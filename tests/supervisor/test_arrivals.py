@@ -85,5 +85,5 @@ def test_nobody_is_suspected_of_gathering_while_memory_does_not_grow() -> None:
         return set()
 
     for resident in (MIB, GROWTH, MIB):
-        assert gathering.look(resident, [-1], heard) == set()
+        assert gathering.find_abusers(resident, [-1], heard) == set()
     assert not asked

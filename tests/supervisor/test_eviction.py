@@ -2,13 +2,13 @@
 
 import random
 
-from supervisor.placement.eviction import EXACT_UP_TO, Candidate, NoRoom, choose
+from supervisor.placement.eviction import EXACT_UP_TO, EvictionCandidate, NoRoom, choose
 
 GIB = 1 << 30
 
 
-def idle(worker: str, gib: int, *, gpu: int = 0, **facts: float) -> Candidate:
-    return Candidate(worker, {gpu: gib * GIB}, **facts)  # type: ignore[arg-type]
+def idle(worker: str, gib: int, *, gpu: int = 0, **facts: float) -> EvictionCandidate:
+    return EvictionCandidate(worker, {gpu: gib * GIB}, **facts)  # type: ignore[arg-type]
 
 
 def test_one_that_is_enough_is_better_than_two() -> None:

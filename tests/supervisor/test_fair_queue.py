@@ -1,15 +1,15 @@
 """Who is next: fair between clients, weighted by priority, nobody starves."""
 
 from supervisor.requests.fair_queue import FairQueue
-from supervisor.requests.held import HeldEvents
 from supervisor.requests.in_flight import InFlight
 from supervisor.requests.route import Route
+from supervisor.requests.send_buffer import SendBuffer
 
 
 def push(line: FairQueue, channel: int, number: int, *, priority: str = "normal", cost: int = 10) -> InFlight:
     route = Route(priority=priority)
     account = line.account(channel, priority)
-    request = InFlight(channel, number, "m", route, b"", cost, account, accepted=0.0, window=1, held=HeldEvents())
+    request = InFlight(channel, number, "m", route, b"", cost, account, accepted=0.0, window=1, held=SendBuffer())
     line.push(request)
     return request
 

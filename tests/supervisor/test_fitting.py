@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from supervisor.config_model import ModelConfig
 from supervisor.config_schema import FileConfig, SupervisorConfig
-from supervisor.fitting import Read, Unfit, Within, fit
+from supervisor.schema_validation import Read, Unfit, Within, fit
 
 
 def _even(value: object) -> int:

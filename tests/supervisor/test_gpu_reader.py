@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from supervisor.placement import patience
+from supervisor.placement import circuit_breaker
+from supervisor.placement.circuit_breaker import BreakerState, CircuitBreaker, Restarts
 from supervisor.placement.gpu_reader import GpuReader
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
 from supervisor.placement.nvml_answers import MAX_ANSWER, Fixed, Nonsense, question, read_answer, read_greeting
-from supervisor.placement.patience import Asking, Patience, Restarts
 from tests.nvml_box import GIB, Box
 from tests.serving import ROOT, is_alive, is_helper, wait_until
 
@@ -24,37 +24,37 @@ from tests.serving import ROOT, is_alive, is_helper, wait_until
 
 
 def test_nobody_waits_a_second_time_until_the_driver_is_quick_again() -> None:
-    asked = Patience(0.5)
-    assert asked.next(0.0) is Asking.WAIT
-    asked.asked(Asking.WAIT)
+    asked = CircuitBreaker(0.5)
+    assert asked.next(0.0) is BreakerState.CLOSED
+    asked.asked(BreakerState.CLOSED)
     asked.gave_up()
-    assert {asked.next(at) for at in (0.5, 1.0, 1000.0)} == {Asking.NOTHING}, "it has not answered yet"
+    assert {asked.next(at) for at in (0.5, 1.0, 1000.0)} == {BreakerState.OPEN}, "it has not answered yet"
     asked.answered(1000.0, 1000.0)
-    assert asked.next(1001.9) is Asking.NOTHING
-    assert asked.next(1002.0) is Asking.PROBE
-    asked.asked(Asking.PROBE)
-    assert asked.next(1002.0) is Asking.NOTHING
+    assert asked.next(1001.9) is BreakerState.OPEN
+    assert asked.next(1002.0) is BreakerState.HALF_OPEN
+    asked.asked(BreakerState.HALF_OPEN)
+    assert asked.next(1002.0) is BreakerState.OPEN
     asked.answered(0.3, 1002.5)  # within the time, but not by much
-    assert [asked.next(at) for at in (1004.4, 1004.5)] == [Asking.NOTHING, Asking.PROBE]
-    asked.asked(Asking.PROBE)
+    assert [asked.next(at) for at in (1004.4, 1004.5)] == [BreakerState.OPEN, BreakerState.HALF_OPEN]
+    asked.asked(BreakerState.HALF_OPEN)
     asked.answered(0.02, 1005.0)
-    assert asked.next(1005.0) is Asking.WAIT
+    assert asked.next(1005.0) is BreakerState.CLOSED
 
 
 def test_an_answer_in_time_changes_nothing_however_long_it_took() -> None:
-    asked = Patience(0.5)
-    asked.asked(Asking.WAIT)
+    asked = CircuitBreaker(0.5)
+    asked.asked(BreakerState.CLOSED)
     assert asked.is_out
     asked.answered(0.49, 0.49)
-    assert (asked.is_out, asked.next(0.5)) == (False, Asking.WAIT)
+    assert (asked.is_out, asked.next(0.5)) == (False, BreakerState.CLOSED)
 
 
 def test_a_question_dies_with_its_process() -> None:
-    asked = Patience(0.5)
-    asked.asked(Asking.WAIT)
+    asked = CircuitBreaker(0.5)
+    asked.asked(BreakerState.CLOSED)
     asked.gave_up()
     asked.forget()
-    assert (asked.is_out, asked.next(1.0)) == (False, Asking.WAIT)
+    assert (asked.is_out, asked.next(1.0)) == (False, BreakerState.CLOSED)
 
 
 def test_a_process_is_started_again_at_once_and_then_not_too_often() -> None:
@@ -161,7 +161,7 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
 @pytest.fixture
 def reader(box: Box) -> Iterator[GpuReader]:
     """That waits for an answer as long as a busy machine may take."""
-    reader = GpuReader(logging.getLogger("reader"), patience_s=60.0, start_s=60.0)
+    reader = GpuReader(logging.getLogger("reader"), timeout_s=60.0, start_s=60.0)
     yield reader
     reader.close()
     assert not processes()
@@ -206,19 +206,19 @@ def test_it_reads_what_is_asked_for(reader: GpuReader, box: Box) -> None:
 
 
 def test_a_driver_that_hangs_is_waited_for_once(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "QUIET_S", 0.2)
+    monkeypatch.setattr(circuit_breaker, "QUIET_S", 0.2)
     reader = GpuReader(logging.getLogger("reader"), start_s=60.0)
     comes(reader)
     box.driver(hangs=True)
     begun = time.monotonic()
     with pytest.raises(GpusLate, match=r"has not answered within 0\.5 s"):
         reader.read()
-    assert time.monotonic() - begun >= patience.PATIENCE_S
+    assert time.monotonic() - begun >= circuit_breaker.TIMEOUT_S
     begun = time.monotonic()
     for _ in range(200):
         with pytest.raises(GpusLate):
             reader.read()
-    assert time.monotonic() - begun < 20 * patience.PATIENCE_S, "of 200 that would each have taken so long"
+    assert time.monotonic() - begun < 20 * circuit_breaker.TIMEOUT_S, "of 200 that would each have taken so long"
     # its answer is old when it comes at last: what was so meanwhile is not told
     box.driver(hangs=None)
     child = reader._child
@@ -287,7 +287,7 @@ def test_without_a_driver_there_are_no_gpus_and_no_process(box: Box, monkeypatch
 def test_a_driver_that_is_loaded_anew_is_tried_again(
     reader: GpuReader, box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "RESTART_S", 0.05)
+    monkeypatch.setattr(circuit_breaker, "RESTART_S", 0.05)
     reader.read()
     box.fails("Driver/library version mismatch", at_init=True)
     processes()[0].kill()

@@ -3,7 +3,7 @@
 import os
 import random
 
-from supervisor.requests.held import EVENT_COST, HeldEvents
+from supervisor.requests.send_buffer import EVENT_COST, SendBuffer
 
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
 
@@ -12,7 +12,7 @@ def test_what_goes_in_comes_out_in_order() -> None:
     print(f"TEST_SEED={SEED}")
     rng = random.Random(SEED)
     for _ in range(50):
-        held, waiting = HeldEvents(), list[tuple[int, int, bytes]]()
+        held, waiting = SendBuffer(), list[tuple[int, int, bytes]]()
         for _ in range(200):
             if rng.random() < 0.6:
                 event = (rng.randrange(8), rng.randrange(4), rng.randbytes(rng.randrange(40)))

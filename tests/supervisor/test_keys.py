@@ -449,18 +449,18 @@ def test_what_a_key_has_used_is_kept_while_the_key_is(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     key = store.add("a", INFER, tmp_path / "a.key", tokens_per_minute=60)
     ring = KeyRing(store, logging.getLogger("test"))
-    ring.look()
+    ring.refresh()
     identity = ring.find(key.public_key)
     assert identity is not None
     ring.allowance(identity, 0.0).charge(1000, 0.0)
     store.add("b", INFER, tmp_path / "b.key")
-    assert ring.look()
-    assert not ring.look()
+    assert ring.refresh()
+    assert not ring.refresh()
     (store.directory / CLIENTS).chmod(0o644)
-    assert ring.look()
+    assert ring.refresh()
     assert ring.find(key.public_key) is None
     (store.directory / CLIENTS).chmod(0o600)
-    assert ring.look()
+    assert ring.refresh()
     again = ring.find(key.public_key)
     assert again is not None
     assert ring.allowance(again, 0.0).tokens_left(0.0) == -940

@@ -10,11 +10,11 @@ import pytest
 
 from supervisor.config import ModelSpec
 from supervisor.config_model import ModelConfig
-from supervisor.placement import admission, patience
+from supervisor.placement import admission, circuit_breaker
 from supervisor.placement import vram as vram_module
 from supervisor.placement.admission import Admission
+from supervisor.placement.gpu_requests import watched_pins
 from supervisor.placement.vram import Vram
-from supervisor.placement.wishes import watched_pins
 from supervisor.timers import Timers
 from supervisor.workers.exits import ExitReport
 from tests.nvml_box import Box
@@ -72,7 +72,7 @@ def placing(box: Box) -> Iterator[Placing]:
 
 
 def test_they_wait_and_the_pinned_go_first(placing: Placing, box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "QUIET_S", 0.1)
+    monkeypatch.setattr(circuit_breaker, "QUIET_S", 0.1)
     auto, pinned = placing.watch("auto", "auto"), placing.watch("pinned", 0)
     placing.admit(auto)
     placing.admit(pinned)

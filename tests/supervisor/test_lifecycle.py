@@ -2,9 +2,9 @@
 
 import pytest
 
-from supervisor.workers.lifecycle import TRANSITIONS, Effect, Event, IllegalTransition, ModelLife, WorkerState
+from supervisor.workers.lifecycle import TRANSITIONS, Event, IllegalTransition, LifecycleAction, ModelLife, WorkerState
 
-S, E, X = WorkerState, Event, Effect
+S, E, X = WorkerState, Event, LifecycleAction
 
 HAS_PROCESS = {S.STARTING, S.LOADING, S.READY, S.DRAINING, S.STOPPING}
 ROADS: dict[WorkerState, list[Event]] = {
@@ -16,7 +16,7 @@ ROADS: dict[WorkerState, list[Event]] = {
     S.STOPPING: [E.START, E.STOP],
     S.BACKOFF: [E.START, E.DIED],
     S.FAILED: [E.START, E.DIED_FOR_GOOD],
-    S.SLEEPING: [E.SLEEP],
+    S.UNLOADED: [E.ON_DEMAND],
 }
 
 
@@ -85,12 +85,12 @@ def test_what_leaves_a_process_ends_its_requests() -> None:
 
 def test_requests_never_wait_for_a_model_that_will_not_come() -> None:
     """Where a model is, or goes, without another try, waiting requests are ended and new ones refused before."""
-    takes_new = {S.STARTING, S.LOADING, S.READY, S.BACKOFF, S.SLEEPING}
+    takes_new = {S.STARTING, S.LOADING, S.READY, S.BACKOFF, S.UNLOADED}
     for (before, event), (after, effects) in TRANSITIONS.items():
         if event is E.UNLOAD:
             assert X.HOLD_NEW in effects, "it comes again"
             continue
-        if event is E.SLEEP:
+        if event is E.ON_DEMAND:
             assert effects[-1] is X.REST
             continue
         if before in takes_new and after not in takes_new:
@@ -111,7 +111,7 @@ def test_a_process_is_spawned_only_where_there_is_none() -> None:
 
 def test_only_an_operator_ends_failed() -> None:
     """Or the fleet, for a model that lacked room only."""
-    assert {event for (state, event) in TRANSITIONS if state is S.FAILED} == {E.START, E.STOP, E.STOP_NOW, E.SLEEP}
+    assert {event for (state, event) in TRANSITIONS if state is S.FAILED} == {E.START, E.STOP, E.STOP_NOW, E.ON_DEMAND}
     assert X.FORGIVE in TRANSITIONS[S.FAILED, E.START][1]
 
 

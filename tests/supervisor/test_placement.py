@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from supervisor.placement.affinity import near_cpus, ranges
 from supervisor.placement.gpu_shares import CONTEXT_BYTES, Needs, Split, divide, parts_on
 from supervisor.placement.gpus import Gpu
-from supervisor.placement.policy import Holding, Placed, Refused, Wish, place, place_unseen, rooms
+from supervisor.placement.policy import GpuRequest, Holding, Placed, Refused, place, place_unseen, rooms
 from supervisor.placement.sizes import Limit, parse_limit, parse_size
 from tests.boxes import read_box
 
 GIB = 1 << 30
 BOX = read_box("two-sizes")
-AUTO = Wish(None)
+AUTO = GpuRequest(None)
 
 
 def gib(size: float) -> int:
@@ -27,8 +27,8 @@ def whole(size: float) -> dict[int, Needs]:
     return {count: Needs(declared=(gib(size),)) for count in (1, 2)}
 
 
-def pinned(*pins: str, split: Split | None = None) -> Wish:
-    return Wish(pins, split or Split())
+def pinned(*pins: str, split: Split | None = None) -> GpuRequest:
+    return GpuRequest(pins, split or Split())
 
 
 def placed(*arguments: object) -> list[int]:
@@ -143,7 +143,7 @@ def test_what_our_workers_hold_in_another_pid_namespace_is_what_was_reckoned() -
 
 
 @pytest.mark.parametrize(
-    ("wish", "outer", "says"),
+    ("gpu_request", "outer", "says"),
     [
         (pinned("7"), None, "GPU 7 does not exist: there is 0, 1, 2, 3"),
         (pinned("GPU-b7d2e8a4"), None, "GPU-b7d2e8a4 means several GPUs, 1 (GPU-b7d2e8a4-13c6-4f5a-a9d0-77e0c0de0002)"),
@@ -155,8 +155,8 @@ def test_what_our_workers_hold_in_another_pid_namespace_is_what_was_reckoned() -
         (AUTO, "-1", "gpu: auto: CUDA_VISIBLE_DEVICES=-1 of the supervisor leaves no GPU"),
     ],
 )
-def test_gpus_that_cannot_be_had(wish: Wish, outer: str | None, says: str) -> None:
-    assert says in refused(wish, None, rooms(BOX, []), outer)
+def test_gpus_that_cannot_be_had(gpu_request: GpuRequest, outer: str | None, says: str) -> None:
+    assert says in refused(gpu_request, None, rooms(BOX, []), outer)
 
 
 def test_the_outer_limit_counts_as_nvidia_smi_does() -> None:
@@ -184,18 +184,18 @@ def test_unknown_needs_are_not_refused_and_spread() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "outer", "devices"),
+    ("gpu_request", "outer", "devices"),
     [(pinned("2"), None, "2"), (pinned("2", "0"), "0,2", "2,0"), (pinned("GPU-0a2b3c4d"), "0", "GPU-0a2b3c4d")],
 )
-def test_without_nvml_pins_are_obeyed(wish: Wish, outer: str | None, devices: str) -> None:
-    verdict = place_unseen(wish, outer)
+def test_without_nvml_pins_are_obeyed(gpu_request: GpuRequest, outer: str | None, devices: str) -> None:
+    verdict = place_unseen(gpu_request, outer)
     assert isinstance(verdict, Placed)
     assert verdict.devices == devices
 
 
-@pytest.mark.parametrize(("wish", "outer"), [(AUTO, None), (pinned("1"), "0,2"), (pinned("1"), "")])
-def test_without_nvml_what_cannot_be_obeyed_is_refused(wish: Wish, outer: str | None) -> None:
-    assert isinstance(place_unseen(wish, outer), Refused)
+@pytest.mark.parametrize(("gpu_request", "outer"), [(AUTO, None), (pinned("1"), "0,2"), (pinned("1"), "")])
+def test_without_nvml_what_cannot_be_obeyed_is_refused(gpu_request: GpuRequest, outer: str | None) -> None:
+    assert isinstance(place_unseen(gpu_request, outer), Refused)
 
 
 NEEDS = Needs(weights=gib(30), cache=gib(6), draft=gib(1), workspace=gib(3), per_gpu=gib(1))
@@ -260,15 +260,15 @@ def test_nothing_is_promised_twice(
     ]
     ours: list[Holding] = []
     for number, (weights, cache, auto, pins) in enumerate(wanted):
-        wish = AUTO if auto or not pins else pinned(*map(str, pins))
-        needs = {count: Needs(weights, cache, 0, count * GIB, GIB) for count in wish.counts}
-        verdict = place(wish, needs, rooms(box, ours, limit))
+        gpu_request = AUTO if auto or not pins else pinned(*map(str, pins))
+        needs = {count: Needs(weights, cache, 0, count * GIB, GIB) for count in gpu_request.counts}
+        verdict = place(gpu_request, needs, rooms(box, ours, limit))
         if isinstance(verdict, Refused):
             assert verdict.message
             continue
         assert sum(verdict.bytes.values()) == pytest.approx(needs[len(verdict.gpus)].total(len(verdict.gpus)), abs=9)
-        if wish.pins is not None:
-            assert [str(gpu.index) for gpu in verdict.gpus] == list(wish.pins)
+        if gpu_request.pins is not None:
+            assert [str(gpu.index) for gpu in verdict.gpus] == list(gpu_request.pins)
         ours.append(Holding(str(number), None, verdict.bytes, loading=True))
     for gpu in box:
         taken = sum(holding.placed.get(gpu.index, 0) for holding in ours)

@@ -12,11 +12,11 @@ import pytest
 from protocol.codec import decode
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import WORKER_TO_SUPERVISOR, EventFlag, Events, Generate
-from supervisor.requests.deliveries import HoldLimits
+from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.in_flight import PROBATION, Effect, ToClient, ToWorker
 from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.poison import PoisonPolicy
 from supervisor.requests.scheduler import Scheduler
-from supervisor.requests.strikes import StrikePolicy
 from tests.supervisor.scheduler_model import FakeClient, FakeWorker, Key
 
 GONE = WireError(ErrorCode.WORKER_DIED, "gone")
@@ -36,13 +36,13 @@ class Box:
     reading  by request, the steps that its prompt takes in a worker, 1 where it is not named
     """
 
-    def __init__(self, workers: int = 1, *, slots: int = SLOTS, limit: int = 2, window: int = 10_000) -> None:
-        self.scheduler = Scheduler(window=window, strikes=StrikePolicy(limit=limit))
+    def __init__(self, workers: int = 1, *, batch_size: int = SLOTS, limit: int = 2, window: int = 10_000) -> None:
+        self.scheduler = Scheduler(window=window, strikes=PoisonPolicy(limit=limit))
         self.scheduler.add_model("m", QueueLimits(requests=1000))
         self.client = FakeClient(1, window)
         self.names = [f"m:{n + 1}" for n in range(workers)]
         self.workers: dict[str, FakeWorker] = {}
-        self.slots = slots
+        self.batch_size = batch_size
         self.generation, self.now = 0, 0.0
         self.events: Counter[Key] = Counter()
         self.deaths = self.steps = 0
@@ -57,8 +57,10 @@ class Box:
 
     def start(self, name: str) -> None:
         self.generation += 1
-        self.workers[name] = FakeWorker(self.generation, self.slots + SLACK)
-        self.perform(self.scheduler.open(name, self.generation, self.slots + SLACK, self.now, slots=self.slots))
+        self.workers[name] = FakeWorker(self.generation, self.batch_size + SLACK)
+        self.perform(
+            self.scheduler.open(name, self.generation, self.batch_size + SLACK, self.now, batch_size=self.batch_size)
+        )
 
     def ask(self, *requests: int, prefix: str = "prompt", **route: object) -> None:
         for request in requests:
@@ -85,7 +87,7 @@ class Box:
         self.now += 0.01
         while worker.inbox:
             worker.read()
-        computed = list(worker.jobs)[: self.slots]
+        computed = list(worker.jobs)[: self.batch_size]
         for key in computed:
             self.read[worker.generation, key] += 1
         answering = [key for key in computed if self.read[worker.generation, key] >= self.reading.get(key, 1)]
@@ -131,18 +133,18 @@ class Box:
         raise AssertionError(f"{len(waiting)} of {len(keys)} have got nothing for {within} steps")
 
     def strikes(self, request: int, prefix: str = "prompt") -> int:
-        suspicion = self.scheduler._strikes.find("m", f"{prefix} {request}".encode(), self.now)
+        suspicion = self.scheduler._poison.find("m", f"{prefix} {request}".encode(), self.now)
         return suspicion.strikes if suspicion else 0
 
     def on_probation(self, name: str = "m:1") -> list[Key]:
-        seat = self.scheduler._of_worker[name].seats[name]
-        return [key for key, request in seat.running.items() if request.on_probation]
+        worker_slot = self.scheduler._of_worker[name].worker_slots[name]
+        return [key for key, request in worker_slot.running.items() if request.on_probation]
 
 
 def full(workers: int = 1, **settings: int) -> tuple[Box, list[Key]]:
     """All slots of all workers are taken by requests that have ten events each."""
     box = Box(workers, **settings)
-    numbers = range(1, workers * box.slots + 1)
+    numbers = range(1, workers * box.batch_size + 1)
     box.ask(*numbers)
     box.run(10)
     assert set(box.events.values()) == {10}
@@ -262,7 +264,7 @@ def test_a_death_that_makes_a_request_poisoned_is_known_as_such() -> None:
 
 
 def test_new_requests_are_served_while_suspects_are_tried_and_are_not_struck() -> None:
-    box, keys = full(slots=16)
+    box, keys = full(batch_size=16)
     for key in keys[8:]:
         box.perform(box.scheduler.cancel(*key, box.now))
     box.run(1)
@@ -287,7 +289,7 @@ def test_new_requests_do_not_take_the_room_that_suspects_need() -> None:
 
 
 def test_a_new_request_that_kills_while_suspects_are_tried_is_found() -> None:
-    box, keys = full(slots=16)
+    box, keys = full(batch_size=16)
     for key in keys[8:]:
         box.perform(box.scheduler.cancel(*key, box.now))
     box.run(1)
@@ -316,7 +318,7 @@ def test_a_long_prompt_delays_nobody_but_itself() -> None:
 
 
 def test_while_the_prompt_of_a_suspect_with_one_strike_left_is_read_only_new_requests_wait() -> None:
-    box, keys = full(slots=8)
+    box, keys = full(batch_size=8)
     for key in keys[6:]:
         box.perform(box.scheduler.cancel(*key, box.now))
     box.run(1)
@@ -336,7 +338,7 @@ def test_while_the_prompt_of_a_suspect_with_one_strike_left_is_read_only_new_req
 
 
 def test_one_worker_is_kept_for_a_suspect_that_must_be_alone_and_the_others_take_new_requests() -> None:
-    box = Box(2, slots=4)
+    box = Box(2, batch_size=4)
     box.ask(1)
     (name,) = [name for name in box.names if box.scheduler.work(name)[0]]
     box.run(1)
@@ -374,7 +376,7 @@ def test_nothing_else_is_given_to_a_worker_that_tries_a_suspect_alone() -> None:
 
 
 def test_a_suspect_that_must_be_alone_comes_to_a_worker_although_new_requests_keep_coming() -> None:
-    box = Box(slots=64)
+    box = Box(batch_size=64)
     box.ask(1)
     box.run(1)
     box.die()
@@ -403,7 +405,7 @@ def test_a_suspect_that_is_given_up_makes_room_for_the_next(how: str) -> None:
         if how == "cancel":
             box.perform(box.scheduler.cancel(*key, box.now))
         else:
-            box.perform(box.scheduler.bar(99, GONE, box.now))
+            box.perform(box.scheduler.reject(99, GONE, box.now))
             box.perform(box.scheduler._give_up(box.scheduler._live[key], GONE))
     box.run(2)
     assert len(box.on_probation()) == isqrt(SLOTS)
@@ -457,8 +459,8 @@ def test_suspects_stay_suspects_when_their_worker_is_ended_by_order() -> None:
 
 
 def test_each_of_several_workers_tries_suspects() -> None:
-    box, keys = full(2, slots=16)
-    own = list(box.scheduler._of_worker["m:1"].seats["m:1"].running)
+    box, keys = full(2, batch_size=16)
+    own = list(box.scheduler._of_worker["m:1"].worker_slots["m:1"].running)
     for key in keys:
         if key not in own:
             box.perform(box.scheduler.cancel(*key, box.now))
@@ -475,14 +477,14 @@ def test_a_request_that_waits_in_the_worker_is_not_on_probation() -> None:
     box.die()
     for _ in range(60):
         box.run(1)
-        assert len(box.scheduler._of_worker["m:1"].seats["m:1"].running) <= SLOTS
+        assert len(box.scheduler._of_worker["m:1"].worker_slots["m:1"].running) <= SLOTS
     assert not box.on_probation()
     box.run_until_all_ended()
     assert len(box.ended) == SLOTS + 2
 
 
 def test_with_a_limit_of_one_each_suspect_is_tried_alone() -> None:
-    box, keys = full(slots=8, limit=1)
+    box, keys = full(batch_size=8, limit=1)
     box.die()
     for _ in range(100):
         box.run(1)
@@ -505,7 +507,7 @@ def test_the_last_strike_is_not_for_one_of_several() -> None:
             break
     tried = box.on_probation()
     assert len(tried) > 1
-    box.scheduler.set_policies(HoldLimits(), StrikePolicy(limit=2))
+    box.scheduler.set_policies(SendBufferLimits(), PoisonPolicy(limit=2))
     box.die()
     assert not box.ended
     assert {box.strikes(number) for _, number in set(tried) & set(struck)} == {1}

@@ -63,7 +63,7 @@ def test_nothing_is_missed_whoever_used_a_socket_meanwhile(context: zmq.Context[
             used = draw.choice(pairs)
             used.socket.send_multipart([used.peer_id, b"y"])
             used.socket.get(zmq.EVENTS)
-            reactor.look()
+            reactor.poll_all()
         if draw.random() < 0.05:
             os.write(writer, b"z")
             written += 1

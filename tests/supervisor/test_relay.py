@@ -14,9 +14,9 @@ from protocol.codec import EventWriter
 from protocol.messages import EventEntry, EventFlag
 from supervisor.ports.worker_port import DRAIN_LIMIT, WorkerPort
 from supervisor.ports.zap import ZapHandler
-from supervisor.requests.phase import Phase
-from supervisor.requests.seats import Seat
-from supervisor.requests.stream import Stream
+from supervisor.requests.request_phase import RequestPhase
+from supervisor.requests.request_progress import RequestProgress
+from supervisor.requests.worker_slots import WorkerSlot
 from tests.compiled_roads import needs_compiled
 
 pytestmark = needs_compiled
@@ -40,9 +40,9 @@ class Between:
         self.worker.connect(f"ipc://{directory}/back")
         self.client.send(b"")
         self.connection = SimpleNamespace(routing_id=self.front.recv_multipart()[0])
-        self.stream: Any = Stream(CREDIT, True)
-        self.stream.phase = Phase.RUNNING
-        self.seat = Seat("m", None, capacity=1, generation=1, running={(1, 7): self.stream})
+        self.stream: Any = RequestProgress(CREDIT, True)
+        self.stream.phase = RequestPhase.RUNNING
+        self.worker_slot = WorkerSlot("m", None, capacity=1, generation=1, running={(1, 7): self.stream})
         self.asked: list[bytes] = []
         self.port.relay_to(
             SimpleNamespace(socket=self.front, connections_by_channel={1: self.connection}), self.seat_of
@@ -56,9 +56,9 @@ class Between:
         socket.setsockopt(zmq.LINGER, 0)
         return socket
 
-    def seat_of(self, routing_id: bytes) -> Seat | None:
+    def seat_of(self, routing_id: bytes) -> WorkerSlot | None:
         self.asked.append(routing_id)
-        return self.seat if routing_id == b"W1" else None
+        return self.worker_slot if routing_id == b"W1" else None
 
     def frame(self, flags: int = 0) -> bytes:
         writer = EventWriter()
@@ -123,7 +123,7 @@ def test_what_is_not_usual_is_handed_over_in_its_turn(between: Between) -> None:
     stream = between.stream
     assert (stream.sent, stream.credit, stream.unpaid, stream.delivered_tokens) == (3, CREDIT - 3, 3, 3)
     assert list(memoryview(stream.ids).cast("I")) == [0, 1, 2]
-    assert between.seat.tokens == 3
+    assert between.worker_slot.tokens == 3
     assert stream.has_tokens
 
 
@@ -151,7 +151,7 @@ def test_a_client_that_is_gone_is_left_to_who_can_end_its_requests(between: Betw
     frame = between.frame()
     between.worker.send(frame)
     assert between.unusual(lambda handed: bool(handed)) == [(b"W1", frame)]
-    assert between.stream.sent == between.seat.tokens == 0, "noted as sent although it was not"
+    assert between.stream.sent == between.worker_slot.tokens == 0, "noted as sent although it was not"
 
 
 def test_frames_of_several_parts_and_of_strangers_are_handed_over(between: Between, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from protocol.messages import (
     Ping,
 )
 from supervisor.requests.advance import MOST_UNREAD
-from supervisor.requests.deliveries import HoldLimits
+from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.in_flight import PROBATION, Effect, ToClient, ToWorker, Wake
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.route import read_route
@@ -260,7 +260,7 @@ def test_cancelling_in_each_phase(scheduler: Scheduler) -> None:
 
 
 def test_slow_consumers_are_cut_off_by_memory_of_stream_and_of_connection() -> None:
-    scheduler = make(Scheduler(window=WINDOW, holds=HoldLimits(of_stream=300, of_connection=400)))
+    scheduler = make(Scheduler(window=WINDOW, holds=SendBufferLimits(of_stream=300, of_connection=400)))
 
     def until_cut(channel: int, request: int) -> int:
         for seq in range(100):
@@ -369,7 +369,7 @@ def test_a_stream_whose_client_stopped_reading_is_ended(scheduler: Scheduler) ->
 
 
 def test_the_stream_that_holds_most_is_ended_when_all_hold_too_much() -> None:
-    scheduler = make(Scheduler(window=WINDOW, holds=HoldLimits(of_all=400)))
+    scheduler = make(Scheduler(window=WINDOW, holds=SendBufferLimits(of_all=400)))
     submit(scheduler, 5, 1)
     submit(scheduler, 6, 1)
     ended = []
@@ -484,11 +484,11 @@ def test_one_worker_is_kept_for_a_suspect_that_must_be_alone_and_the_other_goes_
     started: list[tuple[int | str, Message]] = []
     for seq in range(PROBATION):
         assert not started, "the long one may still be the reason if the worker dies"
-        assert scheduler.seat(kept) is None, "each of its events is looked at"
+        assert scheduler.worker_slot(kept) is None, "each of its events is looked at"
         raw = frame(channel, (1, seq, 0), generation=2 if kept == "m:1" else 1)
         started = messages(scheduler.events(kept, raw, decoded(raw), NOW + 7))[1:]
     assert started == [(kept, JobMessage(5, 2, {"queue_ms": 7000.0}, b"body"))], "beside the long one, which goes on"
-    assert scheduler.seat(kept) is not None
+    assert scheduler.worker_slot(kept) is not None
 
 
 def test_a_sleeping_model_is_woken_for_what_waits() -> None:

@@ -16,26 +16,26 @@ from protocol.codec import decode, is_events
 from protocol.compiled import find
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import WORKER_TO_SUPERVISOR, Compiled, EventEntry, EventFlag, Events, Generate, Parked
-from supervisor.requests.deliveries import HoldLimits
-from supervisor.requests.held import EVENT_COST
+from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.in_flight import PROBATION, Effect, InFlight, ToClient
 from supervisor.requests.model_queue import QueueLimits
-from supervisor.requests.phase import Phase as RequestPhase
+from supervisor.requests.poison import PoisonPolicy
+from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.scheduler import Scheduler
-from supervisor.requests.strikes import StrikePolicy
+from supervisor.requests.send_buffer import EVENT_COST
 from tests.supervisor.scheduler_model import FakeClient, FakeWorker
 
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
 WINDOW, QUEUE_LIMIT, LONGEST_EVENT = 3, 4, 250
-HOLDS = HoldLimits(of_stream=800, of_connection=1500, of_all=3000, stall_s=30)
-STRIKES = StrikePolicy(limit=2, window_s=100)
+HOLDS = SendBufferLimits(of_stream=800, of_connection=1500, of_all=3000, stall_s=30)
+STRIKES = PoisonPolicy(limit=2, window_s=100)
 WORKERS = {"m:1": "m", "m:2": "m", "n": "n"}
 MODELS = ("m", "n")
 GONE = WireError(ErrorCode.WORKER_DIED, "gone")
 DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
 TERMINALS = (EventFlag.FINISHED, EventFlag.ERROR)
-compiled = find("supervisor.requests.usual_events")
-USUAL = None if compiled is None else compiled.Usual()
+compiled = find("supervisor.requests.fast_path")
+FAST_PATH = None if compiled is None else compiled.FastPath()
 """It decides of every second frame, if it is there."""
 steps = Counter[str]()
 pick = st.integers(0, 10**6)
@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return connected[n % len(connected)] if connected else None
 
     def poisoned(self, model: str, body: bytes) -> bool:
-        suspicion = self.scheduler._strikes.find(model, body, self.now)
+        suspicion = self.scheduler._poison.find(model, body, self.now)
         return suspicion is not None and suspicion.strikes >= STRIKES.limit
 
     def accepts(self, model: str) -> bool:
@@ -171,8 +171,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.accepting[worker] = True
             self.scheduler.accept_new(worker)
             self.workers[worker] = FakeWorker(self.generations[worker], capacity)
-            slots = max(1, capacity - slack)
-            self.perform(self.scheduler.open(worker, self.generations[worker], capacity, self.now, slots=slots))
+            batch_size = max(1, capacity - slack)
+            self.perform(
+                self.scheduler.open(worker, self.generations[worker], capacity, self.now, batch_size=batch_size)
+            )
 
     @rule(
         worker=a_worker,
@@ -246,11 +248,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _deliver(self, worker: str, frame: bytes) -> None:
         self.delivered += 1
-        seat = self.scheduler.seat(worker)
-        if USUAL is not None and seat is not None and self.delivered % 2:
-            channel = USUAL.look(frame, seat)
+        worker_slot = self.scheduler.worker_slot(worker)
+        if FAST_PATH is not None and worker_slot is not None and self.delivered % 2:
+            channel = FAST_PATH.take(frame, worker_slot)
             if channel is not None:
-                steps["usual"] += 1
+                steps["fast path"] += 1
                 self.perform([ToClient(channel, frame)])
                 return
         message = decode(frame, WORKER_TO_SUPERVISOR)
@@ -283,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _gone(self, worker: str, struck: bool) -> None:
         """Tell the scheduler, and see that nobody becomes poisoned by what may have been another's doing."""
         model = WORKERS[worker]
-        running = self.scheduler._of_worker[worker].seats[worker].running
+        running = self.scheduler._of_worker[worker].worker_slots[worker].running
         events = {key: request.next_seq - request.begun for key, request in running.items()}
         payloads = {key: request.body for key, request in running.items()}
         clean = {body for body in payloads.values() if not self.poisoned(model, body)}
@@ -328,41 +330,45 @@ class SchedulerMachine(RuleBasedStateMachine):
             waiting = list(queue.all_waiting())
             assert len(waiting) == queue.waiting <= QUEUE_LIMIT + 9, "what goes on again may exceed the limit"
             assert all(request.phase is RequestPhase.WAITING for request in waiting)
-            assert queue.line.cost == sum(request.cost for request in queue.line)
+            assert queue.fair_queue.cost == sum(request.cost for request in queue.fair_queue)
             assert all(request.compiler and queue.runs(request.compiler) for request in queue.parked.values())
             in_lines = queue.waiting - len(queue.parked)
-            for worker, seat in queue.seats.items():
+            for worker, worker_slot in queue.worker_slots.items():
                 process = self.workers[worker]
-                assert len(seat.running) <= (process.capacity if process else 0)
+                assert len(worker_slot.running) <= (process.capacity if process else 0)
                 # of one that was given up, the events that were held do not count any more
-                running = [request for request in seat.running.values() if request.phase is RequestPhase.RUNNING]
+                running = [request for request in worker_slot.running.values() if request.phase is RequestPhase.RUNNING]
                 newcomers = [request for request in running if request.is_new]
                 assert len(newcomers) < 2 or not any(r.alone for r in newcomers), "one that must be alone is not"
-                assert {r.key for r in newcomers if r.place is not None} <= {r.key for r in seat.suspects}
+                assert {r.key for r in newcomers if r.place is not None} <= {r.key for r in worker_slot.suspects}
                 if in_lines and not queue.watched:
                     if queue.suspects:
-                        assert not seat.free_slots, "a suspect waits although it could be tried"
+                        assert not worker_slot.free_in_batch, "a suspect waits although it could be tried"
                     else:
-                        assert len(seat.running) >= seat.capacity, "a request waits although there is room"
+                        assert len(worker_slot.running) >= worker_slot.capacity, (
+                            "a request waits although there is room"
+                        )
             if in_lines and queue.watched:
                 steps["watched"] += 1
-                assert any(seat.unsettled for seat in queue.seats.values()), "requests wait for nothing"
+                assert any(worker_slot.unsettled for worker_slot in queue.worker_slots.values()), (
+                    "requests wait for nothing"
+                )
             if queue.suspects:
                 steps["suspects wait"] += 1
-            room = sum(seat.free_slots for seat in queue.seats.values())
-            if queue.again or queue.line:
+            room = sum(worker_slot.free_in_batch for worker_slot in queue.worker_slots.values())
+            if queue.again or queue.fair_queue:
                 steps["both wait"] += bool(queue.suspects) and room > len(queue.suspects)
 
     @invariant()
     def nothing_is_held_unwatched(self) -> None:
-        live, holding = self.scheduler._live, self.scheduler._deliveries._holding
+        live, holding = self.scheduler._live, self.scheduler._credit._holding
         for request in live.values():
             assert not request.holds or request in holding, "held, and nobody counts how long"
         assert all(request.key in live for request in holding), "one that is over is held"
         for queue in self.scheduler._models.values():
-            for seat in queue.seats.values():
-                assert all(live.get(key) is request for key, request in seat.running.items())
-            for band in queue.line._bands.values():
+            for worker_slot in queue.worker_slots.values():
+                assert all(live.get(key) is request for key, request in worker_slot.running.items())
+            for band in queue.fair_queue._bands.values():
                 waiting = sum(len(account.requests) for account in band.accounts.values())
                 assert band.waiting == waiting, "waits in a forgotten account"
                 in_heap = {id(account) for _, _, account in band.heap}
@@ -376,10 +382,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.scheduler._live.values():
             assert request.held.cost <= HOLDS.of_stream + most
             of_channel[request.channel] += request.held.cost
-        deliveries = self.scheduler._deliveries
-        assert +of_channel == +deliveries._of_channel
+        credit_control = self.scheduler._credit
+        assert +of_channel == +credit_control._of_channel
         assert max(of_channel.values(), default=0) <= HOLDS.of_connection + most
-        assert sum(of_channel.values()) == deliveries.held_bytes <= HOLDS.of_all + most
+        assert sum(of_channel.values()) == credit_control.held_bytes <= HOLDS.of_all + most
 
     def teardown(self) -> None:
         """Let everything that is on its way arrive, and workers finish what is wanted: nothing may be left."""
@@ -456,7 +462,7 @@ def test_every_request_ends_once_whatever_happens() -> None:
         "parked",
         "compiled",
     )
-    told += ("usual",) if USUAL is not None else ()
+    told += ("fast path",) if FAST_PATH is not None else ()
     for again in range(10):  # a seed in some hundred never gets to the rarest of these
         print(f"TEST_SEED={SEED + again}")
         run_state_machine_as_test(  # type: ignore[no-untyped-call]

@@ -30,10 +30,10 @@ from supervisor.ports.zap import ZapHandler
 from tests.keyed import free_port
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until
-from tests.supervisor.port_host import LOG, Host
+from tests.supervisor.port_host import LOG, AdminContext
 
 
-class TcpHost(Host):
+class TcpHost(AdminContext):
     """Of the port over TCP, for the key of one client."""
 
     port: TcpPort
@@ -53,7 +53,7 @@ class TcpHost(Host):
 
     def turn(self) -> bool:
         super().turn()
-        self.port.look(time.monotonic())
+        self.port.enforce_limits(time.monotonic())
         return True
 
     def greet(self) -> RawClient:
@@ -312,7 +312,7 @@ def test_a_key_that_connects_too_often_is_told_so_and_keeps_nobody_out(
         why = wait_until(lambda: host.turn() and line.read_monitor(None))
         assert "key 'a' has connected too often" in why
         assert not line.refused
-        assert not line.barred
+        assert not line.rejected
         line.hang_up(0)
         host.key = other_key
         with host.greet() as other:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.progress_lease import MAX_LEASE_S, Leases, ProgressLease, Reading, WatchedPage, WorkerPhase, read_word
-from supervisor.workers.watch import DUMP_S, LOOK_S, Looks, Verdict, Watched
+from supervisor.workers.hang_detector import CHECK_S, DUMP_S, CheckClock, HangDetector, HangVerdict
 
 LEASES = Leases(start_s=4.0, load_s=3.0, idle_s=1.0, step_s=2.0)
 
@@ -20,71 +20,71 @@ def reading(count: int, lease_s: float = 2.0, phase: WorkerPhase = WorkerPhase.S
     return read_word(count << 32 | phase << 28 | round(lease_s * 1000))
 
 
-def looks_at(watched: Watched, found: Reading, seconds: float) -> list[Verdict]:
+def checks_of(detector: HangDetector, found: Reading, seconds: float) -> list[HangVerdict]:
     """The verdicts of this many seconds of looks that find the same."""
-    return [watched.look(found, LOOK_S) for _ in range(round(seconds / LOOK_S))]
+    return [detector.check(found, CHECK_S) for _ in range(round(seconds / CHECK_S))]
 
 
 def test_a_hang_is_found_after_the_lease_and_killed_after_the_time_for_its_stacks() -> None:
-    watched = Watched(reading(1))
-    assert set(looks_at(watched, reading(1), 1.9)) == {Verdict.FINE}
-    after = looks_at(watched, reading(1), DUMP_S + 0.6)
-    after = after[after.index(Verdict.HUNG) :]
-    assert after.index(Verdict.LOST) in (round(DUMP_S / LOOK_S), round(DUMP_S / LOOK_S) + 1)
-    assert set(after[1 : after.index(Verdict.LOST)]) == {Verdict.DOOMED}
-    assert set(after[after.index(Verdict.LOST) :]) == {Verdict.LOST}
-    assert watched.story() == "hung: no progress for 3.5 s in a step (lease 2 s)"
-    assert watched.describe() == {"phase": "step", "beat_s": 3.5}
+    detector = HangDetector(reading(1))
+    assert set(checks_of(detector, reading(1), 1.9)) == {HangVerdict.FINE}
+    after = checks_of(detector, reading(1), DUMP_S + 0.6)
+    after = after[after.index(HangVerdict.HUNG) :]
+    assert after.index(HangVerdict.LOST) in (round(DUMP_S / CHECK_S), round(DUMP_S / CHECK_S) + 1)
+    assert set(after[1 : after.index(HangVerdict.LOST)]) == {HangVerdict.DOOMED}
+    assert set(after[after.index(HangVerdict.LOST) :]) == {HangVerdict.LOST}
+    assert detector.story() == "hung: no progress for 3.5 s in a step (lease 2 s)"
+    assert detector.describe() == {"phase": "step", "beat_s": 3.5}
 
 
 def test_one_that_goes_on_while_its_stacks_are_written_is_spared() -> None:
-    watched = Watched(reading(1))
-    assert looks_at(watched, reading(1), 2.2)[-1] in (Verdict.HUNG, Verdict.DOOMED)
-    assert watched.look(reading(2), LOOK_S) is Verdict.SPARED
-    assert set(looks_at(watched, reading(2), 1.9)) == {Verdict.FINE}
-    assert Verdict.HUNG in looks_at(watched, reading(2), 0.2)
+    detector = HangDetector(reading(1))
+    assert checks_of(detector, reading(1), 2.2)[-1] in (HangVerdict.HUNG, HangVerdict.DOOMED)
+    assert detector.check(reading(2), CHECK_S) is HangVerdict.SPARED
+    assert set(checks_of(detector, reading(2), 1.9)) == {HangVerdict.FINE}
+    assert HangVerdict.HUNG in checks_of(detector, reading(2), 0.2)
 
 
 def test_each_beat_counts_also_when_phase_and_lease_stay() -> None:
-    watched = Watched(reading(0))
+    detector = HangDetector(reading(0))
     for count in range(1, 200):
-        assert watched.look(reading(count % 3), 1.9) is Verdict.FINE
+        assert detector.check(reading(count % 3), 1.9) is HangVerdict.FINE
 
 
 def test_a_lease_is_that_of_the_last_reading() -> None:
-    watched = Watched(reading(1, 1.0, WorkerPhase.IDLE))
-    assert watched.look(reading(2, 300.0, WorkerPhase.LOADING), LOOK_S) is Verdict.FINE
-    assert set(looks_at(watched, reading(2, 300.0, WorkerPhase.LOADING), 299.0)) == {Verdict.FINE}
-    assert not Watched(reading(0, 1.0, WorkerPhase.STARTING)).can_tell
-    assert Watched(reading(0, 1.0, WorkerPhase.LOADING)).can_tell
+    detector = HangDetector(reading(1, 1.0, WorkerPhase.IDLE))
+    assert detector.check(reading(2, 300.0, WorkerPhase.LOADING), CHECK_S) is HangVerdict.FINE
+    assert set(checks_of(detector, reading(2, 300.0, WorkerPhase.LOADING), 299.0)) == {HangVerdict.FINE}
+    assert not HangDetector(reading(0, 1.0, WorkerPhase.STARTING)).can_tell
+    assert HangDetector(reading(0, 1.0, WorkerPhase.LOADING)).can_tell
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=200))
 def test_a_look_counts_at_most_twice_the_interval(gaps: list[float]) -> None:
-    looks, now, most = Looks(), 1000.0, 2 * LOOK_S
-    assert looks.passed(now) == 0.0
+    clock, now, most = CheckClock(), 1000.0, 2 * CHECK_S
+    assert clock.passed(now) == 0.0
     for gap in gaps:
         before, now = now, now + gap
-        assert looks.passed(now) == pytest.approx(min(now - before, most))
+        assert clock.passed(now) == pytest.approx(min(now - before, most))
 
 
 def test_a_clock_that_goes_back_counts_nothing() -> None:
-    looks = Looks()
-    assert [looks.passed(now) for now in (10.0, 9.0, 9.05)] == [0.0, 0.0, pytest.approx(0.05)]
+    clock = CheckClock()
+    assert [clock.passed(now) for now in (10.0, 9.0, 9.05)] == [0.0, 0.0, pytest.approx(0.05)]
 
 
 @pytest.mark.parametrize("pause", [0.5, 5.0, 86400.0])
 def test_a_supervisor_that_was_paused_kills_nobody(pause: float) -> None:
     """The workers ran on, or were paused too: either way they beat soon after."""
-    watched, looks, now = Watched(reading(1, 1.0)), Looks(), 100.0
-    looks.passed(now)
+    detector, clock, now = HangDetector(reading(1, 1.0)), CheckClock(), 100.0
+    clock.passed(now)
     for _ in range(6):  # paused in the middle of a lease
-        now += LOOK_S
-        assert watched.look(reading(1, 1.0), looks.passed(now)) is Verdict.FINE
+        now += CHECK_S
+        assert detector.check(reading(1, 1.0), clock.passed(now)) is HangVerdict.FINE
     now += pause
-    assert watched.look(reading(1, 1.0), looks.passed(now)) is Verdict.FINE
-    now += LOOK_S
-    assert watched.look(reading(2, 1.0), looks.passed(now)) is Verdict.FINE
+    assert detector.check(reading(1, 1.0), clock.passed(now)) is HangVerdict.FINE
+    now += CHECK_S
+    assert detector.check(reading(2, 1.0), clock.passed(now)) is HangVerdict.FINE
 
 
 @settings(max_examples=30, deadline=None)
@@ -92,13 +92,13 @@ def test_a_supervisor_that_was_paused_kills_nobody(pause: float) -> None:
 def test_never_before_the_lease_is_over_and_always_within_two_seconds_of_it(data: st.DataObject, lease: float) -> None:
     """Whatever the looks' lateness, within the half that a busy supervisor may have."""
     lease = round(lease, 3)
-    gaps = data.draw(st.lists(st.floats(LOOK_S, 2 * LOOK_S), min_size=300, max_size=300))
-    watched, looks, now = Watched(reading(1, lease)), Looks(), 0.0
-    looks.passed(now)
+    gaps = data.draw(st.lists(st.floats(CHECK_S, 2 * CHECK_S), min_size=300, max_size=300))
+    detector, clock, now = HangDetector(reading(1, lease)), CheckClock(), 0.0
+    clock.passed(now)
     for gap in gaps:
         now += gap
-        verdict = watched.look(reading(1, lease), looks.passed(now))
-        if verdict is Verdict.LOST:
+        verdict = detector.check(reading(1, lease), clock.passed(now))
+        if verdict is HangVerdict.LOST:
             assert lease + DUMP_S - 1e-6 <= now <= lease + 2.0
             return
         assert now <= lease + 2.0
@@ -155,7 +155,7 @@ def test_whatever_stands_in_a_page_can_be_told(word: int) -> None:
     found = read_word(word)
     assert found.word == word
     assert 0 <= found.lease_s < 2**28 / 1000
-    told = Watched(found)
+    told = HangDetector(found)
     assert told.describe()["phase"] in ("starting", "loading", "idle", "step", "unknown")
     assert told.story().startswith("hung: ")
 

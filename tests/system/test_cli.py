@@ -118,12 +118,12 @@ def test_ps_says_why_a_model_is_not_up(serving: Serving) -> None:
 def test_ps_says_why_a_model_sleeps_or_is_tried_again(serve: Serve) -> None:
     models = {"lazy": engine(lazy=True, ttl="100ms"), "dying": engine("CrashesInLoad", autostart=False)}
     serving = serve(models, restart={"limit": 100, "initial": "1h", "max": "1h"}, wait=False)
-    assert serving.wait_state("lazy", "sleeping")["reason"] == "lazy: its first request starts it"
+    assert serving.wait_state("lazy", "unloaded")["reason"] == "lazy: its first request starts it"
     serving.order("start", model="dying")
     wait_until(lambda: serving.status("dying")["restarts"] == 2)  # the first try is made again at once
     assert serving.wait_state("dying", "backoff")["reason"] == "OSError: the disk hiccupped"
     serving.order("start", model="lazy")
-    wait_until(lambda: serving.status("lazy")["generation"] and serving.status("lazy")["state"] == "sleeping")
+    wait_until(lambda: serving.status("lazy")["generation"] and serving.status("lazy")["state"] == "unloaded")
     rows = {line.split()[0]: line for line in serving.modelctl("ps").stdout.splitlines()}
     assert rows["lazy"].endswith("idle for 0.1 s")
     assert rows["dying"].endswith("OSError: the disk hiccupped")

@@ -23,7 +23,7 @@ def lazy(kind: str = "DeterministicEngine", **keys: Any) -> dict[str, Any]:
 
 def test_the_first_request_starts_it_once_and_is_told_how_it_loads(serve: Serve) -> None:
     serving = serve({"a": lazy("SlowLoad", load_s=0.5)}, wait=False)
-    assert (serving.status("a")["state"], serving.status("a")["pid"]) == ("sleeping", None)
+    assert (serving.status("a")["state"], serving.status("a")["pid"]) == ("unloaded", None)
     with RawClient(serving.runtime_dir) as client:
         client.generate(1, "a", "first", max_tokens=5, route={"progress": True})
         client.generate(2, "a", "second", max_tokens=5)
@@ -49,9 +49,9 @@ def test_it_leaves_when_nobody_asks_and_comes_back(serve: Serve) -> None:
             status = serving.status("a")
             assert (status["state"], status["generation"]) == ("ready", generation)
             assert status["until_s"] <= 1
-            assert serving.wait_state("a", "sleeping", 30)["unloaded"] == "idle for 1 s"
+            assert serving.wait_state("a", "unloaded", 30)["unloaded"] == "idle for 1 s"
         row = serving.modelctl("ps").stdout.splitlines()[1].split()
-        assert row[:2] == ["a", "sleeping"]
+        assert row[:2] == ["a", "unloaded"]
     assert serving.status("b")["generation"] == 1
 
 
@@ -73,7 +73,7 @@ def test_what_only_a_load_can_tell_is_unknown_before(serve: Serve) -> None:
     assert shown() == ["chat", "-"]
     with serving.client() as client:
         client.complete("a", "here", max_tokens=5)
-    serving.wait_state("a", "sleeping", 30)
+    serving.wait_state("a", "unloaded", 30)
     assert told() == (True, 4096, True, 4096)
     assert shown() == ["chat", "yes"]
 
@@ -83,7 +83,7 @@ def test_who_has_not_read_an_answer_may_still_do_so_when_it_has_left(serve: Serv
     with RawClient(serving.runtime_dir) as client:
         client.generate(1, "a", "held", max_tokens=600)
         serving.wait_state("a", "ready", 30)
-        serving.wait_state("a", "sleeping", 30)
+        serving.wait_state("a", "unloaded", 30)
         client.barrier()
         assert client.heard[1].seqs == list(range(STREAM_WINDOW)), "no more than there was credit for"
         client.send(Credit(1, 600))
@@ -150,7 +150,7 @@ def test_reload_makes_models_lazy_and_unlazy(serve: Serve) -> None:
     serving.write_models({"a": engine(autostart=False), "b": lazy(), "c": lazy()})
     serving.order("reload")
     serving.wait_state("a", "stopped")
-    serving.wait_state("b", "sleeping")
+    serving.wait_state("b", "unloaded")
     wait_until(lambda: len(serving.overview()["models"]) == 3, 10, "the third")
     with serving.client() as client:
         assert client.complete("c", "new", max_tokens=3).text == answer("new", 3)
@@ -184,7 +184,7 @@ def test_an_idle_model_makes_room_and_a_busy_one_is_waited_for(serve: Serve, box
         box.gives_back(first)
         second = held(serving, box, "b", 50)
         assert waiting.complete().text == answer("waits", 3)
-        wait_until(lambda: serving.status("b")["state"] == "sleeping", 30, "the other to be evicted in turn")
+        wait_until(lambda: serving.status("b")["state"] == "unloaded", 30, "the other to be evicted in turn")
         box.gives_back(second)
         held(serving, box, "a", 50)
         assert again.complete().text == answer("again", 3)
@@ -210,7 +210,7 @@ def test_pinned_models_and_those_that_do_not_come_back_stay(serve: Serve, box: B
         for pid in pids:
             box.gives_back(pid)
         serving.order("stop", model="plain")
-        serving.wait_state("late", "sleeping", 30)
+        serving.wait_state("late", "unloaded", 30)
         assert client.complete("late", "x", max_tokens=3).text == answer("x", 3)
     assert serving.status("pinned")["pid"] == pids[0]
 
@@ -219,7 +219,7 @@ def test_run_wakes_it(serve: Serve) -> None:
     serving = serve({"a": lazy("SlowLoad", load_s=0.3)}, wait=False)
     done = serving.modelctl("run", "a", "hello", "--set", "max_tokens=5")
     assert (done.returncode, done.stdout) == (0, answer("user: hello", 5) + "\n")
-    assert "a is sleeping ..." in done.stderr
+    assert "a is unloaded ..." in done.stderr
     assert "a is loading ..." in done.stderr
 
 

@@ -50,7 +50,7 @@ def test_a_request_that_waits_wakes_the_other_worker(serve: Serve) -> None:
     with RawClient(serving.runtime_dir) as client:
         client.generate(1, "a", "x", max_tokens=2)
         client.read_until_ended(1)
-        assert serving.status("a:2")["state"] == "sleeping", "one is enough for one"
+        assert serving.status("a:2")["state"] == "unloaded", "one is enough for one"
         for request in range(2, 8):
             client.generate(request, "a", f"x {request}", max_tokens=200)
         serving.wait_state("a:2", "ready", 30)

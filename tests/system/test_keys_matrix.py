@@ -18,7 +18,7 @@ from protocol.codec import encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import QUESTION_VERBS, Call, Cancel, Credit, Generate, Hello, Kind, Ping, Pong
 from supervisor import calls
-from supervisor.ports.tcp_port import LOOK_S, MAX_UNREAD
+from supervisor.ports.tcp_port import CHECK_S, MAX_UNREAD
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed, free_port, misled, new_pair, stolen, stranger
 from tests.raw_client import RawClient
@@ -363,7 +363,7 @@ def test_endless_messages_of_a_peer_with_a_key(keyed: Keyed) -> None:
         raw.barrier()
         for _ in range(3):  # until it has been looked at since: what came before counts for the answered message
             now = uptime(keyed)
-            wait_until(lambda now=now: uptime(keyed) > now + 1.5 * LOOK_S)  # type: ignore[misc]
+            wait_until(lambda now=now: uptime(keyed) > now + 1.5 * CHECK_S)  # type: ignore[misc]
         raw.socket.send_multipart([bytes(MIB)] * (MAX_UNREAD // MIB + 16))
         assert relay.ended.wait(60), "the connection was not ended"
         grown = process.memory_info().rss - before

@@ -22,19 +22,19 @@ def test_a_normal_life(serve: Serve) -> None:
     serving = serve({"a": engine(lazy=True, ttl="100ms")}, wait=False)
     with serving.client() as client:
         client.complete("a", "the secret question", max_tokens=5)
-    serving.wait_state("a", "sleeping")
+    serving.wait_state("a", "unloaded")
     wait_for_life(
         serving,
         "a",
-        r"stopped -> sleeping \(lazy\)",
-        r"sleeping -> starting ",
+        r"stopped -> unloaded \(lazy\)",
+        r"unloaded -> starting ",
         r"spawned pid \d+, generation 1, devices: cpu",
         r"starting -> loading ",
         r"loading -> ready \(loaded in [0-9.]+ s on none, attention: none, context 4096 tokens, [1-9]\d* MiB of RAM\)",
         r"ready -> stopping \(idle for 0.1 s\) pid \d+",
         r"SHUTDOWN to pid \d+",
         r"stopping -> stopped ",
-        r"stopped -> sleeping \(idle for 0.1 s\)",
+        r"stopped -> unloaded \(idle for 0.1 s\)",
     )
     log = serving.runtime_dir / "logs" / "a.log"
     assert "secret" not in log.read_text()

@@ -8,8 +8,8 @@ import pytest
 from protocol.codec import encode, pack_body
 from protocol.limits import STREAM_WINDOW
 from protocol.messages import Cancel, Credit, Generate
-from supervisor.requests.deliveries import HoldLimits
-from supervisor.requests.held import EVENT_COST
+from supervisor.requests.credit_control import SendBufferLimits
+from supervisor.requests.send_buffer import EVENT_COST
 from tests.deterministic_engine import answer
 from tests.flooding import HELLO, frame, shake_hands
 from tests.raw_client import RawClient
@@ -31,7 +31,7 @@ def test_a_stream_without_credit_is_cut_off_alone(serving: Serving) -> None:
         bystander = other.generate("a", "bystander", max_tokens=10_000)
         # twice what the other may hold, and at once: granted as it is read, it could come too late where this test has
         # to wait for the processor
-        for _ in range(2 * HoldLimits.of_stream // EVENT_COST // STREAM_WINDOW):
+        for _ in range(2 * SendBufferLimits.of_stream // EVENT_COST // STREAM_WINDOW):
             slow.send(Credit(2, STREAM_WINDOW))
         while not slow.heard.get(1) or not slow.heard[1].ends:
             slow.receive()
@@ -40,7 +40,7 @@ def test_a_stream_without_credit_is_cut_off_alone(serving: Serving) -> None:
         assert cut.seqs == list(range(STREAM_WINDOW + 1)), "the window's events, then the end"
         assert cut.text == answer("never reads", cut.tokens)
         assert cut.delivered == cut.tokens
-        assert str(HoldLimits.of_stream) in str(cut.error["message"])
+        assert str(SendBufferLimits.of_stream) in str(cut.error["message"])
         assert not slow.heard[2].ends, "the other stream of the same connection goes on"
         slow.send(Cancel(2))
         slow.read_until_ended(2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from supervisor.workers.leftovers import MARK
+from supervisor.workers.orphans import MARK
 from tests.conftest import Serve
 from tests.nvml_box import Box
 from tests.serving import Serving, engine, wait_until

@@ -12,7 +12,7 @@ from model_worker.engines.exllamav2.options import ExLlamaV2Options
 from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig
 from supervisor.config_schema import SupervisorConfig
 from supervisor.config_values import parse_duration, parse_lease
-from supervisor.fitting import Read, Within
+from supervisor.schema_validation import Read, Within
 from tools.docs.attribute_docs import attribute_docs
 from tools.docs.markdown import page, table, text
 

@@ -7,9 +7,9 @@ from protocol.errors import ErrorCode
 from protocol.messages import CLIENT_TO_SUPERVISOR, SUPERVISOR_TO_CLIENT
 from supervisor.ports import tcp_port
 from supervisor.ports.arrivals import ArrivalLimits
-from supervisor.requests import asks
+from supervisor.requests import pending_queries
 from supervisor.requests.advance import MOST_UNREAD
-from supervisor.requests.deliveries import HoldLimits
+from supervisor.requests.credit_control import SendBufferLimits
 from tools.docs.attribute_docs import attribute_docs
 from tools.docs.markdown import GENERATED, table
 
@@ -31,7 +31,7 @@ def errors() -> str:
 
 def most() -> str:
     """Return the tables of limits."""
-    holds, arrivals = HoldLimits(), ArrivalLimits()
+    holds, arrivals = SendBufferLimits(), ArrivalLimits()
     kinds = sorted(CLIENT_TO_SUPERVISOR | SUPERVISOR_TO_CLIENT)
     frames = [(kind.name, size(limits.MAX_FRAME[kind])) for kind in kinds]
     refused = "the frame is refused with `bad_frame`"
@@ -69,7 +69,7 @@ def most() -> str:
                  "this stream ends with `slow_consumer`"),
                 ("windows of credit in advance before a PONG", str(MOST_UNREAD), "events are held"),
                 ("questions (`tokenize`, `detokenize`) without an answer",
-                 f"{asks.MOST_OF_CHANNEL}, of all connections {asks.MOST} for each worker", "`overloaded`"),
+                 f"{pending_queries.MOST_OF_CHANNEL}, of all connections {pending_queries.MOST} for each worker", "`overloaded`"),
                 ("messages that wait to be handled", str(arrivals.messages_of_connection),
                  "the connection ends with `rate_limited`"),
                 ("bytes of messages that wait to be handled", size(arrivals.bytes_of_connection),

@@ -11,18 +11,18 @@ cdef struct Frame:
     const unsigned char *body
     Entry entries[MOST_EVENTS]
 
-cdef class Stream:
+cdef class RequestProgress:
     cdef public object phase, ids
     cdef public unsigned long long sent, delivered_tokens, unpaid
     cdef public long long credit
     cdef public bint resumable, has_tokens, holds
     cdef unsigned long long looked_at
 
-cdef class Usual:
+cdef class FastPath:
     cdef void *streams[MOST_EVENTS]
     cdef Frame frame
     cdef dict running
     cdef unsigned long long generation
-    cdef int of(self, object seat) except -1
+    cdef int of(self, object worker_slot) except -1
     cdef bint fits(self, const unsigned char *data, size_t size) except -1
     cdef unsigned long long passed(self) except? 0xFFFFFFFFFFFFFFFF

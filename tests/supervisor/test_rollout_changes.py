@@ -5,7 +5,7 @@ from typing import Any
 
 from supervisor.config import ModelSpec
 from supervisor.config_model import ModelConfig
-from supervisor.fleet.turnover import Change, changes
+from supervisor.fleet.rollout import Change, changes
 
 
 def model(name: str = "a", **keys: Any) -> ModelSpec:

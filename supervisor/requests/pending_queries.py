@@ -20,7 +20,7 @@ class Asker:
     call: int
 
 
-class Asks:
+class PendingQueries:
     """The open questions of all workers."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from supervisor.config import ModelSpec
 from supervisor.placement.estimates import Estimated, Question
 from supervisor.placement.gpu_shares import Needs, Split
 from supervisor.placement.gpus import EVERY
-from supervisor.placement.policy import Wish
+from supervisor.placement.policy import GpuRequest
 
 VETTED = frozenset({"exllamav2", "transformers"})
 """Engines whose models ``model_worker.estimating`` can check."""
@@ -14,17 +14,19 @@ ESTIMATED = frozenset({"exllamav2"})
 """Engines whose memory it can estimate."""
 
 
-def wish_of(spec: ModelSpec) -> Wish | None:
+def gpu_request_of(spec: ModelSpec) -> GpuRequest | None:
     """None for a model on the CPU, which takes nothing of a GPU."""
     config = spec.config
     if not spec.visible_devices:
         return None
     if config.gpu == "auto":
-        return Wish(None)
+        return GpuRequest(None)
     by_hand = tuple(int(gb * 2**30) for gb in config.gpu_split) if config.gpu_split else None
     chooses = config.engine == "exllamav2" and isinstance(config.gpu, tuple) and len(config.gpu) > 1 and not by_hand
     reserve = tuple(mb << 20 for mb in config.autosplit_reserve) if config.autosplit_reserve else None
-    return Wish(tuple(spec.visible_devices.split(",")), Split(by_hand, reserve, bool(config.tensor_parallel), chooses))
+    return GpuRequest(
+        tuple(spec.visible_devices.split(",")), Split(by_hand, reserve, bool(config.tensor_parallel), chooses)
+    )
 
 
 def question_of(spec: ModelSpec, *, installed: bool = False) -> Question | None:
@@ -35,8 +37,8 @@ def question_of(spec: ModelSpec, *, installed: bool = False) -> Question | None:
     """
     if spec.config.engine not in VETTED:
         return None
-    wish = wish_of(spec)
-    counts = wish.counts if wish is not None else (1,)
+    gpu_request = gpu_request_of(spec)
+    counts = gpu_request.counts if gpu_request is not None else (1,)
     return Question(spec.engine_spec, spec.config.sampling or {}, counts, installed)
 
 
@@ -50,24 +52,24 @@ def answer_with(spec: ModelSpec, told: Estimated | None) -> Estimated:
         told = Estimated(unknown=f"there is no estimate for engine {spec.config.engine}")
     if told.faults:
         return told
-    wish = wish_of(spec)
-    if wish is None:
+    gpu_request = gpu_request_of(spec)
+    if gpu_request is None:
         return replace(told, needs=None, unknown=None)  # it needs no GPU
-    if (needs := declared(spec, wish)) is not None:
+    if (needs := declared(spec, gpu_request)) is not None:
         return replace(told, needs=needs, unknown=None)
     return told
 
 
-def declared(spec: ModelSpec, wish: Wish) -> dict[int, Needs] | None:
+def declared(spec: ModelSpec, gpu_request: GpuRequest) -> dict[int, Needs] | None:
     """What models.yaml itself says of the needs, by number of GPUs; None if it does not."""
     if spec.config.vram is None:
         return None
-    return {count: Needs(declared=spec.config.vram) for count in wish.counts}
+    return {count: Needs(declared=spec.config.vram) for count in gpu_request.counts}
 
 
 def watched_pins(spec: ModelSpec) -> tuple[str, ...]:
     """The GPUs on which dead workers' memory matters to this model; for ``auto`` every one."""
-    wish = wish_of(spec)
-    if wish is None:
+    gpu_request = gpu_request_of(spec)
+    if gpu_request is None:
         return ()
-    return wish.pins if wish.pins is not None else (EVERY,)
+    return gpu_request.pins if gpu_request.pins is not None else (EVERY,)

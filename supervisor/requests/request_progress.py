@@ -1,5 +1,5 @@
 """What changes of a request with every event. Compiled, if that is to be had (see ``protocol.compiled``): the fields
-are then C's own, and ``usual_events`` reads and writes them without Python.
+are then C's own, and ``fast_path`` reads and writes them without Python.
 
 resumable         whether another worker may go on with it: ``ids`` are kept
 credit            events that may go to the client before it grants more
@@ -14,20 +14,20 @@ ids               what the answer consists of so far (u32 little endian), held e
 from typing import TYPE_CHECKING
 
 from protocol.compiled import find
-from supervisor.requests.phase import Phase
+from supervisor.requests.request_phase import RequestPhase
 
 
-class PlainStream:
+class PlainRequestProgress:
     __slots__ = ("credit", "delivered_tokens", "has_tokens", "holds", "ids", "phase", "resumable", "sent", "unpaid")
 
     def __init__(self, credit: int, resumable: bool) -> None:
-        self.phase, self.ids, self.credit, self.resumable = Phase.WAITING, bytearray(), credit, resumable
+        self.phase, self.ids, self.credit, self.resumable = RequestPhase.WAITING, bytearray(), credit, resumable
         self.sent = self.delivered_tokens = self.unpaid = 0
         self.has_tokens = self.holds = False
 
 
 if TYPE_CHECKING:
-    from supervisor.requests.usual_events import Stream as Stream
+    from supervisor.requests.fast_path import RequestProgress as RequestProgress
 else:
-    compiled = find("supervisor.requests.usual_events")
-    Stream = PlainStream if compiled is None else compiled.Stream
+    compiled = find("supervisor.requests.fast_path")
+    RequestProgress = PlainRequestProgress if compiled is None else compiled.RequestProgress

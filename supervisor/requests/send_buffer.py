@@ -8,7 +8,7 @@ EVENT_COST = 12
 _FIELDS = 3
 
 
-class HeldEvents:
+class SendBuffer:
     """A line of events in order. Their sequence numbers follow from each other and are not kept.
 
     A deque of (entry, bytes) would take 250 bytes an event, six times what a token's event has itself.

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
 from supervisor.model_logs import about
-from supervisor.placement.eviction import Candidate, NoRoom, choose
+from supervisor.placement.eviction import EvictionCandidate, NoRoom, choose
 from supervisor.placement.policy import gib
 from supervisor.requests.scheduler import Scheduler
 from supervisor.workers.lifecycle import GOING_DOWN, WorkerState
 
 
-class Demand:
+class OnDemandLoader:
     """Decides for all models when a worker sleeps; the fleet does it. Runs on the supervisor's one thread."""
 
     def __init__(self, fleet: Fleet, scheduler: Scheduler, log: logging.Logger) -> None:
@@ -32,7 +32,7 @@ class Demand:
     def wake(self, model: str) -> None:
         """A request waits, and workers of its model sleep."""
         for replica in self._fleet.of_model(model):
-            if replica.state is WorkerState.SLEEPING:
+            if replica.state is WorkerState.UNLOADED:
                 self._fleet.start(replica.name, "a request")
 
     def unload_idle(self) -> None:
@@ -54,7 +54,7 @@ class Demand:
         coming = self._fleet.replicas[worker]
         now, reading = time.monotonic(), self._fleet.vram.reading() or []
         candidates = [
-            Candidate(
+            EvictionCandidate(
                 replica.name,
                 self._fleet.admission.held(replica.name, reading),
                 busy=not self._is_idle(replica),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.private_paths import open_private
-from supervisor.workers.processes import Seen, boot_id, command_of, look, start_of
+from supervisor.workers.processes import Seen, boot_id, command_of, processes_with, start_of
 
 FILE = "workers.json"
 MARK = "MODELCTL_SUPERVISOR_MARK"
@@ -49,7 +49,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
+class Orphan:
     """A process that is left. ``ours``: surely. If not, it is where a worker's process was, and is left alone."""
 
     pid: int
@@ -59,7 +59,7 @@ class Leftover:
     ours: bool
 
 
-def left_behind(record: Record, boot: str, seen: Iterable[Seen], uid: int, spare: Collection[int]) -> list[Leftover]:
+def left_behind(record: Record, boot: str, seen: Iterable[Seen], uid: int, spare: Collection[int]) -> list[Orphan]:
     """Which of these processes a former supervisor's workers are, or were started by.
 
     Surely ours is a process of this user that carries a mark of the record, or is a worker by number and start time,
@@ -86,11 +86,11 @@ def left_behind(record: Record, boot: str, seen: Iterable[Seen], uid: int, spare
         ours = process.mark in record.marks or (worker is not None and worker.pid in starts)
         if ours or worker is not None:
             model = worker.model if worker is not None else "-"
-            found.append(Leftover(process.pid, process.started, model, process.command, ours))
+            found.append(Orphan(process.pid, process.started, model, process.command, ours))
     return found
 
 
-class Leftovers:
+class Orphans:
     """Keeps the record of a runtime directory whose lock is held. A full disk costs the record, and nothing else."""
 
     def __init__(self, directory: Path, log: logging.Logger) -> None:
@@ -116,7 +116,7 @@ class Leftovers:
         if self._workers.pop(pid, None) is not None:
             self._write()
 
-    def sweep(self, holds: Mapping[int, str]) -> list[Leftover]:
+    def sweep(self, holds: Mapping[int, str]) -> list[Orphan]:
         """End what is left of former supervisors, and say so in the log. To be called once, before the first worker.
 
         Takes no time if nothing is left, ``DYING_S`` + ``ENDING_S`` at most.
@@ -125,10 +125,10 @@ class Leftovers:
 
         Returns what was found.
         """
-        former, found = self._former, list[Leftover]()
+        former, found = self._former, list[Orphan]()
         if former is not None:
             self._wait_for_the_end(former, DYING_S)
-            found = self._look(former)
+            found = self._find(former)
         for left in found:
             what = f"pid {left.pid} ({left.command})"
             if left.pid in holds:
@@ -158,14 +158,14 @@ class Leftovers:
             self._log.error("pid %d was killed %.0f s ago, and is still there", left.pid, ENDING_S)
             self._marks = tuple(dict.fromkeys(self._marks + former.marks))  # for the next start
 
-    def _look(self, former: Record) -> list[Leftover]:
-        seen = list(look(MARK))
+    def _find(self, former: Record) -> list[Orphan]:
+        seen = list(processes_with(MARK))
         return left_behind(former, self._boot, seen, os.getuid(), lineage(os.getpid(), seen))
 
-    def _wait_for_the_end(self, former: Record, seconds: float) -> list[Leftover]:
+    def _wait_for_the_end(self, former: Record, seconds: float) -> list[Orphan]:
         """What is surely ours and left when there is nothing more, or the time is over."""
         deadline = time.monotonic() + seconds
-        while (left := [each for each in self._look(former) if each.ours]) and time.monotonic() < deadline:
+        while (left := [each for each in self._find(former) if each.ours]) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return left
 
@@ -204,7 +204,7 @@ def lineage(pid: int, seen: Iterable[Seen]) -> set[int]:
     return found
 
 
-def _kill(left: Leftover) -> None:
+def _kill(left: Orphan) -> None:
     """By a handle of the process, so that no later owner of its number is meant."""
     try:
         handle = os.pidfd_open(left.pid)

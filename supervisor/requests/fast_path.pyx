@@ -1,6 +1,6 @@
 """The usual case of ``WorkerEvents.events``, compiled: what it decides here, it would decide there.
 
-Usual is a frame of EVENTS, written as EventWriter writes it, of a worker's present generation, whose every event is
+A frame of the fast path is a frame of EVENTS, written as EventWriter writes it, of a worker's present generation, whose every event is
 the one that is due of a running request that has credit, holds nothing and does not end, one of each. Nothing
 else is decided here, nor refused: it is left as it was, for the code in Python.
 """
@@ -12,22 +12,22 @@ from libc.string cimport memcpy
 
 from protocol.messages import TERMINAL, VERSION, Kind
 from protocol.sources cimport MODELCTL_SOURCES
-from supervisor.requests.phase import Phase
+from supervisor.requests.request_phase import RequestPhase
 
 SOURCES = MODELCTL_SOURCES
 
-cdef object _RUNNING = Phase.RUNNING
+cdef object _RUNNING = RequestPhase.RUNNING
 cdef unsigned char _VERSION = VERSION
 cdef unsigned char _EVENTS = int(Kind.EVENTS)
 cdef unsigned long long _TERMINAL = int(TERMINAL)
 cdef unsigned long long _looks = 0
 
 
-cdef class Stream:
-    """What changes of a request with every event. See ``stream`` for what it means."""
+cdef class RequestProgress:
+    """What changes of a request with every event. See ``request_progress`` for what it means."""
 
     def __init__(self, long long credit, bint resumable):
-        self.phase, self.ids, self.credit, self.resumable = Phase.WAITING, bytearray(), credit, resumable
+        self.phase, self.ids, self.credit, self.resumable = RequestPhase.WAITING, bytearray(), credit, resumable
         self.sent = self.delivered_tokens = self.unpaid = self.looked_at = 0
         self.has_tokens = self.holds = False
 
@@ -97,20 +97,20 @@ cdef bint _read(const unsigned char *at, size_t size, Frame *frame) noexcept nog
     return length == total and <unsigned long long>(end - at) == total
 
 
-cdef class Usual:
+cdef class FastPath:
     """Looks at one frame after the other."""
 
-    cdef int of(self, object seat) except -1:
-        """The frames that follow are this seat's. To be said again whenever Python may have changed something."""
-        self.running, self.generation = seat.running, seat.generation
+    cdef int of(self, object worker_slot) except -1:
+        """The frames that follow are this worker_slot's. To be said again whenever Python may have changed something."""
+        self.running, self.generation = worker_slot.running, worker_slot.generation
         return 0
 
     cdef bint fits(self, const unsigned char *data, size_t size) except -1:
-        """Whether it is a usual frame of the seat. Nothing is changed. ``data`` stays valid until ``passed``."""
+        """Whether it is a usual frame of the worker_slot. Nothing is changed. ``data`` stays valid until ``passed``."""
         global _looks
         cdef PyObject *found
         cdef object channel
-        cdef Stream stream
+        cdef RequestProgress stream
         if not _read(data, size, &self.frame) or self.frame.generation != self.generation:
             return False
         _looks += 1
@@ -134,10 +134,10 @@ cdef class Usual:
         return True
 
     cdef unsigned long long passed(self) except? 0xFFFFFFFFFFFFFFFF:
-        """The frame that fitted is on its way to its client: note what was in it. Returns its tokens, for the seat."""
+        """The frame that fitted is on its way to its client: note what was in it. Returns its tokens, for the worker_slot."""
         cdef const unsigned char *at = self.frame.body
         cdef unsigned long long tokens = 0
-        cdef Stream stream
+        cdef RequestProgress stream
         for i in range(self.frame.count):
             entry = &self.frame.entries[i]
             stream = <object><PyObject *>self.streams[i]
@@ -153,13 +153,13 @@ cdef class Usual:
             at += entry.length
         return tokens
 
-    def look(self, bytes frame not None, seat):
-        """The channel that a frame goes to whole, if it is a usual one of this seat, and the seat's requests know it
+    def take(self, bytes frame not None, worker_slot):
+        """The channel that a frame goes to whole, if it is a usual one of this worker_slot, and the worker_slot's requests know it
         for sent; else None, and nothing has changed. (What ``relay`` does between the two, for tests.)"""
-        self.of(seat)
+        self.of(worker_slot)
         if not self.fits(frame, len(frame)):
             return None
-        seat.tokens += self.passed()
+        worker_slot.tokens += self.passed()
         return self.frame.channel
 
 

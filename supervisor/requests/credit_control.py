@@ -19,7 +19,7 @@ MOST_IN_FRAME = 4096
 
 
 @dataclass(frozen=True)
-class HoldLimits:
+class SendBufferLimits:
     """Bytes of held events, and how long a stream may hold any without a sign of its client."""
 
     of_stream: int = _MIB
@@ -28,16 +28,16 @@ class HoldLimits:
     stall_s: float = 60.0
 
 
-class Deliveries:
+class CreditControl:
     """What every stream has sent and holds.
 
     window  events that a stream may be ahead of its client's grants
     """
 
-    def __init__(self, window: int, bounds: HoldLimits | None = None) -> None:
+    def __init__(self, window: int, bounds: SendBufferLimits | None = None) -> None:
         self.window = window
         self.advances = Advances(window)
-        self.bounds = bounds or HoldLimits()
+        self.bounds = bounds or SendBufferLimits()
         self._of_channel: Counter[int] = Counter()
         self._total = 0
         self._holding: dict[InFlight, float] = {}

@@ -1,7 +1,7 @@
 """Exchanging workers for others while requests go on: reload of models.yaml or of one model, restart in turns.
 
 One worker is exchanged at a time, so that a model with several is never without one, and a GPU never holds more than
-one worker too many. ``changes`` compares two configurations; ``Turnover`` carries out, step by step, what follows:
+one worker too many. ``changes`` compares two configurations; ``Rollouts`` carries out, step by step, what follows:
 
     beside    a successor is started, warmed up, given the name; then the old worker finishes its requests and leaves
     exchange  the old worker finishes its requests and leaves, others wait in the queue, the successor is started
@@ -34,8 +34,8 @@ class How(StrEnum):
     """How workers are exchanged. AUTO: beside each other where both fit."""
 
     AUTO = "auto"
-    BESIDE = "beside"
-    EXCHANGE = "exchange"
+    SURGE = "beside"
+    RECREATE = "exchange"
 
 
 class Change(StrEnum):
@@ -71,11 +71,11 @@ def changes(
     return told | {name: Change.REMOVED for name in before if name not in after}
 
 
-class Yard(Protocol):
+class FleetControl(Protocol):
     """What a turnover needs of the fleet. Workers go by the name that ``Replica.name`` has."""
 
     def shown(self, label: str) -> Replica | None: ...
-    def add(self, label: str, spec: ModelSpec, *, beside: Replica | None = None) -> Replica: ...
+    def add(self, label: str, spec: ModelSpec, *, replaces: Replica | None = None) -> Replica: ...
     def remove(self, replica: Replica) -> None: ...
     def respec(self, replica: Replica, spec: ModelSpec) -> None: ...
     def hand_over(self, old: Replica, new: Replica) -> None: ...
@@ -84,11 +84,11 @@ class Yard(Protocol):
     def rest(self, name: str, cause: str) -> None: ...
     def stop(self, name: str, cause: str, *, now: bool = False) -> None: ...
     def restart(self, name: str, cause: str) -> None: ...
-    def fits_beside(self, old: Replica, spec: ModelSpec) -> bool: ...
+    def fits_surge(self, old: Replica, spec: ModelSpec) -> bool: ...
 
 
 @dataclass
-class Step:
+class RolloutStep:
     """One worker.
 
     label   its name for people
@@ -114,11 +114,11 @@ class Plan(NamedTuple):
     """What an order comes to."""
 
     found: Mapping[str, Change]
-    steps: Sequence[Step]
+    steps: Sequence[RolloutStep]
 
 
 @dataclass
-class Ticket:
+class Rollout:
     """One order.
 
     settings  keys of the section ``supervisor`` that it has changed; they were applied when it was given
@@ -131,7 +131,7 @@ class Ticket:
     plan: Callable[[], Plan]
     settings: Sequence[str] = ()
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    steps: deque[Step] | None = None
+    steps: deque[RolloutStep] | None = None
     running: bool = True
 
     def describe(self) -> dict[str, Any]:
@@ -145,126 +145,126 @@ class Ticket:
         }
 
 
-class Turnover:
+class Rollouts:
     """The orders, one after the other. ``advance`` is called whenever a worker's state has changed."""
 
-    def __init__(self, yard: Yard, log: logging.Logger) -> None:
-        self._yard = yard
+    def __init__(self, fleet: FleetControl, log: logging.Logger) -> None:
+        self._fleet = fleet
         self._log = log
-        self._tickets: deque[Ticket] = deque()
-        self._told: deque[Ticket] = deque()
-        self._step: Step | None = None
+        self._queue: deque[Rollout] = deque()
+        self._recent: deque[Rollout] = deque()
+        self._step: RolloutStep | None = None
         self._last = 0
 
     @property
     def busy(self) -> bool:
-        return bool(self._tickets)
+        return bool(self._queue)
 
     def describe(self) -> list[dict[str, Any]]:
         """The last orders, the newest last."""
-        return [ticket.describe() for ticket in self._told]
+        return [rollout.describe() for rollout in self._recent]
 
     def order(self, cause: str, how: How, plan: Callable[[], Plan], settings: Sequence[str] = ()) -> int:
         """Queue an order: carry out ``plan`` when the earlier orders are done. Returns the order's number.
 
-        settings  see ``Ticket``
+        settings  see ``Rollout``
         """
         self._last += 1
-        ticket = Ticket(self._last, cause, how, plan, settings)
-        self._tickets.append(ticket)
-        self._told.append(ticket)
-        while len(self._told) > KEPT and not self._told[0].running:
-            self._told.popleft()
-        return ticket.number
+        rollout = Rollout(self._last, cause, how, plan, settings)
+        self._queue.append(rollout)
+        self._recent.append(rollout)
+        while len(self._recent) > KEPT and not self._recent[0].running:
+            self._recent.popleft()
+        return rollout.number
 
     def abandon(self) -> None:
         """Everything is about to be stopped."""
-        for ticket in self._tickets:
-            ticket.running = False
-            for told in ticket.models.values():
+        for rollout in self._queue:
+            rollout.running = False
+            for told in rollout.models.values():
                 if told["state"] in ("waiting", "running"):
                     told.update(state="failed", message="the supervisor is shutting down")
-        self._tickets.clear()
+        self._queue.clear()
         self._step = None
 
     def advance(self) -> None:
         """Go as far as is possible now."""
-        while self._tickets:
-            ticket = self._tickets[0]
-            if ticket.steps is None:
-                ticket.steps = self._planned(ticket)
+        while self._queue:
+            rollout = self._queue[0]
+            if rollout.steps is None:
+                rollout.steps = self._planned(rollout)
             if self._step is None:
-                if not ticket.steps:
-                    self._tickets.popleft()
-                    ticket.running = False
+                if not rollout.steps:
+                    self._queue.popleft()
+                    rollout.running = False
                     continue
-                self._step = ticket.steps.popleft()
-                ticket.models[self._step.model]["state"] = "running"
-                self._begin(self._step, ticket)
-            if not self._see(self._step, ticket.cause):
+                self._step = rollout.steps.popleft()
+                rollout.models[self._step.model]["state"] = "running"
+                self._begin(self._step, rollout)
+            if not self._is_over(self._step, rollout.cause):
                 return
             step, self._step = self._step, None
-            self._note(ticket, step)
+            self._note(rollout, step)
 
-    def _planned(self, ticket: Ticket) -> deque[Step]:
-        found, steps = ticket.plan()
+    def _planned(self, rollout: Rollout) -> deque[RolloutStep]:
+        found, steps = rollout.plan()
         busy = {step.model for step in steps}
         for model, change in found.items():
-            ticket.models[model] = {"change": str(change), "state": "waiting" if model in busy else "done"}
-        self._log.info("%s: %s", ticket.cause, ", ".join(f"{m} {c}" for m, c in found.items()))
+            rollout.models[model] = {"change": str(change), "state": "waiting" if model in busy else "done"}
+        self._log.info("%s: %s", rollout.cause, ", ".join(f"{m} {c}" for m, c in found.items()))
         return deque(steps)
 
-    def _note(self, ticket: Ticket, step: Step) -> None:
-        told, others = ticket.models[step.model], ticket.steps or deque[Step]()
+    def _note(self, rollout: Rollout, step: RolloutStep) -> None:
+        told, others = rollout.models[step.model], rollout.steps or deque[RolloutStep]()
         told["how"] = step.kind
         if step.failure is not None:
             told.update(state="failed", message=step.failure)
-            self._log.error("%s: %s: %s", ticket.cause, step.label, step.failure, extra=about(step.label))
-            ticket.steps = deque(other for other in others if other.model != step.model)
+            self._log.error("%s: %s: %s", rollout.cause, step.label, step.failure, extra=about(step.label))
+            rollout.steps = deque(other for other in others if other.model != step.model)
         elif not any(other.model == step.model for other in others):
             told["state"] = "done"
 
-    def _begin(self, step: Step, ticket: Ticket) -> None:
-        yard, cause = self._yard, ticket.cause
-        old = step.old = yard.shown(step.label)
+    def _begin(self, step: RolloutStep, rollout: Rollout) -> None:
+        fleet, cause = self._fleet, rollout.cause
+        old = step.old = fleet.shown(step.label)
         step.generation = old.generation if old else 0
         if step.spec is None:
             step.kind = "retire"
             if old is not None:
-                yard.stop(old.name, cause)
+                fleet.stop(old.name, cause)
         elif old is None:
             step.kind = "add"
-            step.new = yard.add(step.label, step.spec)
+            step.new = fleet.add(step.label, step.spec)
             step.generation = step.new.generation
             if step.start:
-                yard.start(step.new.name, cause)
+                fleet.start(step.new.name, cause)
             elif step.spec.config.lazy:
-                yard.rest(step.new.name, cause)
+                fleet.rest(step.new.name, cause)
         elif not step.forced and (old.coming or old.spec).process_key == step.spec.process_key:
             step.kind, step.start = "keep", False
-            yard.adopt_settings(old, step.spec)
+            fleet.adopt_settings(old, step.spec)
         elif not old.wanted:  # down, or on its way there because somebody has ordered that
             step.kind, step.start = "add", False
-            yard.respec(old, step.spec)  # for when it is started
-        elif old.state in _UP and self._beside(old, step, ticket.how):
+            fleet.respec(old, step.spec)  # for when it is started
+        elif old.state in _UP and self._may_surge(old, step, rollout.how):
             step.kind = "beside"
-            step.new = yard.add(step.label, step.spec, beside=old)
-            yard.start(step.new.name, cause)
+            step.new = fleet.add(step.label, step.spec, replaces=old)
+            fleet.start(step.new.name, cause)
         else:
             step.kind = "exchange"
-            yard.respec(old, step.spec)
-            yard.restart(old.name, cause)
+            fleet.respec(old, step.spec)
+            fleet.restart(old.name, cause)
 
-    def _beside(self, old: Replica, step: Step, how: How) -> bool:
+    def _may_surge(self, old: Replica, step: RolloutStep, how: How) -> bool:
         assert step.spec is not None
-        return how is How.BESIDE or (how is How.AUTO and self._yard.fits_beside(old, step.spec))
+        return how is How.SURGE or (how is How.AUTO and self._fleet.fits_surge(old, step.spec))
 
-    def _see(self, step: Step, cause: str) -> bool:
+    def _is_over(self, step: RolloutStep, cause: str) -> bool:
         """Whether the step is over."""
         match step.kind:
             case "retire":
                 if step.old is not None and step.old.wanted:  # somebody has started it meanwhile: it goes all the same
-                    self._yard.stop(step.old.name, cause)
+                    self._fleet.stop(step.old.name, cause)
                 return self._is_gone(step.old)
             case "add" | "keep":
                 worker = step.new or step.old
@@ -276,16 +276,16 @@ class Turnover:
         assert step.old is not None
         assert step.new is not None
         if step.failure is None and not step.handed_over:
-            self._look_at_successor(step, step.old, step.new, cause)
+            self._check_successor(step, step.old, step.new, cause)
         if step.failure is not None:
             return self._is_gone(step.new)
         return step.handed_over and self._is_gone(step.old)
 
-    def _look_at_successor(self, step: Step, old: Replica, new: Replica, cause: str) -> None:
+    def _check_successor(self, step: RolloutStep, old: Replica, new: Replica, cause: str) -> None:
         if new.state is WorkerState.READY:
             step.handed_over = True
-            self._yard.hand_over(old, new)
-            self._yard.stop(old.name, cause)
+            self._fleet.hand_over(old, new)
+            self._fleet.stop(old.name, cause)
         elif new.state in (*AT_REST, WorkerState.BACKOFF):
             # One try: the old worker is there. Who has ordered it stopped has stopped both.
             why = "it was stopped" if not new.wanted else new.last_exit.message if new.last_exit else "unknown"
@@ -293,10 +293,10 @@ class Turnover:
             if old.wanted:
                 step.failure += "; the old one goes on"
             elif step.spec is not None:
-                self._yard.respec(old, step.spec)
-            self._yard.stop(new.name, "it did not come up", now=True)
+                self._fleet.respec(old, step.spec)
+            self._fleet.stop(new.name, "it did not come up", now=True)
 
-    def _is_up(self, step: Step, worker: Replica) -> bool:
+    def _is_up(self, step: RolloutStep, worker: Replica) -> bool:
         if worker.state in AT_REST and (worker.state is WorkerState.FAILED or not worker.wanted):
             step.failure = worker.last_exit.message if worker.last_exit else "it was stopped"
             return True
@@ -310,5 +310,5 @@ class Turnover:
             return True
         if worker.process is not None or worker.state not in AT_REST:
             return False
-        self._yard.remove(worker)
+        self._fleet.remove(worker)
         return True

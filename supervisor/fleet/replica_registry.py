@@ -8,12 +8,12 @@ from supervisor import logs
 from supervisor.config import Config, ModelSpec
 from supervisor.fleet.replica import Replica
 from supervisor.placement.admission import Admission
-from supervisor.placement.wishes import watched_pins
+from supervisor.placement.gpu_requests import watched_pins
 from supervisor.requests.scheduler import Scheduler
 
 
-class Roster:
-    """The records, and what is kept beside them elsewhere: seats of the scheduler, pins that VRAM is watched on."""
+class ReplicaRegistry:
+    """The records, and what is kept beside them elsewhere: worker slots of the scheduler, pins that VRAM is watched on."""
 
     def __init__(self, config: Config, scheduler: Scheduler, admission: Admission, runtime_dir: Path) -> None:
         self._config = config
@@ -43,13 +43,13 @@ class Roster:
             replica.history.policy = config.supervisor.restart_policy
         self._sort()
 
-    def add(self, label: str, spec: ModelSpec, *, beside: Replica | None = None) -> Replica:
+    def add(self, label: str, spec: ModelSpec, *, replaces: Replica | None = None) -> Replica:
         """Another worker of a model that there is. ``beside``: the one whose place it is to take."""
         name = label if label not in self.replicas else f"{label}~{next(self._serial)}"
         log_path = logs.log_path(self._runtime_dir, label)
         replica = Replica(name, label, spec, self._config.supervisor.restart_policy, log_path)
-        replica.current = beside is None
-        replica.generation = self._generations[label] + (beside is not None)  # by which it is told from the other
+        replica.current = replaces is None
+        replica.generation = self._generations[label] + (replaces is not None)  # by which it is told from the other
         self.replicas[name] = replica
         self._sort()
         self._scheduler.add_worker(spec.name, name, replica.refusal())
@@ -81,9 +81,9 @@ class Roster:
         old.current, new.current = False, True
         self._sort()
 
-    def fits_beside(self, old: Replica, spec: ModelSpec) -> bool:
+    def fits_surge(self, old: Replica, spec: ModelSpec) -> bool:
         """Whether a successor can be loaded while ``old`` is there."""
-        return self.admission.fits_beside(old.name, old.spec, spec, self._config.supervisor.vram_limit)
+        return self.admission.fits_surge(old.name, old.spec, spec, self._config.supervisor.vram_limit)
 
     def shown(self, label: str) -> Replica | None:
         """The worker that people call so."""

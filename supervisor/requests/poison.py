@@ -13,7 +13,7 @@ MOST = 10_000
 
 
 @dataclass(frozen=True)
-class StrikePolicy:
+class PoisonPolicy:
     """limit     deaths that are blamed on a payload, after which it is refused
     window_s  seconds after the last death for which a payload is remembered
     """
@@ -36,10 +36,10 @@ class Suspicion:
     at: float
 
 
-class Strikes:
+class PoisonTracker:
     """Suspicions by payload."""
 
-    def __init__(self, policy: StrikePolicy) -> None:
+    def __init__(self, policy: PoisonPolicy) -> None:
         self.policy = policy
         self._suspicions: OrderedDict[bytes, Suspicion] = OrderedDict()
 

@@ -24,31 +24,31 @@ A system prompt that all conversations share would otherwise send them all to on
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class WorkerSlot:
     """One worker of a model. ``capacity``: jobs it takes now; ``slots``: those of them that it computes at once;
     ``refusal``: None while requests may wait for it."""
 
     worker: str
     refusal: WireError | None
     capacity: int = 0
-    slots: int = 0
+    batch_size: int = 0
     generation: int = 0
     running: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     tokens: int = 0
     """Generated since the supervisor's start."""
-    asleep: bool = False
+    unloaded: bool = False
     """No process, until it is woken."""
     suspects: list[InFlight] = field(default_factory=list)
     """Those of the running requests that have yet to pass their probation."""
 
-    def open(self, generation: int, capacity: int, slots: int) -> None:
+    def open(self, generation: int, capacity: int, batch_size: int) -> None:
         """A new process is ready."""
-        self.generation, self.capacity, self.slots = generation, capacity, slots
+        self.generation, self.capacity, self.batch_size = generation, capacity, batch_size
 
     def close(self) -> list[InFlight]:
         """The process is gone. Return the requests that it had."""
         running = list(self.running.values())
-        self.generation = self.capacity = self.slots = 0
+        self.generation = self.capacity = self.batch_size = 0
         self.running.clear()
         self.suspects.clear()
         return running
@@ -81,9 +81,9 @@ class Seat:
         return sum(request.is_new or request.on_probation for request in self.running.values())
 
     @property
-    def free_slots(self) -> int:
+    def free_in_batch(self) -> int:
         """How many more requests would be computed at once."""
-        return max(0, min(self.slots, self.capacity) - len(self.running))
+        return max(0, min(self.batch_size, self.capacity) - len(self.running))
 
     @property
     def process(self) -> tuple[str, int]:
@@ -101,13 +101,13 @@ class Affinity:
     def __init__(self) -> None:
         self._last: OrderedDict[bytes, str] = OrderedDict()
 
-    def choose(self, seats: Sequence[Seat], key: bytes) -> Seat:
-        """Of seats that have room, that of the key; else the one with the least to do."""
+    def choose(self, worker_slots: Sequence[WorkerSlot], key: bytes) -> WorkerSlot:
+        """Of worker slots that have room, that of the key; else the one with the least to do."""
         worker = self._last.get(key)
-        chosen = min(seats, key=lambda seat: seat.load)
-        for seat in seats:
-            if seat.worker == worker and seat.load <= chosen.load + IMBALANCE:
-                chosen = seat
+        chosen = min(worker_slots, key=lambda worker_slot: worker_slot.load)
+        for worker_slot in worker_slots:
+            if worker_slot.worker == worker and worker_slot.load <= chosen.load + IMBALANCE:
+                chosen = worker_slot
                 break
         self._last[key] = chosen.worker
         self._last.move_to_end(key)

@@ -3,7 +3,7 @@
 from enum import Enum
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     WAITING = "waiting"
     """In the model's queue: new, or to go on after the death of its worker."""
     RUNNING = "running"

@@ -42,13 +42,13 @@ def submit(scheduler: Scheduler, channel: int, request: int) -> None:
 
 
 def state(scheduler: Scheduler) -> Any:
-    seat = scheduler.seat("m")
-    assert seat is not None
+    worker_slot = scheduler.worker_slot("m")
+    assert worker_slot is not None
     streams = {
         key: (r.phase, r.sent, r.credit, r.holds, r.has_tokens, r.unpaid, r.delivered_tokens, bytes(r.ids), len(r.held))
         for key, r in scheduler._live.items()
     }
-    return streams, list(seat.running), seat.tokens, scheduler.held_bytes, scheduler.dropped_frames
+    return streams, list(worker_slot.running), worker_slot.tokens, scheduler.held_bytes, scheduler.dropped_frames
 
 
 def plain(scheduler: Scheduler, frame: bytes) -> list[Effect] | str:
@@ -59,15 +59,15 @@ def plain(scheduler: Scheduler, frame: bytes) -> list[Effect] | str:
         return str(e)
 
 
-def usual_or_plain(usual: Any, scheduler: Scheduler, frame: bytes) -> tuple[bool, list[Effect] | str]:
-    channel = usual.look(frame, scheduler.seat("m"))
+def fast_or_plain(fast_path: Any, scheduler: Scheduler, frame: bytes) -> tuple[bool, list[Effect] | str]:
+    channel = fast_path.take(frame, scheduler.worker_slot("m"))
     return (False, plain(scheduler, frame)) if channel is None else (True, [ToClient(channel, frame)])
 
 
-def a_usual() -> Any:
-    from supervisor.requests.usual_events import Usual
+def a_fast_path() -> Any:
+    from supervisor.requests.fast_path import FastPath
 
-    return Usual()
+    return FastPath()
 
 
 def a_frame(chance: random.Random, scheduler: Scheduler) -> bytes:
@@ -109,12 +109,12 @@ def a_frame(chance: random.Random, scheduler: Scheduler) -> bytes:
 def test_it_decides_and_notes_what_python_would() -> None:
     print(f"TEST_SEED={SEED}")
     chance, found = random.Random(SEED), Counter[str]()
-    one, other, usual = a_scheduler(), a_scheduler(), a_usual()
+    one, other, fast_path = a_scheduler(), a_scheduler(), a_fast_path()
     for _ in range(FRAMES):
         frame = a_frame(chance, other)
-        was_usual, told = usual_or_plain(usual, one, frame)
+        was_fast, told = fast_or_plain(fast_path, one, frame)
         assert told == plain(other, frame), frame.hex()
-        found["usual" if was_usual else "refused" if isinstance(told, str) else "other"] += 1
+        found["fast path" if was_fast else "refused" if isinstance(told, str) else "other"] += 1
         if chance.random() < 0.5:
             channel, request, events = chance.choice(CHANNELS), chance.randint(1, STREAMS), chance.choice((1, WINDOW))
             assert one.credit(channel, request, events, NOW) == other.credit(channel, request, events, NOW)
@@ -122,10 +122,10 @@ def test_it_decides_and_notes_what_python_would() -> None:
             for request in range(1, STREAMS + 1):
                 if not other.holds(channel, request):
                     submit(one, channel, request), submit(other, channel, request)
-        if not was_usual or chance.random() < 0.1:
+        if not was_fast or chance.random() < 0.1:
             assert state(one) == state(other), frame.hex()
     assert state(one) == state(other)
-    assert min(found["usual"], found["refused"], found["other"]) > FRAMES // 50, found
+    assert min(found["fast path"], found["refused"], found["other"]) > FRAMES // 50, found
 
 
 def test_it_believes_no_frame_that_python_does_not() -> None:
@@ -133,11 +133,11 @@ def test_it_believes_no_frame_that_python_does_not() -> None:
     chance = random.Random(SEED)
     fresh = a_scheduler()
     mutator = Mutator([a_frame(chance, fresh) for _ in range(200)], SEED)
-    one, other, usual = a_scheduler(), a_scheduler(), a_usual()
+    one, other, fast_path = a_scheduler(), a_scheduler(), a_fast_path()
     believed = 0
     for _ in range(MUTATED):
         frame = mutator.frame()
-        channel = usual.look(frame, one.seat("m"))
+        channel = fast_path.take(frame, one.worker_slot("m"))
         if channel is not None:
             believed += 1
             assert is_events(frame)
@@ -150,11 +150,11 @@ def test_it_believes_no_frame_that_python_does_not() -> None:
 
 def test_a_frame_cut_anywhere_is_not_usual() -> None:
     """Nothing is read behind its end: each length is a buffer of its own, which a sanitizer watches the end of."""
-    scheduler, usual = a_scheduler(), a_usual()
+    scheduler, fast_path = a_scheduler(), a_fast_path()
     event = pack_event([7], {"text": "x" * 300})
     index = [EventEntry(request, 0, 0, 1, len(event)) for request in range(1, 18)]
     whole = encode(Events(300, 1, index, event * 17))
     for size in range(len(whole)):
-        assert usual.look(whole[:size], scheduler.seat("m")) is None
-    assert usual.look(whole + b"\0", scheduler.seat("m")) is None
-    assert usual.look(whole, scheduler.seat("m")) == 300
+        assert fast_path.take(whole[:size], scheduler.worker_slot("m")) is None
+    assert fast_path.take(whole + b"\0", scheduler.worker_slot("m")) is None
+    assert fast_path.take(whole, scheduler.worker_slot("m")) == 300

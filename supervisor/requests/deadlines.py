@@ -7,7 +7,7 @@ from itertools import count
 from supervisor.requests.in_flight import InFlight
 
 
-class DueTimes:
+class Deadlines:
     """(when, what, whose), earliest first.
 
     is_live  whether an entry of this request still matters

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from protocol.progress_lease import Reading, WorkerPhase
 
-LOOK_S = 0.1
+CHECK_S = 0.1
 """Between looks at all workers."""
 DUMP_S = 1.0
 """How long a hung worker is given to write its stacks before it is killed. Writing them takes a millisecond of
@@ -26,10 +26,10 @@ _DOING = {
 }
 
 
-class Looks:
+class CheckClock:
     """The clock of the looks."""
 
-    def __init__(self, interval_s: float = LOOK_S) -> None:
+    def __init__(self, interval_s: float = CHECK_S) -> None:
         self._most = 2 * interval_s
         self._last: float | None = None
 
@@ -39,7 +39,7 @@ class Looks:
         return 0.0 if last is None else max(0.0, min(now - last, self._most))
 
 
-class Verdict(StrEnum):
+class HangVerdict(StrEnum):
     FINE = "fine"
     HUNG = "hung"
     """Its lease has just run out: have it write its stacks."""
@@ -52,7 +52,7 @@ class Verdict(StrEnum):
 
 
 @dataclass
-class Watched:
+class HangDetector:
     """One process. ``reading`` is the last one; ``silent_s`` the seconds counted since it changed."""
 
     reading: Reading
@@ -61,20 +61,20 @@ class Watched:
     overdue_s: float = 0.0
     """Counted since it was found hung."""
 
-    def look(self, reading: Reading, passed_s: float) -> Verdict:
+    def check(self, reading: Reading, passed_s: float) -> HangVerdict:
         """Take in what was read ``passed_s`` after the look before."""
         if reading.word != self.reading.word:
             spared = self.hung
             self.reading, self.silent_s, self.hung, self.overdue_s = reading, 0.0, False, 0.0
-            return Verdict.SPARED if spared else Verdict.FINE
+            return HangVerdict.SPARED if spared else HangVerdict.FINE
         self.silent_s += passed_s
         if self.hung:
             self.overdue_s += passed_s
-            return Verdict.LOST if self.overdue_s >= DUMP_S else Verdict.DOOMED
+            return HangVerdict.LOST if self.overdue_s >= DUMP_S else HangVerdict.DOOMED
         if self.silent_s <= reading.lease_s:
-            return Verdict.FINE
+            return HangVerdict.FINE
         self.hung = True
-        return Verdict.HUNG
+        return HangVerdict.HUNG
 
     @property
     def can_tell(self) -> bool:

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from supervisor.workers import leftovers
-from supervisor.workers.leftovers import FILE, MARK, Leftovers, Record, Recorded, left_behind, lineage
-from supervisor.workers.processes import Seen, boot_id, command_of, look, start_of
+from supervisor.workers import orphans
+from supervisor.workers.orphans import FILE, MARK, Orphans, Record, Recorded, left_behind, lineage
+from supervisor.workers.processes import Seen, boot_id, command_of, processes_with, start_of
 from tests.serving import is_alive
 
 LOG = logging.getLogger("test")
@@ -75,14 +75,14 @@ def test_processes_are_seen_as_they_are() -> None:
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        (seen,) = [each for each in look("SOME_MARK") if each.pid == process.pid]
+        (seen,) = [each for each in processes_with("SOME_MARK") if each.pid == process.pid]
         assert (seen.parent, seen.session, seen.uid, seen.mark) == (os.getpid(), process.pid, os.getuid(), "x y")
         assert seen.started == start_of(process.pid)
         assert seen.command.endswith("a (b) c")
         process.kill()
         while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
             pass
-        assert process.pid not in {each.pid for each in look("SOME_MARK")}, "a zombie holds nothing"
+        assert process.pid not in {each.pid for each in processes_with("SOME_MARK")}, "a zombie holds nothing"
     assert start_of(process.pid) is None
     assert command_of(process.pid) == "?"
 
@@ -102,29 +102,29 @@ def test_a_recorded_worker_is_ended_by_the_next(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leftovers, "DYING_S", 0.0)
-    former = Leftovers(tmp_path, LOG)
+    monkeypatch.setattr(orphans, "DYING_S", 0.0)
+    former = Orphans(tmp_path, LOG)
     former.sweep({})
     former.record(sleeper.pid, "letters")
-    (left,) = Leftovers(tmp_path, LOG).sweep({sleeper.pid: "3.1 GiB of GPU 1"})
+    (left,) = Orphans(tmp_path, LOG).sweep({sleeper.pid: "3.1 GiB of GPU 1"})
     assert (left.pid, left.model, left.ours) == (sleeper.pid, "letters", True)
     assert sleeper.wait(60) == -9
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(f"letters: a former supervisor left pid {sleeper.pid} (")
     assert told.endswith("), which holds 3.1 GiB of GPU 1 behind: killing it")
     assert json.loads((tmp_path / FILE).read_text())["workers"] == []
-    assert Leftovers(tmp_path, LOG).sweep({}) == []
+    assert Orphans(tmp_path, LOG).sweep({}) == []
 
 
 def test_a_stranger_is_named_and_left_alone(
     tmp_path: Path, sleeper: "subprocess.Popen[bytes]", caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    former = Leftovers(tmp_path, LOG)
+    former = Orphans(tmp_path, LOG)
     former.record(sleeper.pid, "letters")
     file = tmp_path / FILE
     file.write_text(file.read_text().replace(f'"started": {start_of(sleeper.pid)}', '"started": 1'))
-    assert Leftovers(tmp_path, LOG).sweep({sleeper.pid: "3.1 GiB of GPU 1"}) == []
+    assert Orphans(tmp_path, LOG).sweep({sleeper.pid: "3.1 GiB of GPU 1"}) == []
     assert is_alive(psutil.Process(sleeper.pid))
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(f"pid {sleeper.pid} (")
@@ -132,7 +132,7 @@ def test_a_stranger_is_named_and_left_alone(
 
 
 def test_a_worker_that_was_reaped_is_not_looked_for(tmp_path: Path, sleeper: "subprocess.Popen[bytes]") -> None:
-    former = Leftovers(tmp_path, LOG)
+    former = Orphans(tmp_path, LOG)
     former.record(sleeper.pid, "letters")
     former.record(os.getpid(), "stories")
     former.forget(sleeper.pid)
@@ -140,7 +140,7 @@ def test_a_worker_that_was_reaped_is_not_looked_for(tmp_path: Path, sleeper: "su
     told = json.loads((tmp_path / FILE).read_text())
     assert [(w["pid"], w["model"]) for w in told["workers"]] == [(os.getpid(), "stories")]
     assert told["boot"] == boot_id()
-    assert Leftovers(tmp_path, LOG).sweep({}) == [], "and nobody ends himself"
+    assert Orphans(tmp_path, LOG).sweep({}) == [], "and nobody ends himself"
     assert is_alive(psutil.Process(sleeper.pid))
 
 
@@ -149,14 +149,14 @@ def test_a_record_that_cannot_be_read_is_said_and_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     (tmp_path / FILE).write_bytes(text.encode("latin-1"))
-    assert Leftovers(tmp_path, LOG).sweep({}) == []
+    assert Orphans(tmp_path, LOG).sweep({}) == []
     assert "cannot be read" in caplog.text
     assert json.loads((tmp_path / FILE).read_text())["workers"] == []
 
 
 def test_a_full_disk_costs_the_record_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / f"{FILE}.new").symlink_to("/dev/full")
-    record = Leftovers(tmp_path, LOG)
+    record = Orphans(tmp_path, LOG)
     for _ in range(3):
         record.sweep({})
         record.record(os.getpid(), "letters")

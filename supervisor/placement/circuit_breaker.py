@@ -6,7 +6,7 @@ slow, may cost it PATIENCE_S once; then nobody waits for an answer until one has
 
 from enum import Enum
 
-PATIENCE_S = 0.5
+TIMEOUT_S = 0.5
 """How long an answer is waited for. It takes 1 to 30 ms."""
 QUIET_S = 2.0
 """How long nothing is asked after an answer that was late: of a driver that hangs again and again, this and PATIENCE_S
@@ -16,33 +16,33 @@ RESTART_S, RESTART_MAX_S = 5.0, 300.0
 of those that follow closely, such as where it ends whenever it opens the driver."""
 
 
-class Asking(Enum):
+class BreakerState(Enum):
     """What may be done now."""
 
-    WAIT = "wait"
+    CLOSED = "closed"
     """Ask, and wait for the answer."""
-    PROBE = "probe"
+    HALF_OPEN = "half open"
     """Ask, only to learn how long the driver takes: nobody waits."""
-    NOTHING = "nothing"
+    OPEN = "open"
     """There is a question out that nobody waits for any more, or it is too early for another."""
 
 
-class Patience:
+class CircuitBreaker:
     """The questions to one process, of which one is out at a time."""
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
-        self._patience_s = patience_s
-        self._out: Asking | None = None
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._out: BreakerState | None = None
         self._gave_up = False
         self._slow = False
         self._quiet_until = 0.0
 
-    def next(self, now: float) -> Asking:
+    def next(self, now: float) -> BreakerState:
         if self._out is not None or (self._slow and now < self._quiet_until):
-            return Asking.NOTHING
-        return Asking.PROBE if self._slow else Asking.WAIT
+            return BreakerState.OPEN
+        return BreakerState.HALF_OPEN if self._slow else BreakerState.CLOSED
 
-    def asked(self, asking: Asking) -> None:
+    def asked(self, asking: BreakerState) -> None:
         """A question went out, as ``next`` said."""
         self._out, self._gave_up = asking, False
 
@@ -52,7 +52,7 @@ class Patience:
 
     def answered(self, took_s: float, now: float) -> None:
         """The answer came. ``took_s``: how long the driver took."""
-        if self._gave_up or (self._slow and took_s >= self._patience_s / 2):
+        if self._gave_up or (self._slow and took_s >= self._timeout_s / 2):
             self._quiet_until = now + QUIET_S
         else:
             self._slow = False

@@ -26,7 +26,7 @@ REVOKE_S = 0.5
 """Between looks at the list for those who are connected."""
 
 
-class Gate:
+class RequestAuthorizer:
     """``perform`` carries out the scheduler's effects."""
 
     def __init__(
@@ -99,9 +99,9 @@ class Gate:
             now = time.monotonic()
             self._ring.allowance(identity, now).charge(tokens, now)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Apply the list as it is now to those who are connected."""
-        if self._ring.look():
+        if self._ring.refresh():
             self._unfinished = {key: own for key, own in self._unfinished.items() if self._ring.find(key) is not None}
             self._parties = {key: party for key, party in self._parties.items() if self._ring.find(key) is not None}
         for connection in self.port.connections():
@@ -114,7 +114,7 @@ class Gate:
                 continue
             self._log.info("key %r was revoked: its connection %d is ended", identity.name, connection.channel)
             error = WireError(ErrorCode.UNAUTHORIZED, f"key {identity.name!r} was revoked")
-            self._perform(self._scheduler.bar(connection.channel, error, time.monotonic()))
+            self._perform(self._scheduler.reject(connection.channel, error, time.monotonic()))
             self.port.cut(connection, error)
         self._perform([])  # ends what was theirs
 
