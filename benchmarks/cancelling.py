@@ -63,11 +63,11 @@ def cancels(server: Server, after: float, within: float, count: int = 1) -> list
     deadline = time.monotonic() + within
     log = server.runtime_dir / "logs" / "m.log"
     while True:
-        told = [at for at in map(float, _TOLD.findall(log.read_text())) if at >= after]
-        if len(told) >= count:
-            return [at - after for at in told]
+        output = [at for at in map(float, _TOLD.findall(log.read_text())) if at >= after]
+        if len(output) >= count:
+            return [at - after for at in output]
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{len(told)} cancels of {count} within {within} s")
+            raise TimeoutError(f"{len(output)} cancels of {count} within {within} s")
         time.sleep(0.005)
 
 

@@ -33,7 +33,7 @@ def start(serving: Serving, what: str, name: str, *numbers: float) -> "subproces
     return subprocess.Popen(command, cwd=ROOT, env=serving.environment, stdout=subprocess.PIPE, text=True)
 
 
-def told(attacker: "subprocess.Popen[str]") -> dict[str, int]:
+def report_of(attacker: "subprocess.Popen[str]") -> dict[str, int]:
     out, _ = attacker.communicate()
     found: dict[str, int] = json.loads(out)
     return found
@@ -84,7 +84,7 @@ def hit_and_run(name: str, rounds: int) -> list[Result]:
         begun = time.monotonic()
         share = rounds // PROCESSES
         attackers = [start(attack.serving, "hit-and-run", name, share, AT_ONCE // PROCESSES) for _ in range(PROCESSES)]
-        taken = sum(told(attacker)["whole"] for attacker in attackers)
+        taken = sum(report_of(attacker)["whole"] for attacker in attackers)
         attack.results.append(Result(f"{attack.name}: rounds", share * PROCESSES, "rounds", f">= {rounds}"))
         attack.results.append(Result(f"{attack.name}: rounds that were read", taken, "rounds"))
         attack.results.append(Result(f"{attack.name}: seconds", time.monotonic() - begun, "s"))
@@ -94,7 +94,7 @@ def hit_and_run(name: str, rounds: int) -> list[Result]:
 def flood(size: int, connections: int, seconds: float) -> list[Result]:
     what = "1 connection" if connections == 1 else f"{connections} connections"
     with Attack(f"{what}, {size:,} bytes a message") as attack:
-        sent = told(start(attack.serving, "flood", "front", seconds, size, connections))["bytes"]
+        sent = report_of(start(attack.serving, "flood", "front", seconds, size, connections))["bytes"]
         attack.results.append(Result(f"{attack.name}: sent", sent / MIB, "MiB"))
     return attack.results
 

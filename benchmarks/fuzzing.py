@@ -40,14 +40,14 @@ def guided(direction: str, seconds: int, seed: int, crashes: Path) -> list[Resul
         ]  # fmt: skip
         command = [sys.executable, "-m", "tests.fuzzing.coverage_guided", direction, *options, str(seeds)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds * 2 + 120)
-    told = done.stdout + done.stderr
-    stats = {name: int(value) for name, value in _STATS.findall(told)}
+    report = done.stdout + done.stderr
+    stats = {name: int(value) for name, value in _STATS.findall(report)}
     if "number_of_executed_units" not in stats:
-        raise SystemExit(f"{direction}: {told[-4000:]}")
-    branches, features = _COVERAGE.findall(told)[-1]
-    loaded = int(re.findall(r"INITED.*rss: (\d+)Mb", told)[-1])
+        raise SystemExit(f"{direction}: {report[-4000:]}")
+    branches, features = _COVERAGE.findall(report)[-1]
+    loaded = int(re.findall(r"INITED.*rss: (\d+)Mb", report)[-1])
     if done.returncode:
-        print(told[-4000:], file=sys.stderr)
+        print(report[-4000:], file=sys.stderr)
     return [
         Result(f"{direction}: executions", stats["number_of_executed_units"], "frames"),
         Result(f"{direction}: branches reached", int(branches), "count"),
@@ -60,17 +60,17 @@ def guided(direction: str, seconds: int, seed: int, crashes: Path) -> list[Resul
 
 def live(seconds: float, seed: int) -> list[Result]:
     """The same at a live supervisor."""
-    told = attacked(seconds, seed)
-    counters = told["counters"]
+    report = attacked(seconds, seed)
+    counters = report["counters"]
     return [
-        Result("live: frames and parts sent", told["frames"], "count"),
+        Result("live: frames and parts sent", report["frames"], "count"),
         Result("live: connections", counters["connections_accepted"], "count"),
         Result("live: frames refused", counters["bad_frames"] + counters["worker_frames_dropped"], "count"),
-        Result("live: what the supervisor's audit hook saw", len(told["seen"].splitlines()), "count", "<= 0"),
-        Result("live: supervisor's memory grew by", round(told["grown_bytes"] / 2**20, 1), "MiB", "<= 64"),
-        Result("live: right answers of the client beside it", told["answers"], "count"),
+        Result("live: what the supervisor's audit hook saw", len(report["seen"].splitlines()), "count", "<= 0"),
+        Result("live: supervisor's memory grew by", round(report["grown_bytes"] / 2**20, 1), "MiB", "<= 64"),
+        Result("live: right answers of the client beside it", report["answers"], "count"),
         Result("live: wrong or failed answers", 0, "count", "<= 0"),  # attacked() raises at the first
-        Result("live: longest 1 % of its waits begins at", told["p99_ms"], "ms"),
+        Result("live: longest 1 % of its waits begins at", report["p99_ms"], "ms"),
     ]
 
 

@@ -245,12 +245,12 @@ def be_slow(server: Server, seconds: float, slow_loads: list[str], prompts: dict
 
     works = [lambda m=m: load(m) for m in slow_loads] + [lambda m=m: ask(m) for m in prompts]  # type: ignore[misc]
     together([*works, pause])
-    told = log.read_text()
+    output = log.read_text()
     return [
-        Result("slow loads", told.count("loading -> ready") - loaded_before, "times"),
+        Result("slow loads", output.count("loading -> ready") - loaded_before, "times"),
         Result("answers with slow steps", answers[0], "answers"),
         Result("pauses of the supervisor", pauses[0], "times"),
-        Result("false kills", told.count("killing pid"), "times", "<= 0"),
+        Result("false kills", output.count("killing pid"), "times", "<= 0"),
     ]
 
 

@@ -146,10 +146,10 @@ def judged(watch: Watch, seconds: float) -> list[Result]:
     return results
 
 
-def counted(told: dict[str, dict[str, int]]) -> list[Result]:
-    ended = sum(outcomes.get("as it ought to", 0) for outcomes in told.values())
-    left_out = sum(outcomes.get("left out", 0) for outcomes in told.values())
-    others = sum(sum(outcomes.values()) for outcomes in told.values()) - ended - left_out
+def counted(counts_by_kind: dict[str, dict[str, int]]) -> list[Result]:
+    ended = sum(outcomes.get("as it ought to", 0) for outcomes in counts_by_kind.values())
+    left_out = sum(outcomes.get("left out", 0) for outcomes in counts_by_kind.values())
+    others = sum(sum(outcomes.values()) for outcomes in counts_by_kind.values()) - ended - left_out
     return [
         Result("requests that ended as their kind is to end", ended, "requests"),
         Result("requests that ended otherwise", others, "requests", "<= 0"),
@@ -172,15 +172,15 @@ def main(given: Sequence[str] | None = None) -> None:
                 output, _ = load.communicate(timeout=120)
             finally:
                 load.kill()
-        told = json.loads(output)
+        report = json.loads(output)
         for worker in server.workers:
             server.wait_idle(worker, within=30)
         restarts = sum(m["restarts"] for m in server.overview()["models"])
     for label, samples in watch.timed.items():
         print(f"{label}, medians of tenths:", *(f"{1000 * part:.2f}" for part in medians(samples, seconds)), "ms")
-    for kind, outcomes in told.items():
+    for kind, outcomes in report.items():
         print(f"{kind}: {outcomes}")
-    results = [*judged(watch, seconds), *counted(told), Result("restarts of workers", restarts, "times", "<= 0")]
+    results = [*judged(watch, seconds), *counted(report), Result("restarts of workers", restarts, "times", "<= 0")]
     write("soak", results, arguments.out)
 
 

@@ -101,7 +101,7 @@ KINDS: dict[Kind, float] = {short: 0.05, long: 0.5, embedded: 0.5, cancelled: 0.
 
 
 async def main(runtime_dir: Path, seconds: float) -> None:
-    told: dict[str, Counter[str]] = {kind.__name__: Counter() for kind in KINDS}
+    report: dict[str, Counter[str]] = {kind.__name__: Counter() for kind in KINDS}
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     async with AsyncClient(runtime_dir=runtime_dir) as client:
@@ -115,7 +115,7 @@ async def main(runtime_dir: Path, seconds: float) -> None:
                 )
             except (WireError, TimeoutError) as e:
                 outcome = str(e)
-            told[kind.__name__][outcome] += 1
+            report[kind.__name__][outcome] += 1
 
         async def again_and_again(kind: Kind, pause: float) -> None:
             running: set[asyncio.Task[None]] = set()
@@ -126,14 +126,14 @@ async def main(runtime_dir: Path, seconds: float) -> None:
                     running.add(task)
                     task.add_done_callback(running.discard)
                 else:
-                    told[kind.__name__]["left out"] += 1
+                    report[kind.__name__]["left out"] += 1
                 await asyncio.sleep(max(0.0, begun + (number + 1) * pause - loop.time()))
                 if loop.time() >= end:
                     break
             await asyncio.gather(*running)
 
         await asyncio.gather(*(again_and_again(kind, pause) for kind, pause in KINDS.items()))
-    print(json.dumps(told))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

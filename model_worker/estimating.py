@@ -37,12 +37,12 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     from protocol.worker_spec import EngineSpec
 
     spec = EngineSpec(**question["spec"])
-    told = _of_directory(spec, question)
+    report = _of_directory(spec, question)
     if question["installed"] and (missing := missing_for(spec.engine)) is not None:
-        return {"faults": [_fault(missing, "engine", machine=True), *told.get("faults", ())]}
+        return {"faults": [_fault(missing, "engine", machine=True), *report.get("faults", ())]}
     if (unchecked := not_checked(spec.engine)) is not None:
-        told["unchecked"] = unchecked
-    return told
+        report["unchecked"] = unchecked
+    return report
 
 
 def _of_directory(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def _of_directory(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
     except LoadError as e:
         return {"faults": [_fault(str(fault), fault.key) for fault in (e, *e.also)]}
     except MemoryError:
-        told = f"{spec.model_dir}: reading it takes more than {MEMORY_LIMIT >> 30} GiB of memory"
-        return {"faults": [_fault(told)]}
+        message = f"{spec.model_dir}: reading it takes more than {MEMORY_LIMIT >> 30} GiB of memory"
+        return {"faults": [_fault(message)]}
 
 
 def _check_transformers(spec: Any, question: dict[str, Any]) -> None:

@@ -149,8 +149,8 @@ def not_resumable(request: GenerateRequest) -> str | None:
 def check_defaults(sampling: Mapping[str, Any], offered: frozenset[str]) -> None:
     """Raise LoadError for a sampling default of models.yaml that the engine does not offer."""
     if name := not_offered(sampling, offered):
-        told = f"sampling.{name} is not offered by this model's engine: remove it"
-        raise LoadError(told, key=f"sampling.{name}" if name in sampling else "sampling.preset")
+        message = f"sampling.{name} is not offered by this model's engine: remove it"
+        raise LoadError(message, key=f"sampling.{name}" if name in sampling else "sampling.preset")
 
 
 def not_offered(sampling: Mapping[str, Any], offered: frozenset[str]) -> str | None:

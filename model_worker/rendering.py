@@ -305,5 +305,5 @@ class _Child:
 
 def _failed(how: str) -> WireError:
     """Return the error for a request whose process failed and that is not to blame."""
-    told = f"the process that renders chats {how}: send the request again"
-    return WireError(ErrorCode.HELPER_FAILED, told, retry_after_ms=RETRY_MS)
+    message = f"the process that renders chats {how}: send the request again"
+    return WireError(ErrorCode.HELPER_FAILED, message, retry_after_ms=RETRY_MS)

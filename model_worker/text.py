@@ -55,11 +55,11 @@ class PieceDetokenizer:
         self._pending = b""  # the beginning of a character
         self._broken = False  # in a run of bytes, behind one that belongs to no character
         self._at_start = pieces.strips_space
-        self._told = 0  # U+FFFD of the prompt's end, which are not the answer's to repeat
+        self._prompts_own = 0  # U+FFFD of the prompt's end, which are not the answer's to repeat
         self._plain = not self._at_start  # nothing of the above: a text is delivered as it is
         for token_id in context[-_CONTEXT:]:
             self.push(token_id)
-        self._told = self._unfinished()
+        self._prompts_own = self._unfinished()
         self._settle()
 
     def push(self, token_id: int) -> str:
@@ -106,12 +106,12 @@ class PieceDetokenizer:
         return len(self._pending if self._byte_runs else self._pending.decode(errors="replace"))
 
     def _own(self, text: str) -> str:
-        if self._told:
-            text, self._told = _without_prompts(text, self._told)
+        if self._prompts_own:
+            text, self._prompts_own = _without_prompts(text, self._prompts_own)
         return text
 
     def _settle(self) -> None:
-        self._plain = not (self._pending or self._broken or self._at_start or self._told)
+        self._plain = not (self._pending or self._broken or self._at_start or self._prompts_own)
 
 
 class Detokenizer:
@@ -129,9 +129,11 @@ class Detokenizer:
         self._decode = decode
         self._ids = list(context[-_CONTEXT:])
         self._known = len(self._ids)  # ids at the window's start whose text is out
-        told = decode(self._ids) if self._ids else ""
-        self._shown = _complete(told)  # text of the window that is out
-        self._told = len(told) - len(self._shown)  # U+FFFD of the prompt's end, which are not the answer's to repeat
+        prompt_text = decode(self._ids) if self._ids else ""
+        self._shown = _complete(prompt_text)  # text of the window that is out
+        self._prompts_own = len(prompt_text) - len(
+            self._shown
+        )  # U+FFFD of the prompt's end, which are not the answer's to repeat
 
     def push(self, token_id: int) -> str:
         """The text that this id completes; "" while a character is incomplete."""
@@ -163,8 +165,8 @@ class Detokenizer:
 
     def _own(self, new: str) -> str:
         """New text without the prompt's U+FFFD at its beginning. None are left of a character that was completed."""
-        if self._told:
-            new, self._told = _without_prompts(new, self._told)
+        if self._prompts_own:
+            new, self._prompts_own = _without_prompts(new, self._prompts_own)
         return new
 
     def _advance(self, grew: bool) -> None:
@@ -191,13 +193,13 @@ def _complete(text: str) -> str:
     return text[:end]
 
 
-def _without_prompts(text: str, told: int) -> tuple[str, int]:
+def _without_prompts(text: str, prompts_own: int) -> tuple[str, int]:
     """(text without the prompt's ``told`` U+FFFD at its beginning, how many of them may still come). None of a
     character that was completed are left."""
     if not text:
-        return text, told
-    own = text.removeprefix(_REPLACEMENT * min(told, len(text) - len(text.lstrip(_REPLACEMENT))))
-    return own, 0 if own else told - len(text)
+        return text, prompts_own
+    own = text.removeprefix(_REPLACEMENT * min(prompts_own, len(text) - len(text.lstrip(_REPLACEMENT))))
+    return own, 0 if own else prompts_own - len(text)
 
 
 class TextStream:

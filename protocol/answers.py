@@ -157,10 +157,10 @@ _REPORTS: dict[str, dict[str, type]] = {
 
 def read_report(fields: dict[str, Any]) -> Progress | None:
     """What REPORT says, as ``protocol.messages`` has it; None for a phase that is unknown here, or nonsense."""
-    told = _REPORTS.get(str(fields.get("phase")))
-    if told is None or any(type(fields.get(name)) is not kind for name, kind in told.items()):
+    expected = _REPORTS.get(str(fields.get("phase")))
+    if expected is None or any(type(fields.get(name)) is not kind for name, kind in expected.items()):
         return None
-    return Progress(str(fields["phase"]), **{name: fields[name] for name in told})
+    return Progress(str(fields["phase"]), **{name: fields[name] for name in expected})
 
 
 def token_ids_in(result: dict[str, Any]) -> tuple[int, ...]:

@@ -156,8 +156,8 @@ class AsyncClient:
         """
         requests = choice_requests({"prompt": prompt, "progress": on_progress is not None} | request, n)
         connection, states = self._begin(model, requests)
-        told = [on_progress and partial(on_progress, i) for i in range(n)]
-        streams = (AsyncStream(connection, state, timeout, tell) for state, tell in zip(states, told, strict=True))
+        callbacks = [on_progress and partial(on_progress, i) for i in range(n)]
+        streams = (AsyncStream(connection, state, timeout, tell) for state, tell in zip(states, callbacks, strict=True))
         return AsyncChoices(tuple(streams), timeout)
 
     async def complete(self, model: str, prompt: str | None = None, **request: Any) -> Completion:

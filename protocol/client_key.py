@@ -58,8 +58,8 @@ def parse_client_key(text: str, shown: str) -> ClientKey:
     except (ValueError, RecursionError):
         raise ValueError(f"{shown} is not JSON; get a new one with `modelctl keys new`") from None
     if not isinstance(given, dict) or not all(isinstance(given.get(name), str) for name in FIELDS):
-        told = f"{shown} must be an object with the strings {', '.join(FIELDS)}; get one with `modelctl keys new`"
-        raise ValueError(told)
+        message = f"{shown} must be an object with the strings {', '.join(FIELDS)}; get one with `modelctl keys new`"
+        raise ValueError(message)
     if not KEY_NAME.fullmatch(given["name"]):  # it is shown on terminals
         raise ValueError(f"{shown}: name is no name of a key; get one with `modelctl keys new`")
     for name in FIELDS[1:]:

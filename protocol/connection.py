@@ -344,8 +344,8 @@ class Connection:
                 if self.transport is not None:
                     self._send_all(self.transport)
             elif peer is PeerState.LOST:
-                told = f"the supervisor has not answered for {liveness.silence:.3g} s: it hangs, or is stopped"
-                touched += session.lose(f"{told} ({self.endpoint})")
+                message = f"the supervisor has not answered for {liveness.silence:.3g} s: it hangs, or is stopped"
+                touched += session.lose(f"{message} ({self.endpoint})")
         if session.broken is not None:
             self._leave_endpoint()
 

@@ -187,15 +187,17 @@ class Transport:
         if self.connected:
             return f"the supervisor is there and did not answer ({self._endpoint}): it may be overloaded; try again"
         if path is not None and Path(path + PAUSED).exists():
-            told = "the supervisor takes no new connections now: almost all of its descriptors are in use"
-            return f"{told} ({self._endpoint}); try again, close other clients, or start it with a higher `ulimit -n`"
+            message = "the supervisor takes no new connections now: almost all of its descriptors are in use"
+            return (
+                f"{message} ({self._endpoint}); try again, close other clients, or start it with a higher `ulimit -n`"
+            )
         return self._with_remedy("no supervisor is running here")
 
     def _explain_handshake(self, event: int, value: int) -> str | None:
         """Return why the handshake over TCP failed; None if a probe has to find that out."""
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _TOO_OFTEN and self._key is not None:
-            told = f"key {self._key.name!r} has connected too often in a short time ({self._endpoint})"
-            return f"{told}: keep a connection open for many requests, or try again in a second"
+            message = f"key {self._key.name!r} has connected too often in a short time ({self._endpoint})"
+            return f"{message}: keep a connection open for many requests, or try again in a second"
         mismatch = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH
         not_admitted = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if not (mismatch or not_admitted):

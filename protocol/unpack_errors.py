@@ -27,14 +27,14 @@ def why_refused(error: Exception) -> str:
         return "not one msgpack value: there are more bytes behind the first value"
     if isinstance(error, UnicodeDecodeError):
         return "a string is not UTF-8: send other bytes as a bin"
-    told = str(error)
-    if isinstance(error, msgpack.OutOfData) or told == "Unpack failed: incomplete input":
+    message = str(error)
+    if isinstance(error, msgpack.OutOfData) or message == "Unpack failed: incomplete input":
         return "not complete msgpack: the bytes end where a value is expected"
-    if "is not allowed for map key" in told:
+    if "is not allowed for map key" in message:
         return "a map has a key that is neither a string nor a bin"
-    if (beyond := _BEYOND.fullmatch(told)) is not None:
+    if (beyond := _BEYOND.fullmatch(message)) is not None:
         found, what, most = beyond.groups()
         if what == "ext":
             return "a value of an extension type, of which this protocol has none"
         return f"{_MEASURED[what].format(found)}: at most {most} are allowed here"
-    return told if type(error) is ValueError else "not msgpack of the shape that is expected here"
+    return message if type(error) is ValueError else "not msgpack of the shape that is expected here"

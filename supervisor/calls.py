@@ -93,8 +93,8 @@ def ready_worker(context: AdminContext, name: object) -> Replica:
     if any(replica.state is WorkerState.UNLOADED for replica in replicas):
         context.on_demand.wake(replicas[0].model)
     if any(replica.state in (WorkerState.LOADING, WorkerState.STARTING, WorkerState.BACKOFF) for replica in replicas):
-        told = f"model {name!r} is being loaded: try later"
-        raise WireError(ErrorCode.MODEL_NOT_RUNNING, told, retry_after_ms=1000)
+        message = f"model {name!r} is being loaded: try later"
+        raise WireError(ErrorCode.MODEL_NOT_RUNNING, message, retry_after_ms=1000)
     failed = [replica for replica in replicas if replica.state is WorkerState.FAILED]  # which says most
     raise (failed or replicas)[0].refusal()
 
@@ -160,8 +160,8 @@ def _reload(context: AdminContext, params: Params) -> Result:
     try:
         how = How(given.get("how", How.AUTO))
     except ValueError:
-        told = f"how is {given['how'][:64]!r}: must be one of {', '.join(How)}"
-        raise RequestError(told, field="how") from None
+        message = f"how is {given['how'][:64]!r}: must be one of {', '.join(How)}"
+        raise RequestError(message, field="how") from None
     model = given.get("model")
     cause = "reload ordered" if model is None else f"reload of {model[:64]} ordered"
     return {"turnover": context.reloads.read_again(cause, how, model)}
@@ -224,6 +224,6 @@ def _current(context: AdminContext, name: str | None) -> list[Replica]:
     """The same, without those that leave their place to another, or have yet to take it. Raises WireError."""
     replicas = [replica for replica in _replicas(context, name) if replica.current]
     if not replicas:
-        told = f"{name!r} is there for as long as a reload takes: order that of its model, or `modelctl stop` it"
-        raise WireError(ErrorCode.UNSUPPORTED, told, field="model")
+        message = f"{name!r} is there for as long as a reload takes: order that of its model, or `modelctl stop` it"
+        raise WireError(ErrorCode.UNSUPPORTED, message, field="model")
     return replicas

@@ -38,8 +38,8 @@ class LogFile(logging.Handler):
         """Why records are missing, and how many; None while all of them are written."""
         if self._failure is None:
             return None
-        told = f"{self.path} cannot be written: {self._failure}; lines lost: {self._missing}"
-        return f"{told}; free its disk, or make the file writable"
+        message = f"{self.path} cannot be written: {self._failure}; lines lost: {self._missing}"
+        return f"{message}; free its disk, or make the file writable"
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

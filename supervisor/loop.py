@@ -486,10 +486,10 @@ class Supervisor:
                 port.resume()
         if self._admin.listening and budget.scarce_for_operators(self._admin.accepted):
             connected = self._admin.accepted
-            told = (
+            message = (
                 "almost all of %d descriptors are in use, with %d operators connected: no new connections of operators"
             )
-            self._log.error(told, budget.limit, connected)
+            self._log.error(message, budget.limit, connected)
             self._admin.pause()
         elif not self._admin.listening and budget.plenty_for_operators(self._admin.accepted):
             self._log.info("taking connections of operators again")

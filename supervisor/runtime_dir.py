@@ -70,8 +70,8 @@ def _open_private(path: Path) -> int:
     try:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:
-        told = f"the runtime directory {path} is no directory; remove it or give --runtime-dir"
-        raise RuntimeDirError(told) from None
+        message = f"the runtime directory {path} is no directory; remove it or give --runtime-dir"
+        raise RuntimeDirError(message) from None
     try:
         check_private(path, os.fstat(directory), or_roots=False)
         check_place(path)
@@ -85,8 +85,8 @@ def _lock(path: Path, directory: int) -> None:
     try:
         file = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
     except OSError as e:
-        told = f"cannot open {path / LOCK}: {e.strerror}; remove it or give --runtime-dir"
-        raise RuntimeDirError(told) from None
+        message = f"cannot open {path / LOCK}: {e.strerror}; remove it or give --runtime-dir"
+        raise RuntimeDirError(message) from None
     try:
         # The directory itself is locked, not the file. Cleaners of /tmp remove a file that is not locked itself, and
         # systemd-tmpfiles leaves a directory alone, with all that is in it, while somebody else has it locked.
@@ -100,8 +100,8 @@ def _lock(path: Path, directory: int) -> None:
             "use it, stop it with `modelctl shutdown`, or give another --runtime-dir"
         ) from None
     except OSError as e:
-        told = f"cannot write {path / LOCK}: {e.strerror}; free its disk, or give another --runtime-dir"
-        raise RuntimeDirError(told) from None
+        message = f"cannot write {path / LOCK}: {e.strerror}; free its disk, or give another --runtime-dir"
+        raise RuntimeDirError(message) from None
     finally:
         os.close(file)
 
@@ -113,5 +113,5 @@ def _remove_sockets(path: Path, directory: int) -> None:
         except FileNotFoundError:
             pass
         except OSError as e:
-            told = f"cannot remove {path / name}: {e.strerror}; remove it, or give another --runtime-dir"
-            raise RuntimeDirError(told) from None
+            message = f"cannot remove {path / name}: {e.strerror}; remove it, or give another --runtime-dir"
+            raise RuntimeDirError(message) from None

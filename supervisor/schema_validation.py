@@ -112,8 +112,8 @@ def _mapping(hint: Any, value: Any, path: Path, flaws: list[Flaw]) -> Any:
             found[key] = _fit(known[key], part, (*path, key), flaws)
         else:
             near = difflib.get_close_matches(str(key), known, n=1)
-            told = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-            flaws.append(Flaw((*path, key), f"unknown key; {told}"))
+            message = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+            flaws.append(Flaw((*path, key), f"unknown key; {message}"))
     required = {field.name for field in fields(hint) if field.default is field.default_factory is MISSING}
     flaws += [Flaw((*path, name), "is missing; add it") for name in known if name in required - found.keys()]
     return hint(**found) if len(flaws) == before else None

@@ -100,8 +100,8 @@ class YamlSource:
             line = mark.line + 1 if mark else 0
             raise ConfigError([Problem(self.file, line, "", f"is not YAML: {e.problem or e.context}")]) from None
         except Exception as e:  # PyYAML lets through whatever its parsing of odd scalars runs into
-            told = " ".join(str(e).split()) or type(e).__name__
-            raise ConfigError([Problem(self.file, 0, "", f"is not YAML: {told}")]) from None
+            message = " ".join(str(e).split()) or type(e).__name__
+            raise ConfigError([Problem(self.file, 0, "", f"is not YAML: {message}")]) from None
         finally:
             if loader is not None:
                 loader.dispose()

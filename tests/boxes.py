@@ -18,12 +18,12 @@ WHERE = Path(__file__).parent / "recorded_boxes"
 def read_box(name: str, **held: dict[int, int]) -> list[Gpu]:
     """The GPUs of a recorded box. held: ``gpu1={4711: bytes}`` for processes that are there beside the recorded."""
     box = []
-    for told in json.loads((WHERE / f"{name}.json").read_text())["gpus"]:
-        more = held.get(f"gpu{told['index']}", {})
+    for report in json.loads((WHERE / f"{name}.json").read_text())["gpus"]:
+        more = held.get(f"gpu{report['index']}", {})
         gpu = Gpu(
-            told["index"], told["uuid"], told["total"], told["used"], told["free"],
-            {int(pid): size for pid, size in told["processes"].items()},
-            told["mig"], frozenset(told["cpus"]), frozenset(told["nodes"]),
+            report["index"], report["uuid"], report["total"], report["used"], report["free"],
+            {int(pid): size for pid, size in report["processes"].items()},
+            report["mig"], frozenset(report["cpus"]), frozenset(report["nodes"]),
         )  # fmt: skip
         size = sum(more.values())
         box.append(replace(gpu, used=gpu.used + size, free=gpu.free - size, processes={**gpu.processes, **more}))

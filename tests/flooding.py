@@ -100,7 +100,7 @@ class Flood:
         self.peers: dict[int, socket.socket] = {}
         self.left: dict[int, bytes] = {}
         """What each connection has still to send of its block."""
-        self.sent = self.ended = self.told = 0
+        self.sent = self.ended = self.message = 0
 
     def run(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -137,7 +137,7 @@ class Flood:
             with suppress(OSError):
                 while part := peer.recv(1 << 20):
                     heard = (heard + part)[-(1 << 20) :]
-            self.told += b"was ended" in heard
+            self.message += b"was ended" in heard
         peer.close()
 
 
@@ -152,7 +152,7 @@ def main() -> None:
     routing_id = b"the same" if what == "same-id" else b""
     flood = Flood(path, size, connections, more=what == "parts", routing_id=routing_id)
     flood.run(seconds)
-    print(json.dumps({"bytes": flood.sent, "ended": flood.ended, "told": flood.told}))
+    print(json.dumps({"bytes": flood.sent, "ended": flood.ended, "told": flood.message}))
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ class Keyed:
 
     def tcp(self) -> dict[str, Any]:
         """What ``status`` says of the port."""
-        told: dict[str, Any] = self.serving.overview()["supervisor"]["tcp"]
-        return told
+        reported: dict[str, Any] = self.serving.overview()["supervisor"]["tcp"]
+        return reported
 
     def connections(self) -> int:
         """Over TCP, of all keys."""

@@ -16,12 +16,12 @@ class Box:
     def __init__(self, path: Path, sizes: Sequence[int] = (80, 80)) -> None:
         """sizes: GiB of each"""
         self._path = path
-        self._told: dict[str, Any] = {"gpus": [], "error": None, "init_error": None}
+        self._state: dict[str, Any] = {"gpus": [], "error": None, "init_error": None}
         self.becomes(sizes)
 
     def becomes(self, sizes: Sequence[int], **facts: Sequence[Any]) -> None:
         """Another box, empty. facts: mig, cpus or nodes of each of its GPUs."""
-        self._told["gpus"] = [
+        self._state["gpus"] = [
             {"uuid": f"GPU-{i}a2b3c4d-0000", "total": size * GIB, "processes": {}}
             | {name: values[i] for name, values in facts.items()}
             for i, size in enumerate(sizes)
@@ -29,24 +29,24 @@ class Box:
         self._write()
 
     def holds(self, gpu: int, pid: int, size: int | None = 12 * GIB) -> None:
-        self._told["gpus"][gpu]["processes"][str(pid)] = size
+        self._state["gpus"][gpu]["processes"][str(pid)] = size
         self._write()
 
     def gives_back(self, pid: int) -> None:
-        for gpu in self._told["gpus"]:
+        for gpu in self._state["gpus"]:
             gpu["processes"].pop(str(pid), None)
         self._write()
 
     def fails(self, error: str | None, *, at_init: bool = False) -> None:
-        self._told["init_error" if at_init else "error"] = error
+        self._state["init_error" if at_init else "error"] = error
         self._write()
 
     def driver(self, **how: Any) -> None:
         """It misbehaves: hangs=True, says=text or ends=code, see the stand-in; None for no more."""
-        self._told |= how
+        self._state |= how
         self._write()
 
     def _write(self) -> None:
         fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(self._told))
+        fresh.write_text(json.dumps(self._state))
         fresh.replace(self._path)

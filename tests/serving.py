@@ -333,11 +333,11 @@ class Serving:
         deadline = time.monotonic() + WITHIN / 2
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        told = describe(left)
+        reported = describe(left)
         for process in left:
             process.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
-        return told
+        return reported
 
     def _answers(self) -> bool:
         if (code := self.process.poll()) is not None:

@@ -234,9 +234,9 @@ def test_decoding_step_by_step_arrives_at_the_answer(name: str, model: Any, toke
 
 
 def test_history_is_what_makes_the_difference() -> None:
-    (told, name_known), (untold, name_unknown) = corpus.STORIES_TEST_CONVERSATIONS[:2]
-    assert told[-1] == untold[-1]
-    assert len(told) == 3
+    (report, name_known), (untold, name_unknown) = corpus.STORIES_TEST_CONVERSATIONS[:2]
+    assert report[-1] == untold[-1]
+    assert len(report) == 3
     assert (name_known, name_unknown) == ("The fox's name was Mia.", "I have not told you that story yet.")
 
 

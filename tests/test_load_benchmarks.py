@@ -117,6 +117,6 @@ def test_tenths_of_a_long_run() -> None:
 
 
 def test_requests_that_ended_otherwise_are_counted() -> None:
-    told = {"short": {"as it ought to": 5, "with another answer": 1}, "bad": {"left out": 2, "overloaded: x": 3}}
-    assert [result.value for result in soak.counted(told)] == [5, 4, 2]
-    assert soak.counted(told)[1].meets is False
+    reported = {"short": {"as it ought to": 5, "with another answer": 1}, "bad": {"left out": 2, "overloaded: x": 3}}
+    assert [result.value for result in soak.counted(reported)] == [5, 4, 2]
+    assert soak.counted(reported)[1].meets is False

@@ -80,12 +80,12 @@ def _try_apart(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> bytes
         _be_the_trial(server, writing, tokenizer, kind, text)
     os.close(writing)
     with open(reading, "rb") as pipe:
-        told = pipe.read()
+        result = pipe.read()
     _, status, usage = os.wait4(pid, 0)
     seconds = usage.ru_utime + usage.ru_stime
     code = os.waitstatus_to_exitcode(status)
-    if not code and told:
-        return bytes(msgpack.packb([seconds, msgpack.unpackb(told), 0]))
+    if not code and result:
+        return bytes(msgpack.packb([seconds, msgpack.unpackb(result), 0]))
     if code < 0 and -code not in _ITS_FAULT:
         return bytes(msgpack.packb([seconds, None, -code]))
     costs = f"{kind}: compiling it takes more than a second, or more memory or depth than it is given"

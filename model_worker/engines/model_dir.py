@@ -233,8 +233,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
             tensors[name] = _tensor(entry, begin, end, file.name)
             places.append((begin, end, name))
     except (OSError, ValueError, struct.error, KeyError, IndexError, TypeError, AttributeError) as e:
-        told = f"no {e}" if isinstance(e, KeyError) else str(e)[:200]
-        raise LoadError(f"{file} is no readable safetensors file ({told}): download it again") from None
+        message = f"no {e}" if isinstance(e, KeyError) else str(e)[:200]
+        raise LoadError(f"{file} is no readable safetensors file ({message}): download it again") from None
     places.sort()
     reached = 0
     for begin, end, name in places:

@@ -28,8 +28,8 @@ class Options:
         if isinstance(value, bool) or not isinstance(value, int):
             raise LoadError(f"option {key} of engine {self._engine} is {value!r}: it must be an integer", key=key)
         if value < minimum:
-            told = f"option {key} of engine {self._engine} is {value}: it must be at least {minimum}"
-            raise LoadError(told, key=key)
+            message = f"option {key} of engine {self._engine} is {value}: it must be at least {minimum}"
+            raise LoadError(message, key=key)
         if value % multiple_of:
             raise LoadError(
                 f"option {key} of engine {self._engine} is {value}: it must be a multiple of {multiple_of}, "

@@ -98,8 +98,8 @@ class Tokenizer:
             # The library raises bare Exception, and panics where a pattern takes too long. What it says may quote.
             if type(e) is not Exception and not is_panic(e):
                 raise
-            told = f"the model's tokenizer fails on this text ({type(e).__name__})"
-            raise RequestError(f"{field}: {told}", field=field) from None
+            message = f"the model's tokenizer fails on this text ({type(e).__name__})"
+            raise RequestError(f"{field}: {message}", field=field) from None
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

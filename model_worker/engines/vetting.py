@@ -177,8 +177,8 @@ def understood(directory: object) -> Iterator[None]:
         if not isinstance(e, _OVER_CONTENTS) and not is_panic(e):
             raise
         traceback.print_exc()
-        told = " ".join(str(e).split())[:300] or "no more is known"
-        raise LoadError(f"{directory} holds what cannot be understood ({type(e).__name__}: {told})") from e
+        message = " ".join(str(e).split())[:300] or "no more is known"
+        raise LoadError(f"{directory} holds what cannot be understood ({type(e).__name__}: {message})") from e
 
 
 class Faults:

@@ -108,18 +108,18 @@ def bench(models: tuple[str, ...], out: Path | None, as_json: bool, runtime_dir:
     In each run as many requests are sent at once as there are streams, over one connection, greedy, all of the same
     length. Ctrl-C cancels them and shows what was measured until then.
     """
-    told = _Told(out, as_json)
+    report = _Report(out, as_json)
     try:
         with asyncio.Runner() as runner:
-            runner.run(_measure(list(dict.fromkeys(models)), _Load(**load), runtime_dir, told))
+            runner.run(_measure(list(dict.fromkeys(models)), _Load(**load), runtime_dir, report))
     finally:
-        told.show()  # also what was measured before Ctrl-C, or before the supervisor went
-    if told.errors:
-        raise Failure(exit_codes.FAILED, "requests_failed", *told.errors)
+        report.show()  # also what was measured before Ctrl-C, or before the supervisor went
+    if report.errors:
+        raise Failure(exit_codes.FAILED, "requests_failed", *report.errors)
     return exit_codes.OK
 
 
-class _Told:
+class _Report:
     """What has been measured so far, and on what."""
 
     def __init__(self, out: Path | None, as_json: bool) -> None:
@@ -143,18 +143,18 @@ class _Told:
             self._out.write_text(written + "\n")
 
 
-async def _measure(models: Sequence[str], load: _Load, runtime_dir: Path, told: _Told) -> None:
+async def _measure(models: Sequence[str], load: _Load, runtime_dir: Path, report: _Report) -> None:
     draw = random.Random(load.seed)
     async with AsyncClient(runtime_dir=runtime_dir, reconnect=False) as client:
         for model in models:  # one that is unknown, or too short, ends this before anything is measured
             _check_context(load, model, (await client.status(model))["models"])
         for model in models:
-            ids = await usable_ids(client, model, lambda text, model=model: told.progress(model, text))  # type: ignore[misc]
+            ids = await usable_ids(client, model, lambda text, model=model: report.progress(model, text))  # type: ignore[misc]
             workers = (await client.status(model))["models"]
             _check_context(load, model, workers)  # by now it is known for certain
-            told.devices |= {worker["device"]: None for worker in workers if worker["device"]}
+            report.devices |= {worker["device"]: None for worker in workers if worker["device"]}
             for streams in load.streams or _usual_streams(workers):
-                await _measure_streams(client, model, streams, ids, load, draw, told)
+                await _measure_streams(client, model, streams, ids, load, draw, report)
 
 
 def _check_context(load: _Load, model: str, workers: list[dict[str, Any]]) -> None:
@@ -172,16 +172,16 @@ def _usual_streams(workers: list[dict[str, Any]]) -> tuple[int, ...]:
 
 
 async def _measure_streams(
-    client: AsyncClient, model: str, streams: int, ids: list[int], load: _Load, draw: random.Random, told: _Told
+    client: AsyncClient, model: str, streams: int, ids: list[int], load: _Load, draw: random.Random, report: _Report
 ) -> None:
     runs: list[list[bench_figures.Answer]] = []
     what = f"{streams} at once"
     for number in range(-load.warmups, load.runs):
-        told.progress(model, what, f", run {number + 1} of {load.runs}" if number >= 0 else ", warming up")
+        report.progress(model, what, f", run {number + 1} of {load.runs}" if number >= 0 else ", warming up")
         asked = prompts(ids, load.prompt_tokens, streams, draw)
         tokens = load.output_tokens if number >= 0 else min(WARM_TOKENS, load.output_tokens)
         answers = await run_once(client, model, asked, tokens)
         if number >= 0:
             runs.append(answers)
-    told.rows.append(bench_figures.row(model, streams, runs))
-    told.errors += [f"{model}, {what}: {each}" for each in bench_figures.errors(runs)]
+    report.rows.append(bench_figures.row(model, streams, runs))
+    report.errors += [f"{model}, {what}: {each}" for each in bench_figures.errors(runs)]

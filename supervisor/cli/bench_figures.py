@@ -86,12 +86,12 @@ def row(model: str, streams: int, runs: Sequence[Sequence[Answer]]) -> Row:
 
 def errors(runs: Sequence[Sequence[Answer]]) -> list[str]:
     """What went wrong, each kind once and how often, the most frequent first."""
-    told: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for run in runs:
         for answer in run:
             if answer.error is not None:
-                told[answer.error] = told.get(answer.error, 0) + 1
-    ordered = sorted(told.items(), key=lambda item: -item[1])
+                counts[answer.error] = counts.get(answer.error, 0) + 1
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
     return [f"{count} requests: {text}" if count > 1 else text for text, count in ordered]
 
 

@@ -60,8 +60,8 @@ def _compile(shown: "_Line") -> None:
         assert builder.stderr is not None
         try:
             for line in builder.stdout:
-                if told := _told(line.split()):
-                    shown.show(told)
+                if message := _message_of(line.split()):
+                    shown.show(message)
             code = builder.wait()
         except BaseException:
             shown.close()
@@ -135,7 +135,7 @@ def _say(text: str) -> None:
         drop_unwritten()
 
 
-def _told(words: list[str]) -> str | None:
+def _message_of(words: list[str]) -> str | None:
     match words:
         case ["build", "0", "0"]:  # the number of steps is not known yet
             return "compiling ExLlamaV2's CUDA code"

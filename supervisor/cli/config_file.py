@@ -25,10 +25,10 @@ def find_config(given: Path | None) -> Path:
         if candidates[1].exists():
             return candidates[1]
     looked = " and ".join(map(str, candidates))
-    told = (
+    message = (
         f"not found (looked for {looked}); name one with --config or $MODELCTL_CONFIG, or let `modelctl init` write one"
     )
-    raise ConfigError([Problem(NAME, 0, "", told)])
+    raise ConfigError([Problem(NAME, 0, "", message)])
 
 
 def _user_directory() -> Path | None:

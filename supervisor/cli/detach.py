@@ -58,8 +58,8 @@ def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
         return _see_up(process, config, runtime_dir, autostart)
     except KeyboardInterrupt:
         if process.poll() is None:
-            told = f"modelctl: interrupted; the supervisor (pid {process.pid}) goes on, `modelctl shutdown` ends it"
-            say(f"\n{told}" if sys.stderr.isatty() else told)
+            message = f"modelctl: interrupted; the supervisor (pid {process.pid}) goes on, `modelctl shutdown` ends it"
+            say(f"\n{message}" if sys.stderr.isatty() else message)
         return exit_codes.INTERRUPTED
 
 
@@ -81,8 +81,8 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
                 process.wait()  # somebody has shut it down, or killed it
             elif time.monotonic() > deadline:
                 process.kill()
-                told = f"the supervisor does not answer; see {log}"
-                raise Failure(exit_codes.SOFTWARE, "no_answer", told) from None
+                message = f"the supervisor does not answer; see {log}"
+                raise Failure(exit_codes.SOFTWARE, "no_answer", message) from None
             time.sleep(0.02)
             continue
         say(f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it")
@@ -96,8 +96,8 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
 def _account_for(process: "subprocess.Popen[bytes]", log: Path) -> int:
     """Hand on what a supervisor said that ended before its models were up, and its exit code."""
     assert process.stderr is not None
-    told = process.stderr.read().decode(errors="replace").rstrip()
-    click.echo(told or f"modelctl: the supervisor ended with code {process.returncode}; see {log}", err=True)
+    output = process.stderr.read().decode(errors="replace").rstrip()
+    click.echo(output or f"modelctl: the supervisor ended with code {process.returncode}; see {log}", err=True)
     if process.returncode == 0:
         return exit_codes.UNAVAILABLE  # it was told to
     return process.returncode if process.returncode > 0 else exit_codes.SOFTWARE

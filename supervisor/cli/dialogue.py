@@ -87,8 +87,10 @@ def _obey(command: str, conversation: Conversation) -> None:
             click.echo("(the conversation begins anew)", err=True)
         case "/undo":
             count = len(history) - 1
-            told = f"(the last turn is forgotten; {count} left)" if history.undo() else "(there is no turn to forget)"
-            click.echo(told, err=True)
+            message = (
+                f"(the last turn is forgotten; {count} left)" if history.undo() else "(there is no turn to forget)"
+            )
+            click.echo(message, err=True)
         case _:
             word = command.split()[0]
             click.echo(f"modelctl: no command {word!r}: /help lists them; to send it as text, put it between {QUOTES}",

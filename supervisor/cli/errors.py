@@ -32,12 +32,12 @@ class Failure(Exception):
 
 def report(error: BaseException, *, as_json: bool) -> int:
     """Say what ended the command. Returns the exit code."""
-    code, told, lines = _judge(error)
+    code, fields, lines = _judge(error)
     try:
         if os.environ.get(DEBUG_VARIABLE) and lines:
             traceback.print_exception(error)
-        if as_json and told is not None:
-            click.echo(json.dumps({"error": {**told, "message": completed(told["message"])}}), err=True)
+        if as_json and fields is not None:
+            click.echo(json.dumps({"error": {**fields, "message": completed(fields["message"])}}), err=True)
         elif isinstance(error, click.ClickException):
             error.show()
         else:

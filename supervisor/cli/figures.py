@@ -60,13 +60,13 @@ def lines(values: Values) -> list[tuple[str, list[str]]]:
 def engine_lines(stats: Values) -> list[str]:
     """What an engine reports of itself. What is not known here is shown under its own name, after the rest."""
     rest = dict(stats)
-    told = []
+    lines = []
     for needed, optional, render in _ENGINE:
         if all(_is_number(stats.get(key)) for key in needed):
-            told.append(render(stats))
+            lines.append(render(stats))
             for key in (*needed, *optional):
                 rest.pop(key, None)
-    return told + [f"{key} {value}" for key, value in rest.items()]
+    return lines + [f"{key} {value}" for key, value in rest.items()]
 
 
 def _entry(key: str, value: Any) -> tuple[str, list[str]]:
@@ -121,14 +121,14 @@ def _by_gpu(values: Values) -> list[str]:
 
 
 def _tcp(values: Values) -> list[str]:
-    told = [f"{values.get('listen')}: refused {values.get('forbidden')} for want of a right, cut off "
+    lines = [f"{values.get('listen')}: refused {values.get('forbidden')} for want of a right, cut off "
             f"{counted(values.get('cut_off', 0), 'connection')}"]  # fmt: skip
     for key in values.get("keys", ()):
         line = f"key {key['name']} ({', '.join(key['rights'])}): {counted(key['connections'], 'connection')}"
         if key["tokens_left"] is not None:
             line += f", {key['tokens_left']} of {key['tokens_per_minute']} tokens a minute left"
-        told.append(f"{line}, rate limited {counted(key['rate_limited'], 'time')}")
-    return told
+        lines.append(f"{line}, rate limited {counted(key['rate_limited'], 'time')}")
+    return lines
 
 
 _MAPS: dict[str, Callable[[Values], list[str]]] = {

@@ -86,8 +86,8 @@ def _write(file: Path, text: str, force: bool) -> None:
 
 
 def _exists(file: Path) -> Failure:
-    told = f"{file.absolute()} exists already and is left as it is; --force replaces it"
-    return Failure(exit_codes.CONFIG, "exists", told)
+    message = f"{file.absolute()} exists already and is left as it is; --force replaces it"
+    return Failure(exit_codes.CONFIG, "exists", message)
 
 
 def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
@@ -118,8 +118,8 @@ def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
         entries.append(Entry(name, {"model_dir": str(path), **choice}))
     if not entries:
         reasons = [f"{_printable(path)}: {why}" for path, why in left_out.items()]
-        told = "none of them can be loaded" if reasons else "a model's directory has config.json and *.safetensors"
-        raise Failure(exit_codes.CONFIG, "no_models", f"no model found in {root}: {told}", *reasons)
+        message = "none of them can be loaded" if reasons else "a model's directory has config.json and *.safetensors"
+        raise Failure(exit_codes.CONFIG, "no_models", f"no model found in {root}: {message}", *reasons)
     if len(entries) > 1:  # together they may not fit: each is loaded when it is asked for
         for entry in entries:
             entry.keys["lazy"] = True
@@ -146,13 +146,13 @@ def _choose(directories: Sequence[Path]) -> dict[Path, dict[str, Any] | str]:
             specs = [EngineSpec(path.name, engine["engine"], str(path), device, context) for path in left]
             answers = dict(zip(left, ask_now([Question(spec) for spec in specs]), strict=True))
             left = []
-            for path, told in answers.items():
-                if not told.faults:
+            for path, reported in answers.items():
+                if not reported.faults:
                     chosen[path] = engine if context is None else {**engine, "max_seq_len": context}
-                elif context is not None and all(fault.key == "max_seq_len" for fault in told.faults):
+                elif context is not None and all(fault.key == "max_seq_len" for fault in reported.faults):
                     left.append(path)  # it has less: then its own context
                 else:
-                    own = [fault.message for fault in told.faults if context is None or fault.key != "max_seq_len"]
+                    own = [fault.message for fault in reported.faults if context is None or fault.key != "max_seq_len"]
                     reasons[path][engine["engine"]] = own[0]
     return {path: chosen.get(path, _in_words(reasons[path])) for path in directories}
 

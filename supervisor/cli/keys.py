@@ -43,8 +43,8 @@ def _store(context: click.Context, option: click.Parameter, given: Path | None) 
     try:
         return KeyStore(load_config(found).keys_dir)
     except ConfigError as e:
-        told = "name the keys' directory with --keys, or put that right"
-        raise Failure(exit_codes.CONFIG, "not_usable", *map(str, e.problems), told) from None
+        message = "name the keys' directory with --keys, or put that right"
+        raise Failure(exit_codes.CONFIG, "not_usable", *map(str, e.problems), message) from None
 
 
 _config_option = click.option(
@@ -104,8 +104,13 @@ def new(
         tokens_per_minute=check_limit("tokens_per_minute", tokens_per_minute),
     )
     if as_json:
-        told = {"name": name, "file": str(file.absolute()), "public_key": key.public_key, "server_key": key.server_key}
-        click.echo(json.dumps(told, indent=2))
+        fields = {
+            "name": name,
+            "file": str(file.absolute()),
+            "public_key": key.public_key,
+            "server_key": key.server_key,
+        }
+        click.echo(json.dumps(fields, indent=2))
         return
     click.echo(f"{name}: is on the list in {store.directory}, with the rights {rights}")
     click.echo(f"{file}: the key, mode 0600. Its secret is nowhere else: move the file to the client by a safe way")

@@ -34,12 +34,12 @@ def of_supervisor(s: Values) -> Entries:
         "orders": ", ".join(t["cause"] for t in s.get("turnovers") or () if t["running"]),
         "trouble": ", ".join(f"{counters[key]} {what}" for key, what in _TROUBLE.items() if counters.get(key)),
     }
-    return [*_told(found), *figures.lines({"tcp": s["tcp"]} if s.get("tcp") else {})]
+    return [*_entries(found), *figures.lines({"tcp": s["tcp"]} if s.get("tcp") else {})]
 
 
 def of_model(m: Values) -> Entries:
     """Return the lines about one worker."""
-    return _told(
+    return _entries(
         {
             "state": _state(m),
             "reason": m.get("reason"),
@@ -57,7 +57,7 @@ def of_model(m: Values) -> Entries:
     )
 
 
-def _told(found: Mapping[str, str | None]) -> Entries:
+def _entries(found: Mapping[str, str | None]) -> Entries:
     return [(label, [text]) for label, text in found.items() if text]
 
 
@@ -89,20 +89,20 @@ def _place(m: Values) -> str:
 
 
 def _context(m: Values) -> str:
-    told = [figures.counted(m["context"], "token")] if m["context"] is not None else []
-    told.append(f"{figures.counted(m['max_batch_size'], 'request')} at once")
+    parts = [figures.counted(m["context"], "token")] if m["context"] is not None else []
+    parts.append(f"{figures.counted(m['max_batch_size'], 'request')} at once")
     if m.get("chat") is not None:
-        told.append("with a chat template" if m["chat"] else "no chat template")
-    return ", ".join(told)
+        parts.append("with a chat template" if m["chat"] else "no chat template")
+    return ", ".join(parts)
 
 
 def _vram(m: Values) -> str | None:
     held, estimated = m.get("vram_bytes"), m.get("vram_estimate_bytes")
-    told = [f"{figures.size(held)} held"] if held is not None else []
-    told += [f"{figures.size(estimated)} estimated"] if estimated else []
+    parts = [f"{figures.size(held)} held"] if held is not None else []
+    parts += [f"{figures.size(estimated)} estimated"] if estimated else []
     if m.get("vram_return") in ("awaited", "not back"):
-        told.append(f"that of the last process is {'not back yet' if m['vram_return'] == 'awaited' else 'not back'}")
-    return ", ".join(told) or None
+        parts.append(f"that of the last process is {'not back yet' if m['vram_return'] == 'awaited' else 'not back'}")
+    return ", ".join(parts) or None
 
 
 def _requests(m: Values) -> str:

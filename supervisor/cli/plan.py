@@ -91,13 +91,15 @@ def _candidates(examined: "Examined", *, installed: bool) -> "list[PlacementCand
     models = examined.config.models
     known = vet_models(models, installed=installed)
     if examined.problems:
-        of_models = problems_of(examined, [(name, fault) for name, told in known.items() for fault in told.faults])
+        of_models = problems_of(
+            examined, [(name, fault) for name, estimated in known.items() for fault in estimated.faults]
+        )
         problems = sorted([*examined.problems, *of_models], key=lambda problem: problem.line)
         raise Failure(exit_codes.CONFIG, "config", *map(str, problems))
-    for name, told in known.items():
-        lines = [str(examined.problem(name, fault.key, fault.message)) for fault in told.faults]
-        faults = tuple(replace(fault, message=line) for fault, line in zip(told.faults, lines, strict=True))
-        known[name] = replace(told, faults=faults)
+    for name, estimated in known.items():
+        lines = [str(examined.problem(name, fault.key, fault.message)) for fault in estimated.faults]
+        faults = tuple(replace(fault, message=line) for fault, line in zip(estimated.faults, lines, strict=True))
+        known[name] = replace(estimated, faults=faults)
     return [
         PlacementCandidate(worker, spec, gpu_request_of(spec), known[name])
         for name, spec in models.items()
@@ -121,8 +123,8 @@ def _this_box(candidates: "Sequence[PlacementCandidate]", runtime_dir: Path) -> 
     try:
         box = read_once()
     except GpusUnknown as e:
-        told = f"this box's GPUs are not known: NVML: {e}; say which are meant with --gpus 24G,24G"
-        raise Failure(exit_codes.CONFIG, "no_gpus", told) from None
+        message = f"this box's GPUs are not known: NVML: {e}; say which are meant with --gpus 24G,24G"
+        raise Failure(exit_codes.CONFIG, "no_gpus", message) from None
     held = _held_by_us(runtime_dir)
     return [
         replace(gpu, used=gpu.used - held.get(gpu.index, 0), free=gpu.free + held.get(gpu.index, 0)) for gpu in box
@@ -170,8 +172,8 @@ def _lines(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> list[str]:
     count = len(started)
     broken = sum(bool(o.candidate.estimated.faults) for o in started)
     why = f"; {broken} cannot be loaded, and the tables do not count them" if broken else ""
-    told = f"{misfits} of {count} workers would not start{why}" if misfits else f"all {count} workers would start"
-    lines.append(told)
+    message = f"{misfits} of {count} workers would not start{why}" if misfits else f"all {count} workers would start"
+    lines.append(message)
     return lines
 
 

@@ -52,14 +52,18 @@ def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, run
     if as_json:
         click.echo(json.dumps({"supervisor": done["settings"], "models": done["models"]}, indent=2))
     else:
-        for told in done["models"]:
-            if told["change"] != "unchanged" or told["model"] == model:
-                click.echo(f"{told['model']}: {_outcome(told)}")
+        for model_report in done["models"]:
+            if model_report["change"] != "unchanged" or model_report["model"] == model:
+                click.echo(f"{model_report['model']}: {_outcome(model_report)}")
         for key in done["settings"]:
             click.echo(f"supervisor.{key}: {_APPLIED.get(key, 'applied')}")
-        if not done["settings"] and all(told["change"] == "unchanged" for told in done["models"]):
+        if not done["settings"] and all(model_report["change"] == "unchanged" for model_report in done["models"]):
             click.echo("nothing has changed")
-    failed = [f"{told['model']}: {told['message']}" for told in done["models"] if told["state"] == "failed"]
+    failed = [
+        f"{model_report['model']}: {model_report['message']}"
+        for model_report in done["models"]
+        if model_report["state"] == "failed"
+    ]
     if failed:
         raise Failure(exit_codes.FAILED, "not_reloaded", *failed)
     return exit_codes.OK
@@ -81,10 +85,10 @@ def _prepare(client: Client, *, quiet: bool) -> int:
     return exit_codes.OK
 
 
-def _outcome(told: dict[str, Any]) -> str:
-    if told["state"] == "failed":
+def _outcome(model: dict[str, Any]) -> str:
+    if model["state"] == "failed":
         return "failed"
     by_how = {"beside": "exchanged, the new worker beside the old", "exchange": "exchanged", "retire": "removed"}
     by_change = {"added": "added", "removed": "removed", "settings": "settings applied, workers kept"}
-    text: str = by_change.get(told["change"]) or by_how.get(told.get("how", ""), "applied at the next start")
+    text: str = by_change.get(model["change"]) or by_how.get(model.get("how", ""), "applied at the next start")
     return text

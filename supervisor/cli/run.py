@@ -222,9 +222,9 @@ def _seen(client: Client, model: str) -> dict[str, Any]:
     except WireError as e:
         if e.code is not ErrorCode.FORBIDDEN:
             raise
-    for told in client.models()["models"]:  # a key with infer alone
-        if told["name"] == model:
-            return {**told, "progress": None}
+    for listed in client.models()["models"]:  # a key with infer alone
+        if listed["name"] == model:
+            return {**listed, "progress": None}
     raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {model!r} is configured", field="model")
 
 
@@ -238,10 +238,10 @@ def _result(model: str, stream: AsyncStream) -> dict[str, Any]:
     }
     if stream.logprobs:
         result["logprobs"] = [
-            _logprob(told) | {"top": [_logprob(other) for other in told.top]} for told in stream.logprobs
+            _logprob(logprob) | {"top": [_logprob(other) for other in logprob.top]} for logprob in stream.logprobs
         ]
     return result
 
 
-def _logprob(told: TokenLogprob) -> dict[str, Any]:
-    return {"token_id": told.token_id, "text": told.text, "logprob": told.logprob}
+def _logprob(logprob: TokenLogprob) -> dict[str, Any]:
+    return {"token_id": logprob.token_id, "text": logprob.text, "logprob": logprob.logprob}

@@ -73,8 +73,8 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
         raise Failure(exit_codes.CONFIG, "not_usable", str(e)) from None
     except OSError as e:
         what = f"{runtime_dir / e.filename}: {e.strerror}" if isinstance(e.filename, str) else e.strerror
-        told = f"the runtime directory {runtime_dir} cannot be used: {what}"
-        raise Failure(exit_codes.CONFIG, "not_usable", f"{told}; repair it, or give another --runtime-dir") from None
+        message = f"the runtime directory {runtime_dir} cannot be used: {what}"
+        raise Failure(exit_codes.CONFIG, "not_usable", f"{message}; repair it, or give another --runtime-dir") from None
     log = set_up_logging(runtime_dir, quiet=quiet)
     code = exit_codes.SOFTWARE
     try:

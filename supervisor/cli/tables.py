@@ -73,7 +73,7 @@ class LiveLines:
         """
         if self._silent:
             return
-        lines, steady = ({label: completed(text) for label, text in told.items()} for told in (lines, steady))
+        lines, steady = ({label: completed(text) for label, text in texts.items()} for texts in (lines, steady))
         if self._live:
             if self._drawn:
                 # A line longer than the terminal is wide takes several of its rows: all of them are cleared.

@@ -42,8 +42,8 @@ def wait_for_rollouts(client: Client, numbers: Collection[int], *, for_people: b
     while True:
         status = client.status()
         rollouts = [rollout for rollout in status["supervisor"]["turnovers"] if rollout["number"] in numbers]
-        concerned = {told["model"] for rollout in rollouts for told in rollout["models"] if "how" in told or
-                     told["state"] == "running"}  # fmt: skip
+        concerned = {report["model"] for rollout in rollouts for report in rollout["models"] if "how" in report or
+                     report["state"] == "running"}  # fmt: skip
         _show(live, [model for model in status["models"] if model["model"] in concerned])
         if not any(rollout["running"] for rollout in rollouts):
             return rollouts

@@ -152,10 +152,10 @@ class Fleet(ReplicaRegistry):
                 self._apply(replica, Event.HELLO, "connected")
             case Progress(body):
                 replica.progress = progress = checked_progress(body)
-                told = self._scheduler.report_loading(
+                effects = self._scheduler.report_loading(
                     replica.model, progress["phase"], progress["done"], progress["total"]
                 )
-                self._outlet.perform(told)
+                self._outlet.perform(effects)
             case Ready(body):
                 replica.info = checked_ready(body)
                 replica.progress = {}
@@ -169,18 +169,18 @@ class Fleet(ReplicaRegistry):
 
     def _loaded(self, replica: Replica) -> str:
         """Say how a load went: how long it took, on what the model computes, and what memory it holds now."""
-        told = [
+        parts = [
             f"loaded in {replica.info['load_seconds']} s on {replica.info['device']}",
             f"attention: {replica.info['attention']}",
             f"context {replica.info['context']} tokens",
         ]
         if replica.process is not None:
             if (held := replica.process.memory()) is not None:
-                told.append(f"{held / 2**20:.0f} MiB of RAM")
+                parts.append(f"{held / 2**20:.0f} MiB of RAM")
             vram = self.vram.describe(replica.name, replica.process.pid)["vram_bytes"]
             if vram is not None:
-                told.append(f"{vram / 2**20:.0f} MiB of VRAM")
-        return ", ".join(told)
+                parts.append(f"{vram / 2**20:.0f} MiB of VRAM")
+        return ", ".join(parts)
 
     def on_exit(self, process: Launched) -> None:
         """A worker is gone, and all that it sent before is taken in."""
@@ -303,12 +303,12 @@ class Fleet(ReplicaRegistry):
             case LifecycleAction.END_ACTIVE:
                 asked = replica.last_exit is not None and replica.last_exit.reason == "asked"
                 if asked:
-                    told = f"model {replica.model!r} was stopped before the answer was finished"
-                    error = WireError(ErrorCode.DRAINING, told)
+                    message = f"model {replica.model!r} was stopped before the answer was finished"
+                    error = WireError(ErrorCode.DRAINING, message)
                 else:
                     reason = replica.last_exit.reason if replica.last_exit else "gone"
-                    told = f"model {replica.model!r}: the worker process ended ({reason})"
-                    error = WireError(ErrorCode.WORKER_DIED, told)
+                    message = f"model {replica.model!r}: the worker process ended ({reason})"
+                    error = WireError(ErrorCode.WORKER_DIED, message)
                 self._outlet.perform(self._scheduler.worker_gone(name, error, now, struck=not asked))
                 if replica.state is WorkerState.STOPPED and not replica.comes_again:
                     self._outlet.perform(self._scheduler.release_held(name, now))

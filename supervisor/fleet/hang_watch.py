@@ -42,12 +42,12 @@ class HangWatch:
         if verdict in (HangVerdict.HUNG, HangVerdict.LOST) and (process.is_gone or replica.killed_for is not None):
             return  # it is dead, or dying; the loop is about to hear of it
         if verdict is HangVerdict.HUNG:
-            told = f"{replica.shown}: pid {process.pid} {detector.story()}; {process.condition()}"
-            self._log.error("%s", told, extra=about(replica.log_name))
+            message = f"{replica.shown}: pid {process.pid} {detector.story()}; {process.condition()}"
+            self._log.error("%s", message, extra=about(replica.log_name))
             if detector.can_tell:
                 process.dump_stacks()
         elif verdict is HangVerdict.SPARED:
-            told = f"{replica.shown}: pid {process.pid} goes on after all"
-            self._log.warning("%s", told, extra=about(replica.log_name))
+            message = f"{replica.shown}: pid {process.pid} goes on after all"
+            self._log.warning("%s", message, extra=about(replica.log_name))
         elif verdict is HangVerdict.LOST:
             self._kill(replica, f"{detector.story()}; {process.condition()}", "hung")

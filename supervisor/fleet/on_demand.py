@@ -69,8 +69,8 @@ class OnDemandLoader:
         if isinstance(chosen, NoRoom):
             return chosen
         short = ", ".join(f"{gib(size)} GiB on GPU {gpu}" for gpu, size in missing.items())
-        told = f"{coming.shown}: needs {short}: unloading {', '.join(chosen)}"
-        self._log.info("%s", told, extra=about(coming.log_name))
+        message = f"{coming.shown}: needs {short}: unloading {', '.join(chosen)}"
+        self._log.info("%s", message, extra=about(coming.log_name))
         for name in chosen:
             self._fleet.unload(name, f"evicted for {coming.label}")
         return chosen

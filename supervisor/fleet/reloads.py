@@ -35,15 +35,15 @@ class Reloads:
         try:
             config = load_config(before.file)
         except ConfigError as e:
-            told = "; ".join(map(str, e.problems))
-            self._log.error("%s: nothing is changed: %s", cause, told)
-            raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {told}") from None
+            message = "; ".join(map(str, e.problems))
+            self._log.error("%s: nothing is changed: %s", cause, message)
+            raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {message}") from None
         fixed = [(settings.listen, settings.keys) for settings in (before.supervisor, config.supervisor)]
         if fixed[0] != fixed[1]:
-            told = (
+            message = (
                 "supervisor.listen and supervisor.keys are applied at the next start only: put them back as they were"
             )
-            raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {told}, or shut down and serve again")
+            raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {message}, or shut down and serve again")
         if only is not None and only not in config.models and not self._fleet.of_model(only):
             known = ", ".join(config.models)
             raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {only[:64]!r} is configured: there is {known}")

@@ -57,18 +57,18 @@ def changes(
     before  model → what each of its workers is, which after a reload that failed is not what models.yaml said
     forced  models whose workers are exchanged in any case
     """
-    told = {}
+    found = {}
     for name, spec in after.items():
         old = before.get(name)
         if not old:
-            told[name] = Change.ADDED
+            found[name] = Change.ADDED
         elif name in forced or len(old) != len(spec.workers) or any(o.process_key != spec.process_key for o in old):
-            told[name] = Change.WORKERS
+            found[name] = Change.WORKERS
         elif any(o.config != spec.config for o in old):
-            told[name] = Change.SETTINGS
+            found[name] = Change.SETTINGS
         else:
-            told[name] = Change.UNCHANGED
-    return told | {name: Change.REMOVED for name in before if name not in after}
+            found[name] = Change.UNCHANGED
+    return found | {name: Change.REMOVED for name in before if name not in after}
 
 
 class FleetControl(Protocol):
@@ -135,7 +135,7 @@ class Rollout:
     running: bool = True
 
     def describe(self) -> dict[str, Any]:
-        models = [{"model": model, **told} for model, told in self.models.items()]
+        models = [{"model": model, **report} for model, report in self.models.items()]
         return {
             "number": self.number,
             "cause": self.cause,
@@ -181,9 +181,9 @@ class Rollouts:
         """Everything is about to be stopped."""
         for rollout in self._queue:
             rollout.running = False
-            for told in rollout.models.values():
-                if told["state"] in ("waiting", "running"):
-                    told.update(state="failed", message="the supervisor is shutting down")
+            for report in rollout.models.values():
+                if report["state"] in ("waiting", "running"):
+                    report.update(state="failed", message="the supervisor is shutting down")
         self._queue.clear()
         self._step = None
 
@@ -215,14 +215,14 @@ class Rollouts:
         return deque(steps)
 
     def _note(self, rollout: Rollout, step: RolloutStep) -> None:
-        told, others = rollout.models[step.model], rollout.steps or deque[RolloutStep]()
-        told["how"] = step.kind
+        report, others = rollout.models[step.model], rollout.steps or deque[RolloutStep]()
+        report["how"] = step.kind
         if step.failure is not None:
-            told.update(state="failed", message=step.failure)
+            report.update(state="failed", message=step.failure)
             self._log.error("%s: %s: %s", rollout.cause, step.label, step.failure, extra=about(step.label))
             rollout.steps = deque(other for other in others if other.model != step.model)
         elif not any(other.model == step.model for other in others):
-            told["state"] = "done"
+            report["state"] = "done"
 
     def _begin(self, step: RolloutStep, rollout: Rollout) -> None:
         fleet, cause = self._fleet, rollout.cause

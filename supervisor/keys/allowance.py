@@ -64,9 +64,9 @@ class Allowance:
         identity = self.identity
         if identity.max_in_flight is not None and in_flight >= identity.max_in_flight:
             self.refused += 1
-            told = f"key {identity.name!r} has {in_flight} requests unfinished and may have {identity.max_in_flight}"
+            message = f"key {identity.name!r} has {in_flight} requests unfinished and may have {identity.max_in_flight}"
             raise WireError(
-                ErrorCode.RATE_LIMITED, f"{told}: wait for one to end, or cancel one", retry_after_ms=BUSY_RETRY_MS
+                ErrorCode.RATE_LIMITED, f"{message}: wait for one to end, or cancel one", retry_after_ms=BUSY_RETRY_MS
             )
         if (bucket := self._bucket) is None:
             return
@@ -74,8 +74,10 @@ class Allowance:
         if bucket.left < 1:
             self.refused += 1
             wait = bucket.wait_s()
-            told = f"key {identity.name!r} has used its {bucket.per_minute} tokens a minute: try again in {wait:.1f} s"
-            raise WireError(ErrorCode.RATE_LIMITED, told, retry_after_ms=max(1, round(1000 * wait)))
+            message = (
+                f"key {identity.name!r} has used its {bucket.per_minute} tokens a minute: try again in {wait:.1f} s"
+            )
+            raise WireError(ErrorCode.RATE_LIMITED, message, retry_after_ms=max(1, round(1000 * wait)))
 
     def charge(self, tokens: int, now: float) -> None:
         """So many tokens of a prompt were accepted, or of an answer have come."""

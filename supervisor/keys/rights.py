@@ -79,5 +79,5 @@ def check_right(identity: Identity, message: Message) -> None:
         return
     needed = " or ".join(right for right in Right if right in enough)
     has = ", ".join(right for right in Right if right in identity.rights)
-    told = f"{what} takes the right {needed}, and key {identity.name!r} has {has or 'none'}"
-    raise WireError(ErrorCode.FORBIDDEN, f"{told}: ask for another key (`modelctl keys new NAME --rights ...`)")
+    text = f"{what} takes the right {needed}, and key {identity.name!r} has {has or 'none'}"
+    raise WireError(ErrorCode.FORBIDDEN, f"{text}: ask for another key (`modelctl keys new NAME --rights ...`)")

@@ -97,10 +97,10 @@ class KeyRing:
 
     def describe(self, connections: dict[str, int], now: float) -> list[dict[str, Any]]:
         """Each key, for people. ``connections``: by public key."""
-        told = []
+        described = []
         for public_key, identity in self._identities.items():
             allowance = self._allowances.get(public_key)
-            told.append(
+            described.append(
                 {
                     "name": identity.name,
                     "rights": [right for right in Right if right in identity.rights],
@@ -111,7 +111,7 @@ class KeyRing:
                     "rate_limited": 0 if allowance is None else allowance.refused,
                 }
             )
-        return told
+        return described
 
 
 def _few(names: list[str | None]) -> str:

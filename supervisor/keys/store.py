@@ -187,8 +187,8 @@ def _read(path: Path) -> str:
     try:
         return read_private(path, limit=MAX_LIST)
     except ValueError as e:
-        told = "" if os.path.lexists(path) else "; put it back, or make a key with `modelctl keys new NAME`"
-        raise KeysProblem(f"{e}{told}") from None
+        message = "" if os.path.lexists(path) else "; put it back, or make a key with `modelctl keys new NAME`"
+        raise KeysProblem(f"{e}{message}") from None
 
 
 def _write_new(path: Path, text: str) -> None:

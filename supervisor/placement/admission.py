@@ -181,7 +181,7 @@ class Admission:
         question = question_of(spec) if spec.config.engine in ESTIMATED else None
         if question is not None:
             try:
-                self._estimator.ask(worker, question, lambda told: self._on_estimate(asked, told))
+                self._estimator.ask(worker, question, lambda estimated: self._on_estimate(asked, estimated))
             except OSError as e:
                 report = not_spawned(e)
                 self._at_next_turn(lambda: self._refuse(asked, report))
@@ -273,11 +273,11 @@ class Admission:
             "vram_loaded_bytes": sum(known.measured.values()) or None,
         }
 
-    def _on_estimate(self, asked: _Asked, told: Estimated) -> None:
-        asked.estimated = answer_with(asked.spec, told)
-        if told.error is not None:
-            reason = "unreadable" if told.retry else "config"
-            self._refuse(asked, not_admitted(reason, LOAD_ERROR_PREFIX + told.error, retry=told.retry))
+    def _on_estimate(self, asked: _Asked, reported: Estimated) -> None:
+        asked.estimated = answer_with(asked.spec, reported)
+        if reported.error is not None:
+            reason = "unreadable" if reported.retry else "config"
+            self._refuse(asked, not_admitted(reason, LOAD_ERROR_PREFIX + reported.error, retry=reported.retry))
         self._go_on()
 
     def _go_on(self) -> None:
@@ -335,8 +335,8 @@ class Admission:
             return False
         if asked.since is None:
             asked.since = now
-            told = f"{asked.worker}: {verdict.message}; waits for busy models to become idle"
-            self._log.info("%s", told, extra=about(asked.worker))
+            message = f"{asked.worker}: {verdict.message}; waits for busy models to become idle"
+            self._log.info("%s", message, extra=about(asked.worker))
         if any(h.loading and h.placed.keys() & verdict.missing.keys() for h in self._holdings.values()):
             asked.since = now  # who loads cannot be idle yet, and a large model may take longer than that
         if now - asked.since >= IDLE_WAIT_S:
@@ -349,8 +349,8 @@ class Admission:
         now = time.monotonic()
         if asked.unread_since is None:
             asked.unread_since = now
-            told = f"{asked.worker}: waits for the GPUs to be read: {self.vram.trouble}"
-            self._log.info("%s", told, extra=about(asked.worker))
+            message = f"{asked.worker}: waits for the GPUs to be read: {self.vram.trouble}"
+            self._log.info("%s", message, extra=about(asked.worker))
         if now - asked.unread_since >= READING_WAIT_S:
             return False
         self._timers.at(now + IDLE_CHECK_S, lambda: self._try_again(asked))
@@ -366,8 +366,8 @@ class Admission:
         holding = self._holdings.get(worker)
         if holding is None:
             return {}
-        told = {g.index: g.processes.get(holding.pid) for g in reading if holding.pid is not None}
-        return {gpu: told.get(gpu) or size for gpu, size in holding.placed.items()}
+        measured = {g.index: g.processes.get(holding.pid) for g in reading if holding.pid is not None}
+        return {gpu: measured.get(gpu) or size for gpu, size in holding.placed.items()}
 
     def _refuse(self, asked: _Asked, report: ExitReport) -> None:
         if self._asked.get(asked.worker) is asked:  # else it was stopped meanwhile

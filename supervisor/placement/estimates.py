@@ -83,8 +83,8 @@ class Estimated:
         return self.faults[0].message if self.faults else None
 
 
-def _not_read(told: str) -> Estimated:
-    return Estimated(faults=(Fault("model_dir", told),), retry=True)
+def _not_read(message: str) -> Estimated:
+    return Estimated(faults=(Fault("model_dir", message),), retry=True)
 
 
 _LATE = _not_read(f"its files could not be read within {ESTIMATE_S:.0f} s: is its file system there?")
@@ -245,10 +245,10 @@ def answers(descriptor: int) -> list[Estimated]:
 
 
 def _read(line: bytes) -> Estimated:
-    told: dict[str, Any] = json.loads(line)
-    unchecked = told.get("unchecked")
-    if "needs" in told:
-        needs = {int(count): Needs(**parts) for count, parts in told["needs"].items()}
+    reply: dict[str, Any] = json.loads(line)
+    unchecked = reply.get("unchecked")
+    if "needs" in reply:
+        needs = {int(count): Needs(**parts) for count, parts in reply["needs"].items()}
         return Estimated(needs=needs, unchecked=unchecked)
-    faults = tuple(Fault(**fault) for fault in told.get("faults", ()))
-    return Estimated(unknown=told.get("unknown"), faults=faults, unchecked=unchecked)
+    faults = tuple(Fault(**fault) for fault in reply.get("faults", ()))
+    return Estimated(unknown=reply.get("unknown"), faults=faults, unchecked=unchecked)

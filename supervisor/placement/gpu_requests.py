@@ -42,22 +42,22 @@ def question_of(spec: ModelSpec, *, installed: bool = False) -> Question | None:
     return Question(spec.engine_spec, spec.config.sampling or {}, counts, installed)
 
 
-def answer_with(spec: ModelSpec, told: Estimated | None) -> Estimated:
+def answer_with(spec: ModelSpec, estimated: Estimated | None) -> Estimated:
     """Return the known needs of a model: its faults first, then the memory that models.yaml declares, then the
     estimate.
 
-    told  the answer of the process that reads the model's directory; None if it was not asked
+    estimated  the answer of the process that reads the model's directory; None if it was not asked
     """
-    if told is None:
-        told = Estimated(unknown=f"there is no estimate for engine {spec.config.engine}")
-    if told.faults:
-        return told
+    if estimated is None:
+        estimated = Estimated(unknown=f"there is no estimate for engine {spec.config.engine}")
+    if estimated.faults:
+        return estimated
     gpu_request = gpu_request_of(spec)
     if gpu_request is None:
-        return replace(told, needs=None, unknown=None)  # it needs no GPU
+        return replace(estimated, needs=None, unknown=None)  # it needs no GPU
     if (needs := declared(spec, gpu_request)) is not None:
-        return replace(told, needs=needs, unknown=None)
-    return told
+        return replace(estimated, needs=needs, unknown=None)
+    return estimated
 
 
 def declared(spec: ModelSpec, gpu_request: GpuRequest) -> dict[int, Needs] | None:

@@ -58,23 +58,23 @@ def question(number: int, only: Collection[int] | None) -> bytes:
 
 def read_greeting(frame: bytes) -> Greeting:
     """Raises Nonsense."""
-    told = _map(frame)
-    if "absent" in told:
-        return Greeting(absent=_words(told, "absent"))
-    return Greeting(tuple(map(_fixed, _list(told, "gpus", MAX_GPUS))))
+    reply = _map(frame)
+    if "absent" in reply:
+        return Greeting(absent=_words(reply, "absent"))
+    return Greeting(tuple(map(_fixed, _list(reply, "gpus", MAX_GPUS))))
 
 
 def read_answer(frame: bytes, number: int, only: Collection[int] | None, fixed: Sequence[Fixed]) -> Answer:
     """The answer to a question about the GPUs of a greeting. Raises Nonsense."""
-    told = _map(frame)
-    if _number(told, "number") != number:
+    reply = _map(frame)
+    if _number(reply, "number") != number:
         raise Nonsense("it answers what was not asked")
-    took_s = told.get("took_s")
+    took_s = reply.get("took_s")
     if not isinstance(took_s, float) or not 0 <= took_s < 1e9:
         raise Nonsense("took_s is no time")
-    if "error" in told:
-        return Answer(took_s, [], _words(told, "error"))
-    gpus = [_gpu(entry, fixed) for entry in _list(told, "gpus", MAX_GPUS)]
+    if "error" in reply:
+        return Answer(took_s, [], _words(reply, "error"))
+    gpus = [_gpu(entry, fixed) for entry in _list(reply, "gpus", MAX_GPUS)]
     if [gpu.index for gpu in gpus] != [i for i in range(len(fixed)) if only is None or i in only]:
         raise Nonsense("gpus are not those that were asked for")
     return Answer(took_s, gpus)
@@ -84,27 +84,27 @@ def _map(frame: bytes) -> dict[str, Any]:
     if len(frame) > MAX_ANSWER:
         raise Nonsense(f"it is longer than {MAX_ANSWER} bytes")
     try:
-        told = json.loads(frame)
+        reply = json.loads(frame)
     except (ValueError, RecursionError):
         raise Nonsense("it is no JSON") from None
-    return _is_map(told)
+    return _is_map(reply)
 
 
-def _is_map(told: object) -> dict[str, Any]:
-    if not isinstance(told, dict):
+def _is_map(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
         raise Nonsense("a map is expected where there is none")
-    return told
+    return value
 
 
-def _list(told: dict[str, Any], key: str, most: int) -> list[Any]:
-    value = told.get(key)
+def _list(reply: dict[str, Any], key: str, most: int) -> list[Any]:
+    value = reply.get(key)
     if not isinstance(value, list) or len(value) > most:
         raise Nonsense(f"{key} is no list of at most {most}")
     return value
 
 
-def _number(told: dict[str, Any], key: str, below: int = _MOST) -> int:
-    return _is_number(told.get(key), key, below)
+def _number(reply: dict[str, Any], key: str, below: int = _MOST) -> int:
+    return _is_number(reply.get(key), key, below)
 
 
 def _is_number(value: object, what: str, below: int = _MOST) -> int:
@@ -113,32 +113,32 @@ def _is_number(value: object, what: str, below: int = _MOST) -> int:
     return value
 
 
-def _words(told: dict[str, Any], key: str) -> str:
+def _words(reply: dict[str, Any], key: str) -> str:
     """Text for people, on one line of a log."""
-    value = told[key]
+    value = reply[key]
     if not isinstance(value, str):
         raise Nonsense(f"{key} is no text")
     return "".join(c if c.isprintable() else " " for c in value)[:MAX_TEXT]
 
 
 def _fixed(entry: object) -> Fixed:
-    told = _is_map(entry)
-    uuid = told.get("uuid")
+    reply = _is_map(entry)
+    uuid = reply.get("uuid")
     if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_TEXT or not (uuid.isascii() and uuid.isprintable()):
         raise Nonsense("uuid is none")
-    cpus, nodes = (_set_bits([_is_number(w, key) for w in _list(told, key, _WORDS)]) for key in ("cpus", "nodes"))
+    cpus, nodes = (_set_bits([_is_number(w, key) for w in _list(reply, key, _WORDS)]) for key in ("cpus", "nodes"))
     return Fixed(uuid, cpus, nodes)
 
 
 def _gpu(entry: object, fixed: Sequence[Fixed]) -> Gpu:
-    told = _is_map(entry)
-    index = _number(told, "index", len(fixed))
-    total = _number(told, "total")
-    used, free = (_number(told, key, total + 1) for key in ("used", "free"))
-    mig = told.get("mig")
+    reply = _is_map(entry)
+    index = _number(reply, "index", len(fixed))
+    total = _number(reply, "total")
+    used, free = (_number(reply, key, total + 1) for key in ("used", "free"))
+    mig = reply.get("mig")
     if not isinstance(mig, bool):
         raise Nonsense("mig is neither true nor false")
-    held = dict(map(_process, _list(told, "processes", MAX_ANSWER)))
+    held = dict(map(_process, _list(reply, "processes", MAX_ANSWER)))
     known = fixed[index]
     return Gpu(index, known.uuid, total, used, free, held, mig, known.cpus, known.nodes)
 

@@ -112,10 +112,10 @@ def _serve() -> None:
         asked = json.loads(question)
         begun = time.monotonic()
         try:
-            told: dict[str, Any] = {"gpus": nvml.now(asked["only"])}
+            answer: dict[str, Any] = {"gpus": nvml.now(asked["only"])}
         except pynvml.NVMLError as e:
-            told = {"error": str(e)}
-        _tell({"number": asked["number"], "took_s": time.monotonic() - begun, **told})
+            answer = {"error": str(e)}
+        _tell({"number": asked["number"], "took_s": time.monotonic() - begun, **answer})
 
 
 def _main() -> None:

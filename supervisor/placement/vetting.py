@@ -43,13 +43,15 @@ def lacking_gpus(models: Mapping[str, ModelSpec]) -> dict[str, Fault]:
     outer, all_rooms = os.environ.get("CUDA_VISIBLE_DEVICES"), rooms(box, [])
     verdicts = {name: place(gpu_request, None, all_rooms, outer) for name, gpu_request in gpu_requests.items()}
     return {
-        name: Fault("gpu", told.message, machine=True) for name, told in verdicts.items() if isinstance(told, Refused)
+        name: Fault("gpu", verdict.message, machine=True)
+        for name, verdict in verdicts.items()
+        if isinstance(verdict, Refused)
     }
 
 
 def problems_of(examined: Examined, faults: Iterable[tuple[str, Fault]]) -> list[Problem]:
     """Return the faults of models as problems with their lines. Leave out keys that already have a problem in the file:
     a fault that follows from that problem would only confuse."""
-    told = {problem.path for problem in examined.problems}
+    known_paths = {problem.path for problem in examined.problems}
     found = [examined.problem(name, fault.key, fault.message) for name, fault in faults]
-    return [problem for problem in found if problem.path not in told]
+    return [problem for problem in found if problem.path not in known_paths]

@@ -157,9 +157,9 @@ class Vram:
         if watched is None:
             return {"vram_bytes": None, "vram_by_gpu": None, "vram_return": None, "vram_returned_ms": None}
         held = {str(g.index): g.processes[pid] for g in self._recent() if pid is not None and pid in g.processes}
-        told = [size for size in held.values() if size is not None]
+        sizes = [size for size in held.values() if size is not None]
         return {
-            "vram_bytes": sum(told) if told else None,
+            "vram_bytes": sum(sizes) if sizes else None,
             "vram_by_gpu": held or None,
             "vram_return": watched.returned,
             "vram_returned_ms": watched.returned_ms,
@@ -169,13 +169,13 @@ class Vram:
         """pid → what it holds of the GPUs that are used, as NVML lists it, in words."""
         recent = self._recent()
         used = {index for watched in self._models.values() for index in watched.gpus or ()}
-        told: dict[int, list[str]] = {}
+        holdings: dict[int, list[str]] = {}
         for gpu in recent:
             for pid, size in gpu.processes.items() if gpu.index in used else ():
-                told.setdefault(pid, []).append(
+                holdings.setdefault(pid, []).append(
                     f"{'memory' if size is None else f'{size / (1 << 30):.1f} GiB'} of GPU {gpu.index}"
                 )
-        return {pid: " and ".join(parts) for pid, parts in told.items()}
+        return {pid: " and ".join(parts) for pid, parts in holdings.items()}
 
     def describe_gpus(self) -> list[dict[str, Any]]:
         """Every GPU of the box: index, uuid, total_bytes, used_bytes, free_bytes. Empty if none is used."""

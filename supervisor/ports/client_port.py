@@ -135,8 +135,8 @@ class ClientPort:
         """
         self._take_in()
         for channel, messages, size in self._arrivals.excessive(grown=self._has_grown()):
-            told = f"it sent faster than its messages are handled ({messages} of them, {size} bytes, were taken in)"
-            self._end_flood(self._by_channel[channel], told)
+            text = f"it sent faster than its messages are handled ({messages} of them, {size} bytes, were taken in)"
+            self._end_flood(self._by_channel[channel], text)
         for _ in range(DRAIN_LIMIT):
             if (arrival := self._arrivals.next()) is None:
                 return
@@ -145,8 +145,8 @@ class ClientPort:
             try:
                 if part.more:
                     kind, number = named(part.buffer)
-                    told = "a message is one frame, not several"
-                    raise FrameError(ErrorCode.BAD_FRAME, told, kind=kind, number=number)
+                    text = "a message is one frame, not several"
+                    raise FrameError(ErrorCode.BAD_FRAME, text, kind=kind, number=number)
                 message = decode(part.buffer, CLIENT_TO_SUPERVISOR)  # not a copy: it may have 16 MiB
                 if not connection.greeted or isinstance(message, Hello):
                     _check_greeting(connection, message)
@@ -291,8 +291,8 @@ class ClientPort:
             self._flood_logged_at = now
             whose = connection.identity.name or f"process {process_of(connection.fd)}"
             self.log.warning("a connection of %s to %s is ended: %s", whose, self.endpoint, why)
-        told = f"this connection was ended: {why}; wait for answers before you send more"
-        self.cut(connection, WireError(ErrorCode.RATE_LIMITED, told, retry_after_ms=1000), hears=False)
+        message = f"this connection was ended: {why}; wait for answers before you send more"
+        self.cut(connection, WireError(ErrorCode.RATE_LIMITED, message, retry_after_ms=1000), hears=False)
 
     def end(self, connection: Connection) -> None:
         """End a connection now, of a client that cannot be told why."""
@@ -419,11 +419,11 @@ def _check_greeting(connection: Connection, message: Message) -> None:
     """Raise FrameError unless HELLO comes first, once, and with a map."""
     kind, number = message.kind, number_of(message)
     if not isinstance(message, Hello):
-        told = "the first message of a connection is HELLO"
-        raise FrameError(ErrorCode.BAD_FRAME, told, kind=kind, number=number)
+        text = "the first message of a connection is HELLO"
+        raise FrameError(ErrorCode.BAD_FRAME, text, kind=kind, number=number)
     if connection.greeted:
-        told = "HELLO was said before on this connection: say it once"
-        raise FrameError(ErrorCode.BAD_FRAME, told, kind=kind)
+        text = "HELLO was said before on this connection: say it once"
+        raise FrameError(ErrorCode.BAD_FRAME, text, kind=kind)
     try:
         unpack_body(message.body)
     except FrameError as e:

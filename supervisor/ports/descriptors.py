@@ -76,8 +76,8 @@ class DescriptorBudget:
         self._mark = limit - reserve - FOR_OPERATORS
         self.backlog = min(BACKLOG, max(8, reserve // 8))
         if limit < COMFORTABLE:
-            told = "few clients can be connected at once, and a flood of them could end this process"
-            log.warning("only %d descriptors are allowed (ulimit -n): %s; allow %d", limit, told, COMFORTABLE)
+            message = "few clients can be connected at once, and a flood of them could end this process"
+            log.warning("only %d descriptors are allowed (ulimit -n): %s; allow %d", limit, message, COMFORTABLE)
 
     def scarce(self, clients: int) -> bool:
         """Return whether to take no new clients. ``clients``: how many are connected."""

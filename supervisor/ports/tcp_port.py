@@ -95,15 +95,15 @@ class TcpPort(ClientPort):
             router.bind(endpoint)
         except zmq.ZMQError as e:
             port.close()
-            told = f"cannot listen on {endpoint} (supervisor.listen): {os.strerror(e.errno or 0)}"
-            raise ListenError(f"{told}; choose another port, or an address of this machine") from None
+            message = f"cannot listen on {endpoint} (supervisor.listen): {os.strerror(e.errno or 0)}"
+            raise ListenError(f"{message}; choose another port, or an address of this machine") from None
         try:
             port.pause()  # it has to work when it is needed
             port.resume()
         except OSError as e:
             port.close()
-            told = f"cannot listen on {endpoint} safely: the kernel refuses a filter on the socket ({e.strerror})"
-            raise ListenError(f"{told}; allow setsockopt(SO_ATTACH_FILTER), or remove supervisor.listen") from None
+            message = f"cannot listen on {endpoint} safely: the kernel refuses a filter on the socket ({e.strerror})"
+            raise ListenError(f"{message}; allow setsockopt(SO_ATTACH_FILTER), or remove supervisor.listen") from None
         return port
 
     def pause(self) -> None:
@@ -191,8 +191,8 @@ class TcpPort(ClientPort):
         connection.identity = identity
         own = sum(other.identity.public_key == identity.public_key for other in self._by_channel.values())
         if own > MAX_CONNECTIONS_OF_KEY:
-            told = f"key {identity.name!r} has {MAX_CONNECTIONS_OF_KEY} connections, the most it may have: use those"
-            self.cut(connection, WireError(ErrorCode.RATE_LIMITED, told, retry_after_ms=1000))
+            message = f"key {identity.name!r} has {MAX_CONNECTIONS_OF_KEY} connections, the most it may have: use those"
+            self.cut(connection, WireError(ErrorCode.RATE_LIMITED, message, retry_after_ms=1000))
             return False
         return True
 

@@ -125,18 +125,18 @@ class CreditControl:
         """Whose stream has to be ended because of what was just held for this one, and what it is told."""
         bounds, own, all_its = self.bounds, request.held.cost, self._of_channel[request.channel]
         if own > bounds.of_stream or all_its > bounds.of_connection:
-            told = (
+            message = (
                 f"{len(request.held)} events waited for the client to read them: {own} bytes for this stream (at most "
                 f"{bounds.of_stream}), {all_its} for all of its connection (at most {bounds.of_connection})"
             )
-            return request, WireError(ErrorCode.SLOW_CONSUMER, told)
+            return request, WireError(ErrorCode.SLOW_CONSUMER, message)
         if self._total > bounds.of_all:
             most = max(self._holding, key=lambda r: r.held.cost, default=request)
-            told = (
+            message = (
                 f"{len(most.held)} events waited for the client to read them, {most.held.cost} bytes, more than for "
                 f"any other stream while all held {self._total} (at most {bounds.of_all})"
             )
-            return most, WireError(ErrorCode.SLOW_CONSUMER, told)
+            return most, WireError(ErrorCode.SLOW_CONSUMER, message)
         return None
 
     def stalled(self, now: float) -> list[tuple[InFlight, WireError]]:

@@ -98,11 +98,13 @@ class ModelQueue:
     @property
     def refusal(self) -> WireError:
         """What a request is told that no worker will serve: a failed one says most."""
-        told = [worker_slot.refusal for worker_slot in self.worker_slots.values() if worker_slot.refusal is not None]
-        if not told:  # configured, while a reload has yet to come to its workers
+        refusals = [
+            worker_slot.refusal for worker_slot in self.worker_slots.values() if worker_slot.refusal is not None
+        ]
+        if not refusals:  # configured, while a reload has yet to come to its workers
             awaited = f"model {self.name!r} has no worker yet: a reload goes on"
             return WireError(ErrorCode.MODEL_NOT_RUNNING, awaited, retry_after_ms=UNMEASURED_RETRY_MS)
-        return next((error for error in told if error.code is ErrorCode.MODEL_FAILED), told[0])
+        return next((error for error in refusals if error.code is ErrorCode.MODEL_FAILED), refusals[0])
 
     def all_waiting(self) -> Iterator[InFlight]:
         yield from self.suspects
@@ -117,11 +119,11 @@ class ModelQueue:
         waiting_cost = self.fair_queue.cost + sum(request.cost for request in self.parked.values())
         if self.waiting < limits.requests and (not waiting_cost or waiting_cost + cost <= limits.tokens):
             return
-        told = (
+        message = (
             f"model {self.name!r} has {self.waiting} requests waiting (at most {limits.requests}), their prompts about "
             f"{waiting_cost} tokens long (at most {limits.tokens}): try later"
         )
-        raise WireError(ErrorCode.OVERLOADED, told, retry_after_ms=self._retry_after_ms())
+        raise WireError(ErrorCode.OVERLOADED, message, retry_after_ms=self._retry_after_ms())
 
     def _retry_after_ms(self) -> int:
         capacity = sum(worker_slot.capacity for worker_slot in self.worker_slots.values())

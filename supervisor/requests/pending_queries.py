@@ -32,11 +32,11 @@ class PendingQueries:
         asked = self._open.setdefault(worker, {})
         own = sum(other.channel == asker.channel and other.admin == asker.admin for other in asked.values())
         if len(asked) >= MOST or own >= MOST_OF_CHANNEL:
-            told = (
+            message = (
                 f"{worker} has {len(asked)} questions to answer (at most {MOST}), {own} of this connection (at most "
                 f"{MOST_OF_CHANNEL}): try later"
             )
-            raise WireError(ErrorCode.OVERLOADED, told, retry_after_ms=100)
+            raise WireError(ErrorCode.OVERLOADED, message, retry_after_ms=100)
         number = next(self._ids)
         asked[number] = asker
         return number

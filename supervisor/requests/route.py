@@ -43,10 +43,10 @@ def read_route(given: dict[str, Any]) -> Route:
     for key, value in given.items():
         check = CHECKS.get(key) if isinstance(key, str) else None
         if check is None:
-            told = (
+            message = (
                 f"unknown routing key {spelled_name(key)}: known are {', '.join(CHECKS)}; all else stands in the body"
             )
-            raise RequestError(told, field=f"route.{key[:64]}" if isinstance(key, str) else "route")
+            raise RequestError(message, field=f"route.{key[:64]}" if isinstance(key, str) else "route")
         allowed, rule = check
         if not allowed(value):
             raise RequestError(f"{key} is {spelled(value)}: must be {rule}", field=f"route.{key}")

@@ -142,11 +142,11 @@ class Scheduler(Deaths):
         """The drain's time is over. What cannot go on in another worker ends with DRAINING."""
         queue = self._of_worker[worker]
         effects: list[Effect] = []
-        told = f"model {queue.name!r} is being stopped; the request was ended before its time"
+        message = f"model {queue.name!r} is being stopped; the request was ended before its time"
         for request in queue.worker_slots[worker].running.values():
             if request.phase is RequestPhase.RUNNING and not (queue.accepts and request.resumable):
                 effects += self._abandon(request)
-                effects += self._end_running(request, WireError(ErrorCode.DRAINING, told))
+                effects += self._end_running(request, WireError(ErrorCode.DRAINING, message))
         return effects
 
     # --- clients ------------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ class Scheduler(Deaths):
         if message.request == 0:
             raise RequestError("request is 0: ids start at 1 (0 is the connection itself)", field="request")
         if self.holds(channel, message.request):
-            told = f"request {message.request} is in use on this connection and goes on: give each request its own id"
-            raise WireError(ErrorCode.DUPLICATE_REQUEST, told, field="request")
+            text = f"request {message.request} is in use on this connection and goes on: give each request its own id"
+            raise WireError(ErrorCode.DUPLICATE_REQUEST, text, field="request")
         route = read_route(message.route)
         queue = self._models.get(message.model)
         if queue is None or queue.removed:
@@ -339,8 +339,8 @@ class Scheduler(Deaths):
 def _too_late(what: str, request: InFlight) -> WireError:
     limit = getattr(request.route, what)
     if what == "queue_ms":
-        told = f"the request waited for a worker for {limit} ms, which is its queue_ms"
-        return WireError(ErrorCode.QUEUE_TIMEOUT, told, field="route.queue_ms")
+        message = f"the request waited for a worker for {limit} ms, which is its queue_ms"
+        return WireError(ErrorCode.QUEUE_TIMEOUT, message, field="route.queue_ms")
     awaited = "its first token" if what == "ttft_ms" else "the end of its answer"
-    told = f"{awaited} did not come within {limit} ms, which is the request's {what}"
-    return WireError(ErrorCode.DEADLINE_EXCEEDED, told, field=f"route.{what}")
+    message = f"{awaited} did not come within {limit} ms, which is the request's {what}"
+    return WireError(ErrorCode.DEADLINE_EXCEEDED, message, field=f"route.{what}")

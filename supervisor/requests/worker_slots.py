@@ -119,10 +119,10 @@ class Affinity:
 def affinity_key(request: InFlight) -> bytes:
     """What stands for the request's conversation: its affinity, else the beginning of its prompt."""
     if request.route.affinity is not None:
-        kind, told = b"k", request.route.affinity.encode(errors="surrogatepass")
+        kind, identity = b"k", request.route.affinity.encode(errors="surrogatepass")
     else:
-        kind, told = b"p", _beginning(request.body)
-    return kind + digest(told)  # many are remembered, and an affinity may have 1 KB
+        kind, identity = b"p", _beginning(request.body)
+    return kind + digest(identity)  # many are remembered, and an affinity may have 1 KB
 
 
 def _beginning(body: bytes) -> bytes:

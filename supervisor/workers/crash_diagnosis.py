@@ -67,8 +67,8 @@ def abort_fault(tail: Sequence[str]) -> Fault | None:
     started = [number for number in range(begin, end) if tail[number].startswith(_TERMINATE)]
     if not started:
         return None
-    told = next((line for line in tail[started[-1] : end] if line.lstrip().startswith("what():")), tail[started[-1]])
-    return _known(told.strip().removeprefix("what():").strip())
+    what = next((line for line in tail[started[-1] : end] if line.lstrip().startswith("what():")), tail[started[-1]])
+    return _known(what.strip().removeprefix("what():").strip())
 
 
 def _exceptions(tail: Sequence[str]) -> list[str]:
@@ -100,11 +100,11 @@ def _known(line: str) -> Fault | None:
     if _OUT_OF_VRAM.search(line):
         return Fault("out of VRAM", _vram_message(line))
     if _OUT_OF_MEMORY.search(line):
-        told = "" if line == "MemoryError" else f" ({line})"
+        message = "" if line == "MemoryError" else f" ({line})"
         return Fault(
             "out of memory",
             "the machine is out of memory (RAM, not VRAM): stop other models or programs, or raise the memory limit "
-            f"that the supervisor runs under{told}",
+            f"that the supervisor runs under{message}",
         )
     if found := _CUDA_ERROR.search(line):
         what = (found["what"] or found["status"]).strip()

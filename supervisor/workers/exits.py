@@ -48,16 +48,16 @@ def classify(code: int, *, asked: bool, log_tail: list[str], killed: tuple[str, 
     killed    (reason, why) if the supervisor itself sent SIGKILL
     """
     if asked:
-        told = f"stopped; it was killed: {killed[1]}" if killed else "stopped"
-        return ExitReport(code, "asked", _printable(told), retry=False)
+        message = f"stopped; it was killed: {killed[1]}" if killed else "stopped"
+        return ExitReport(code, "asked", _printable(message), retry=False)
     report = _unasked(code, log_tail, killed)
     return replace(report, lines=tuple(map(_printable, last_lines(log_tail, MAX_LINES))))
 
 
 def _unasked(code: int, log_tail: list[str], killed: tuple[str, str] | None) -> ExitReport:
     if code == EXIT_CONFIG:
-        told = [line for line in log_tail if line.startswith(LOAD_ERROR_PREFIX)]
-        message = _printable(told[-1]) if told else "cannot load the model as configured"
+        load_errors = [line for line in log_tail if line.startswith(LOAD_ERROR_PREFIX)]
+        message = _printable(load_errors[-1]) if load_errors else "cannot load the model as configured"
         return ExitReport(code, "config", message, retry=False)
     last = _printable(next((line.strip() for line in reversed(log_tail) if line.strip()), ""))
     fault = engine_fault(log_tail) if code == EXIT_ENGINE_FAULT else None

@@ -179,8 +179,8 @@ class ModelLife:
         """Move on, and say what has to be done. Raises IllegalTransition with the story."""
         row = TRANSITIONS.get((self.state, event))
         if row is None:
-            told = "\n".join(f"  {s.at:.3f} {s.before} -> {s.after} on {s.event} ({s.cause})" for s in self.story)
-            raise IllegalTransition(f"{self.model}: {event} in state {self.state}; its story:\n{told}")
+            message = "\n".join(f"  {s.at:.3f} {s.before} -> {s.after} on {s.event} ({s.cause})" for s in self.story)
+            raise IllegalTransition(f"{self.model}: {event} in state {self.state}; its story:\n{message}")
         after, effects = row
         self.story.append(Transition(now, self.state, event, after, cause))
         if after is not self.state:

@@ -171,9 +171,9 @@ class Orphans:
 
     def _read(self) -> Record | None:
         try:
-            told: dict[str, Any] = json.loads(self._path.read_bytes())
-            workers = tuple(Recorded(int(w["pid"]), int(w["started"]), str(w["model"])) for w in told["workers"])
-            return Record(str(told["boot"]), tuple(map(str, told["marks"])), workers)
+            stored: dict[str, Any] = json.loads(self._path.read_bytes())
+            workers = tuple(Recorded(int(w["pid"]), int(w["started"]), str(w["model"])) for w in stored["workers"])
+            return Record(str(stored["boot"]), tuple(map(str, stored["marks"])), workers)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as e:
@@ -183,10 +183,10 @@ class Orphans:
     def _write(self) -> None:
         """Whole or not at all: whoever is killed in the middle leaves the former record."""
         new = self._path.with_name(FILE + ".new")
-        told = {"boot": self._boot, "marks": self._marks, "workers": [asdict(w) for w in self._workers.values()]}
+        stored = {"boot": self._boot, "marks": self._marks, "workers": [asdict(w) for w in self._workers.values()]}
         try:
             with open(open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-                json.dump(told, file)
+                json.dump(stored, file)
             new.replace(self._path)
             self._failed = False
         except OSError as e:

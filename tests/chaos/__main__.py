@@ -80,10 +80,10 @@ def _run(arguments: argparse.Namespace, episodes: Iterator[int]) -> Report:
             before = len(report.violations)
             report.add(outcome)
             if arguments.verbose:
-                told = "; ".join(done for _, done in outcome.done)
-                print(f"{outcome.plan.number:6} {outcome.took_s:6.2f} s  {told}", file=sys.stderr, flush=True)
-            for told in report.violations[before:]:
-                print(told, file=sys.stderr, flush=True)
+                message = "; ".join(done for _, done in outcome.done)
+                print(f"{outcome.plan.number:6} {outcome.took_s:6.2f} s  {message}", file=sys.stderr, flush=True)
+            for message in report.violations[before:]:
+                print(message, file=sys.stderr, flush=True)
             if (report.violations and not arguments.keep_going) or time.monotonic() > deadline:
                 break
             if report.episodes % 200 == 0:
@@ -164,7 +164,7 @@ def _main(arguments: argparse.Namespace) -> int:
         print(f"seed {arguments.seed}", flush=True)
         report = _run_lanes(arguments) if arguments.lanes > 1 else _run(arguments, _lane_of(arguments, 0))
     if arguments.lane is None:
-        print(report.told())
+        print(report.message())
         print(f"{time.monotonic() - began:.0f} s")
     if arguments.json:
         print(report.to_json())

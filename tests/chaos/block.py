@@ -75,8 +75,8 @@ def _one(serving: Serving, plan: EpisodePlan, block: BlockPlan, patience_s: floa
     if serving.process.poll() is None:
         rss = psutil.Process(serving.pid).memory_info().rss
         if rss > before.rss + vitals.MEMORY_MIB * MIB:
-            told = f"{rss // MIB} MiB, {before.rss // MIB} before"
-            outcome.violations.append(Violation("memory is bounded", told))
+            message = f"{rss // MIB} MiB, {before.rss // MIB} before"
+            outcome.violations.append(Violation("memory is bounded", message))
     return outcome
 
 

@@ -71,8 +71,8 @@ class Episode:
 
     # --- time -----------------------------------------------------------------------------------------------------
 
-    def _note(self, told: str) -> None:
-        self._outcome.done.append((time.monotonic() - self._began, told))
+    def _note(self, message: str) -> None:
+        self._outcome.done.append((time.monotonic() - self._began, message))
 
     def _at(self, at: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._timeline, (at, next(self._order), action))
@@ -150,8 +150,8 @@ class Episode:
                 self._come_to_rest()
         except (ConnectionLost, TimeoutError, AssertionError, ProcessLookupError, FileNotFoundError, psutil.Error) as e:
             code = self._serving.process.poll()
-            told = f"{type(e).__name__}: {e}; exit code {code}\n{self._serving.stderr()[-4000:]}"
-            self._broken("the supervisor goes on and answers", told)
+            message = f"{type(e).__name__}: {e}; exit code {code}\n{self._serving.stderr()[-4000:]}"
+            self._broken("the supervisor goes on and answers", message)
         finally:
             self._faults.undo()
             for each in self._parties:
@@ -163,8 +163,8 @@ class Episode:
         outcome.took_s = time.monotonic() - self._began
         return outcome
 
-    def _broken(self, law: str, told: str) -> None:
-        if (violation := Violation(law, told)) not in self._outcome.violations:
+    def _broken(self, law: str, message: str) -> None:
+        if (violation := Violation(law, message)) not in self._outcome.violations:
             self._outcome.violations.append(violation)
 
     def _come_to_rest(self) -> None:
@@ -225,20 +225,20 @@ class Episode:
         log = self._serving.log().rpartition(f", pid {self._serving.pid}, serving")[2]  # of this supervisor
         ends = laws.ends_of(log, name, RESTART_WINDOW_S)
         if reason != "config" and not (ends and ends[-1].recent >= self._block.restart_limit):
-            told = "\n".join(line for line in log.splitlines() if f" {name}:" in line)
-            self._broken("a model fails for the stated reason", f"{name}: {reason}, {ends}\n{told[-6000:]}")
+            message = "\n".join(line for line in log.splitlines() if f" {name}:" in line)
+            self._broken("a model fails for the stated reason", f"{name}: {reason}, {ends}\n{message[-6000:]}")
         self._happened.wounds[model].refused = True
 
     def _await_rest(self) -> bool:
-        told: list[str] = []
+        parts: list[str] = []
 
         def at_rest() -> bool:
-            told[:] = self._unrest()
-            return not told
+            parts[:] = self._unrest()
+            return not parts
 
         if not self._turn_until(at_rest, self._patience_s, POLL_S):
-            self._broken("everything comes to rest", "; ".join(told))
-        return not told
+            self._broken("everything comes to rest", "; ".join(parts))
+        return not parts
 
     def _overview(self) -> dict[str, Any]:
         return self._serving.overview()
@@ -255,31 +255,31 @@ class Episode:
             return ["nobody can connect"]
         overview = self._overview()
         self._bring_back(overview["models"])
-        told, workers, lazy = [], [], 0
+        parts, workers, lazy = [], [], 0
         for m in overview["models"]:
             engine = m["engine_stats"]
             if m["state"] not in (("ready", "unloaded") if m["lazy"] else ("ready",)):
-                told.append(f"{m['name']} is {m['state']}")
+                parts.append(f"{m['name']} is {m['state']}")
             if m["active"] or m["queued"] or engine.get("active") or engine.get("pending"):
-                told.append(f"{m['name']} has {m['active']} active, {m['queued']} queued, engine {engine}")
+                parts.append(f"{m['name']} has {m['active']} active, {m['queued']} queued, engine {engine}")
             if m["pid"]:
                 workers.append(m["pid"])
                 lazy += m["lazy"]
         names = {m["name"] for m in overview["models"]}
         if names != set(self._generations):
-            told.append(f"workers {names}, {set(self._generations)} before")
+            parts.append(f"workers {names}, {set(self._generations)} before")
         supervisor = overview["supervisor"]
         if supervisor["held_bytes"]:
-            told.append(f"{supervisor['held_bytes']} bytes held")
+            parts.append(f"{supervisor['held_bytes']} bytes held")
         mine = sum(each.raw is not None for each in self._parties)
         if supervisor["connections"] > mine + 2:
-            told.append(f"{supervisor['connections']} connections, of which {mine + 2} are ours")
-        if told:
-            return told
-        told += vitals.compare(self._before, vitals.take(self._serving), len(workers), lazy)
+            parts.append(f"{supervisor['connections']} connections, of which {mine + 2} are ours")
+        if parts:
+            return parts
+        parts += vitals.compare(self._before, vitals.take(self._serving), len(workers), lazy)
         if extra := vitals.strangers(self._serving, workers):
-            told.append(f"processes: {extra}")
-        return told
+            parts.append(f"processes: {extra}")
+        return parts
 
     def _barrier(self) -> None:
         """Whatever followed an end has come; then everybody leaves, and nothing of them may be left."""
@@ -330,8 +330,8 @@ class Episode:
             self._outcome.gone_s = time.monotonic() - began
             starved_s = max((max(waited) - waited[0] for waited in queues.values()), default=0.0)
             if self._outcome.gone_s > GONE_S + late_s + starved_s or left:
-                told = f"after {self._outcome.gone_s:.2f} s: {vitals.describe(left)}"
-                self._broken("no process outlives the supervisor", told)
+                message = f"after {self._outcome.gone_s:.2f} s: {vitals.describe(left)}"
+                self._broken("no process outlives the supervisor", message)
             serving.process.wait(LEAVES_S)
         elif not self._turn_until(lambda: serving.process.poll() is not None, LEAVES_S):
             self._broken("the supervisor leaves when told", f"not within {LEAVES_S} s")

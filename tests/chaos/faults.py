@@ -85,8 +85,8 @@ class Faults:
         """Orders by number."""
 
     def inflict(self, fault: FaultPlan) -> None:
-        told = " ".join(str(word) for word in (fault.detail, fault.lasts_s or "", fault.count) if word != "")
-        self._log(f"{fault.kind} {fault.model} {told}")
+        message = " ".join(str(word) for word in (fault.detail, fault.lasts_s or "", fault.count) if word != "")
+        self._log(f"{fault.kind} {fault.model} {message}")
         getattr(self, "_" + fault.kind.replace(" ", "_"))(fault)
 
     def mend(self) -> None:

@@ -25,7 +25,7 @@ class Violation:
     """A law that did not hold. ``answer``: the request that shows it, if it is one."""
 
     law: str
-    told: str
+    message: str
     answer: Answer | None = None
 
 
@@ -134,8 +134,8 @@ def check(answer: Answer, happened: Happened, block: BlockPlan) -> Iterable[Viol
     """The laws of one request."""
     ask, heard, end = answer.ask, answer.heard, answer.end
 
-    def broken(law: str, told: str) -> Violation:
-        return Violation(law, told, answer)
+    def broken(law: str, message: str) -> Violation:
+        return Violation(law, message, answer)
 
     if answer.asked_at is None:
         return
@@ -193,8 +193,8 @@ def _in_time(answer: Answer, happened: Happened) -> Iterable[Violation]:
     if limit is not None and took > limit / 1000 + slack:
         yield Violation("deadlines are kept", f"{took:.2f} s where {limit} ms were allowed", answer)
     if answer.cancelled_at is not None and answer.ended_at - answer.cancelled_at > CONFIRM_S + slack:
-        told = f"the end came {answer.ended_at - answer.cancelled_at:.2f} s after it was asked for"
-        yield Violation("who cancels is told soon", told, answer)
+        message = f"the end came {answer.ended_at - answer.cancelled_at:.2f} s after it was asked for"
+        yield Violation("who cancels is told soon", message, answer)
 
 
 _VERDICT = re.compile(

@@ -130,9 +130,9 @@ class ChaosClient(RawClient):
                     continue
                 answer.heard = self.heard[entry.request]
                 kind = {0: "", 2: " FINISHED", 4: " ERROR"}.get(entry.flags & 6, " FINISHED and ERROR")
-                told = f" {answer.end} {answer.heard.error or ''}" if kind else ""
+                text = f" {answer.end} {answer.heard.error or ''}" if kind else ""
                 answer.story.append(
-                    (now, f"event {entry.seq}: {entry.tokens} tokens, generation {message.generation}{kind}{told}")
+                    (now, f"event {entry.seq}: {entry.tokens} tokens, generation {message.generation}{kind}{text}")
                 )
                 if kind and answer.ended_at is None:
                     answer.ended_at = now

@@ -67,7 +67,7 @@ class Report:
     def to_json(self) -> str:
         return json.dumps(self.__dict__)
 
-    def told(self) -> str:
+    def reported(self) -> str:
         lines = [
             f"{self.episodes} episodes, {self.requests} requests, {self.tokens} tokens checked, seed {self.seed}",
             "faults",
@@ -91,7 +91,7 @@ def _table(counter: Counter[str]) -> list[str]:
     for name, count in sorted(counter.items()):
         kind, _, detail = name.partition(": ")
         kinds.setdefault(kind, []).append(f"{detail} {count}".strip())
-    return [f"{kind:<12} {', '.join(told)}" for kind, told in kinds.items()]
+    return [f"{kind:<12} {', '.join(reported)}" for kind, reported in kinds.items()]
 
 
 def _counted(counter: Counter[str]) -> str:
@@ -99,23 +99,23 @@ def _counted(counter: Counter[str]) -> str:
 
 
 def _brief(outcome: Outcome, violation: Violation) -> str:
-    first = violation.told.partition("\n")[0]
+    first = violation.message.partition("\n")[0]
     return f"  episode {outcome.plan.number}: {violation.law}: {first[:BRIEF]}"
 
 
 def _described(outcome: Outcome, violation: Violation) -> str:
     plan = outcome.plan
     lines = [
-        f"VIOLATION: {violation.law}: {violation.told}",
+        f"VIOLATION: {violation.law}: {violation.message}",
         f"seed {plan.seed}, episode {plan.number}: replay it with",
         f"  python -m tests.chaos --replay {plan.seed}:{plan.number} --times 10",
         "what was done, in seconds from the begin of the episode:",
-        *(f"  {at:7.3f}  {told}" for at, told in outcome.done),
+        *(f"  {at:7.3f}  {reported}" for at, reported in outcome.done),
     ]
     if violation.answer is not None:
         answer = violation.answer
         lines.append(f"request {answer.ask.request} of client {answer.client.number} ({answer.client.kind}):")
-        story = [f"  {at - outcome.began:7.3f}  {told}" for at, told in answer.story]
+        story = [f"  {at - outcome.began:7.3f}  {reported}" for at, reported in answer.story]
         if len(story) > 2 * STORY_ENDS:
             story[STORY_ENDS:-STORY_ENDS] = [f"  ... {len(story) - 2 * STORY_ENDS} more"]
         lines += story

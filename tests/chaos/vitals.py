@@ -77,19 +77,19 @@ def strangers(serving: Serving, workers: list[int]) -> str:
 
 def compare(before: Vitals, now: Vitals, workers: int, lazy: int) -> list[str]:
     """What there is more of than there was. ``lazy``: workers that are there and were not before."""
-    told = []
+    parts = []
     slack = LAZY_DESCRIPTORS * lazy + now.connections - before.connections
     if now.descriptors > before.descriptors + slack:
-        told.append(f"{now.descriptors} descriptors, {before.descriptors} before")
+        parts.append(f"{now.descriptors} descriptors, {before.descriptors} before")
     if now.sockets > before.sockets + slack:
-        told.append(f"{now.sockets} sockets, {before.sockets} before")
+        parts.append(f"{now.sockets} sockets, {before.sockets} before")
     if now.beats != workers:
-        told.append(f"{now.beats} pages of {workers} workers")
+        parts.append(f"{now.beats} pages of {workers} workers")
     if now.threads > before.threads:
-        told.append(f"{now.threads} threads, {before.threads} before")
+        parts.append(f"{now.threads} threads, {before.threads} before")
     if now.zombies:
-        told.append(f"{now.zombies} zombies")
-    return told
+        parts.append(f"{now.zombies} zombies")
+    return parts
 
 
 class Logs:

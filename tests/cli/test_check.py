@@ -154,12 +154,12 @@ def test_every_directory_that_cannot_be_loaded_is_told_with_its_line(tmp_path: P
     file = write(tmp_path, broken_models(tmp_path))
     done = modelctl("check", file, "--elsewhere", prelude=NO_TORCH)
     assert done.returncode == 78, done.stderr
-    told = done.stderr.splitlines()
+    output = done.stderr.splitlines()
     for (name, kind), (_, says) in CASES.items():
         model = f"{name}-{kind}"
         head = f"{file}:{line_of(file, 'model_dir:', f'{model}:')}: models.{model}.model_dir: "
-        assert [line for line in told if line.startswith(head) and says in line], (model, told)
-    assert len(told) == len(CASES), told
+        assert [line for line in output if line.startswith(head) and says in line], (model, output)
+    assert len(output) == len(CASES), output
 
 
 @pytest.mark.parametrize("name", [*(FOR_BOTH | FOR_TRANSFORMERS)])
@@ -173,12 +173,12 @@ def test_a_worker_says_the_same(tmp_path: Path, name: str) -> None:
         entries["x"] = {"model_dir": str(model), "gpu": 0}
         specs.append(EngineSpec("x", "exllamav2", str(model), device="cuda"))
     done = modelctl("check", write(tmp_path, entries), "--elsewhere", "--json")
-    told = {problem["path"].split(".")[1]: problem["message"] for problem in json.loads(done.stdout)["problems"]}
+    report = {problem["path"].split(".")[1]: problem["message"] for problem in json.loads(done.stdout)["problems"]}
     for spec in specs:
         with pytest.raises(LoadError) as caught:
             begin_to_load(spec)
-        assert " ".join(str(caught.value).split()) == told[spec.model]
-        assert says in told[spec.model]
+        assert " ".join(str(caught.value).split()) == report[spec.model]
+        assert says in report[spec.model]
 
 
 def begin_to_load(spec: EngineSpec) -> None:
@@ -228,7 +228,7 @@ supervisor:
     )
     done = modelctl("check", file, "--elsewhere", "--json")
     assert done.returncode == 78
-    told = [(p["line"], p["path"], p["message"], p["machine"]) for p in json.loads(done.stdout)["problems"]]
+    output = [(p["line"], p["path"], p["message"], p["machine"]) for p in json.loads(done.stdout)["problems"]]
     expected = [
         (3, "models.a", "stands here and in line 2"),
         (3, "models.a.max_seq_len", "max_seq_len is 999999, but the model's own context is 2048"),
@@ -247,8 +247,8 @@ supervisor:
         (29, "supervisor.stop.drian", "did you mean 'drain'?"),
     ]
     for line, path, says in expected:
-        assert [t for t in told if t[:2] == (line, path) and says in t[2] and not t[3]], (path, told)
-    assert len(told) == len(expected), told
+        assert [t for t in output if t[:2] == (line, path) and says in t[2] and not t[3]], (path, output)
+    assert len(output) == len(expected), output
     planned = modelctl("plan", file, "--gpus", "24G")
     assert planned.returncode == 78
     assert len(planned.stderr.splitlines()) == len(expected)
@@ -314,8 +314,8 @@ def test_a_plain_installation_names_the_extra_and_checks_what_it_can(tmp_path: P
         f"not checked of t: {tokenizer}, architecture (without transformers): {install} 'modelctl[embedded]'",
         f"not checked of x, y: {tokenizer}: {install} 'modelctl[embedded]'",
     ]
-    told = json.loads(modelctl("check", tmp_path / "models.yaml", "--elsewhere", "--json", **plain).stdout)
-    assert set(told["unchecked"]) == {"t", "x", "y"}
+    report = json.loads(modelctl("check", tmp_path / "models.yaml", "--elsewhere", "--json", **plain).stdout)
+    assert set(report["unchecked"]) == {"t", "x", "y"}
     assert modelctl("plan", tmp_path / "models.yaml", "--gpus", "24G", **plain).returncode == 0
     file = write(
         tmp_path, {"t": {"model_dir": "broken", "engine": "transformers"}, "x": {"model_dir": "broken", "gpu": 0}}

@@ -104,8 +104,8 @@ def test_it_goes_on_when_the_wait_for_it_is_interrupted(away: Path) -> None:
     starting.send_signal(signal.SIGINT)
     _, said = starting.communicate(timeout=60)
     assert starting.returncode == 130
-    told = f"modelctl: interrupted; the supervisor (pid {supervisor}) goes on, "
-    told += f"`modelctl shutdown --runtime-dir {away / 'r'}` ends it"
-    assert said.splitlines() == [told]
+    message = f"modelctl: interrupted; the supervisor (pid {supervisor}) goes on, "
+    message += f"`modelctl shutdown --runtime-dir {away / 'r'}` ends it"
+    assert said.splitlines() == [message]
     with Client(runtime_dir=away / "r") as client:
         assert client.status("a")["models"][0]["state"] == "loading"

@@ -40,8 +40,8 @@ def test_the_figures_of_the_embedded_engine() -> None:
 
 
 def test_figures_of_an_engine_nobody_knows_are_shown_as_they_come() -> None:
-    told = engine_lines({"steps": 3, "mood": "fine", "pages_used": "many", "pages_total": None})
-    assert told == ["steps: 3", "mood fine", "pages_used many", "pages_total None"]
+    reported = engine_lines({"steps": 3, "mood": "fine", "pages_used": "many", "pages_total": None})
+    assert reported == ["steps: 3", "mood fine", "pages_used many", "pages_total None"]
 
 
 def test_no_figure_is_lost() -> None:

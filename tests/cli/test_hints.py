@@ -59,8 +59,8 @@ def test_errors_of_the_supervisor_and_of_the_client_say_what_to_type(serving: Se
     where = shlex.quote(str(serving.runtime_dir))
     done = modelctl("run", "off", "hi", "--runtime-dir", serving.runtime_dir)
     assert hints(done.stderr) == [f"modelctl start off --runtime-dir {where}"]
-    told = modelctl("run", "off", "hi", "--runtime-dir", serving.runtime_dir, "--json")
-    assert hints(json.loads(told.stderr)["error"]["message"]) == hints(done.stderr)
+    reported = modelctl("run", "off", "hi", "--runtime-dir", serving.runtime_dir, "--json")
+    assert hints(json.loads(reported.stderr)["error"]["message"]) == hints(done.stderr)
     assert typed(hints(done.stderr)[0]).returncode == 0
     assert modelctl("stop", "off", "--runtime-dir", serving.runtime_dir).returncode == 0
     done = modelctl("serve", serving.config, "--runtime-dir", serving.runtime_dir)

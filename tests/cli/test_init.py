@@ -111,9 +111,9 @@ def test_models_that_cannot_be_loaded_are_left_out_with_the_reason(models: Path,
         assert f"# {line}\n" in text
     assert len(written(place)) == 2
     done = modelctl("init", "--force", models, "--json", cwd=place)
-    told = json.loads(done.stdout)
-    assert [out["model_dir"] for out in told["left_out"]] == [str(broken), str(foreign)]
-    assert [model["name"] for model in told["models"]] == [*written(place)]
+    report = json.loads(done.stdout)
+    assert [out["model_dir"] for out in report["left_out"]] == [str(broken), str(foreign)]
+    assert [model["name"] for model in report["models"]] == [*written(place)]
 
 
 def test_a_model_whose_file_system_hangs_is_left_out(

@@ -103,9 +103,9 @@ def test_a_start_of_a_model_on_its_way_down_waits_for_the_next_one(serving: Serv
         starting = order(serving, "start", "a", "--json")
         wait_until(lambda: serving.overview()["supervisor"]["connections"] > 2)
         stream.cancel()
-        told, said = starting.communicate(timeout=60)
+        reported, said = starting.communicate(timeout=60)
     assert (starting.returncode, said) == (0, "")
-    (model,) = json.loads(told)
+    (model,) = json.loads(reported)
     assert (model["state"], model["generation"]) == ("ready", before + 1)
 
 
@@ -153,10 +153,10 @@ def test_without_waiting_the_state_is_told(serving: Serving) -> None:
 
 def test_logs_as_json(serving: Serving) -> None:
     before = serving.log().splitlines()
-    told = serving.modelctl("logs", "-n", "3", "--json").stdout
+    output = serving.modelctl("logs", "-n", "3", "--json").stdout
     after = serving.log().splitlines()  # a line may have come meanwhile
     ends = [[{"line": line} for line in after[end - 3 : end]] for end in range(len(before), len(after) + 1)]
-    assert [json.loads(line) for line in told.splitlines()] in ends
+    assert [json.loads(line) for line in output.splitlines()] in ends
 
 
 def test_logs_as_json_while_they_grow(serving: Serving) -> None:

@@ -51,13 +51,13 @@ def test_a_plan_that_does_not_fit_has_its_own_exit_code(tmp_path: Path) -> None:
     file = write(tmp_path, models, vram_limit={"1": "4GiB"})
     done = modelctl("plan", file, "--gpus", "24G,24G", "--json", "--runtime-dir", tmp_path)
     assert done.returncode == NO_ROOM
-    told = json.loads(done.stdout)
-    assert not told["fits"]
-    assert [(w["name"], w["starts"], w["gpus"]) for w in told["workers"]] == [
+    report = json.loads(done.stdout)
+    assert not report["fits"]
+    assert [(w["name"], w["starts"], w["gpus"]) for w in report["workers"]] == [
         ("b", True, [0]), ("c", False, []), ("a", False, []),
     ]  # fmt: skip
-    assert told["gpus"][0]["left_bytes"] == 4 << 30
-    assert "GPU 1 has 4.0 left of its vram_limit, 4.0" in told["workers"][1]["why_not"]
+    assert report["gpus"][0]["left_bytes"] == 4 << 30
+    assert "GPU 1 has 4.0 left of its vram_limit, 4.0" in report["workers"][1]["why_not"]
 
 
 def test_a_directory_that_cannot_be_loaded_is_no_lack_of_room(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("`supervisor/no_such.py`", "no such path"),
         ("`docs/no_such/`", "no such path"),
@@ -36,9 +36,9 @@ def test_what_a_page_names_exists(page: Path) -> None:
         ("| 1 | `supervisor/timers.py` | `no_such` | it |", "not in supervisor/timers.py"),
     ],
 )
-def test_what_does_not_exist_is_told(text: str, told: str) -> None:
+def test_what_does_not_exist_is_told(text: str, message: str) -> None:
     (found,) = missing(f"A page says {text}.\n{text}\n")
-    assert told in found
+    assert message in found
 
 
 @pytest.mark.parametrize(

@@ -406,7 +406,7 @@ ENGINES: dict[str, Callable[[Path], None]] = {"embedded": embedded, "exllamav2":
 
 
 def main(place: Path) -> None:
-    told: dict[str, dict[str, Any]] = {}
+    report: dict[str, dict[str, Any]] = {}
     for load in ENGINES.values():  # a good one, so that everything is imported
         shutil.copytree(DEMO, place / "good", dirs_exist_ok=True)
         load(place / "good")
@@ -427,14 +427,14 @@ def main(place: Path) -> None:
                 except Exception as e:
                     error = e
             print(f"{name}/{case}: {time.monotonic() - begun:.2f} s, {error!r:.200}", file=sys.stderr)
-            told[f"{name}/{case}"] = {
+            report[f"{name}/{case}"] = {
                 "error": None if error is None else str(error),
                 "kind": type(error).__name__,
                 "refused": isinstance(error, LoadError),
                 "seen": watch.seen,
                 "seconds": round(time.monotonic() - begun, 2),
             }
-    print(json.dumps(told))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -71,14 +71,14 @@ class Scene:
         driver = Driver(self.engine)
         same = driver.submit(prompt, size, sampling, **fields)
         broken = [
-            (done, told, driver.submit(prompt, size, sampling, **fields, resumed_ids=tuple(whole.ids[:done])))
-            for done, told in breaks_of(whole)
+            (done, reported, driver.submit(prompt, size, sampling, **fields, resumed_ids=tuple(whole.ids[:done])))
+            for done, reported in breaks_of(whole)
         ]
         assert broken, "the answer can be broken off"
         driver.run()
         check_rest(whole, 0, "", same)
-        for done, told, rest in broken:
-            check_rest(whole, done, told, rest)
+        for done, reported, rest in broken:
+            check_rest(whole, done, reported, rest)
         driver.assert_idle()
         return whole
 
@@ -88,13 +88,15 @@ def build_scene(name: str, load: Callable[[str, str], Engine]) -> Scene:
     if name in ORACLES:
         return _oracle_scene(name)
     letters, stories = load(name, "letters"), load(name, "stories")
-    told = [stories.encode(render_chat([{"role": "user", "content": asked}])) for asked, _ in STORIES_TEST_REQUESTS[:3]]
+    reported = [
+        stories.encode(render_chat([{"role": "user", "content": asked}])) for asked, _ in STORIES_TEST_REQUESTS[:3]
+    ]
     return Scene(
         letters,
         letters,
         [letters.encode(prompt) for prompt, _ in LETTERS_TEST_PROMPTS[:4]],
         [letters.encode(LETTERS_TEST_LONG_PROMPTS[number][0]) for number in (5, 8)],
-        Scene(stories, stories, told),
+        Scene(stories, stories, reported),
         decided=name == "transformers",
     )
 
@@ -133,13 +135,13 @@ def breaks_of(outcome: Outcome) -> list[Break]:
     return [(outcome.sizes[n], texts[n]) for n in places]
 
 
-def check_rest(whole: Outcome, done: int, told: str, rest: Outcome) -> None:
+def check_rest(whole: Outcome, done: int, message: str, rest: Outcome) -> None:
     """What came of an answer that went on behind ``done`` tokens and the text ``told``."""
     assert whole.finished is not None
     assert rest.finished is not None
     at = f"gone on with behind {done} of {len(whole.ids)} tokens"
     assert rest.ids == whole.ids[done:], at
-    assert told + rest.text == whole.text, at
+    assert message + rest.text == whole.text, at
     assert rest.reason == whole.reason, at
     assert rest.finished.completion_tokens == whole.finished.completion_tokens, at
     assert rest.finished.prompt_tokens == whole.finished.prompt_tokens, at

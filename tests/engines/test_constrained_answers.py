@@ -89,17 +89,17 @@ def test_white_space_does_not_use_up_the_answer(name: str) -> None:
     stories = build_engine(demo_spec("transformers", "stories"))
     stories.load(lambda *_: None)
 
-    def told(schema: dict[str, Any], seed: int) -> Outcome:
+    def generated(schema: dict[str, Any], seed: int) -> Outcome:
         sampling = SamplingParams(temperature=1.0, seed=seed)
         return answer(stories, "Once upon a time", 300, sampling, constraint=("json_schema", json.dumps(schema)))
 
     try:
         for seed in range(6):
-            text = whole(told(SCHEMAS[name], seed))
+            text = whole(generated(SCHEMAS[name], seed))
             jsonschema.validate(json.loads(text), SCHEMAS[name])
             assert not re.search(r"\s", between_parts(text))
         flexible = SCHEMAS[name] | {"x-guidance": {"whitespace_flexible": True}}
-        assert any(re.search(r"\s", between_parts(told(flexible, seed).text)) for seed in range(6))
+        assert any(re.search(r"\s", between_parts(generated(flexible, seed).text)) for seed in range(6))
     finally:
         stories.close()
 

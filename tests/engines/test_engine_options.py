@@ -105,18 +105,18 @@ def test_logprobs_are_those_of_the_model(letters: Engine) -> None:
     plain = answer(letters, PROMPT)
     outcome = answer(letters, PROMPT, top_logprobs=20)
     assert outcome.ids == plain.ids
-    for told in outcome.logprobs:
-        assert told.top[0] == (told.token_id, told.logprob), "a greedy token is the likeliest"
-        assert len(told.top) == 20
-        assert len({token for token, _ in told.top}) == 20
-        values = [logprob for _, logprob in told.top]
+    for reported in outcome.logprobs:
+        assert reported.top[0] == (reported.token_id, reported.logprob), "a greedy token is the likeliest"
+        assert len(reported.top) == 20
+        assert len({token for token, _ in reported.top}) == 20
+        values = [logprob for _, logprob in reported.top]
         assert values == sorted(values, reverse=True)
         assert math.exp(values[0]) > 0.7, "the demo models are sure of these prompts"
         assert sum(map(math.exp, values)) <= 1 + 1e-4
     chosen = answer(letters, PROMPT, top_logprobs=0)
-    assert [told.top for told in chosen.logprobs] == [()] * len(plain.ids)
-    expected = [told.logprob for told in outcome.logprobs]
-    assert [told.logprob for told in chosen.logprobs] == pytest.approx(expected, abs=0.02)
+    assert [reported.top for reported in chosen.logprobs] == [()] * len(plain.ids)
+    expected = [reported.logprob for reported in outcome.logprobs]
+    assert [reported.logprob for reported in chosen.logprobs] == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ def test_logprobs_equal_an_independent_computation(letters: Engine, engine_name:
         expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)[len(outcome.job.prompt_ids) - 1 :]
     # half precision, in logits of up to about 20: an unlikely token's is off by some tenths (on an H200: 0.3 of 9.4)
     tolerance = {"abs": 1e-3} if engine_name == "transformers" else {"abs": 0.2, "rel": 0.06}
-    for told, row in zip(outcome.logprobs, expected, strict=False):
-        assert told.logprob == pytest.approx(float(row[told.token_id]), **tolerance)
-        for token, logprob in told.top:
+    for reported, row in zip(outcome.logprobs, expected, strict=False):
+        assert reported.logprob == pytest.approx(float(row[reported.token_id]), **tolerance)
+        for token, logprob in reported.top:
             assert logprob == pytest.approx(float(row[token]), **tolerance)
-        assert told.top[0][1] == pytest.approx(float(row.max()), **tolerance)
+        assert reported.top[0][1] == pytest.approx(float(row.max()), **tolerance)
 
 
 def test_asking_for_logprobs_changes_nothing(letters: Engine) -> None:

@@ -35,7 +35,7 @@ NOT_READ = {
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     place = tmp_path_factory.mktemp("hostile")
     command = [sys.executable, "-m", "tests.engines.hostile_directories", str(place)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WITHIN)
@@ -45,10 +45,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("engine", ["embedded", "exllamav2"])
-def test_hostile_directories(told: dict[str, dict[str, Any]], engine: str) -> None:
+def test_hostile_directories(reported: dict[str, dict[str, Any]], engine: str) -> None:
     wrong = []
     for case, (_, words) in CASES.items():
-        outcome = told[f"{engine}/{case}"]
+        outcome = reported[f"{engine}/{case}"]
         error = outcome["error"] or ""
         if outcome["seen"]:
             wrong.append(f"{case}: {outcome['seen']}")

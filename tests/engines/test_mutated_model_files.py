@@ -56,7 +56,7 @@ def test_mutated_json(tmp_path: Path) -> None:
     chance = random.Random(SEED)
     shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
     originals = {name: json.loads((DEMO / name).read_text()) if (DEMO / name).exists() else {} for name in FILES}
-    told: list[str] = []
+    parts: list[str] = []
     for _ in range(MUTATIONS):
         name = chance.choice(FILES[:1] * 5 + FILES)
         value = dict(originals[name])
@@ -72,12 +72,12 @@ def test_mutated_json(tmp_path: Path) -> None:
                 with understood(tmp_path):
                     act(str(tmp_path))
             except LoadError as e:
-                told.append(str(e))
+                parts.append(str(e))
         (tmp_path / name).unlink()
         if originals[name]:
             (tmp_path / name).write_text(json.dumps(originals[name]))
-    assert MUTATIONS // 4 < len(told) < 2 * MUTATIONS
-    assert len(max(told, key=len)) < 2000
+    assert MUTATIONS // 4 < len(parts) < 2 * MUTATIONS
+    assert len(max(parts, key=len)) < 2000
 
 
 def _read(path: str) -> None:

@@ -69,9 +69,9 @@ def test_long_prompts_and_answers_that_pages_and_chunks_end_in(scene: Scene) -> 
 def test_what_is_cached_of_the_answer_is_none_of_the_prompt(scene: Scene) -> None:
     engine, prompt = scene.engine, scene.long[0]
     whole = answer(scene.begun_by, prompt, 60)
-    for done, told in breaks_of(whole)[-2:]:
+    for done, reported in breaks_of(whole)[-2:]:
         rest = answer(engine, prompt, 60, resumed_ids=tuple(whole.ids[:done]))  # behind what the cache still has
-        assert (rest.ids, told + rest.text) == (whole.ids[done:], whole.text)
+        assert (rest.ids, reported + rest.text) == (whole.ids[done:], whole.text)
         assert rest.finished is not None
         assert rest.finished.cached_tokens <= len(prompt)
 

@@ -124,10 +124,10 @@ def test_a_bias_forces_and_forbids_greedy_tokens() -> None:
 
 def test_log_probabilities() -> None:
     expected = LOGITS.double().log_softmax(0).tolist()
-    told = log_probability(LOGITS, 2, 3)
-    assert (told.token_id, told.logprob) == (2, pytest.approx(expected[2], abs=1e-5))
-    assert [token for token, _ in told.top] == [0, 1, 2]
-    assert [logprob for _, logprob in told.top] == pytest.approx(expected[:3], abs=1e-5)
+    reported = log_probability(LOGITS, 2, 3)
+    assert (reported.token_id, reported.logprob) == (2, pytest.approx(expected[2], abs=1e-5))
+    assert [token for token, _ in reported.top] == [0, 1, 2]
+    assert [logprob for _, logprob in reported.top] == pytest.approx(expected[:3], abs=1e-5)
     assert log_probability(LOGITS, 4, 0).top == ()
     assert len(log_probability(LOGITS, 4, 20).top) == len(LOGITS)
 

@@ -41,7 +41,7 @@ def marked(value: Any, chance: random.Random, odd: bool = False) -> Any:
 def test_no_error_quotes_a_text() -> None:
     print(f"TEST_SEED={SEED}")
     chance = random.Random(SEED)
-    told: list[str] = []
+    parts: list[str] = []
     for _ in range(4000):
         request = marked(chance.choice([*REQUESTS, CHAT]), chance)
         try:
@@ -52,7 +52,7 @@ def test_no_error_quotes_a_text() -> None:
             try:
                 read(body)
             except WireError as e:
-                told.append(f"{e} {e.field}")
-    assert len(told) > 4000
-    assert not [error for error in told if CANARY in error]
-    assert len(set(told)) > 50
+                parts.append(f"{e} {e.field}")
+    assert len(parts) > 4000
+    assert not [error for error in parts if CANARY in error]
+    assert len(set(parts)) > 50

@@ -10,7 +10,7 @@ from tests.fuzzing.running import fuzz
 
 @pytest.mark.parametrize(("direction", "count"), [("client_to_supervisor", 700_000), ("worker_to_supervisor", 650_000)])
 def test_mutated_frames(direction: str, count: int) -> None:
-    told = fuzz(direction, count)
-    assert told["inputs"] >= count
+    report = fuzz(direction, count)
+    assert report["inputs"] >= count
     # neither all nonsense nor all believed: then it would try one half of the code only
-    assert 0.5 * count < told["refused"] < 0.99 * told["inputs"]
+    assert 0.5 * count < report["refused"] < 0.99 * report["inputs"]

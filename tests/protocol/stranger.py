@@ -33,9 +33,9 @@ class Stranger:
 
     def received(self) -> list[str]:
         """End it; every frame that it was sent, in hexadecimal."""
-        told, _ = self._process.communicate("", timeout=60)
+        reported, _ = self._process.communicate("", timeout=60)
         assert self._process.returncode == 0
-        frames: list[str] = json.loads(told)
+        frames: list[str] = json.loads(reported)
         return frames
 
 

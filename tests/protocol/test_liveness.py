@@ -35,14 +35,14 @@ Wait = Callable[[Path], None]
 
 def watch(liveness: Liveness, start: float, end: float, *, waiting: bool = True) -> list[tuple[float, PeerState]]:
     """What it says that is not ALIVE, looked at ten times a second."""
-    told: list[tuple[float, PeerState]] = []
+    parts: list[tuple[float, PeerState]] = []
     for tenth in range(round(start * 10), round(end * 10) + 1):
         state = liveness.check(tenth / 10, waiting=waiting)
         if state is not PeerState.ALIVE:
-            told.append((tenth / 10, state))
+            parts.append((tenth / 10, state))
             if state is PeerState.LOST:
                 break
-    return told
+    return parts
 
 
 def test_it_asks_after_a_third_and_gives_up_after_all() -> None:

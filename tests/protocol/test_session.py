@@ -171,9 +171,9 @@ def test_logprobs_reach_the_reader_with_their_tokens() -> None:
     session.receive(encode(events(first, last)))
     delta = session.take(state)
     assert delta is not None
-    (told,) = delta.logprobs
-    assert (told.token_id, told.logprob, told.bytes, told.text) == (7, -0.25, b"caf\xc3", "caf\ufffd")
-    assert [(other.token_id, other.logprob, other.bytes) for other in told.top] == [
+    (reported,) = delta.logprobs
+    assert (reported.token_id, reported.logprob, reported.bytes, reported.text) == (7, -0.25, b"caf\xc3", "caf\ufffd")
+    assert [(other.token_id, other.logprob, other.bytes) for other in reported.top] == [
         (7, -0.25, b"caf\xc3"),
         (9, -1.5, b"x"),
     ]

@@ -109,8 +109,8 @@ def test_a_costly_schema_is_refused_and_no_process_is_started_again(serving: Ser
 def test_a_schema_that_is_costly_and_right_is_answered(serving: Serving, client: Client) -> None:
     schema = {"enum": [{"a": [n] * 5} for n in range(1000)]}
     for _ in range(2):
-        told = client.complete("letters", PROMPT, json_schema=schema, seed=1, max_tokens=200)
-        assert json.loads(told.text) in schema["enum"]
+        reported = client.complete("letters", PROMPT, json_schema=schema, seed=1, max_tokens=200)
+        assert json.loads(reported.text) in schema["enum"]
 
 
 def test_a_client_is_told_that_its_shape_is_compiled(serving: Serving, client: Client) -> None:
@@ -119,9 +119,9 @@ def test_a_client_is_told_that_its_shape_is_compiled(serving: Serving, client: C
     stopped.suspend()
     phases = []
 
-    def note(told: Progress) -> None:
-        phases.append(told.phase)
-        if told.phase == "compiling":
+    def note(reported: Progress) -> None:
+        phases.append(reported.phase)
+        if reported.phase == "compiling":
             stopped.resume()
 
     assert client.complete("letters", PROMPT, regex="told{3}", on_progress=note).text == "tolddd"

@@ -43,9 +43,9 @@ def test_64_concurrent_requests_over_8_processes_equal_the_same_ones_alone(servi
     processes = [serving.spawn_client([[model, prompt, 1000] for model, prompt, _ in share]) for share in shares]
     for process, share in zip(processes, shares, strict=True):
         out, _ = process.communicate(timeout=90)
-        told = json.loads(out.splitlines()[-1])
-        assert told["ignored"] == 0, "events followed a terminal event, or were for another"
-        assert told["answers"] == [[answer, "stop"] for _, _, answer in share]
+        report = json.loads(out.splitlines()[-1])
+        assert report["ignored"] == 0, "events followed a terminal event, or were for another"
+        assert report["answers"] == [[answer, "stop"] for _, _, answer in share]
     with serving.client() as client:
         for model, prompt, answer in [*questions[: len(LETTERS)], *questions[-4:]]:
             assert greedy(client, model, prompt) == answer
@@ -88,7 +88,7 @@ def test_a_killed_client_frees_the_engine(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "field", "told"),
+    ("fields", "field", "message"),
     [
         ({"prompt": "note: " + "river " * 3000}, "prompt", "2048"),
         ({"prompt": "sort: b a ->", "max_tokens": 0}, "max_tokens", "0"),
@@ -101,13 +101,13 @@ def test_a_killed_client_frees_the_engine(serving: Serving) -> None:
     ],
 )
 def test_bad_input_names_field_value_and_limit(
-    serving: Serving, fields: dict[str, object], field: str, told: str
+    serving: Serving, fields: dict[str, object], field: str, message: str
 ) -> None:
     with serving.client() as client:
         with pytest.raises(WireError) as caught:
             client.complete("letters", **fields)  # type: ignore[arg-type]
         assert caught.value.field == field
-        assert told in caught.value.message
+        assert message in caught.value.message
         assert caught.value.code in (ErrorCode.INVALID_REQUEST, ErrorCode.CONTEXT_OVERFLOW)
         assert greedy(client, *("letters", LETTERS[0][0])) == LETTERS[0][1]
 
@@ -157,20 +157,20 @@ def test_the_supervisor_stayed_small_and_without_torch(serving: Serving) -> None
 def test_what_a_request_may_ask_for_comes_through(serving: Serving) -> None:
     prompt, answer = corpus.LETTERS_TEST_PROMPTS[1]
     with serving.client() as client:
-        told = client.complete("letters", prompt, temperature=0, logprobs=True, top_logprobs=2)
-        assert b"".join(each.bytes for each in told.logprobs[:-1]).decode() == told.text == answer
-        assert [each.token_id for each in told.logprobs] == list(told.token_ids)
-        assert all(each.top[0].token_id == each.token_id and len(each.top) == 2 for each in told.logprobs)
+        reported = client.complete("letters", prompt, temperature=0, logprobs=True, top_logprobs=2)
+        assert b"".join(each.bytes for each in reported.logprobs[:-1]).decode() == reported.text == answer
+        assert [each.token_id for each in reported.logprobs] == list(reported.token_ids)
+        assert all(each.top[0].token_id == each.token_id and len(each.top) == 2 for each in reported.logprobs)
         healed = client.complete("letters", prompt + " ", temperature=0, token_healing=True)
         assert healed.text == answer.removeprefix(" ")
         led_away = client.complete("letters", prompt, temperature=0, max_tokens=60, banned_strings=("12", "13 14"))
         assert "12" not in led_away.text
         assert led_away.text.startswith(" 10 11")
-        first = told.token_ids[0]
+        first = reported.token_ids[0]
         biased = client.complete("letters", prompt, temperature=0, max_tokens=4, logit_bias={first: 100, first + 1: -1})
         assert biased.token_ids == (first,) * 4
-        stopped = client.complete("letters", prompt, temperature=0, stop_token_ids=[told.token_ids[3]])
-        assert (stopped.finish_reason, stopped.token_ids) == ("stop", told.token_ids[:4])
+        stopped = client.complete("letters", prompt, temperature=0, stop_token_ids=[reported.token_ids[3]])
+        assert (stopped.finish_reason, stopped.token_ids) == ("stop", reported.token_ids[:4])
         for name in ("cfg_scale", "mirostat_mode", "dry_multiplier"):
             with pytest.raises(WireError) as refused:
                 client.complete("letters", prompt, **{name: 2})

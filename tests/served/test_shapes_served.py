@@ -35,10 +35,10 @@ def client(serving: Serving) -> Iterator[Client]:
 def test_every_kind(client: Client) -> None:
     schema = SCHEMAS["nested"]
     for given in (schema, json.dumps(schema)):
-        told = client.complete("letters", PROMPT, json_schema=given, seed=1, max_tokens=400)
-        jsonschema.validate(json.loads(told.text), schema)
-        assert told.finish_reason == "stop"
-        assert not re.search(r"\s", told.text), "no white space but in strings, of which it has none"
+        reported = client.complete("letters", PROMPT, json_schema=given, seed=1, max_tokens=400)
+        jsonschema.validate(json.loads(reported.text), schema)
+        assert reported.finish_reason == "stop"
+        assert not re.search(r"\s", reported.text), "no white space but in strings, of which it has none"
     flexible = [
         client.complete("letters", PROMPT, json_schema=schema, whitespace_flexible=True, seed=seed, max_tokens=400).text
         for seed in range(3)
@@ -68,14 +68,14 @@ def refusal_of(client: Client, kind: str, what: object) -> str | None:
 
 def test_a_stream_goes_on_beside_hostile_schemas(serving: Serving, client: Client) -> None:
     times: list[float] = []
-    began, told = threading.Event(), threading.Event()
+    began, reported = threading.Event(), threading.Event()
 
     def stream() -> None:
         with serving.client() as other:
             for _ in other.generate("letters", PROMPT, temperature=0, ignore_eos=True, max_tokens=1500):
                 times.append(time.monotonic())
                 began.set()
-                if told.is_set():
+                if reported.is_set():
                     return
 
     reading = threading.Thread(target=stream)
@@ -84,7 +84,7 @@ def test_a_stream_goes_on_beside_hostile_schemas(serving: Serving, client: Clien
     try:
         fields = [refusal_of(client, kind, what) for kind, what in HOSTILE]
     finally:
-        told.set()
+        reported.set()
         reading.join(60)
     assert set(fields) <= {"json_schema", "regex", None}
     gaps = sorted(later - earlier for earlier, later in pairwise(times))

@@ -32,7 +32,7 @@ class Process:
     usedGpuMemory: int | None
 
 
-def _told() -> dict[str, Any]:
+def _answering_box() -> dict[str, Any]:
     while True:
         with open(os.environ["MODELCTL_TEST_BOX"]) as f:
             box: dict[str, Any] = json.load(f)
@@ -42,7 +42,7 @@ def _told() -> dict[str, Any]:
 
 
 def _box() -> dict[str, Any]:
-    box = _told()
+    box = _answering_box()
     if box["error"]:
         raise NVMLError(box["error"])
     if says := box.get("says"):
@@ -53,12 +53,12 @@ def _box() -> dict[str, Any]:
 
 
 def nvmlInit() -> None:
-    if error := _told().get("init_error"):
+    if error := _answering_box().get("init_error"):
         raise NVMLError(error)
 
 
 def nvmlDeviceGetCount() -> int:
-    return len(_told()["gpus"])
+    return len(_answering_box()["gpus"])
 
 
 def nvmlDeviceGetHandleByIndex(index: int) -> int:
@@ -66,7 +66,7 @@ def nvmlDeviceGetHandleByIndex(index: int) -> int:
 
 
 def nvmlDeviceGetUUID(handle: int) -> str:
-    return str(_told()["gpus"][handle]["uuid"])
+    return str(_answering_box()["gpus"][handle]["uuid"])
 
 
 def nvmlDeviceGetMemoryInfo(handle: int) -> Memory:
@@ -97,7 +97,7 @@ def nvmlDeviceGetMemoryAffinity(handle: int, words: int, scope: int) -> list[int
 
 def _mask(handle: int, key: str, words: int) -> list[int]:
     """As the real ones: words of 64 bits."""
-    numbers = _told()["gpus"][handle].get(key)
+    numbers = _answering_box()["gpus"][handle].get(key)
     if numbers is None:
         raise NVMLError("Not Supported")
     return [sum(1 << n % 64 for n in numbers if n // 64 == word) for word in range(words)]

@@ -97,17 +97,17 @@ def test_last_words_do_not_evict_the_next_owner_of_the_descriptor(host: PortHost
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        told, go_on = process.stdout, process.stdin
-        os.set_blocking(told.fileno(), False)
-        wait_until(lambda: host.admit() and told.readline() == b"sent\n")
+        reported, go_on = process.stdout, process.stdin
+        os.set_blocking(reported.fileno(), False)
+        wait_until(lambda: host.admit() and reported.readline() == b"sent\n")
         wait_until(lambda: host.admit() and host.port.socket.poll(0))
         go_on.write(b"\n")
         go_on.flush()
-        wait_until(lambda: host.admit() and told.readline() == b"closed\n")
+        wait_until(lambda: host.admit() and reported.readline() == b"closed\n")
         wait_until(lambda: host.port.watch() or host.port.counters.disconnected == 1)
         go_on.write(b"\n")
         go_on.flush()
-        wait_until(lambda: host.admit() and told.readline() == b"sent\n")
+        wait_until(lambda: host.admit() and reported.readline() == b"sent\n")
         wait_until(lambda: (host.admit() and host.port.watch()) or host.port.counters.accepted == 2)
         # What the second sent is on its way, which cannot be seen without reading it; polling makes libzmq take it in.
         settled = time.monotonic() + 0.3
@@ -182,8 +182,8 @@ def test_an_error_never_names_a_request_that_goes_on(host: PortHost) -> None:
         answers = [hear(host, client) for _ in range(8)]
         assert [getattr(m, "request", None) for m in answers] == [0, 0, 0, None, 8, 8, 0, None]
         assert [m.call for m in answers if isinstance(m, Reply)] == [7, 8]
-        told = [(request, error.get("refused")) for request, error in client.errors]
-        assert told == [
+        reported = [(request, error.get("refused")) for request, error in client.errors]
+        assert reported == [
             (0, {"kind": Kind.GENERATE, "number": 7}),
             (0, {"kind": Kind.GENERATE, "number": 7}),
             (0, {"kind": Kind.CANCEL, "number": 7}),

@@ -131,8 +131,8 @@ def test_defaults(tmp_path: Path) -> None:
     ],
 )
 def test_refusals_name_file_line_path_and_remedy(tmp_path: Path, text: str, says: str) -> None:
-    told = problems(tmp_path, text)
-    assert any(says in line for line in told), told
+    reported = problems(tmp_path, text)
+    assert any(says in line for line in reported), reported
 
 
 @pytest.mark.parametrize(
@@ -167,17 +167,17 @@ def test_refusals_name_file_line_path_and_remedy(tmp_path: Path, text: str, says
     ],
 )
 def test_values(tmp_path: Path, key: str, value: object, says: str) -> None:
-    told = problems(tmp_path, model(**{key: value}))
-    assert len(told) == 1
-    assert f"models.a.{key}: " in told[0]
-    assert says in told[0]
+    report = problems(tmp_path, model(**{key: value}))
+    assert len(report) == 1
+    assert f"models.a.{key}: " in report[0]
+    assert says in report[0]
 
 
 def test_wrong_combinations(tmp_path: Path) -> None:
     text = "models:\n  a: {model_dir: .}\n  b: {model_dir: ., engine: transformers, cache_mode: Q8, options: {x: 1}}\n"
-    told = problems(tmp_path, text)
-    assert [line.split(": ")[1] for line in told] == ["models.a.gpu", "models.b.cache_mode", "models.b.options"]
-    assert "exllamav2 needs a GPU" in told[0]
+    report = problems(tmp_path, text)
+    assert [line.split(": ")[1] for line in report] == ["models.a.gpu", "models.b.cache_mode", "models.b.options"]
+    assert "exllamav2 needs a GPU" in report[0]
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_bad_durations(tmp_path: Path, value: object) -> None:
     text = yaml.safe_dump(
         {"models": {"a": {"model_dir": ".", "engine": CUSTOM}}, "supervisor": {"stop": {"drain": value}}}
     )
-    (told,) = problems(tmp_path, text)
-    assert "supervisor.stop.drain" in told
+    (reported,) = problems(tmp_path, text)
+    assert "supervisor.stop.drain" in reported
 
 
 @pytest.mark.parametrize(
@@ -257,10 +257,10 @@ def test_directories_of_draft_model_and_adapters_are_found_like_model_dir(tmp_pa
     assert Path(options["draft_model"]).parts[-2:] == ("demo_models", "letters")
     pirate = str(tmp_path.resolve() / "pirate")
     assert options["lora"] == [{"dir": pirate, "scaling": 1.0}, {"dir": pirate, "scaling": 0.5}]
-    told = problems(tmp_path, exllamav2(draft_model="absent", lora=[{"dir": "pirate"}, {"dir": "gone"}]))
-    assert len(told) == 2
-    assert "models.a.draft_model: 'absent' is no directory" in told[0]
-    assert "models.a.lora.1.dir: 'gone' is no directory" in told[1]
+    report = problems(tmp_path, exllamav2(draft_model="absent", lora=[{"dir": "pirate"}, {"dir": "gone"}]))
+    assert len(report) == 2
+    assert "models.a.draft_model: 'absent' is no directory" in report[0]
+    assert "models.a.lora.1.dir: 'gone' is no directory" in report[1]
     (told_of_key,) = problems(tmp_path, exllamav2(lora=[{"dir": "pirate", "scale": 1}]))
     assert "models.a.lora.0.scale: unknown key; did you mean 'scaling'?" in told_of_key
 
@@ -312,10 +312,10 @@ def test_the_options_of_the_configuration_are_those_the_engine_reads(tmp_path: P
     ],
 )
 def test_what_exllamav2_cannot_do_together(tmp_path: Path, keys: dict[str, Any], key: str, says: str) -> None:
-    told = problems(tmp_path, exllamav2(**keys))
-    assert len(told) == 1, told
-    assert f"models.a.{key}: " in told[0]
-    assert says in told[0]
+    report = problems(tmp_path, exllamav2(**keys))
+    assert len(report) == 1, report
+    assert f"models.a.{key}: " in report[0]
+    assert says in report[0]
 
 
 def test_every_key_is_documented() -> None:
@@ -341,7 +341,7 @@ def test_what_is_for_lazy_models_only(tmp_path: Path) -> None:
     spec = config.models["a"]
     assert (spec.autostart, spec.config.ttl, spec.config.priority) == (False, 600.0, 3)
     assert load(tmp_path, model(lazy=True, autostart=True, ttl="never")).models["a"].autostart
-    told: list[tuple[dict[str, Any], str]] = [
+    reported: list[tuple[dict[str, Any], str]] = [
         ({"ttl": "10m"}, "models.a.ttl: is for a model that a request can start: add lazy: true"),
         ({"pinned": True}, "models.a.pinned: is for a model that a request can start"),
         ({"priority": 1}, "models.a.priority: is for a model that a request can start"),
@@ -350,6 +350,6 @@ def test_what_is_for_lazy_models_only(tmp_path: Path) -> None:
         ({"lazy": True, "ttl": 0}, "must be never, or a duration above zero"),
         ({"lazy": True, "ttl": "soon"}, "must be never, or a duration above zero"),
     ]
-    for keys, problem in told:
+    for keys, problem in reported:
         with pytest.raises(ConfigError, match=re.escape(problem)):
             load(tmp_path, model(**keys))

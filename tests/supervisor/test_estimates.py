@@ -57,7 +57,7 @@ class Asking:
     def __init__(self) -> None:
         self.timers = Timers()
         self.estimator = Estimator(self.timers)
-        self.told: list[Estimated] = []
+        self.message: list[Estimated] = []
 
     def turn(self) -> list[Estimated]:
         import time
@@ -66,7 +66,7 @@ class Asking:
         for timer in self.timers.due(time.monotonic()):
             if not timer.cancelled:
                 timer.callback()
-        return self.told
+        return self.message
 
 
 @pytest.fixture
@@ -81,29 +81,32 @@ def test_what_takes_too_long_is_ended_and_may_be_tried_again(hanging: Path, monk
     monkeypatch.setattr(estimates, "ESTIMATE_S", 0.2)
     before = set(os.listdir("/proc/self/fd"))
     asking = Asking()
-    asking.estimator.ask("m", Question(spec(hanging)), asking.told.append)
-    (told,) = wait_until(asking.turn, 30)
-    assert (told.retry, told.needs) == (True, None)
-    assert told.error is not None
-    assert "could not be read within" in told.error
+    asking.estimator.ask("m", Question(spec(hanging)), asking.message.append)
+    (reported,) = wait_until(asking.turn, 30)
+    assert (reported.retry, reported.needs) == (True, None)
+    assert reported.error is not None
+    assert "could not be read within" in reported.error
     wait_until(lambda: not asking.turn() or not asking.estimator._by_pidfd, 30)
-    assert ask_now([Question(spec(hanging))] * 2) == [told, told]
+    assert ask_now([Question(spec(hanging))] * 2) == [reported, reported]
     asking.estimator.close()
     assert set(os.listdir("/proc/self/fd")) == before
-    assert len(asking.told) == 1
+    assert len(asking.message) == 1
 
 
 def test_a_question_that_is_forgotten_is_not_answered(hanging: Path) -> None:
     asking = Asking()
-    asking.estimator.ask("m", Question(spec(hanging)), asking.told.append)
+    asking.estimator.ask("m", Question(spec(hanging)), asking.message.append)
     assert asking.estimator.forget("m")
     assert not asking.estimator.forget("m")
     wait_until(lambda: asking.turn() or not asking.estimator._by_pidfd, 30)
     # and one that is killed by somebody else says so
-    asking.estimator.ask("m", Question(spec(hanging)), asking.told.append)
+    asking.estimator.ask("m", Question(spec(hanging)), asking.message.append)
     os.kill(next(iter(asking.estimator._by_pidfd.values())).process.pid, signal.SIGKILL)
-    (told,) = wait_until(asking.turn, 30)
-    assert (told.error, told.retry) == ("the process that reads its files ended (signal 9) without an answer", True)
+    (reported,) = wait_until(asking.turn, 30)
+    assert (reported.error, reported.retry) == (
+        "the process that reads its files ended (signal 9) without an answer",
+        True,
+    )
     asking.estimator.close()
 
 

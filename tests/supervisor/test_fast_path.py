@@ -112,9 +112,9 @@ def test_it_decides_and_notes_what_python_would() -> None:
     one, other, fast_path = a_scheduler(), a_scheduler(), a_fast_path()
     for _ in range(FRAMES):
         frame = a_frame(chance, other)
-        was_fast, told = fast_or_plain(fast_path, one, frame)
-        assert told == plain(other, frame), frame.hex()
-        found["fast path" if was_fast else "refused" if isinstance(told, str) else "other"] += 1
+        was_fast, reported = fast_or_plain(fast_path, one, frame)
+        assert reported == plain(other, frame), frame.hex()
+        found["fast path" if was_fast else "refused" if isinstance(reported, str) else "other"] += 1
         if chance.random() < 0.5:
             channel, request, events = chance.choice(CHANNELS), chance.randint(1, STREAMS), chance.choice((1, WINDOW))
             assert one.credit(channel, request, events, NOW) == other.credit(channel, request, events, NOW)

@@ -46,7 +46,7 @@ def test_what_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "path", "told"),
+    ("key", "value", "path", "message"),
     [
         ("name", 5, ("name",), "is 5: must be text"),
         ("name", None, ("name",), "is null: must be text"),
@@ -74,10 +74,10 @@ def test_what_fits() -> None:
         ("inners", ["x" * 99], ("inners",), "is a list: must be a mapping (key: value lines)"),
     ],
 )
-def test_what_does_not(key: str, value: object, path: tuple[str | int, ...], told: str) -> None:
+def test_what_does_not(key: str, value: object, path: tuple[str | int, ...], message: str) -> None:
     with pytest.raises(Unfit) as caught:
         fit(Outer, {"name": "x", key: value})
-    assert [(flaw.path, flaw.message) for flaw in caught.value.flaws] == [(path, told)]
+    assert [(flaw.path, flaw.message) for flaw in caught.value.flaws] == [(path, message)]
 
 
 _KEYS = sorted({f.name for kind in (FileConfig, ModelConfig, SupervisorConfig) for f in fields(kind)})

@@ -79,9 +79,9 @@ def answer(*gpus: Any, **other: Any) -> bytes:
 
 
 def test_an_answer_becomes_gpus() -> None:
-    told = read_answer(answer(reading()), 3, [1, 9], FIXED)
-    assert (told.took_s, told.error) == (0.01, None)
-    assert told.gpus == [Gpu(1, "GPU-1", 80, 30, 50, {7: 30, 8: None})]
+    reported = read_answer(answer(reading()), 3, [1, 9], FIXED)
+    assert (reported.took_s, reported.error) == (0.01, None)
+    assert reported.gpus == [Gpu(1, "GPU-1", 80, 30, 50, {7: 30, 8: None})]
     failed = json.dumps({"number": 3, "took_s": 0.0, "error": "GPU\nis \x1b[1mlost" + "!" * 999}).encode()
     error = read_answer(failed, 3, None, FIXED).error
     assert error is not None
@@ -302,8 +302,8 @@ def test_a_driver_that_is_loaded_anew_is_tried_again(
     box.fails(None, at_init=True)
 
     def again() -> bool:
-        told = why()
-        assert told == "Driver/library version mismatch" or told.startswith("[Gpu"), told
-        return told.startswith("[Gpu")
+        reported = why()
+        assert reported == "Driver/library version mismatch" or reported.startswith("[Gpu"), reported
+        return reported.startswith("[Gpu")
 
     wait_until(again)

@@ -48,7 +48,7 @@ def test_endpoints_that_are_offered(given: object, bound: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ("tcp://*:5570", "write tcp://0.0.0.0:PORT if that is meant"),
         ("tcp://localhost:5570", "write 127.0.0.1"),
@@ -68,10 +68,10 @@ def test_endpoints_that_are_offered(given: object, bound: str | None) -> None:
         ("tcp://127.0.0.1;tcp://0.0.0.0:5570", "must be tcp://ADDRESS:PORT"),
     ],
 )
-def test_endpoints_that_are_refused(given: object, told: str) -> None:
+def test_endpoints_that_are_refused(given: object, message: str) -> None:
     with pytest.raises(ValueError, match=r".") as raised:
         parse_listen(given)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 # rights
@@ -301,13 +301,13 @@ def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
 def test_a_port_is_opened_only_with_keys_that_are_safe(tmp_path: Path) -> None:
     endpoint, store = "tcp://127.0.0.1:5570", store_in(tmp_path)
 
-    def told() -> str:
+    def reported() -> str:
         with pytest.raises(KeysProblem) as raised:
             check_opening(endpoint, store.directory)
         return str(raised.value)
 
-    assert "there are no keys in" in told()
-    assert "modelctl keys new" in told()
+    assert "there are no keys in" in reported()
+    assert "modelctl keys new" in reported()
     store.add("a", INFER, tmp_path / "a.key")
     opening = check_opening(endpoint, store.directory)
     assert opening.secret_key not in repr(opening)
@@ -315,7 +315,7 @@ def test_a_port_is_opened_only_with_keys_that_are_safe(tmp_path: Path) -> None:
     for path, mode in ((store.directory, 0o700), (store.directory / SERVER, 0o600), (store.directory / CLIENTS, 0o600)):
         for wrong in (mode | 0o040, mode | 0o004, mode | 0o002, mode | 0o020):
             path.chmod(wrong)
-            assert f"run `chmod {mode:o} {path}`" in told()
+            assert f"run `chmod {mode:o} {path}`" in reported()
         path.chmod(mode)
         check_opening(endpoint, store.directory)
 
@@ -332,15 +332,15 @@ def test_a_port_is_opened_only_with_keys_that_are_safe(tmp_path: Path) -> None:
         secret.replace('": "', '": "\\u0000'),
     ):
         (store.directory / SERVER).write_text(broken)
-        assert "is no key pair" in told()
-        assert opening.secret_key not in told()
+        assert "is no key pair" in reported()
+        assert opening.secret_key not in reported()
     (store.directory / SERVER).write_text(secret)
     (store.directory / CLIENTS).write_text("nonsense")
-    assert "is not JSON" in told()
+    assert "is not JSON" in reported()
     (store.directory / CLIENTS).write_text(format_clients([]))
-    assert "no key is on the list" in told()
+    assert "no key is on the list" in reported()
     (store.directory / CLIENTS).unlink()
-    assert "No such file" in told()
+    assert "No such file" in reported()
 
 
 def test_a_directory_that_everybody_can_exchange_is_not_used(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_files_of_another_user_are_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("", "is not JSON"),
         ("[]", "must be an object"),
@@ -395,11 +395,11 @@ def test_files_of_another_user_are_not_used(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_key_files_that_are_none(tmp_path: Path, content: str, told: str) -> None:
+def test_key_files_that_are_none(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "a.key"
     file.touch(0o600)
     file.write_text(content)
-    with pytest.raises(ValueError, match=told) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         ClientKey.load(file)
     assert "SECRET" not in str(raised.value)
     file.chmod(0o644)

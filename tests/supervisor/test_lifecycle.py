@@ -41,9 +41,9 @@ def test_every_pair_has_a_row_or_raises_with_the_story(state: WorkerState, event
     else:
         with pytest.raises(IllegalTransition) as caught:
             life.apply(event, 99.0)
-        told = str(caught.value)
-        assert f"m: {event} in state {state}" in told
-        assert told.count("on the way") == len(ROADS[state])
+        message = str(caught.value)
+        assert f"m: {event} in state {state}" in message
+        assert message.count("on the way") == len(ROADS[state])
         assert life.state is state, "a refused event changes nothing"
 
 

@@ -109,9 +109,9 @@ def test_a_recorded_worker_is_ended_by_the_next(
     (left,) = Orphans(tmp_path, LOG).sweep({sleeper.pid: "3.1 GiB of GPU 1"})
     assert (left.pid, left.model, left.ours) == (sleeper.pid, "letters", True)
     assert sleeper.wait(60) == -9
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"letters: a former supervisor left pid {sleeper.pid} (")
-    assert told.endswith("), which holds 3.1 GiB of GPU 1 behind: killing it")
+    (reported,) = [record.getMessage() for record in caplog.records]
+    assert reported.startswith(f"letters: a former supervisor left pid {sleeper.pid} (")
+    assert reported.endswith("), which holds 3.1 GiB of GPU 1 behind: killing it")
     assert json.loads((tmp_path / FILE).read_text())["workers"] == []
     assert Orphans(tmp_path, LOG).sweep({}) == []
 
@@ -126,9 +126,9 @@ def test_a_stranger_is_named_and_left_alone(
     file.write_text(file.read_text().replace(f'"started": {start_of(sleeper.pid)}', '"started": 1'))
     assert Orphans(tmp_path, LOG).sweep({sleeper.pid: "3.1 GiB of GPU 1"}) == []
     assert is_alive(psutil.Process(sleeper.pid))
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"pid {sleeper.pid} (")
-    assert told.endswith("holds 3.1 GiB of GPU 1, and is none of ours: left alone")
+    (reported,) = [record.getMessage() for record in caplog.records]
+    assert reported.startswith(f"pid {sleeper.pid} (")
+    assert reported.endswith("holds 3.1 GiB of GPU 1, and is none of ours: left alone")
 
 
 def test_a_worker_that_was_reaped_is_not_looked_for(tmp_path: Path, sleeper: "subprocess.Popen[bytes]") -> None:
@@ -137,9 +137,9 @@ def test_a_worker_that_was_reaped_is_not_looked_for(tmp_path: Path, sleeper: "su
     former.record(os.getpid(), "stories")
     former.forget(sleeper.pid)
     former.forget(99)
-    told = json.loads((tmp_path / FILE).read_text())
-    assert [(w["pid"], w["model"]) for w in told["workers"]] == [(os.getpid(), "stories")]
-    assert told["boot"] == boot_id()
+    report = json.loads((tmp_path / FILE).read_text())
+    assert [(w["pid"], w["model"]) for w in report["workers"]] == [(os.getpid(), "stories")]
+    assert report["boot"] == boot_id()
     assert Orphans(tmp_path, LOG).sweep({}) == [], "and nobody ends himself"
     assert is_alive(psutil.Process(sleeper.pid))
 

@@ -70,7 +70,7 @@ class Road:
         self.steps, self.take, self.queue = self.outbox.steps, self.outbox.take, self.outbox.queue
         self.loop = WorkerLoop(self.engine, self, lease=self.lease)  # type: ignore[arg-type]
         self.loop._stats_due = float("inf")
-        self.told: list[tuple[int, ...]] = []
+        self.message: list[tuple[int, ...]] = []
         for number, (channel, request) in OWN_IDS.items():
             carry: dict[str, Any] = {} if number % 2 else {"seq": 127, "token_ids": b"1234", "progress": True}
             tracked = _Tracked(channel, request, carry.get("seq", 0), len(carry.get("token_ids", b"")) // 4, carry)
@@ -92,7 +92,7 @@ class Road:
         self.outbox.flush()
 
     def prefill(self, *values: int) -> None:
-        self.told.append(values)
+        self.message.append(values)
 
     def run(self, steps: Sequence[Sequence[EngineEvent]]) -> None:
         self.socket.get(zmq.EVENTS)
@@ -117,7 +117,7 @@ class Road:
     @property
     def state(self) -> Any:
         jobs = {number: (job.seq, job.tokens) for number, job in self.loop._jobs.items()}
-        return jobs, self.loop._job_ids, self.outbox.unsent, self.engine.steps, beats(self.lease), self.told
+        return jobs, self.loop._job_ids, self.outbox.unsent, self.engine.steps, beats(self.lease), self.message
 
 
 class Id(IntEnum):
@@ -231,7 +231,7 @@ def test_a_stretch_of_steps_ends_with_what_is_not_usual_with_input_and_in_time()
         road.engine.script = [list(usual) for _ in range(50)] + [[*usual, Prefilling(2, 1, 2), *usual]]
         road.loop._turn()
         assert (road.engine.steps, beats(road.lease)) == (51, 51)
-        assert road.told == [(1, 2, 1, 2)]
+        assert road.message == [(1, 2, 1, 2)]
         frames = road.read(100)
         entries = [entry for frame in frames for entry in decode_events(frame).index]
         assert (len(frames), [entry.seq for entry in entries]) == (51, list(range(52)))

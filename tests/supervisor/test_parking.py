@@ -10,7 +10,7 @@ from supervisor.requests.in_flight import Effect
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.parking import LONGEST_MS, TOKENS_PER_MS
 from supervisor.requests.scheduler import Scheduler
-from tests.supervisor.test_scheduler import DOWN, FINISHED, GONE, NOW, deliver, frame, messages, told
+from tests.supervisor.test_scheduler import DOWN, FINISHED, GONE, NOW, deliver, frame, messages, sent_to
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_cancelled_request_is_forgotten_by_the_worker_that_compiles_for_it(sch
         scheduler.parked("m", (5, request), NOW)
     effects = scheduler.cancel(5, 1, NOW)
     assert cancels(effects) == [("m", 1)]
-    assert [(event[0], event[3]["finish_reason"]) for event in told(effects, 5)] == [(1, "cancelled")]
+    assert [(event[0], event[3]["finish_reason"]) for event in sent_to(effects, 5)] == [(1, "cancelled")]
     ask(scheduler, 6, 1)
     ask(scheduler, 6, 2)
     scheduler.compiled("m", (5, 2), 3, NOW)
@@ -109,7 +109,7 @@ def test_a_cancel_that_crosses_the_job_on_its_way_back_ends_the_request(schedule
     ask(scheduler, 5, 1)
     assert cancels(scheduler.cancel(5, 1, NOW)) == [("m", 1)]
     effects = scheduler.parked("m", (5, 1), NOW)
-    assert [event[3]["finish_reason"] for event in told(effects, 5)] == ["cancelled"]
+    assert [event[3]["finish_reason"] for event in sent_to(effects, 5)] == ["cancelled"]
     assert scheduler.counts("m") == (0, 0)
 
 
@@ -118,7 +118,7 @@ def test_a_deadline_ends_a_parked_request(scheduler: Scheduler) -> None:
     assert scheduler.expire(NOW + 0.6) == [], "a worker has it"
     scheduler.parked("m", (5, 1), NOW + 0.7)
     effects = scheduler.expire(NOW + 0.7)
-    assert [event[3]["error"]["name"] for event in told(effects, 5)] == ["queue_timeout"]
+    assert [event[3]["error"]["name"] for event in sent_to(effects, 5)] == ["queue_timeout"]
     assert cancels(effects) == [("m", 1)]
     assert scheduler.counts("m") == (0, 0)
 

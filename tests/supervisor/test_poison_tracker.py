@@ -2,7 +2,7 @@
 
 import pytest
 
-from supervisor.requests import poison as strikes_module
+from supervisor.requests import poison
 from supervisor.requests.poison import PoisonPolicy, PoisonTracker, Suspicion
 
 
@@ -16,9 +16,9 @@ def test_two_deaths_that_are_blamed_on_a_payload_make_it_poisoned() -> None:
     tracker = PoisonTracker(PoisonPolicy())
     assert tracker.find("m", b"x", 0.0) is None
     tracker.add("m", b"x", 7, 0.0, blamed=False)
-    assert poison.find("m", b"x", 1.0) == Suspicion(poison=0, place=7, at=0.0)
+    assert tracker.find("m", b"x", 1.0) == Suspicion(strikes=0, place=7, at=0.0)
     tracker.add("m", b"x", 9, 1.0, blamed=True)
-    assert poison.find("m", b"x", 1.0) == Suspicion(poison=1, place=9, at=1.0)
+    assert tracker.find("m", b"x", 1.0) == Suspicion(strikes=1, place=9, at=1.0)
     assert (count(tracker, b"y", 1.0), count(tracker, b"x", 1.0, "n")) == (None, None)
     assert tracker.next_is_last(tracker.find("m", b"x", 1.0))
     assert not tracker.poisons(tracker.find("m", b"x", 1.0))
@@ -54,7 +54,7 @@ def test_which_strike_is_the_last_follows_from_the_limit(limit: int, last: list[
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strikes_module, "MOST", 3)
+    monkeypatch.setattr(poison, "MOST", 3)
     tracker = PoisonTracker(PoisonPolicy())
     for n in range(5):
         tracker.add("m", bytes([n]), 0, 0.0, blamed=True)

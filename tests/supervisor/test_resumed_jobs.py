@@ -44,9 +44,9 @@ def test_a_chat_goes_on_and_is_cancelled_with_what_was_delivered_before() -> Non
     turns: list[list[Message]] = [[first], [second, CancelJob(1, 2)]]
     link = run(ScriptedLink(*turns, done=ended((1, 1), (1, 2))))
     assert text_of(link, 1, 1) == whole[5:]
-    ((entry, told),) = link.of(1, 2)
-    assert (entry.seq, told["finish_reason"]) == (3, "cancelled")
-    assert told["usage"] == {"prompt_tokens": 0, "completion_tokens": 5, "resumes": 1}
+    ((entry, report),) = link.of(1, 2)
+    assert (entry.seq, report["finish_reason"]) == (3, "cancelled")
+    assert report["usage"] == {"prompt_tokens": 0, "completion_tokens": 5, "resumes": 1}
 
 
 @pytest.mark.parametrize(
@@ -61,20 +61,20 @@ def test_a_chat_goes_on_and_is_cancelled_with_what_was_delivered_before() -> Non
 def test_what_cannot_go_on_ends_with_what_was_delivered(fields: dict[str, Any], why: str) -> None:
     told_engine = remembering()
     link = run(ScriptedLink([resumed(1, "abc", **fields)], []), told_engine)
-    ((entry, told),) = link.of(1, 1)
+    ((entry, report),) = link.of(1, 1)
     assert (entry.seq, entry.flags, entry.tokens) == (3, EventFlag.ERROR, 0)
-    assert (told["error"]["name"], told["error"]["retryable"]) == ("worker_died", True)
-    assert f"an answer with {why} cannot go on" in told["error"]["message"]
-    assert told["delivered_tokens"] == 3
+    assert (report["error"]["name"], report["error"]["retryable"]) == ("worker_died", True)
+    assert f"an answer with {why} cannot go on" in report["error"]["message"]
+    assert report["delivered_tokens"] == 3
     assert not told_engine.seen
     begun = run(ScriptedLink([resumed(1, "", {"seq": 0}, **fields)], []), remembering())
     assert not [f for _, f in begun.of(1, 1) if "worker_died" in str(f)], "nothing of it was delivered: it begins"
 
 
 def test_what_is_resumed_reaches_the_engine() -> None:
-    told = remembering()
-    run(ScriptedLink([resumed(1, "abc")], []), told)
-    assert [one.resumed_ids for one in told.seen] == [(97, 98, 99)]
+    reported = remembering()
+    run(ScriptedLink([resumed(1, "abc")], []), reported)
+    assert [one.resumed_ids for one in reported.seen] == [(97, 98, 99)]
 
 
 class Timed(DeterministicEngine):

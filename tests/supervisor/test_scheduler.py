@@ -51,13 +51,13 @@ def make(scheduler: Scheduler, *, tokens: int = 1000) -> Scheduler:
 
 def messages(effects: list[Effect]) -> list[tuple[int | str, Message]]:
     """(channel or model, message) of each effect."""
-    told: list[tuple[int | str, Message]] = []
+    sent_to: list[tuple[int | str, Message]] = []
     for effect in effects:
         if isinstance(effect, ToClient):
-            told.append((effect.channel, decode(effect.frame, SUPERVISOR_TO_CLIENT)))
+            sent_to.append((effect.channel, decode(effect.frame, SUPERVISOR_TO_CLIENT)))
         else:
-            told.append((effect.worker, decode(effect.frame, SUPERVISOR_TO_WORKER)))
-    return told
+            sent_to.append((effect.worker, decode(effect.frame, SUPERVISOR_TO_WORKER)))
+    return sent_to
 
 
 def submit(scheduler: Scheduler, channel: int, *requests: int) -> None:
@@ -82,7 +82,7 @@ def deliver(scheduler: Scheduler, raw: bytes) -> list[Effect]:
     return scheduler.events("m", raw, decoded(raw), NOW)
 
 
-def told(effects: list[Effect], channel: int) -> list[tuple[int, int, int, dict[str, Any]]]:
+def sent_to(effects: list[Effect], channel: int) -> list[tuple[int, int, int, dict[str, Any]]]:
     """(request, seq, flags, map) of every event for a client."""
     return [
         (entry.request, entry.seq, entry.flags, unpack_event(entry, event)[1])
@@ -109,10 +109,10 @@ def test_only_the_stream_without_credit_is_held_back(scheduler: Scheduler) -> No
     for seq in range(WINDOW):
         deliver(scheduler, frame(5, (1, seq, 0)))
     effects = deliver(scheduler, frame(5, (1, WINDOW, 0), (2, 0, 0), (1, WINDOW + 1, FINISHED)))
-    assert [event[:3] for event in told(effects, 5)] == [(2, 0, 0)]
+    assert [event[:3] for event in sent_to(effects, 5)] == [(2, 0, 0)]
     assert scheduler.counts("m") == (1, 0), "the worker has finished the held one: its place is free"
     effects = scheduler.credit(5, 1, 1, NOW)
-    assert [event[:3] for event in told(effects, 5)] == [(1, WINDOW, 0), (1, WINDOW + 1, FINISHED)]
+    assert [event[:3] for event in sent_to(effects, 5)] == [(1, WINDOW, 0), (1, WINDOW + 1, FINISHED)]
     assert scheduler.totals("m")["finished"] == 1
 
 
@@ -130,12 +130,12 @@ def test_credit_granted_in_advance_is_used_by_a_client_that_reads(scheduler: Sch
             scheduler.credit(5, request, WINDOW, NOW)
     for seq in range(WINDOW * (windows + 1)):
         effects = deliver(scheduler, frame(5, *((request, seq, 0) for request in range(1, streams + 1))))
-        assert len(told(effects, 5)) == streams
+        assert len(sent_to(effects, 5)) == streams
         while asked := pings(effects):
             effects = scheduler.pong(5, asked[0], NOW)
-            assert not told(effects, 5)
+            assert not sent_to(effects, 5)
     assert not scheduler.held_bytes
-    assert not told(deliver(scheduler, frame(5, (1, seq + 1, 0))), 5), "it has used all that was granted"
+    assert not sent_to(deliver(scheduler, frame(5, (1, seq + 1, 0))), 5), "it has used all that was granted"
 
 
 def test_credit_granted_in_advance_is_used_up_to_a_bound_by_a_client_that_does_not_read(scheduler: Scheduler) -> None:
@@ -148,15 +148,15 @@ def test_credit_granted_in_advance_is_used_up_to_a_bound_by_a_client_that_does_n
     sent, asked = [], []
     for seq in range(WINDOW * (windows + 1)):
         effects = deliver(scheduler, frame(5, (1, seq, 0), (2, seq, 0)))
-        sent += told(effects, 5)
+        sent += sent_to(effects, 5)
         asked += pings(effects)
     assert len(sent) == (2 + MOST_UNREAD) * WINDOW
     assert len(asked) == 1, "one PING at a time"
     # one answer after the other shows that it reads, and everything comes in order
-    assert not told(scheduler.pong(5, asked[0] + 1, NOW), 5), "to a PING that was not sent"
+    assert not sent_to(scheduler.pong(5, asked[0] + 1, NOW), 5), "to a PING that was not sent"
     while asked:
         effects = scheduler.pong(5, asked.pop(), NOW)
-        sent += told(effects, 5)
+        sent += sent_to(effects, 5)
         asked += pings(effects)
     assert len(sent) == 2 * WINDOW * (windows + 1)
     for request in (1, 2):
@@ -182,7 +182,7 @@ def test_a_terminal_event_needs_no_credit(scheduler: Scheduler) -> None:
     for seq in range(WINDOW):
         deliver(scheduler, frame(5, (1, seq, 0)))
     effects = deliver(scheduler, frame(5, (1, WINDOW, FINISHED)))
-    assert [event[:3] for event in told(effects, 5)] == [(1, WINDOW, FINISHED)]
+    assert [event[:3] for event in sent_to(effects, 5)] == [(1, WINDOW, FINISHED)]
 
 
 def test_an_ended_job_makes_room_for_the_next(scheduler: Scheduler) -> None:
@@ -202,14 +202,14 @@ def test_what_a_dead_worker_held_goes_on_first_in_the_next(scheduler: Scheduler)
         ("m", JobMessage(5, 2, {"queue_ms": 0.0, "resumes": 1}, b"body")),
     ]
     effects = deliver(scheduler, frame(5, (1, 2, FINISHED), generation=2))
-    assert [event[:3] for event in told(effects, 5)] == [(1, 2, FINISHED)]
+    assert [event[:3] for event in sent_to(effects, 5)] == [(1, 2, FINISHED)]
 
 
 def test_without_resuming_a_dead_worker_ends_what_it_held(scheduler: Scheduler) -> None:
     for request in (1, 2, 3):
         scheduler.submit(5, Generate(request, "m", {"resume": False}, b"body"), NOW)
     deliver(scheduler, frame(5, (1, 0, 0), (1, 1, 0)))
-    effects = told(scheduler.worker_gone("m", GONE, NOW), 5)
+    effects = sent_to(scheduler.worker_gone("m", GONE, NOW), 5)
     assert [event[:3] for event in effects] == [(1, 2, ERROR), (2, 0, ERROR)]
     assert [event[3]["delivered_tokens"] for event in effects] == [2, 0]
     assert effects[0][3]["error"]["name"] == "worker_died"
@@ -223,7 +223,7 @@ def test_words_of_a_former_generation_are_dropped(scheduler: Scheduler) -> None:
     scheduler.open("m", 2, 2, NOW)
     assert deliver(scheduler, frame(5, (1, 0, FINISHED), generation=1)) == []
     assert scheduler.dropped_frames == 1
-    assert told(deliver(scheduler, frame(5, (1, 0, FINISHED), generation=2)), 5)
+    assert sent_to(deliver(scheduler, frame(5, (1, 0, FINISHED), generation=2)), 5)
 
 
 def test_a_finished_answer_survives_the_death_of_its_worker(scheduler: Scheduler) -> None:
@@ -232,7 +232,7 @@ def test_a_finished_answer_survives_the_death_of_its_worker(scheduler: Scheduler
         deliver(scheduler, frame(5, (1, seq, 0)))
     deliver(scheduler, frame(5, (1, WINDOW + 2, FINISHED)))
     assert scheduler.worker_gone("m", GONE, NOW) == []
-    assert [event[1] for event in told(scheduler.credit(5, 1, WINDOW, NOW), 5)] == [4, 5, 6]
+    assert [event[1] for event in sent_to(scheduler.credit(5, 1, WINDOW, NOW), 5)] == [4, 5, 6]
 
 
 def test_a_client_that_leaves_has_its_jobs_cancelled_and_hears_no_more(scheduler: Scheduler) -> None:
@@ -247,16 +247,16 @@ def test_a_client_that_leaves_has_its_jobs_cancelled_and_hears_no_more(scheduler
 
 def test_cancelling_in_each_phase(scheduler: Scheduler) -> None:
     submit(scheduler, 5, 1, 2, 3)
-    ((_, _, flags, told_map),) = told(scheduler.cancel(5, 3, NOW), 5)
+    ((_, _, flags, told_map),) = sent_to(scheduler.cancel(5, 3, NOW), 5)
     assert (flags, told_map["finish_reason"]) == (FINISHED, "cancelled")
     assert messages(scheduler.cancel(5, 1, NOW)) == [("m", CancelJob(5, 1))]
-    assert told(deliver(scheduler, frame(5, (1, 0, FINISHED))), 5)
+    assert sent_to(deliver(scheduler, frame(5, (1, 0, FINISHED))), 5)
     assert scheduler.cancel(5, 1, NOW) == scheduler.cancel(5, 3, NOW) == scheduler.cancel(9, 9, NOW) == []
     for seq in range(WINDOW + 3):
         deliver(scheduler, frame(5, (2, seq, 0)))
     held_first = messages(scheduler.cancel(5, 2, NOW))
     assert [type(message) for _, message in held_first] == [Events, CancelJob]
-    assert told(deliver(scheduler, frame(5, (2, WINDOW + 3, 0), (2, WINDOW + 4, FINISHED))), 5)
+    assert sent_to(deliver(scheduler, frame(5, (2, WINDOW + 3, 0), (2, WINDOW + 4, FINISHED))), 5)
 
 
 def test_slow_consumers_are_cut_off_by_memory_of_stream_and_of_connection() -> None:
@@ -265,8 +265,8 @@ def test_slow_consumers_are_cut_off_by_memory_of_stream_and_of_connection() -> N
     def until_cut(channel: int, request: int) -> int:
         for seq in range(100):
             effects = deliver(scheduler, frame(channel, (request, seq, 0)))
-            if any(event[2] & ERROR for event in told(effects, channel)):
-                names = [e[3]["error"]["name"] for e in told(effects, channel)]
+            if any(event[2] & ERROR for event in sent_to(effects, channel)):
+                names = [e[3]["error"]["name"] for e in sent_to(effects, channel)]
                 assert names == ["slow_consumer"]
                 assert isinstance(effects[0], ToWorker), "the worker is told to let go"
                 deliver(scheduler, frame(channel, (request, seq + 1, FINISHED)))
@@ -362,7 +362,7 @@ def test_a_stream_whose_client_stopped_reading_is_ended(scheduler: Scheduler) ->
         deliver(scheduler, frame(5, (1, seq, 0)))
     assert scheduler.end_stalled(NOW + 59) == []
     effects = scheduler.end_stalled(NOW + 60)
-    ((request, seq, flags, fields),) = told(effects, 5)
+    ((request, seq, flags, fields),) = sent_to(effects, 5)
     assert (request, seq, flags, fields["error"]["name"]) == (1, WINDOW, ERROR, "slow_consumer")
     assert fields["delivered_tokens"] == WINDOW
     assert messages(effects)[0] == ("m", CancelJob(5, 1))
@@ -377,7 +377,7 @@ def test_the_stream_that_holds_most_is_ended_when_all_hold_too_much() -> None:
         for channel in (5, 6):
             if channel == 5 or seq < WINDOW + 3:
                 effects = deliver(scheduler, frame(channel, (1, seq, 0)))
-                ended += [(c, e[3]["error"]["name"]) for c in (5, 6) for e in told(effects, c) if e[2] & ERROR]
+                ended += [(c, e[3]["error"]["name"]) for c in (5, 6) for e in sent_to(effects, c) if e[2] & ERROR]
         if ended:
             break
     assert ended == [(5, "slow_consumer")]
@@ -389,9 +389,9 @@ def crash(scheduler: Scheduler, generation: int, capacity: int = 2) -> list[Effe
 
 def test_one_death_is_one_strike_for_all_with_the_same_payload(scheduler: Scheduler) -> None:
     submit(scheduler, 5, 1, 2)
-    assert not told(crash(scheduler, 2), 5), "twins are not poisoned by a single death"
+    assert not sent_to(crash(scheduler, 2), 5), "twins are not poisoned by a single death"
     effects = crash(scheduler, 3)
-    codes = [event[3]["error"]["name"] for event in told(effects, 5)]
+    codes = [event[3]["error"]["name"] for event in sent_to(effects, 5)]
     assert codes == ["poisoned", "poisoned"], "and by the second, the one that waited to be alone is, too"
     assert scheduler.counts("m") == (0, 0)
 
@@ -399,7 +399,7 @@ def test_one_death_is_one_strike_for_all_with_the_same_payload(scheduler: Schedu
 def test_copies_that_wait_do_not_kill_more_workers(scheduler: Scheduler) -> None:
     submit(scheduler, 5, 1, 2, 3, 4, 5)
     crash(scheduler, 2)
-    effects = told(crash(scheduler, 3), 5)
+    effects = sent_to(crash(scheduler, 3), 5)
     assert [event[3]["error"]["name"] for event in effects] == ["poisoned"] * 5
     assert scheduler.counts("m") == (0, 0)
 
@@ -433,11 +433,11 @@ def test_an_unconfirmed_cancel_is_answered_in_a_second(scheduler: Scheduler) -> 
     scheduler.cancel(5, 1, NOW)
     assert scheduler.next_due == NOW + 1
     assert scheduler.expire(NOW + 0.9) == []
-    ((request, seq, flags, fields),) = told(scheduler.expire(NOW + 1), 5)
+    ((request, seq, flags, fields),) = sent_to(scheduler.expire(NOW + 1), 5)
     assert (request, seq, flags, fields["finish_reason"]) == (1, 1, FINISHED, "cancelled")
     assert fields["usage"]["completion_tokens"] == 1
     assert scheduler.counts("m") == (1, 0), "the worker still has it"
-    assert not told(deliver(scheduler, frame(5, (1, 1, FINISHED))), 5)
+    assert not sent_to(deliver(scheduler, frame(5, (1, 1, FINISHED))), 5)
     assert scheduler.counts("m") == (0, 0)
 
 
@@ -447,7 +447,7 @@ def test_granting_nothing_is_no_sign_of_life(scheduler: Scheduler) -> None:
         deliver(scheduler, frame(5, (1, seq, 0)))
     for second in range(1, 61):
         scheduler.credit(5, 1, 0, NOW + second)
-    assert told(scheduler.end_stalled(NOW + 60), 5)[0][3]["error"]["name"] == "slow_consumer"
+    assert sent_to(scheduler.end_stalled(NOW + 60), 5)[0][3]["error"]["name"] == "slow_consumer"
 
 
 def test_one_worker_is_kept_for_a_suspect_that_must_be_alone_and_the_other_goes_on() -> None:
@@ -463,7 +463,7 @@ def test_one_worker_is_kept_for_a_suspect_that_must_be_alone_and_the_other_goes_
     scheduler.open("m:1", 2, 2, NOW)
     scheduler.cancel(5, 1, NOW)
     events = scheduler.events("m:2", raw := frame(5, (1, 0, FINISHED)), decoded(raw), NOW)
-    assert told(events, 5)
+    assert sent_to(events, 5)
     for number, channel in enumerate((6, 7)):
         scheduler.submit(channel, Generate(1, "m", {"affinity": str(channel)}, b"long"), NOW)
         assert scheduler.counts("m") == (number + 1, 0)

@@ -448,7 +448,7 @@ def _check_in_time(request: InFlight, now: float) -> None:
 
 
 def test_every_request_ends_once_whatever_happens() -> None:
-    told = (
+    reported = (
         "worker's own",
         "worker_died",
         "poisoned",
@@ -462,7 +462,7 @@ def test_every_request_ends_once_whatever_happens() -> None:
         "parked",
         "compiled",
     )
-    told += ("fast path",) if FAST_PATH is not None else ()
+    reported += ("fast path",) if FAST_PATH is not None else ()
     for again in range(10):  # a seed in some hundred never gets to the rarest of these
         print(f"TEST_SEED={SEED + again}")
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
@@ -479,6 +479,6 @@ def test_every_request_ends_once_whatever_happens() -> None:
         )
         print(dict(steps))
         assert steps["steps"] > 25_000
-        if all(steps[name] for name in told):
+        if all(steps[name] for name in reported):
             return
-    raise AssertionError(f"never seen: {[name for name in told if not steps[name]]}")
+    raise AssertionError(f"never seen: {[name for name in reported if not steps[name]]}")

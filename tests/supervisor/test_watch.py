@@ -155,9 +155,9 @@ def test_whatever_stands_in_a_page_can_be_told(word: int) -> None:
     found = read_word(word)
     assert found.word == word
     assert 0 <= found.lease_s < 2**28 / 1000
-    told = HangDetector(found)
-    assert told.describe()["phase"] in ("starting", "loading", "idle", "step", "unknown")
-    assert told.story().startswith("hung: ")
+    reported = HangDetector(found)
+    assert reported.describe()["phase"] in ("starting", "loading", "idle", "step", "unknown")
+    assert reported.story().startswith("hung: ")
 
 
 def test_leases_that_a_word_cannot_hold_are_refused() -> None:

@@ -31,11 +31,11 @@ def test_every_step_and_every_message_has_a_beat_of_its_own(page: WatchedPage, m
     for name in ("step", "encode", "encode_rendered"):
         original = getattr(model, name)
 
-        def told(*given: object, name: str = name, original: object = original) -> object:
+        def reported(*given: object, name: str = name, original: object = original) -> object:
             found.append((name, page.read()))
             return original(*given)  # type: ignore[operator]
 
-        monkeypatch.setattr(model, name, told)
+        monkeypatch.setattr(model, name, reported)
     body = pack_body({"messages": [{"role": "user", "content": "c"}], "max_tokens": 4})
     chat = JobMessage(1, 3, {}, body)
     asked = [Ask(number, "tokenize", pack_body({"model": "m", "prompt": "some text"})) for number in (1, 2)]

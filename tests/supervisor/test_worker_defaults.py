@@ -54,10 +54,10 @@ class Worker:
             message = self.receive(Events)
             assert isinstance(message, Events)
             for entry_, event in split_events(message):
-                told = unpack_event(entry_, event)[1]
-                text += told.get("text", "")
+                report = unpack_event(entry_, event)[1]
+                text += report.get("text", "")
                 if entry_.flags & TERMINAL:
-                    return text, told
+                    return text, report
 
     def close(self) -> None:
         self.process.kill()
@@ -84,9 +84,9 @@ def test_defaults_and_limits_of_the_spec_are_those_of_every_request(workers: Any
     assert worker.ask(1)[0] == answer("p", 3)
     assert worker.ask(2, max_tokens=5)[0] == answer("p", 5)
     for request, fields, field in ((3, {"max_tokens": 6}, "max_tokens"), (4, {"prompt": "x" * 11}, "prompt")):
-        _, told = worker.ask(request, **fields)
-        assert told["error"]["field"] == field
-        assert "this model allows at most" in told["error"]["message"]
+        _, report = worker.ask(request, **fields)
+        assert report["error"]["field"] == field
+        assert "this model allows at most" in report["error"]["message"]
     worker.router.send_multipart([b"w", encode(Shutdown())])
     assert worker.process.wait(WITHIN_S) == EXIT_ASKED
 

@@ -145,10 +145,10 @@ def test_a_request_that_cannot_be_served_costs_only_itself(
     fields: dict[str, Any], field: str | None, name: str
 ) -> None:
     link = run(ScriptedLink([job(1, 1, "good"), job(1, 2, **fields), job(1, 3, "fine")], *[[]] * 8))
-    ((entry, told),) = link.of(1, 2)
+    ((entry, report),) = link.of(1, 2)
     assert (entry.seq, entry.flags) == (0, EventFlag.ERROR)
-    assert (told["error"].get("field"), told["error"]["name"]) == (field, name)
-    assert told["delivered_tokens"] == 0
+    assert (report["error"].get("field"), report["error"]["name"]) == (field, name)
+    assert report["delivered_tokens"] == 0
     assert "".join(f["text"] for _, f in link.of(1, 1)) == answer("good", 4)
     assert "".join(f["text"] for _, f in link.of(1, 3)) == answer("fine", 4)
 
@@ -162,9 +162,9 @@ def test_a_prompt_that_just_fits() -> None:
 def test_a_body_that_is_no_map_is_answered() -> None:
     link = run(ScriptedLink([JobMessage(1, 1, {}, b"\xc1"), JobMessage(1, 2, {}, b"")], []))
     for request in (1, 2):
-        ((entry, told),) = link.of(1, request)
+        ((entry, report),) = link.of(1, request)
         assert entry.flags == EventFlag.ERROR
-        assert told["error"]["name"] == "invalid_request"
+        assert report["error"]["name"] == "invalid_request"
 
 
 class OffersLittle(DeterministicEngine):
@@ -176,8 +176,8 @@ class OffersLittle(DeterministicEngine):
 def test_what_the_engine_does_not_offer_is_refused_by_name_unless_neutral() -> None:
     little = OffersLittle(EngineSpec("m", "", "/", options={"context": 64}))
     link = run(ScriptedLink([job(1, 1, top_k=5), job(1, 2, top_k=0, temperature=0.5)], *[[]] * 6), little)
-    ((_, told),) = link.of(1, 1)
-    assert (told["error"]["name"], told["error"]["field"]) == ("unsupported", "top_k")
+    ((_, report),) = link.of(1, 1)
+    assert (report["error"]["name"], report["error"]["field"]) == ("unsupported", "top_k")
     assert link.of(1, 2)[-1][1]["finish_reason"] == "length"
 
 
@@ -205,13 +205,16 @@ def remembering() -> Remembers:
 
 
 def test_every_field_reaches_the_engine() -> None:
-    told = remembering()
+    reported = remembering()
     fields = {
         "stop": ["x"], "min_tokens": 2, "stop_token_ids": [5], "banned_strings": ["bad"], "token_healing": True,
         "logprobs": True, "top_logprobs": 3, "cfg_scale": 1.5, "negative_prompt": "no", "rep_pen": 1.1,
     }  # fmt: skip
-    run(ScriptedLink([job(1, 1, "hi", **fields), job(1, 2, "hi", logprobs=True), job(1, 3, cfg_scale=0)], [], []), told)
-    full, some, guided = told.seen
+    run(
+        ScriptedLink([job(1, 1, "hi", **fields), job(1, 2, "hi", logprobs=True), job(1, 3, cfg_scale=0)], [], []),
+        reported,
+    )
+    full, some, guided = reported.seen
     assert full == Job(1, (1, *b"hi"), 4, full.sampling, ("x",), 2, (5,), ("bad",), True, 3, (1, *b"no"))
     assert full.sampling.repetition_penalty == 1.1
     assert (some.top_logprobs, some.negative_ids, some.min_new_tokens) == (0, None, 0)
@@ -237,9 +240,9 @@ def test_every_field_reaches_the_engine() -> None:
 )
 def test_what_a_model_cannot_do_is_told_by_field(fields: dict[str, Any], field: str, name: str, message: str) -> None:
     link = run(ScriptedLink([job(1, 1, **fields)], [], done=lambda link: bool(link.events)), remembering())
-    ((_, told),) = link.of(1, 1)
-    assert (told["error"]["field"], told["error"]["name"]) == (field, name)
-    assert message in told["error"]["message"]
+    ((_, report),) = link.of(1, 1)
+    assert (report["error"]["field"], report["error"]["name"]) == (field, name)
+    assert message in report["error"]["message"]
 
 
 def test_guidance_without_a_text_needs_a_beginning_of_sequence_token() -> None:
@@ -248,15 +251,15 @@ def test_guidance_without_a_text_needs_a_beginning_of_sequence_token() -> None:
             return list(text.encode())
 
     link = run(ScriptedLink([job(1, 1, cfg_scale=2)], []), NoBeginning(EngineSpec("m", "", "/")))
-    ((_, told),) = link.of(1, 1)
-    assert told["error"]["field"] == "negative_prompt"
-    assert "no beginning-of-sequence token" in told["error"]["message"]
+    ((_, report),) = link.of(1, 1)
+    assert report["error"]["field"] == "negative_prompt"
+    assert "no beginning-of-sequence token" in report["error"]["message"]
 
 
 def test_guidance_that_is_not_offered_is_refused_before_anything_is_encoded() -> None:
     link = run(ScriptedLink([job(1, 1, cfg_scale=2)], []))
-    ((_, told),) = link.of(1, 1)
-    assert (told["error"]["field"], told["error"]["name"]) == ("cfg_scale", "unsupported")
+    ((_, report),) = link.of(1, 1)
+    assert (report["error"]["field"], report["error"]["name"]) == ("cfg_scale", "unsupported")
 
 
 class Tells(DeterministicEngine):
@@ -264,10 +267,10 @@ class Tells(DeterministicEngine):
 
     def step(self) -> list[EngineEvent]:
         self.steps += 1
-        told = [TokenLogprob(97, -0.5, ((98, -0.25), (97, -0.5)))]
+        reported = [TokenLogprob(97, -0.5, ((98, -0.25), (97, -0.5)))]
         if self.steps == 1:
-            return [Delta(1, [97], "", told)]
-        return [Finished(1, [97], "aa", "stop", 1, 2, logprobs=told, draft_accepted=3, draft_rejected=1)]
+            return [Delta(1, [97], "", reported)]
+        return [Finished(1, [97], "aa", "stop", 1, 2, logprobs=reported, draft_accepted=3, draft_rejected=1)]
 
 
 def test_logprobs_and_drafts_are_told() -> None:

@@ -51,10 +51,10 @@ def test_steps_go_on_while_a_conversation_is_rendered_and_others_overtake_it() -
     assert ends.index((2, 1)) < ends.index((1, 2)), "who came later is served first"
     assert text_of(link, 1, 1) == answer("stream", 1000)
     assert text_of(link, 2, 1) == answer("fine", 4)
-    ((entry, told),) = link.of(1, 2)
-    assert (entry.seq, entry.flags, told["delivered_tokens"]) == (0, EventFlag.ERROR, 0)
-    assert (told["error"]["name"], told["error"]["field"]) == ("invalid_request", "messages")
-    assert "takes longer than 1 s" in told["error"]["message"]
+    ((entry, report),) = link.of(1, 2)
+    assert (entry.seq, entry.flags, report["delivered_tokens"]) == (0, EventFlag.ERROR, 0)
+    assert (report["error"]["name"], report["error"]["field"]) == ("invalid_request", "messages")
+    assert "takes longer than 1 s" in report["error"]["message"]
     refused = next(i for i, (channel, entry, _, _) in enumerate(link.events) if (channel, entry.request) == (1, 2))
     streamed = sum((channel, entry.request) == (1, 1) for channel, entry, _, _ in link.events[:refused])
     assert streamed > 100, "the rendering takes a second of processor time, a step of the stream 2 ms"
@@ -65,9 +65,9 @@ def test_a_chat_is_cancelled_while_it_is_rendered() -> None:
     link = run(
         ScriptedLink([chat(1, 1, "loop")], [], [CancelJob(1, 1)], [CancelJob(1, 1)], [], done=ended((1, 1))), held
     )
-    ((entry, told),) = link.of(1, 1)
-    assert (entry.seq, entry.flags, told["finish_reason"]) == (0, EventFlag.FINISHED, "cancelled")
-    assert told["usage"] == {"prompt_tokens": 0, "completion_tokens": 0}
+    ((entry, report),) = link.of(1, 1)
+    assert (entry.seq, entry.flags, report["finish_reason"]) == (0, EventFlag.FINISHED, "cancelled")
+    assert report["usage"] == {"prompt_tokens": 0, "completion_tokens": 0}
     assert not held.jobs
     assert not held.pending
     assert link.statistics[-1]["pending"] == 0
@@ -86,9 +86,9 @@ class NoTemplate(DeterministicEngine):
 
 def test_a_model_without_a_template_says_so() -> None:
     link = run(ScriptedLink([chat(1, 1), job(1, 2)], done=ended((1, 1), (1, 2))), NoTemplate(engine().spec))
-    ((_, told),) = link.of(1, 1)
-    assert told["error"]["field"] == "messages"
-    assert "has no chat template" in told["error"]["message"]
+    ((_, report),) = link.of(1, 1)
+    assert report["error"]["field"] == "messages"
+    assert "has no chat template" in report["error"]["message"]
     assert link.of(1, 2)[-1][1]["finish_reason"] == "length"
 
 
@@ -96,9 +96,9 @@ def test_a_conversation_that_cannot_fit_is_refused_before_and_after_it_is_render
     long = engine(template="{{ messages[0].content * 1000 }}")
     link = run(ScriptedLink([chat(1, 1, "x" * 2000), chat(1, 2, "xxx")], done=ended((1, 1), (1, 2))), long)
     for request, message in ((1, "the messages have 2000 bytes: at most 1024 can fit"), (2, "more than 1024 bytes")):
-        ((_, told),) = link.of(1, request)
-        assert (told["error"]["name"], told["error"]["field"]) == ("context_overflow", "messages")
-        assert message in told["error"]["message"]
+        ((_, report),) = link.of(1, request)
+        assert (report["error"]["name"], report["error"]["field"]) == ("context_overflow", "messages")
+        assert message in report["error"]["message"]
 
 
 # questions
@@ -130,11 +130,11 @@ def test_a_text_and_a_conversation_are_tokenized_and_ids_are_read() -> None:
 
 def test_tools_count_as_tokens() -> None:
     tool = {"type": "function", "function": {"name": "look"}}
-    (told,) = asked(
+    (report,) = asked(
         ask(1, "tokenize", messages=[{"role": "user", "content": "x"}], tools=[tool]),
         of=engine(template="{{ tools[0].function.name }}"),
     ).answers.values()
-    assert told["result"]["token_ids"] == pack("<4I", *b"look")
+    assert report["result"]["token_ids"] == pack("<4I", *b"look")
 
 
 @pytest.mark.parametrize(
@@ -164,27 +164,27 @@ def test_tools_count_as_tokens() -> None:
 def test_a_bad_question_is_told_what_is_wrong(
     verb: str, params: dict[str, Any], field: str | None, name: str, message: str
 ) -> None:
-    (told,) = asked(ask(7, verb, **params), of=engine(template=EITHER)).answers.values()
-    assert (told["error"].get("field"), told["error"]["name"]) == (field, name)
-    assert message in told["error"]["message"]
+    (report,) = asked(ask(7, verb, **params), of=engine(template=EITHER)).answers.values()
+    assert (report["error"].get("field"), report["error"]["name"]) == (field, name)
+    assert message in report["error"]["message"]
 
 
 def test_a_question_that_is_no_map_is_answered() -> None:
     link = asked(Ask(1, "tokenize", b"\xc1"), Ask(2, "detokenize", b""))
-    assert [told["error"]["name"] for told in link.answers.values()] == ["invalid_request"] * 2
+    assert [report["error"]["name"] for report in link.answers.values()] == ["invalid_request"] * 2
 
 
 # the model's defaults and limits
 
 
 def test_defaults_reach_the_engine_and_give_way_to_fields() -> None:
-    told = remembering()
+    reported = remembering()
     sampling = {"preset": "steady", "temperature": 0.5, "stop": ["x"]}
-    run(ScriptedLink([job(1, 1), job(1, 2, temperature=0, preset="none")], [], []), told, sampling=sampling)
-    plain, given = (one.sampling for one in told.seen)
+    run(ScriptedLink([job(1, 1), job(1, 2, temperature=0, preset="none")], [], []), reported, sampling=sampling)
+    plain, given = (one.sampling for one in reported.seen)
     assert (plain.temperature, plain.repetition_penalty, plain.frequency_penalty) == (0.5, 1.11, 0.03)
     assert (given.temperature, given.repetition_penalty, given.frequency_penalty) == (0, 1, 0)
-    assert [one.stop for one in told.seen] == [("x",), ("x",)]
+    assert [one.stop for one in reported.seen] == [("x",), ("x",)]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_defaults_reach_the_engine_and_give_way_to_fields() -> None:
     ],
 )
 def test_max_tokens_unset_is_the_default_or_the_limit(fields: dict[str, Any], model: dict[str, Any], new: int) -> None:
-    told = remembering()
-    run(ScriptedLink([job(1, 1, **{"max_tokens": None, **fields})], []), told, **model)
-    assert [one.max_new_tokens for one in told.seen] == [new]
+    reported = remembering()
+    run(ScriptedLink([job(1, 1, **{"max_tokens": None, **fields})], []), reported, **model)
+    assert [one.max_new_tokens for one in reported.seen] == [new]
 
 
 @pytest.mark.parametrize(
@@ -236,9 +236,9 @@ def test_beyond_a_limit_is_refused_by_name(
     fields: dict[str, Any], model: dict[str, Any], field: str, message: str
 ) -> None:
     link = run(ScriptedLink([job(1, 1, **fields)], done=ended((1, 1))), **model)
-    ((_, told),) = link.of(1, 1)
-    assert (told["error"]["field"], told["error"]["name"]) == (field, "invalid_request")
-    assert message in told["error"]["message"]
+    ((_, report),) = link.of(1, 1)
+    assert (report["error"]["field"], report["error"]["name"]) == (field, "invalid_request")
+    assert message in report["error"]["message"]
 
 
 @pytest.mark.parametrize(

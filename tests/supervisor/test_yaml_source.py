@@ -76,9 +76,9 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_yaml(tmp_path: Path, text: str | bytes, says: str) -> None:
-    told = problem(tmp_path, text)
-    assert says in told
-    assert told.count("\n") == 0
+    reported = problem(tmp_path, text)
+    assert says in reported
+    assert reported.count("\n") == 0
 
 
 def test_a_file_that_is_too_large(tmp_path: Path) -> None:

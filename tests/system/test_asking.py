@@ -18,9 +18,9 @@ from tests.serving import engine, wait_until
 def test_tokens_of_a_text_and_back(serve: Serve) -> None:
     serving = serve({"a": engine(replicas=2)})
     with serving.client() as client:
-        told = client.call("tokenize", reply_timeout=60, model="a", prompt="añ")
-        assert unpack(f"<{told['count']}I", told["token_ids"]) == tuple("añ".encode())
-        assert client.call("detokenize", reply_timeout=60, model="a", token_ids=told["token_ids"]) == {"text": "añ"}
+        report = client.call("tokenize", reply_timeout=60, model="a", prompt="añ")
+        assert unpack(f"<{report['count']}I", report["token_ids"]) == tuple("añ".encode())
+        assert client.call("detokenize", reply_timeout=60, model="a", token_ids=report["token_ids"]) == {"text": "añ"}
         assert client.call("tokenize", reply_timeout=60, model="a:2", prompt="b")["count"] == 1
 
 

@@ -166,7 +166,7 @@ def busy_loops() -> Iterator[None]:
 
 async def load(keyed: Keyed, chance: random.Random) -> dict[str, Counter[str]]:
     """Kind of request → how they ended, with the error's message where that is not documented."""
-    told: dict[str, Counter[str]] = {kind.__name__: Counter() for kind in DOCUMENTED}
+    report: dict[str, Counter[str]] = {kind.__name__: Counter() for kind in DOCUMENTED}
     kinds = chance.choices(list(DOCUMENTED), k=REQUESTS)
     places = asyncio.Semaphore(AT_ONCE)
     key = keyed.keys["laptop"]
@@ -189,10 +189,10 @@ async def load(keyed: Keyed, chance: random.Random) -> dict[str, Counter[str]]:
                     end = e.code.wire_name if e.code.wire_name in DOCUMENTED[kind] else str(e)
                 except TimeoutError as e:
                     end = f"no end at all: {e!r}"
-            told[kind.__name__][end] += 1
+            report[kind.__name__][end] += 1
 
         await asyncio.gather(*map(one, range(REQUESTS)))
-    return told
+    return report
 
 
 def test_every_end_is_documented_for_what_happened() -> None:
@@ -200,12 +200,12 @@ def test_every_end_is_documented_for_what_happened() -> None:
     print(f"TEST_SEED={seed}")
     keys = {"laptop": "infer"}
     with busy_loops(), Keyed(MODELS, keys, **LENIENT) as keyed:
-        told = asyncio.run(load(keyed, random.Random(seed)))
-    for kind, ends in told.items():
+        report = asyncio.run(load(keyed, random.Random(seed)))
+    for kind, ends in report.items():
         print(f"{kind}: {dict(ends)}")
     surprising = {
-        kind.__name__: {end: count for end, count in told[kind.__name__].items() if end not in documented}
+        kind.__name__: {end: count for end, count in report[kind.__name__].items() if end not in documented}
         for kind, documented in DOCUMENTED.items()
     }
-    assert sum(count for ends in told.values() for count in ends.values()) == REQUESTS
+    assert sum(count for ends in report.values() for count in ends.values()) == REQUESTS
     assert not {kind: ends for kind, ends in surprising.items() if ends}

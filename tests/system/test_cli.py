@@ -52,22 +52,22 @@ def test_ps_on_a_narrow_terminal_breaks_between_columns(serving: Serving) -> Non
 def test_json(serving: Serving) -> None:
     models = json.loads(serving.modelctl("ps", "--json").stdout)
     assert [m["name"] for m in models] == ["a", "b", "broken"]
-    told = json.loads(serving.modelctl("status", "a", "--json").stdout)
-    assert told["supervisor"]["pid"] == serving.pid
-    (only,) = told["models"]
+    report = json.loads(serving.modelctl("status", "a", "--json").stdout)
+    assert report["supervisor"]["pid"] == serving.pid
+    (only,) = report["models"]
     assert (only["name"], only["state"], only["pid"]) == ("a", "ready", serving.status("a")["pid"])
 
 
 def test_status_for_people(serving: Serving) -> None:
     serving.wait_idle("a")
-    told = serving.modelctl("status", "--verbose").stdout
-    assert f"pid {serving.pid}" in " ".join(told.split())
-    assert str(serving.config) in told
-    assert "bad_frames 0" in told
-    labels = [line.split("  ")[1] for line in told.split("\na\n")[1].splitlines() if line.startswith("  ")]
+    output = serving.modelctl("status", "--verbose").stdout
+    assert f"pid {serving.pid}" in " ".join(output.split())
+    assert str(serving.config) in output
+    assert "bad_frames 0" in output
+    labels = [line.split("  ")[1] for line in output.split("\na\n")[1].splitlines() if line.startswith("  ")]
     assert {"state", "since", "context", "engine_stats", "last_exit", "log"} <= set(labels)
-    assert "4096 tokens" in told
-    assert "requests: 0 active; 0 waiting in the engine" in told
+    assert "4096 tokens" in output
+    assert "requests: 0 active; 0 waiting in the engine" in output
 
 
 CHEESE = "cannot load: config.json says the moon is made of cheese"
@@ -76,12 +76,12 @@ CHEESE = "cannot load: config.json says the moon is made of cheese"
 def test_status_is_short_unless_all_is_wanted(serving: Serving) -> None:
     serving.modelctl("start", "broken")
     serving.wait_idle("a")
-    told = serving.modelctl("status").stdout
-    head, rest = told.split("\na\n")
+    output = serving.modelctl("status").stdout
+    head, rest = output.split("\na\n")
     a, _ = rest.split("\nb\n")
     assert f"pid {serving.pid}, version " in head
     assert str(serving.config) in head
-    assert not [line for line in told.splitlines() if line.rstrip().endswith(" -")]
+    assert not [line for line in output.splitlines() if line.rstrip().endswith(" -")]
     assert "ready for " in a
     assert "4096 tokens, 8 requests at once" in a
     assert "0 active, 0 queued, idle for " in a
@@ -269,8 +269,12 @@ def test_check(tmp_path: Path) -> None:
     assert (check(good).returncode, check(bad).returncode, check(tmp_path / "absent").returncode) == (0, 78, 78)
     assert "fine; models: a" in check(good).stdout
     assert json.loads(check(good, "--json").stdout) == {"ok": True, "models": ["a"]}
-    told = json.loads(check(bad, "--json").stdout)
-    assert (told["ok"], told["problems"][0]["line"], told["problems"][0]["path"]) == (False, 2, "models.a.model_dir")
+    report = json.loads(check(bad, "--json").stdout)
+    assert (report["ok"], report["problems"][0]["line"], report["problems"][0]["path"]) == (
+        False,
+        2,
+        "models.a.model_dir",
+    )
     assert check(ROOT / "models.yaml").returncode == 0
 
 

@@ -52,13 +52,13 @@ def test_json_is_a_result_file_also_for_a_model_that_sleeps(serving: Serving, tm
     out = tmp_path / "figures.json"
     done = serving.modelctl("bench", "sleeper", *SHORT, "-c", "3", "--json", "--out", str(out))
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    check(told)
-    assert told == json.loads(out.read_text())
-    values = {each["name"]: each["value"] for each in told["results"]}
+    report = json.loads(done.stdout)
+    check(report)
+    assert report == json.loads(out.read_text())
+    values = {each["name"]: each["value"] for each in report["results"]}
     assert values["sleeper, 3 streams: tokens/s"] > 0
     assert values["sleeper, 3 streams: between deltas, median"] > 0
-    assert "bench sleeper" in told["command"]
+    assert "bench sleeper" in report["command"]
 
 
 def test_answers_have_exactly_the_tokens_asked_for(serving: Serving) -> None:
@@ -117,10 +117,10 @@ def test_ctrl_c_cancels_everything_and_shows_what_was_measured(serving: Serving)
     with benching(serving, "a", "-c", "1,8", "-n", "1000", "-r", "1", "--warmups", "0") as process:
         wait_until(lambda: serving.status("a")["active"] == 8)
         process.send_signal(signal.SIGINT)
-        output, told = process.communicate(timeout=60)
-    assert process.returncode == 130, told
+        output, reported = process.communicate(timeout=60)
+    assert process.returncode == 130, reported
     assert [line[:2] for line in rows(output)] == [["a", "1"]]
-    assert "Traceback" not in told
+    assert "Traceback" not in reported
     serving.wait_idle("a")
 
 
@@ -128,6 +128,6 @@ def test_the_supervisor_goes_away() -> None:
     with Serving({"m": engine()}) as serving, benching(serving, "m", "-c", "4", "-n", "3000") as process:
         wait_until(lambda: serving.status("m")["active"] == 4)
         serving.kill()
-        _, told = process.communicate(timeout=60)
+        _, reported = process.communicate(timeout=60)
         assert process.returncode == 69
-        assert told.count("the connection to the supervisor ended") == 1
+        assert reported.count("the connection to the supervisor ended") == 1

@@ -42,16 +42,16 @@ def test_the_prompt_from_a_pipe(serving: Serving) -> None:
 
 
 def test_as_json(serving: Serving) -> None:
-    told = json.loads(serving.modelctl("run", "a", "hello", "--max-tokens", "7", "--json").stdout)
-    assert (told["text"], told["finish_reason"], told["model"]) == (answer(chat("hello"), 7), "length", "a")
-    assert told["usage"]["completion_tokens"] == 7
+    report = json.loads(serving.modelctl("run", "a", "hello", "--max-tokens", "7", "--json").stdout)
+    assert (report["text"], report["finish_reason"], report["model"]) == (answer(chat("hello"), 7), "length", "a")
+    assert report["usage"]["completion_tokens"] == 7
 
 
 def test_log_probabilities_as_json(serving: Serving) -> None:
     done = serving.modelctl("run", "a", "hello", "--max-tokens", "3", "--json", "--logprobs", "--set", "top_logprobs=1")
-    told = json.loads(done.stdout)
-    assert "".join(each["text"] for each in told["logprobs"]) == told["text"] == answer(chat("hello"), 3)
-    for each in told["logprobs"]:
+    report = json.loads(done.stdout)
+    assert "".join(each["text"] for each in report["logprobs"]) == report["text"] == answer(chat("hello"), 3)
+    for each in report["logprobs"]:
         assert each["logprob"] == 0.0
         assert [other["token_id"] for other in each["top"]] == [each["token_id"]]
 

@@ -58,7 +58,7 @@ def test_it_leaves_when_nobody_asks_and_comes_back(serve: Serve) -> None:
 def test_what_only_a_load_can_tell_is_unknown_before(serve: Serve) -> None:
     """Whether there is a chat template, and the context."""
 
-    def told() -> tuple[object, ...]:
+    def reported() -> tuple[object, ...]:
         with serving.client() as client:
             (by_models,) = client.models()["models"]
         by_status = serving.status("a")
@@ -69,12 +69,12 @@ def test_what_only_a_load_can_tell_is_unknown_before(serve: Serve) -> None:
         return next(line for line in lines if line.startswith("  chat ")).split()
 
     serving = serve({"a": lazy(ttl="1s")}, wait=False)
-    assert told() == (None, None, None, None)
+    assert reported() == (None, None, None, None)
     assert shown() == ["chat", "-"]
     with serving.client() as client:
         client.complete("a", "here", max_tokens=5)
     serving.wait_state("a", "unloaded", 30)
-    assert told() == (True, 4096, True, 4096)
+    assert reported() == (True, 4096, True, 4096)
     assert shown() == ["chat", "yes"]
 
 

@@ -99,11 +99,11 @@ def test_who_is_cut_off_is_told_why(serving: Serving) -> None:
         for request in range(1, 400_000):
             client.generate(request, "nosuch", "again and again", max_tokens=1)
 
-        def told() -> list[dict[str, object]]:
+        def reported() -> list[dict[str, object]]:
             client.receive()
             return [error for request, error in client.errors if request == 0]
 
-        (error,) = wait_until(told)
+        (error,) = wait_until(reported)
         assert error["code"] == ErrorCode.RATE_LIMITED
         assert error["retryable"]
         assert "wait for answers" in str(error["message"])

@@ -68,14 +68,14 @@ def test_every_hang_is_found_and_its_requests_go_on(serve: Serve) -> None:
         assert status["last_exit"]["code"] == -signal.SIGKILL
     assert serving.status("other")["generation"] == 1
 
-    told = {model: serving.status(model)["last_exit"]["message"] for model in models if model != "other"}
+    report = {model: serving.status(model)["last_exit"]["message"] for model in models if model != "other"}
     for how in in_steps:
-        assert "in a step (lease 2 s)" in told[how]
-    assert "while idle (lease 2 s)" in told["idle"]
-    assert "while loading (lease 2 s)" in told["loading"]
-    assert "while loading (lease 2 s)" in told["stuck"]
-    assert all("it is stopped (SIGSTOP)" in told[model] for model in ("stop", "idle", "loading"))
-    assert "it is computing" in told["loop"]
+        assert "in a step (lease 2 s)" in report[how]
+    assert "while idle (lease 2 s)" in report["idle"]
+    assert "while loading (lease 2 s)" in report["loading"]
+    assert "while loading (lease 2 s)" in report["stuck"]
+    assert all("it is stopped (SIGSTOP)" in report[model] for model in ("stop", "idle", "loading"))
+    assert "it is computing" in report["loop"]
 
     # the stacks, in the log and in short in `status`, of all that can write them
     for model, where in (("gil", "hang"), ("loop", "hang"), ("sleep", "hang"), ("stuck", "load")):

@@ -36,17 +36,17 @@ def serving(shared: Serving) -> Iterator[Serving]:
     """A well-behaved stream runs during each test and must not notice; the supervisor may not grow."""
     print(f"TEST_SEED={SEED}")
     before = psutil.Process(shared.pid).memory_info().rss
-    told: list[str] = []
+    parts: list[str] = []
 
     def behave() -> None:
         with shared.client() as client:
-            told.append(client.complete("a", "well-behaved", max_tokens=TOKENS).text)
+            parts.append(client.complete("a", "well-behaved", max_tokens=TOKENS).text)
 
     neighbour = threading.Thread(target=behave)
     neighbour.start()
     yield shared
     neighbour.join(30)
-    assert told == [answer("well-behaved", TOKENS)]
+    assert parts == [answer("well-behaved", TOKENS)]
     with shared.client() as client:
         assert client.complete("a", "afterwards", max_tokens=5).text == answer("afterwards", 5)
     grown = psutil.Process(shared.pid).memory_info().rss - before

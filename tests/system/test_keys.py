@@ -106,7 +106,7 @@ def test_a_new_key_works_at_once_and_a_revoked_one_no_more(keyed: Keyed) -> None
         assert refused.value.code is ErrorCode.UNAUTHORIZED
         assert kept.complete().text == answer("kept", 200), "another key's stream goes on"
     keyed.serving.wait_idle("m")
-    assert "guest" not in {told["name"] for told in keyed.tcp()["keys"]}
+    assert "guest" not in {report["name"] for report in keyed.tcp()["keys"]}
 
 
 def test_a_revoked_connection_is_ended_also_if_its_client_does_not_mind(keyed: Keyed) -> None:
@@ -167,9 +167,9 @@ def test_tokens_a_minute(keyed: Keyed) -> None:
     with keyed.client(key) as again, pytest.raises(WireError) as refused:  # a new connection has no new minute
         again.generate("m", "more", max_tokens=1).complete()
     assert refused.value.code is ErrorCode.RATE_LIMITED
-    told = next(told for told in keyed.tcp()["keys"] if told["name"] == "slow")
-    assert told["rate_limited"] == 2
-    assert told["tokens_left"] < -100
+    report = next(report for report in keyed.tcp()["keys"] if report["name"] == "slow")
+    assert report["rate_limited"] == 2
+    assert report["tokens_left"] < -100
 
 
 def test_a_request_that_is_refused_costs_nothing(keyed: Keyed) -> None:
@@ -232,7 +232,7 @@ def test_keys_from_the_command_line(keyed: Keyed, tmp_path: Path) -> None:
 
 def test_the_list_is_where_models_yaml_says(keyed: Keyed) -> None:
     listed = keyed.serving.modelctl("keys", "list", "--json", "-c", str(keyed.serving.config))
-    assert "laptop" in [told["name"] for told in json.loads(listed.stdout)], listed.stderr
+    assert "laptop" in [report["name"] for report in json.loads(listed.stdout)], listed.stderr
 
 
 def test_a_models_yaml_that_cannot_be_read_hides_no_keys(keyed: Keyed, tmp_path: Path) -> None:
@@ -271,12 +271,12 @@ def test_secrets_are_nowhere_to_be_seen(keyed: Keyed) -> None:
 def test_unsafe_settings_refuse_to_start(tmp_path: Path) -> None:
     config, keys = tmp_path / "models.yaml", tmp_path / "keys"
 
-    def told(listen: str, *commands: str) -> str:
+    def parts(listen: str, *commands: str) -> str:
         config.write_text(
             "models: {m: {model_dir: ., engine: 'tests.deterministic_engine:DeterministicEngine'}}\n"
             f"supervisor:\n  listen: '{listen}'\n  keys: keys\n"
         )
-        told = []
+        parts = []
         for command in ("check", *commands):
             ended = subprocess.run(
                 [sys.executable, "-m", "supervisor", command, *(["-c"] if command == "serve" else []), str(config)],
@@ -284,19 +284,19 @@ def test_unsafe_settings_refuse_to_start(tmp_path: Path) -> None:
                 capture_output=True, text=True, timeout=60,
             )  # fmt: skip
             assert ended.returncode == 78, ended
-            told.append(ended.stderr)
-        assert len(set(told)) == 1, "check says what serve does"
-        assert "models.yaml:3: supervisor.listen: " in told[0]
-        return told[0]
+            parts.append(ended.stderr)
+        assert len(set(parts)) == 1, "check says what serve does"
+        assert "models.yaml:3: supervisor.listen: " in parts[0]
+        return parts[0]
 
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    assert "write tcp://0.0.0.0:PORT" in told("tcp://*:5570")
-    assert "there are no keys" in told("tcp://0.0.0.0:5570")
-    assert f"make one with `modelctl keys new NAME --config {config}`" in told(endpoint, "serve")
+    assert "write tcp://0.0.0.0:PORT" in parts("tcp://*:5570")
+    assert "there are no keys" in parts("tcp://0.0.0.0:5570")
+    assert f"make one with `modelctl keys new NAME --config {config}`" in parts(endpoint, "serve")
     new = [sys.executable, "-m", "supervisor", "keys", "new", "a", "--keys", str(keys), "--out", str(tmp_path / "a")]
     subprocess.run(new, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=60, capture_output=True)
     (keys / "server.json").chmod(0o644)
-    assert f"run `chmod 600 {keys}/server.json`" in told(endpoint, "serve")
+    assert f"run `chmod 600 {keys}/server.json`" in parts(endpoint, "serve")
     assert not (tmp_path / "run").exists(), "refused before anything was made"
 
 

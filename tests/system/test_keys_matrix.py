@@ -100,8 +100,8 @@ def test_every_verb_with_every_role(keyed: Keyed, role: str) -> None:
             raw.read_until_ended(100)
             assert not raw.errors
         else:
-            told = [(request, error["name"]) for request, error in raw.errors]
-            assert told == [(100, "forbidden"), (0, "forbidden"), (0, "forbidden")]
+            reported = [(request, error["name"]) for request, error in raw.errors]
+            assert reported == [(100, "forbidden"), (0, "forbidden"), (0, "forbidden")]
             refused = [error.get("refused") for _, error in raw.errors]
             assert refused == [None, {"kind": Kind.CREDIT, "number": 100}, {"kind": Kind.CANCEL, "number": 100}]
             assert not raw.heard
@@ -169,7 +169,7 @@ def test_nothing_of_an_outsider_reaches_the_application(keyed: Keyed, who: str) 
 
 
 @pytest.mark.parametrize(
-    ("who", "told"),
+    ("who", "message"),
     [
         ("null", "admits clients over TCP with a key only"),
         ("unknown", "does not admit key 'unknown'"),
@@ -178,14 +178,14 @@ def test_nothing_of_an_outsider_reaches_the_application(keyed: Keyed, who: str) 
         ("revoked", "does not admit key 'revoked'"),
     ],
 )
-def test_the_client_says_what_is_wrong_with_its_key(keyed: Keyed, who: str, told: str) -> None:
+def test_the_client_says_what_is_wrong_with_its_key(keyed: Keyed, who: str, message: str) -> None:
     admin = keyed.keys["admin"]
     key = {
         "null": None, "unknown": stranger(admin), "stolen": stolen(admin), "misled": misled(admin),
         "revoked": keyed.keys["revoked"],
     }[who]  # fmt: skip
     begun = time.monotonic()
-    with pytest.raises(WireError, match=told) as raised:
+    with pytest.raises(WireError, match=message) as raised:
         keyed.client(key)
     print(f"{who}: after {1000 * (time.monotonic() - begun):.0f} ms")
     assert raised.value.code is ErrorCode.UNAUTHORIZED

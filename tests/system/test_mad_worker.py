@@ -35,7 +35,7 @@ def test_events_for_nobody_are_dropped_and_counted(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("greeting", "its story:"),  # READY again
         ("garbage", "sent what cannot be"),  # a frame that cannot be read may have held somebody's last event
@@ -44,7 +44,7 @@ def test_events_for_nobody_are_dropped_and_counted(serving: Serving) -> None:
         ("nested report", "plain values"),  # could be kept, but not be packed again for `status`
     ],
 )
-def test_a_worker_that_sends_what_cannot_be_is_ended(serving: Serving, what: str, told: str) -> None:
+def test_a_worker_that_sends_what_cannot_be_is_ended(serving: Serving, what: str, message: str) -> None:
     generation = serving.status("a")["generation"]
     with RawClient(serving.runtime_dir) as client:
         client.generate(1, "b", "bystander", max_tokens=200)
@@ -55,7 +55,7 @@ def test_a_worker_that_sends_what_cannot_be_is_ended(serving: Serving, what: str
         assert client.heard[1].text == answer("bystander", 200)
     wait_until(lambda: serving.status("a")["generation"] > generation)
     serving.wait_state("a", "ready")
-    assert told in serving.log()
+    assert message in serving.log()
     assert serving.status("a")["last_exit"]["message"].startswith("killed by the supervisor")
 
 

@@ -30,10 +30,10 @@ def test_64_concurrent_requests_over_8_processes_get_their_own_answers(serving: 
     concurrent = []
     for process, requests in zip(processes, orders, strict=True):
         out, _ = process.communicate(timeout=60)
-        told = json.loads(out.splitlines()[-1])
-        assert told["ignored"] == 0, "events followed a terminal event, or were for another"
-        assert told["answers"] == [[answer(prompt, n), "length"] for _, prompt, n in requests]
-        concurrent.append([text for text, _ in told["answers"]])
+        report = json.loads(out.splitlines()[-1])
+        assert report["ignored"] == 0, "events followed a terminal event, or were for another"
+        assert report["answers"] == [[answer(prompt, n), "length"] for _, prompt, n in requests]
+        concurrent.append([text for text, _ in report["answers"]])
 
     with serving.client() as client:
         for requests, texts in zip(orders, concurrent, strict=True):

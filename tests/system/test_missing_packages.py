@@ -62,8 +62,8 @@ def test_a_model_on_a_gpu_is_refused_before_its_directory_is_read(hidden: Hidden
         for name in models:
             serving.order("start", model=name)
         for name in models:
-            told = serving.wait_state(name, "failed")["reason"]
-            assert told.startswith("cannot load: engine exllamav2 needs the packages exllamav2, torch, ")
-            assert told.endswith("-m pip install 'modelctl[exllamav2]'")
+            reported = serving.wait_state(name, "failed")["reason"]
+            assert reported.startswith("cannot load: engine exllamav2 needs the packages exllamav2, torch, ")
+            assert reported.endswith("-m pip install 'modelctl[exllamav2]'")
         serving.order("stop", model="a")
         assert serving.status("plain")["state"] == "ready"

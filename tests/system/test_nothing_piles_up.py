@@ -77,30 +77,30 @@ def keyed_client(keyed: Keyed) -> AsyncClient:
     return AsyncClient(keyed.endpoint, key=keyed.keys["key"], timeout=WITHIN)
 
 
-def held(serving: Serving, told: Path) -> dict[str, int]:
+def held(serving: Serving, reported: Path) -> dict[str, int]:
     """What it holds when nothing is left to do."""
     for worker in "one", "pair:1", "pair:2":
         serving.wait_idle(worker)
     with serving.client() as client:  # when there is another, what was due of those that have ended is thrown out
         client.complete("one", "the last", max_tokens=1)
     wait_until(lambda: serving.overview()["supervisor"]["connections"] == 1, what="the others' connections to end")
-    told.unlink(missing_ok=True)
+    reported.unlink(missing_ok=True)
     os.kill(serving.pid, signal.SIGUSR2)
-    wait_until(told.exists, what="an account of what it holds")
-    counted: dict[str, int] = json.loads(told.read_text())
+    wait_until(reported.exists, what="an account of what it holds")
+    counted: dict[str, int] = json.loads(reported.read_text())
     return counted
 
 
 def test_what_was_served_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = tmp_path / "held.json"
-    monkeypatch.setenv("COUNTED_TO", str(told))
+    message = tmp_path / "held.json"
+    monkeypatch.setenv("COUNTED_TO", str(message))
     models = {"one": engine(step_s=0.0005, max_batch_size=4), "pair": engine(step_s=0.0005, replicas=2)}
     with Keyed(models, {"other": "infer"}, script=ROOT / "tests" / "system" / "counted_supervisor.py") as keyed:
         keyed.new("key", "infer", max_in_flight=1000)
         asyncio.run(some_of_every_kind(keyed, FIRST))
-        first = held(keyed.serving, told)
+        first = held(keyed.serving, message)
         asyncio.run(some_of_every_kind(keyed, THEN))
-        then = held(keyed.serving, told)
+        then = held(keyed.serving, message)
     assert first["ClientPort._by_id"] >= 1, "what there is, is found"
     grown = {name: (first.get(name, 0), count) for name, count in then.items() if count > first.get(name, 0) + NOISE}
     assert not grown, f"entries of, before and after {THEN} more of every kind: {grown}"

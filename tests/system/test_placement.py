@@ -75,8 +75,8 @@ def test_two_that_load_at_once_do_not_share_what_one_takes(serve: Serve, box: Bo
         serving.wait_state(name, "loading")
     # the pinned one first although it stands last, then the others in the order of the file
     assert [placed(serving, name) for name in ("pinned", "a", "b")] == [[1], [0], [1]]
-    told = refused(serving, "c")
-    assert told == (
+    reported = refused(serving, "c")
+    assert reported == (
         "needs 30.0 GiB (vram in models.yaml), no GPU has that much: GPU 0 has 10.0 of 40.0 free: "
         "a about to load 30.0, 20.0 missing"
     )
@@ -134,12 +134,12 @@ def test_several_share_a_gpu_within_the_limits(serve: Serve, box: Box, monkeypat
     models["e"] = on(2, "1GiB", **LATER)
     serving = serve(models, vram_limit={0: "50%", "GPU-1a2b3c4d": "41GiB"})
     assert placed(serving, "d") == [1]  # not 2, which CUDA_VISIBLE_DEVICES does not leave
-    for name, told in (
+    for name, reported in (
         ("c", "GPU 0 has 0.00 left of its vram_limit, 40.0: a 20.0, b 20.0"),
         ("e", "CUDA_VISIBLE_DEVICES=1,0 of the supervisor does not leave GPU 2: it leaves 1, 0"),
     ):
         serving.order("start", model=name)
-        assert told in refused(serving, name)
+        assert reported in refused(serving, name)
 
 
 def readers(serving: Serving) -> list[psutil.Process]:
@@ -210,7 +210,7 @@ def test_a_reload_is_beside_where_there_is_room(serve: Serve, box: Box, size: in
     if how == "exchange":  # else nobody waits for the old one's memory
         wait_until(lambda: f"a: waits for the VRAM of pid {pid}" in serving.log(), 30)
         box.gives_back(pid)
-    (told,) = wait_until(lambda: [t for t in serving.overview()["supervisor"]["turnovers"] if not t["running"]], 30)
-    assert (told["number"], told["models"][0]["state"], told["models"][0]["how"]) == (number, "done", how)
+    (report,) = wait_until(lambda: [t for t in serving.overview()["supervisor"]["turnovers"] if not t["running"]], 30)
+    assert (report["number"], report["models"][0]["state"], report["models"][0]["how"]) == (number, "done", how)
     assert serving.status("a")["generation"] == 2
     box.gives_back(pid)

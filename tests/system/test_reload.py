@@ -16,15 +16,15 @@ from tests.serving import Serving, engine, wait_until
 
 def turnover(serving: Serving, number: int) -> dict[str, Any]:
     turnovers: list[dict[str, Any]] = serving.overview()["supervisor"]["turnovers"]
-    return next(told for told in turnovers if told["number"] == number)
+    return next(report for report in turnovers if report["number"] == number)
 
 
 def turned_over(serving: Serving, number: int, within: float = 30.0) -> dict[str, dict[str, Any]]:
     """What has become of each model, once the order is carried out."""
 
     def done() -> dict[str, dict[str, Any]] | None:
-        told = turnover(serving, number)
-        return None if told["running"] else {model["model"]: model for model in told["models"]}
+        report = turnover(serving, number)
+        return None if report["running"] else {model["model"]: model for model in report["models"]}
 
     return wait_until(done, within, "the reload to be over")
 
@@ -103,12 +103,12 @@ def test_the_difference_of_a_file_is_applied(serve: Serve) -> None:
         )  # fmt: skip
         serving.process.send_signal(signal.SIGHUP)
         wait_until(lambda: serving.overview()["supervisor"]["turnovers"], 10, "the signal to be taken")
-        told = turned_over(serving, 1)
-        assert {name: model["change"] for name, model in told.items()} == {
+        report = turned_over(serving, 1)
+        assert {name: model["change"] for name, model in report.items()} == {
             "same": "unchanged", "other": "workers", "waits": "settings", "rests": "workers", "new": "added",
             "gone": "removed",
         }  # fmt: skip
-        assert {model["state"] for model in told.values()} == {"done"}
+        assert {model["state"] for model in report.values()} == {"done"}
         client.read_until_ended(1, 2)
         assert [client.heard[request].ends for request in (1, 2)] == [["length"]] * 2
         client.generate(3, "gone", "x")
@@ -139,8 +139,8 @@ def test_changed_settings_of_the_supervisor_are_applied_and_named(serve: Serve) 
         return done.stdout
 
     assert settings() == "nothing has changed\n"
-    told = settings(stop={"drain": "10ms"}, watch={"step": "50s"}, stall="30s", poison={"limit": 3})
-    assert sorted(told.splitlines()) == [
+    reported = settings(stop={"drain": "10ms"}, watch={"step": "50s"}, stall="30s", poison={"limit": 3})
+    assert sorted(reported.splitlines()) == [
         "supervisor.poison: applied",
         "supervisor.stall: applied",
         "supervisor.stop: applied",
@@ -189,11 +189,11 @@ def test_where_the_new_worker_does_not_come_up_the_old_one_goes_on(serve: Serve)
     with RawClient(serving.runtime_dir) as client:
         client.generate(1, "a", "goes on", max_tokens=100)
         serving.write_models({"a": engine(step_s=0.005) | {"options": {"wrong": 1}}})
-        told = reload(serving, how="beside")["a"]
-        assert told["state"] == "failed"
-        assert told["message"].startswith("the new worker did not come up: ")
-        assert told["message"].endswith("; the old one goes on")
-        assert "unknown options" in told["message"]
+        report = reload(serving, how="beside")["a"]
+        assert report["state"] == "failed"
+        assert report["message"].startswith("the new worker did not come up: ")
+        assert report["message"].endswith("; the old one goes on")
+        assert "unknown options" in report["message"]
         client.read_until_ended(1)
         assert client.heard[1].ends == ["length"]
     models = serving.overview()["models"]
@@ -294,7 +294,7 @@ def test_a_model_that_is_being_stopped_or_removed_does_not_come_back(serve: Serv
         serving.order("reload", model="b")
         client.read_until_ended(1, 2)
         assert [client.heard[request].ends for request in (1, 2)] == [["length"]] * 2
-    assert {told["state"] for told in turned_over(serving, number).values()} == {"done"}
+    assert {report["state"] for report in turned_over(serving, number).values()} == {"done"}
     serving.wait_state("a", "stopped")
     assert [(m["name"], m["generation"]) for m in serving.overview()["models"]] == [("a", 1), ("c", 1)]
 
@@ -323,9 +323,9 @@ def test_a_restart_of_several_starts_those_that_are_down(serve: Serve) -> None:
 def test_a_load_that_keeps_crashing_does_not_keep_the_next_reload_waiting(serve: Serve) -> None:
     serving = serve({"a": engine()}, restart={"limit": 100, "initial": "10ms", "max": "50ms"})
     serving.write_models({"a": engine("CrashesInLoad")})
-    told = reload(serving, how="exchange")["a"]
-    assert told["state"] == "failed"
-    assert told["message"].endswith("it is tried on")
+    report = reload(serving, how="exchange")["a"]
+    assert report["state"] == "failed"
+    assert report["message"].endswith("it is tried on")
     serving.write_models({"a": engine()})
     assert reload(serving, how="exchange")["a"]["state"] == "done"
     serving.wait_state("a", "ready")

@@ -64,8 +64,8 @@ def test_a_removed_directory_is_made_again(serve: Serve) -> None:
     assert {stat.S_IMODE((serving.runtime_dir / name).stat().st_mode) for name in ("front", "admin", "back")} == {0o600}
     assert (serving.runtime_dir / "lock").read_text() == f"{serving.pid}\n"
     assert (serving.runtime_dir / "workers.json").exists()
-    for told in (serving.log(), serving.stderr()):
-        assert f"the runtime directory {serving.runtime_dir} {MADE_AGAIN}" in told
+    for reported in (serving.log(), serving.stderr()):
+        assert f"the runtime directory {serving.runtime_dir} {MADE_AGAIN}" in reported
     second = serving.modelctl("serve", "-c", str(serving.config), "--runtime-dir", str(serving.runtime_dir))
     assert second.returncode == 75, "the new directory is locked, as the first was"
     assert f"pid {serving.pid}" in second.stderr
@@ -104,9 +104,9 @@ def test_another_users_directory_in_its_place_is_not_used(serve: Serve) -> None:
         serving.runtime_dir.rename(serving.directory / "away")
         hers.rename(serving.runtime_dir)
         supervisor.resume()
-        told = wait_until(lambda: serving.stderr() if CANNOT in serving.stderr() else "", what="a word of it")
-        assert f"{serving.runtime_dir} belongs to uid 1001" in told
-        assert f"`kill {serving.pid}`" in told
+        output = wait_until(lambda: serving.stderr() if CANNOT in serving.stderr() else "", what="a word of it")
+        assert f"{serving.runtime_dir} belongs to uid 1001" in output
+        assert f"`kill {serving.pid}`" in output
         os.kill(client.status("a")["models"][0]["pid"], signal.SIGKILL)
         with pytest.raises(ValueError, match="it is not that of your supervisor"):
             serving.client()

@@ -137,8 +137,8 @@ def test_during_shutdown_new_requests_are_told_that_the_supervisor_drains(serve:
         ]
         assert all(error["retryable"] for number, error in client.errors if number < 20)
         assert client.heard[2].ends == ["draining"], "it was accepted before"
-        told = [reply["error"]["name"] for reply in client.replies if "error" in reply]  # type: ignore[index]
-        assert told == ["draining"] * 4
+        reported = [reply["error"]["name"] for reply in client.replies if "error" in reply]  # type: ignore[index]
+        assert reported == ["draining"] * 4
         client.send(Cancel(1))
         while not client.heard[1].ends:  # no PING: the supervisor may leave before it answers, as nothing else runs
             client.receive()

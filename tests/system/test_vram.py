@@ -82,12 +82,12 @@ def test_stop_returns_when_the_memory_is_back(serve: Serve, box: Box) -> None:
         assert serving.status("a")["vram_returned_ms"] is None
         assert stays(lambda: command.poll() is None)
         box.gives_back(pid)
-        _, told = command.communicate(timeout=60)
+        _, reported = command.communicate(timeout=60)
     finally:
         command.kill()
         command.wait()
     assert command.returncode == 0
-    assert "not back" not in told
+    assert "not back" not in reported
     status = serving.status("a")
     assert (status["vram_return"], status["vram_bytes"]) == ("back", None)
     assert status["vram_returned_ms"] > 150
@@ -101,12 +101,12 @@ def test_stop_says_that_the_memory_is_not_back(serve: Serve, box: Box) -> None:
     try:
         serving.wait_state("a", "stopped")
         box.fails("GPU is lost")  # the deadline would be the other reason, after ten seconds
-        _, told = command.communicate(timeout=60)
+        _, reported = command.communicate(timeout=60)
     finally:
         command.kill()
         command.wait()
     assert command.returncode == 0
-    assert "a is stopped, but its VRAM is not back yet" in told
+    assert "a is stopped, but its VRAM is not back yet" in reported
     assert (serving.status("a")["vram_return"], serving.status("a")["vram_returned_ms"]) == ("not back", None)
 
 

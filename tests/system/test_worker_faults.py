@@ -17,8 +17,8 @@ def faulty(kind: str, **keys: Any) -> dict[str, Any]:
 def exit_after(serving: Serving, restarts: int) -> dict[str, Any]:
     """The last exit of model ``a`` once it has been restarted more often than that."""
     wait_until(lambda: serving.status("a")["restarts"] > restarts, what="another worker")
-    told: dict[str, Any] = serving.status("a")["last_exit"]
-    return told
+    reported: dict[str, Any] = serving.status("a")["last_exit"]
+    return reported
 
 
 def test_the_fault_of_a_step_is_told_apart(serve: Serve) -> None:
@@ -35,11 +35,11 @@ def test_the_fault_of_a_step_is_told_apart(serve: Serve) -> None:
         before = serving.wait_state("a", "ready")
         with serving.client() as client, pytest.raises(WireError):
             client.complete("a", f"bad {fault}", max_tokens=50)
-        told = exit_after(serving, restarts)
-        assert (told["code"], told["reason"]) == (70, reason), told
-        assert says in told["message"]
-        assert "CUDA_DSA" not in told["message"]
-        assert f"a: pid {before['pid']}: {told['message']}" in serving.log()
+        report = exit_after(serving, restarts)
+        assert (report["code"], report["reason"]) == (70, reason), report
+        assert says in report["message"]
+        assert "CUDA_DSA" not in report["message"]
+        assert f"a: pid {before['pid']}: {report['message']}" in serving.log()
     serving.wait_state("a", "ready")
     with serving.client() as client:
         assert client.complete("a", "good", max_tokens=10).text == answer("good", 10)

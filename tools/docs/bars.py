@@ -46,8 +46,8 @@ def draw(chart: Chart) -> str:
             length = values[group] / largest * (WIDTH - LABELS - VALUES)
             y = top + place * BAR
             parts.append(f'<rect x="{LABELS}" y="{y}" width="{length:.1f}" height="{BAR - 2}" fill="{colour}"/>')
-            told = f"{shown(values[group])} {chart.unit}"
-            parts.append(f'<text x="{LABELS + length + 5:.1f}" y="{y + 12}">{escape(told)}</text>')
+            message = f"{shown(values[group])} {chart.unit}"
+            parts.append(f'<text x="{LABELS + length + 5:.1f}" y="{y + 12}">{escape(message)}</text>')
     return "\n".join([*parts, "</svg>"])
 
 

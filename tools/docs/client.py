@@ -93,10 +93,10 @@ def _class_part(name: str, kind: type) -> Iterator[str]:
 
 
 def _docstring(owner: Any, path: str) -> str:
-    told = inspect.getdoc(owner)
-    if not told:
+    reported = inspect.getdoc(owner)
+    if not reported:
         raise ValueError(f"{path} is public and has no docstring: write one")
-    return told
+    return reported
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:

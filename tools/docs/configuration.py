@@ -143,12 +143,12 @@ _NAMES: dict[Any, str] = {str: "text", bool: "true or false", int: "whole number
 _PLURAL: dict[Any, str] = {LoraConfig: "maps with the [keys of a LoRA adapter](#keys-of-a-lora-adapter)"}
 
 
-def _default(field: "Field[Any]", hint: Any, told: str | None) -> str:
+def _default(field: "Field[Any]", hint: Any, message: str | None) -> str:
     """Return the default of a key: the value in the schema, the words of its text, and the values of the engines."""
     if field.default is MISSING:
         return "required"
     if field.default is not None:
-        if told is not None:
+        if message is not None:
             raise ValueError(f"{field.name}: its default is {field.default}; say it once, without Default:")
         return f"`{_shown(field.default, hint)}`"
     own = {name: getattr(options(), field.name, None) for name, options in ENGINE_OPTIONS.items()}
@@ -158,9 +158,9 @@ def _default(field: "Field[Any]", hint: Any, told: str | None) -> str:
         for name, value in own.items()
         if field.name in ENGINE_KEYS[name] and value is not None
     ]
-    if not found and told is None:
+    if not found and message is None:
         raise ValueError(f"{field.name}: its default is None; say in words what that means (Default:)")
-    return "; ".join([*([told] if told else []), *found])
+    return "; ".join([*([message] if message else []), *found])
 
 
 def _shown(value: Any, hint: Any) -> str:

@@ -123,7 +123,7 @@ def _events() -> list[str]:
         *(f"**{name}.** {described(map_type)}" for name, map_type in zip(_EVENT_NAMES, _EVENT_MAPS, strict=True)),
         "Values of `finish_reason`; take one that you do not know for an end like `stop`:",
         table(
-            ("value", "meaning"), [(f"`{getattr(FinishReason, name)}`", text(told)) for name, told in reasons.items()]
+            ("value", "meaning"), [(f"`{getattr(FinishReason, name)}`", text(reported)) for name, reported in reasons.items()]
         ),
     ]  # fmt: skip
 
@@ -135,8 +135,8 @@ _EVENT_NAMES = ("Map of a delta", "Map of FINISHED", "Map of ERROR")
 def _models() -> str:
     docs = attribute_docs(WorkerState)
     rows = [(f"`{state}`", text(docs[state.name])) for state in WorkerState]
-    told = "States; take one that you do not know for one that is not `ready`:"
-    return "\n\n".join([map_section(bodies.Model, "####"), told, table(("state", "meaning"), rows)])
+    message = "States; take one that you do not know for one that is not `ready`:"
+    return "\n\n".join([map_section(bodies.Model, "####"), message, table(("state", "meaning"), rows)])
 
 
 def _parameters(verb: Verb) -> str:
@@ -145,5 +145,5 @@ def _parameters(verb: Verb) -> str:
 
 
 def _result(verb: Verb) -> str:
-    told = described(verb.result)
-    return ("Result:\n\n" if told.startswith("|") else "Result: ") + told
+    reported = described(verb.result)
+    return ("Result:\n\n" if reported.startswith("|") else "Result: ") + reported

@@ -103,12 +103,15 @@ FROM_CLIENT = (Hello, Generate, Cancel, Credit, Call, Pong)
 def transcript() -> str:
     """Return the session, and single frames of other kinds."""
     parts = [GENERATED.format(source="tools/docs/wire_transcript.py by the codec")]
-    parts += [_shown(told, message) for told, message in SESSION]
-    parts += ["Frames that did not occur in this session:", *(_shown(told, message) for told, message in OTHERS)]
+    parts += [_shown(reported, message) for reported, message in SESSION]
+    parts += [
+        "Frames that did not occur in this session:",
+        *(_shown(reported, message) for reported, message in OTHERS),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
-def _shown(told: str, message: Message) -> str:
+def _shown(sentence: str, message: Message) -> str:
     arrow = "client → supervisor" if isinstance(message, FROM_CLIENT) else "supervisor → client"
     lines = [f"{arrow}: {message.kind.name}, {len(encode(message))} bytes"]
     for depth, octets, meaning in explain(message):
@@ -116,7 +119,7 @@ def _shown(told: str, message: Message) -> str:
         for number, chunk in enumerate(chunks):
             text = f"{'   ' * depth}{chunk.hex(' ')}"
             lines.append(f"{text:<{COLUMN}}{meaning}" if number == 0 else text)
-    return f"{told}\n\n```text\n" + "\n".join(line.rstrip() for line in lines) + "\n```"
+    return f"{sentence}\n\n```text\n" + "\n".join(line.rstrip() for line in lines) + "\n```"
 
 
 def explain(message: Message) -> Iterator[Row]:
@@ -142,8 +145,8 @@ def explain(message: Message) -> Iterator[Row]:
             for entry in message.index:
                 if entry.tokens:
                     ids = reader.take(4 * entry.tokens)
-                    told = ", ".join(map(str, struct.unpack(f"<{entry.tokens}I", ids)))
-                    yield 2, ids, f"ids of event {entry.seq}: {told}"
+                    text = ", ".join(map(str, struct.unpack(f"<{entry.tokens}I", ids)))
+                    yield 2, ids, f"ids of event {entry.seq}: {text}"
                 yield from reader.value(2, f"map of event {entry.seq}: ")
         else:
             yield from reader.value(1, f"{name} ")

@@ -179,11 +179,11 @@ class Answer:
             self._constraint.back_to(kept)
         del self.ids[kept:], self._silent[kept:]
         del self._logprobs[kept - self._delivered :]
-        told = kept
-        while told and self._silent[told - 1]:
-            told -= 1
-        self._text = self._new_stream((*self.prompt, *self.ids[:told]))
-        for token in self.ids[told:]:
+        complete = kept
+        while complete and self._silent[complete - 1]:
+            complete -= 1
+        self._text = self._new_stream((*self.prompt, *self.ids[:complete]))
+        for token in self.ids[complete:]:
             self._text.push(token)  # the beginning of a character, whose end is drawn anew
 
     def _event(self, count: int, text: str, reason: str | None, now: float) -> Delta | Finished | None:

@@ -120,13 +120,23 @@ class Answer:
 class GuardedAnswer(Answer):
     """An answer that must not hold certain strings (engines/banned): it may go back and draw anew."""
 
-    __slots__ = ("_cached", "_judge", "_kept", "_logprobs", "_new_stream", "_redraw", "_silent", "_speculated", "_told")
+    __slots__ = (
+        "_cached",
+        "_judge",
+        "_kept",
+        "_logprobs",
+        "_new_stream",
+        "_prefix_ids",
+        "_redraw",
+        "_silent",
+        "_speculated",
+    )
 
     def __init__(
         self, job: Job, handle: Any, new_stream: NewStream, redraw: Redraw, healing: Healing | None = None
     ) -> None:
-        self._told = healing.prompt_ids if healing else job.prompt_ids  # what stands before the first token drawn
-        super().__init__(job, handle, new_stream(self._told), healing)
+        self._prefix_ids = healing.prompt_ids if healing else job.prompt_ids  # what stands before the first token drawn
+        super().__init__(job, handle, new_stream(self._prefix_ids), healing)
         self.text.stop_at(())  # the judge looks for stop strings, too
         self._new_stream, self._redraw = new_stream, redraw
         self._judge = BannedStrings(
@@ -202,11 +212,11 @@ class GuardedAnswer(Answer):
         if new is None:
             return self._judge.give_up()
         self.handle = new
-        told = kept
-        while told and self._silent[told - 1]:
-            told -= 1
-        self.text = self._new_stream((*self._told, *self._kept[:told]))
-        for token in self._kept[told:]:
+        complete = kept
+        while complete and self._silent[complete - 1]:
+            complete -= 1
+        self.text = self._new_stream((*self._prefix_ids, *self._kept[:complete]))
+        for token in self._kept[complete:]:
             self.text.push(token)  # the beginning of a character, whose end is drawn anew
         return Verdict()
 

@@ -52,8 +52,8 @@ def import_package(progress: ProgressCallback = lambda *_: None) -> Package:
         core = importlib.import_module("exllamav2")
         generator = importlib.import_module("exllamav2.generator")
     except ModuleNotFoundError as e:  # exllamav2 is there (check_installed): a package that it needs is not
-        told = f"engine exllamav2 needs the package {e.name}: run {install_command('exllamav2')}"
-        raise LoadError(told) from e
+        message = f"engine exllamav2 needs the package {e.name}: run {install_command('exllamav2')}"
+        raise LoadError(message) from e
     except Exception as e:
         raise LoadError(f"exllamav2 cannot be imported: {type(e).__name__}: {one_line(e)}") from e
     return Package(core, generator, attention)

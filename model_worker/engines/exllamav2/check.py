@@ -185,8 +185,8 @@ def check_cache(directory: ModelDir, mode: str, key: str = "cache_mode") -> None
     """Raise LoadError for heads that a quantized cache cannot hold: it scales 32 elements at a time."""
     head_dim = read_shape(directory).head_dim
     if mode != "FP16" and head_dim % 32:
-        told = f"{key} {mode} needs heads of a multiple of 32 elements; {directory.path} has {head_dim}: set FP16"
-        raise LoadError(told, key=key)
+        message = f"{key} {mode} needs heads of a multiple of 32 elements; {directory.path} has {head_dim}: set FP16"
+        raise LoadError(message, key=key)
 
 
 def open_draft(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes) -> ModelDir | None:
@@ -225,14 +225,14 @@ def check_parallel(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes,
     """Raise LoadError for splits that the package does not compute rightly, or not at all, on ``gpus`` GPUs."""
     for key, values in (("gpu_split", options.gpu_split), ("autosplit_reserve", options.autosplit_reserve)):
         if values is not None and len(values) != gpus:
-            told = f"{key} has {len(values)} values, the worker has {gpus} GPUs: give one for each"
-            raise LoadError(told, key=key)
+            message = f"{key} has {len(values)} values, the worker has {gpus} GPUs: give one for each"
+            raise LoadError(message, key=key)
     if not options.tensor_parallel:
         return
 
     def no(why: str) -> LoadError:
-        told = f"tensor_parallel: {why}; without it, layers are split among the GPUs"
-        return LoadError(told, key="tensor_parallel")
+        message = f"tensor_parallel: {why}; without it, layers are split among the GPUs"
+        return LoadError(message, key="tensor_parallel")
 
     if gpus < 2:
         raise no("the worker has one GPU")

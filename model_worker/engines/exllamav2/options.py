@@ -129,8 +129,8 @@ def sizes_of(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir) -
             key="cache_size",
         )
     if chunk_size > cache_size:
-        told = f"chunk_size is {chunk_size}, more than cache_size, which is {cache_size}: lower it"
-        raise LoadError(told, key="chunk_size")
+        message = f"chunk_size is {chunk_size}, more than cache_size, which is {cache_size}: lower it"
+        raise LoadError(message, key="chunk_size")
     rows = batch * (speculated + 1)
     if rows > chunk_size:
         raise LoadError(
@@ -148,8 +148,8 @@ def read_options(spec: EngineSpec) -> ExLlamaV2Options:
     given = spec.options
     options = Options("exllamav2", given, _KEYS)
     if not spec.device.startswith("cuda"):
-        told = f"engine exllamav2 needs a CUDA device, not {spec.device}: set gpu, or engine: transformers"
-        raise LoadError(told, key="gpu")
+        message = f"engine exllamav2 needs a CUDA device, not {spec.device}: set gpu, or engine: transformers"
+        raise LoadError(message, key="gpu")
     draft_cache_mode = None
     if "draft_cache_mode" in given:
         draft_cache_mode = options.choice("draft_cache_mode", "FP16", CACHE_MODES)
@@ -179,21 +179,21 @@ def _check_together(read: ExLlamaV2Options, given: Mapping[str, Any]) -> None:
     if read.ngram_draft and read.draft_model:
         raise LoadError("draft_model and ngram_draft both speculate: keep one of them", key="ngram_draft")
     if read.draft_tokens > MAX_DRAFT_TOKENS:
-        told = f"draft_tokens is {read.draft_tokens}: it must be at most {MAX_DRAFT_TOKENS}"
-        raise LoadError(told, key="draft_tokens")
+        message = f"draft_tokens is {read.draft_tokens}: it must be at most {MAX_DRAFT_TOKENS}"
+        raise LoadError(message, key="draft_tokens")
     if not read.speculates and "draft_tokens" in given:
-        told = "draft_tokens is set, but nothing speculates: add draft_model or ngram_draft, or remove it"
-        raise LoadError(told, key="draft_tokens")
+        message = "draft_tokens is set, but nothing speculates: add draft_model or ngram_draft, or remove it"
+        raise LoadError(message, key="draft_tokens")
     if not read.draft_model:
         for key in ("draft_cache_mode", "draft_rope_scale", "draft_rope_alpha"):
             if key in given:
                 raise LoadError(f"{key} is set without draft_model: add draft_model, or remove it", key=key)
     if read.gpu_split and read.autosplit_reserve:
-        told = "autosplit_reserve is for the automatic split, gpu_split turns that off: keep one of them"
-        raise LoadError(told, key="autosplit_reserve")
+        message = "autosplit_reserve is for the automatic split, gpu_split turns that off: keep one of them"
+        raise LoadError(message, key="autosplit_reserve")
     if read.tensor_parallel and read.autosplit_reserve:
-        told = "autosplit_reserve is for layers split among GPUs: remove it, or tensor_parallel"
-        raise LoadError(told, key="autosplit_reserve")
+        message = "autosplit_reserve is for layers split among GPUs: remove it, or tensor_parallel"
+        raise LoadError(message, key="autosplit_reserve")
 
 
 def _size(options: Options, given: Mapping[str, Any], key: str) -> int | None:
