@@ -18,7 +18,7 @@ from model_worker.link import SupervisorLink
 from model_worker.parking import Parking
 from model_worker.questions import answer, failed
 from model_worker.rendering import Renderer
-from model_worker.sending import Tally
+from model_worker.sending import JobCursor
 from protocol.codec import EventWriter
 from protocol.errors import WireError
 from protocol.messages import (
@@ -45,7 +45,7 @@ SLACK_JOBS = 2
 """Jobs held beyond a full batch, so that a freed place is taken at the next step and not a round trip later."""
 
 
-class _Tracked(Tally):
+class _Tracked(JobCursor):
     """A job of this worker as its client knows it."""
 
     __slots__ = ("carry", "prompt_tokens")

@@ -7,7 +7,7 @@ from protocol.socket_calls import AnySocket
 
 SOURCES: int
 
-class Tally:
+class JobCursor:
     seq: int
     tokens: int
 

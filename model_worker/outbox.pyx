@@ -92,7 +92,7 @@ cdef struct Entry:
     u64 request, seq, flags, tokens, length
 
 
-cdef class Tally:
+cdef class JobCursor:
     """See ``sending.PlainTally``."""
 
     cdef readonly object channel  # an int: a key of dicts
@@ -103,7 +103,7 @@ cdef class Tally:
         self.channel, self.request, self.seq, self.tokens = channel, request, seq, tokens
 
 
-cdef class Pile:
+cdef class FrameBuffer:
     """The events of one channel that are not a frame yet: their index, and their bytes one after the other."""
 
     cdef u64 channel
@@ -119,7 +119,7 @@ cdef class Pile:
         PyMem_Free(self.body)
 
     cdef int make_room(self, Py_ssize_t size) except -1:
-        """For one more event, of ``size`` bytes. Raises MemoryError; then the pile is as it was."""
+        """For one more event, of ``size`` bytes. Raises MemoryError; then the buffer is as it was."""
         cdef void *moved
         cdef Py_ssize_t wanted
         if self.count == self.events_room:
@@ -144,7 +144,7 @@ cdef class Pile:
         self.size += length
 
     cdef void clear(self) noexcept:
-        """Empty it. What a pile had room for while the pipe was full is given back."""
+        """Empty it. What a buffer had room for while the pipe was full is given back."""
         self.count = self.size = 0
         if self.events_room > KEPT_EVENTS:
             PyMem_Free(self.entries)
@@ -161,7 +161,7 @@ cdef class Outbox:
     cdef u64 _generation
     cdef Py_ssize_t _most_events
     cdef u64 _most_bytes
-    cdef dict _piles  # channel → Pile, perhaps empty
+    cdef dict _buffers  # channel → FrameBuffer, perhaps empty
     cdef list _waiting  # those that are not, in the order in which their first events came
 
     def __init__(self, socket, u64 generation, Py_ssize_t most_events, u64 most_bytes):
@@ -169,7 +169,7 @@ cdef class Outbox:
             raise ValueError(f"most_events is {most_events}: a frame has at least one")
         self._socket, self._generation = socket, generation
         self._most_events, self._most_bytes = most_events, most_bytes
-        self._frames, self._piles, self._waiting = deque(), {}, []
+        self._frames, self._buffers, self._waiting = deque(), {}, []
 
     def steps(self, step, lease, dict jobs not None, double until):
         cdef Py_ssize_t at
@@ -211,8 +211,8 @@ cdef class Outbox:
         """Whether it was, and is queued. If not, nothing has happened. No Python code runs in here: only exact types
         are looked at, so that nothing changes meanwhile."""
         cdef PyObject *found
-        cdef Tally tally
-        cdef Pile pile
+        cdef JobCursor cursor
+        cdef FrameBuffer buffer
         cdef object ids, text, job, logprobs
         cdef Py_ssize_t tokens, size
         cdef const char *utf8
@@ -236,48 +236,48 @@ cdef class Outbox:
         else:
             return False
         found = PyDict_GetItem(jobs, job)
-        if found is NULL or not isinstance(<object>found, Tally):
+        if found is NULL or not isinstance(<object>found, JobCursor):
             return False
-        tally = <Tally>found
+        cursor = <JobCursor>found
         utf8 = PyUnicode_AsUTF8AndSize(text, &size)
         if utf8 is NULL:  # a lone surrogate
             PyErr_Clear()
             return False
         if not (tokens or size):
             return True
-        if tokens > MOST_TOKENS or size > MOST_TEXT or tally.seq >= _MOST_SEQ or tally.tokens >= _MOST_SEQ:
+        if tokens > MOST_TOKENS or size > MOST_TEXT or cursor.seq >= _MOST_SEQ or cursor.tokens >= _MOST_SEQ:
             return False
         if not _are_ids(ids, tokens):
             return False
-        pile = self._pile(tally.channel, 4 * tokens + TEXT_HEAD + size)
-        at = pile.body + pile.size
+        buffer = self._pile(cursor.channel, 4 * tokens + TEXT_HEAD + size)
+        at = buffer.body + buffer.size
         end = _write_text(_write_ids(at, ids, tokens), utf8, size)
-        pile.add(tally.request, tally.seq, _FIRST if tokens and not tally.tokens else 0, tokens, end - at)
-        tally.seq += 1
-        tally.tokens += tokens
+        buffer.add(cursor.request, cursor.seq, _FIRST if tokens and not cursor.tokens else 0, tokens, end - at)
+        cursor.seq += 1
+        cursor.tokens += tokens
         return True
 
-    cdef Pile _pile(self, object channel, Py_ssize_t size):
+    cdef FrameBuffer _pile(self, object channel, Py_ssize_t size):
         """Where an event of ``size`` bytes, which is to be added, has room."""
-        cdef PyObject *found = PyDict_GetItem(self._piles, channel)
-        cdef Pile pile
+        cdef PyObject *found = PyDict_GetItem(self._buffers, channel)
+        cdef FrameBuffer buffer
         if found is not NULL:
-            pile = <Pile>found
+            buffer = <FrameBuffer>found
         else:
-            pile = self._piles[channel] = Pile(channel)
-        pile.make_room(size)
-        if not pile.count:
-            self._waiting.append(pile)
-        return pile
+            buffer = self._buffers[channel] = FrameBuffer(channel)
+        buffer.make_room(size)
+        if not buffer.count:
+            self._waiting.append(buffer)
+        return buffer
 
     def queue(self, u64 channel, entry, bytes event not None):
         cdef u64 request, seq, flags, tokens, length
         request, seq, flags, tokens, length = entry
         if length != <u64>len(event):
             raise ValueError(f"an event of {len(event)} bytes, whose entry says {length}")
-        cdef Pile pile = self._pile(channel, length)
-        memcpy(pile.body + pile.size, PyBytes_AS_STRING(event), length)
-        pile.add(request, seq, flags, tokens, length)
+        cdef FrameBuffer buffer = self._pile(channel, length)
+        memcpy(buffer.body + buffer.size, PyBytes_AS_STRING(event), length)
+        buffer.add(request, seq, flags, tokens, length)
 
     def answer(self, bytes frame not None):
         self._frames.append(frame)
@@ -287,36 +287,36 @@ cdef class Outbox:
         self._flush()
 
     cdef int _flush(self) except -1:
-        cdef Pile pile
+        cdef FrameBuffer buffer
         if not (self._waiting or self._frames) or not self._send_frames():
             return 0
         cdef void *socket = handle_of(self._socket)
         cdef int failed = 0
-        for pile in self._waiting:
-            failed = self._send_pile(pile, socket, failed)
-            pile.clear()
+        for buffer in self._waiting:
+            failed = self._send_pile(buffer, socket, failed)
+            buffer.clear()
         self._waiting.clear()
-        if len(self._piles) > KEPT_PILES:
-            self._piles.clear()
+        if len(self._buffers) > KEPT_PILES:
+            self._buffers.clear()
         if failed and failed != EAGAIN:
             raise zmq.ZMQError(failed)
         return 0
 
-    cdef int _send_pile(self, Pile pile, void *socket, int failed) except -1:
+    cdef int _send_pile(self, FrameBuffer buffer, void *socket, int failed) except -1:
         """Its frames, sent or, once one could not be (``failed``: errno), kept. ``failed``, or what it is now."""
         cdef Message message
         cdef Py_ssize_t first = 0, last
         cdef u64 size, bytes_before = 0
-        while first < pile.count:
-            size, last = pile.entries[first].length, first + 1
+        while first < buffer.count:
+            size, last = buffer.entries[first].length, first + 1
             while (
-                last < pile.count
+                last < buffer.count
                 and last - first < self._most_events
-                and size + pile.entries[last].length <= self._most_bytes
+                and size + buffer.entries[last].length <= self._most_bytes
             ):
-                size += pile.entries[last].length
+                size += buffer.entries[last].length
                 last += 1
-            self._write_frame(&message, pile.channel, &pile.entries[first], last - first, pile.body + bytes_before, size)
+            self._write_frame(&message, buffer.channel, &buffer.entries[first], last - first, buffer.body + bytes_before, size)
             try:
                 if not failed:
                     failed = send_message(&message, socket)

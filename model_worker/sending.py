@@ -15,7 +15,7 @@ from protocol.progress_lease import ProgressLease
 from protocol.socket_calls import AnySocket, send_now
 
 
-class PlainTally:
+class PlainJobCursor:
     """What changes of a job with every event.
 
     channel  of the client's connection, request  its number there: whose the events are
@@ -46,10 +46,14 @@ class PlainOutbox:
     def steps(
         self, step: Callable[[], list[Any]], lease: ProgressLease, jobs: dict[int, Any], until: float
     ) -> tuple[list[Any], int]:
-        """One step of the engine; or many, each with a heartbeat before it and its events sent, while those are usual and
-        nothing has come through the socket (where steps are very short, that is asked every 20 µs), but not beyond
-        ``until`` (time.monotonic()). What the last of them brought, and ``take`` of it. Raises whatever the engine
-        raises, and ZMQError. Here it is one step.
+        """Run one step of the engine. The compiled outbox runs many steps before it returns.
+
+        It renews the lease before each step and sends the step's events. It goes on while all events are of the fast
+        path and nothing has come through the socket, at most until ``until`` (time.monotonic()). Where steps are very
+        short, it asks the socket every 20 µs.
+
+        Returns the events of the last step, and how many of them ``take`` has queued. Raises what the engine raises,
+        and ZMQError.
         """
         lease.step()
         return step(), 0
@@ -58,7 +62,7 @@ class PlainOutbox:
         """Queue what is usual of a step's events, from ``first`` on: up to which one. That, if there is one, is left to
         the caller, and then what follows to the next call. Here nothing is usual.
 
-        jobs  by the number that events name: a Tally of each, whose ``seq`` and ``tokens`` are brought up to date
+        jobs  by the number that events name: a JobCursor of each, whose ``seq`` and ``tokens`` are brought up to date
         """
         return first
 
@@ -121,9 +125,9 @@ def slices(chunks: Sequence[bytes], most_events: int, most_bytes: int) -> Iterat
 
 
 if TYPE_CHECKING:
+    from model_worker.outbox import JobCursor as JobCursor
     from model_worker.outbox import Outbox as Outbox
-    from model_worker.outbox import Tally as Tally
 else:
     compiled = find("model_worker.outbox")
-    Tally = PlainTally if compiled is None else compiled.Tally
+    JobCursor = PlainJobCursor if compiled is None else compiled.JobCursor
     Outbox = PlainOutbox if compiled is None else compiled.Outbox

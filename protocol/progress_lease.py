@@ -50,8 +50,11 @@ DEFAULT_LEASES = Leases()
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A page as it was found. ``word`` differs from that of the last reading if and only if there was a heartbeat between
-    (or 2**32 of them). ``phase`` None: the page holds what no worker writes."""
+    """What a page held when it was read.
+
+    word   differs from the word of the last reading if and only if there was a heartbeat between (or 2**32 of them)
+    phase  None if the page holds something that no worker writes
+    """
 
     word: int
     phase: WorkerPhase | None

@@ -401,7 +401,7 @@ class Supervisor:
         return self._back.more
 
     def _worker_slot_of(self, routing_id: bytes) -> WorkerSlot | None:
-        """Return the worker slot of a worker whose events of the fast path are passed on without a look at them here."""
+        """Return the worker slot for the fast path; None if this worker's events must all pass through Python."""
         replica = self.fleet.replica_of(routing_id)
         return None if replica is None or replica.killed_for is not None else self.scheduler.worker_slot(replica.name)
 

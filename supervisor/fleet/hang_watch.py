@@ -1,4 +1,7 @@
-"""The watch over all workers: reads their heartbeats, asks a hung one for its stacks, and has it killed. See ``watch``."""
+"""Watch all workers: read their leases, ask a hung worker for its stacks, and have it killed.
+
+``supervisor.workers.hang_detector`` decides which worker hangs.
+"""
 
 import logging
 from collections.abc import Iterable
@@ -15,7 +18,7 @@ class Killer(Protocol):
 
 
 class HangWatch:
-    """Looks at workers whenever it is told to.
+    """Checks workers whenever ``check`` is called.
 
     kill  ends a worker's process: (replica, why, reason of its exit)
     """
@@ -26,7 +29,7 @@ class HangWatch:
         self._clock = CheckClock()
 
     def check(self, replicas: Iterable[Replica], now: float) -> None:
-        """Look at every worker that has a process, whatever its state."""
+        """Check every worker that has a process, whatever its state."""
         passed = self._clock.passed(now)
         for replica in replicas:
             process = replica.process

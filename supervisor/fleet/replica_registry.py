@@ -13,7 +13,7 @@ from supervisor.requests.scheduler import Scheduler
 
 
 class ReplicaRegistry:
-    """The records, and what is kept beside them elsewhere: worker slots of the scheduler, pins that VRAM is watched on."""
+    """The records of all workers. For each record it keeps a worker slot in the scheduler and the watch on its GPUs."""
 
     def __init__(self, config: Config, scheduler: Scheduler, admission: Admission, runtime_dir: Path) -> None:
         self._config = config
@@ -33,18 +33,22 @@ class ReplicaRegistry:
 
     @property
     def config(self) -> Config:
-        """What is to be. Where a reload goes on, or has failed, workers are still of an older one."""
+        """The configuration that was read last. During a reload, and after one that failed, some workers still run an
+        older one."""
         return self._config
 
     def adopt(self, config: Config) -> None:
-        """Another models.yaml; its models' workers are the caller's business."""
+        """Take over a new configuration. The caller starts, stops and exchanges the workers."""
         self._config = config
         for replica in self.replicas.values():
             replica.history.policy = config.supervisor.restart_policy
         self._sort()
 
     def add(self, label: str, spec: ModelSpec, *, replaces: Replica | None = None) -> Replica:
-        """Another worker of a model that there is. ``beside``: the one whose place it is to take."""
+        """Add a worker of a known model.
+
+        replaces  the worker whose place the new one will take, after a rollout by surge; None for one more worker
+        """
         name = label if label not in self.replicas else f"{label}~{next(self._serial)}"
         log_path = logs.log_path(self._runtime_dir, label)
         replica = Replica(name, label, spec, self._config.supervisor.restart_policy, log_path)
@@ -66,7 +70,7 @@ class ReplicaRegistry:
             self._scheduler.remove_model(replica.model)
 
     def relabel(self, replica: Replica, label: str) -> None:
-        """People call it otherwise from now on. Its log stays where it is until it is started again."""
+        """Change the name that people see. The worker's log keeps its path until the worker is started again."""
         replica.label = label
         self._generations[label] = max(self._generations[label], replica.generation)
 

@@ -1,23 +1,23 @@
-"""When the GPUs are asked for, and whether the answer is waited for. Pure: times are arguments, monotonic seconds.
+"""A circuit breaker for questions to the GPU driver. Pure: times are arguments, monotonic seconds.
 
-Whoever asks is the supervisor's one thread, on which every token waits meanwhile. So a driver that hangs, or has become
-slow, may cost it PATIENCE_S once; then nobody waits for an answer until one has come quickly.
+The supervisor asks the driver on its one thread, on which every token waits. A driver that hangs or has become slow may
+therefore cost TIMEOUT_S once. After that nobody waits for an answer until one has come quickly.
 """
 
 from enum import Enum
 
 TIMEOUT_S = 0.5
-"""How long an answer is waited for. It takes 1 to 30 ms."""
+"""How long the supervisor waits for an answer. Usual answers take 1 to 30 ms."""
 QUIET_S = 2.0
-"""How long nothing is asked after an answer that was late: of a driver that hangs again and again, this and PATIENCE_S
-say how much of the time is lost."""
+"""How long nothing is asked after a late answer. With a driver that hangs again and again, this and TIMEOUT_S say how
+much time is lost."""
 RESTART_S, RESTART_MAX_S = 5.0, 300.0
 """From one time that the process that asks the driver is started again to the next, at least; twice as long after each
 of those that follow closely, such as where it ends whenever it opens the driver."""
 
 
 class BreakerState(Enum):
-    """What may be done now."""
+    """Whether the driver may be asked now, and whether the supervisor waits for the answer."""
 
     CLOSED = "closed"
     """Ask, and wait for the answer."""
@@ -28,7 +28,7 @@ class BreakerState(Enum):
 
 
 class CircuitBreaker:
-    """The questions to one process, of which one is out at a time."""
+    """Decides about the questions to one process. At most one question is out at a time."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s

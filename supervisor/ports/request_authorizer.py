@@ -1,7 +1,7 @@
-"""What every message over TCP passes before the loop sees it: rights and limits of its key. And what becomes of the
-connections of a key that was revoked.
+"""Check every message that comes over TCP against the rights and limits of its key, before the loop sees it.
 
-What is decided is in ``supervisor.keys``; here it is looked up and carried out.
+This module also ends the connections of a key that was revoked. The decisions are made by the other modules of this
+package; this module looks things up and carries the decisions out.
 """
 
 import logging
@@ -23,11 +23,14 @@ from supervisor.requests.refusals import number_of, refusal
 from supervisor.requests.scheduler import Scheduler
 
 REVOKE_S = 0.5
-"""Between looks at the list for those who are connected."""
+"""Seconds between two checks of the list of keys for those who are connected."""
 
 
 class RequestAuthorizer:
-    """``perform`` carries out the scheduler's effects."""
+    """Admits or refuses messages of keyed connections.
+
+    perform  carries out the scheduler's effects
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class RequestAuthorizer:
         return self._parties[public_key]
 
     def admits(self, connection: Connection, message: Message) -> bool:
-        """Whether this message may go on; else its sender has been told why not."""
+        """Return whether this message may go on. If not, its sender has been told why."""
         try:
             check_right(connection.identity, message)
         except WireError as e:

@@ -1,7 +1,7 @@
-"""Events on their way to clients: numbered, credited, held where a client does not read, and bounded. Pure.
+"""Number the events for clients, count their credit, and hold events back where a client does not read. Pure.
 
-A client that reads slowly has its events held, up to a bound for its stream, its connection and the process; behind
-that, or when it has granted nothing for long, its stream alone is ended. Nobody else waits for it.
+Events of a client that reads slowly are held, up to a limit for the stream, for the connection and for the process.
+Beyond a limit, or when the client has granted no credit for long, its stream alone is ended. Nobody else waits for it.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from supervisor.requests.in_flight import InFlight, ToClient
 
 _MIB = 1 << 20
 MOST_IN_FRAME = 4096
-"""Held events that go in one frame: a stream's line may have more of them than a frame may."""
+"""Held events that go in one frame. A stream may hold more events than a frame may have."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SendBufferLimits:
 
 
 class CreditControl:
-    """What every stream has sent and holds.
+    """Keeps what every stream has sent and what it holds back.
 
     window  events that a stream may be ahead of its client's grants
     """

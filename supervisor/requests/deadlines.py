@@ -1,4 +1,4 @@
-"""Times at which requests are over: a heap whose outdated entries are skipped, and cleared when they abound. Pure."""
+"""Keep the times at which requests expire, in a heap that skips outdated entries. Pure."""
 
 import heapq
 from collections.abc import Callable

@@ -20,5 +20,7 @@ class RequestProgress:
 
 class FastPath:
     def take(self, frame: bytes, worker_slot: WorkerSlot | Any) -> int | None:
-        """The channel that a frame goes to whole, if it is a usual one of this worker slot, whose requests then know it for
-        sent; else None, and nothing has changed."""
+        """Return the channel that a whole frame goes to, and note its events as sent to this worker slot's requests.
+
+        Return None for a frame that does not take the fast path. Then nothing has changed.
+        """

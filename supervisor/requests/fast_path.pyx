@@ -1,8 +1,8 @@
-"""The usual case of ``WorkerEvents.events``, compiled: what it decides here, it would decide there.
+"""The fast path of ``WorkerEvents.events``, compiled. Both decide alike.
 
-A frame of the fast path is a frame of EVENTS, written as EventWriter writes it, of a worker's present generation, whose every event is
-the one that is due of a running request that has credit, holds nothing and does not end, one of each. Nothing
-else is decided here, nor refused: it is left as it was, for the code in Python.
+A frame takes the fast path if EventWriter wrote it, if it comes from the worker's present generation, and if every event
+in it is the next one expected for a running request. That request has credit, holds no events back, and does not end
+with this event; the frame has at most one event of each request. Every other frame is left unchanged for Python.
 """
 
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE, PyByteArray_Resize
@@ -154,8 +154,7 @@ cdef class FastPath:
         return tokens
 
     def take(self, bytes frame not None, worker_slot):
-        """The channel that a frame goes to whole, if it is a usual one of this worker_slot, and the worker_slot's requests know it
-        for sent; else None, and nothing has changed. (What ``relay`` does between the two, for tests.)"""
+        """Do what ``relay`` does with a frame, without the sockets: for tests. See fast_path.pyi."""
         self.of(worker_slot)
         if not self.fits(frame, len(frame)):
             return None

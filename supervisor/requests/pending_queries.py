@@ -1,4 +1,4 @@
-"""Questions of clients that a worker answers (tokenize, detokenize): who asked what, until it is answered. Pure."""
+"""Remember which connection asked a worker what (tokenize, detokenize), until the worker has answered. Pure."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -21,7 +21,7 @@ class Asker:
 
 
 class PendingQueries:
-    """The open questions of all workers."""
+    """The queries that workers have yet to answer."""
 
     def __init__(self) -> None:
         self._ids = count(1)

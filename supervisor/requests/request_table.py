@@ -55,8 +55,10 @@ class RequestTable:
         return len(worker_slot.running), worker_slot.tokens
 
     def worker_slot(self, worker: str) -> WorkerSlot | None:
-        """Return the worker slot of a worker whose events of the fast path may be passed on without a call of ``events``. Return None
-        where each event may be what a request waits for, and for a worker that was removed."""
+        """Return the worker slot for the fast path, which does not call ``events``.
+
+        Return None where a waiting request may depend on each single event, and for a worker that was removed.
+        """
         queue = self._of_worker.get(worker)
         return None if queue is None or queue.needs_every_event else queue.worker_slots.get(worker)
 

@@ -1,4 +1,4 @@
-"""Events of a stream that wait for its client's credit: their bytes joined, a few numbers for each. Pure."""
+"""Hold the events of a stream that wait for credit, as joined bytes and three numbers for each event. Pure."""
 
 from array import array
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ _FIELDS = 3
 
 
 class SendBuffer:
-    """A line of events in order. Their sequence numbers follow from each other and are not kept.
+    """A queue of events. Their sequence numbers follow from each other and are not kept.
 
     A deque of (entry, bytes) would take 250 bytes an event, six times what a token's event has itself.
     """

@@ -25,8 +25,12 @@ A system prompt that all conversations share would otherwise send them all to on
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
-    """One worker of a model. ``capacity``: jobs it takes now; ``slots``: those of them that it computes at once;
-    ``refusal``: None while requests may wait for it."""
+    """One worker of a model, as the scheduler sees it.
+
+    capacity    jobs that the worker takes now
+    batch_size  how many of them it computes at once
+    refusal     the error for new requests; None while requests may wait for this worker
+    """
 
     worker: str
     refusal: WireError | None

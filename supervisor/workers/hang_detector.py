@@ -1,11 +1,10 @@
-"""Whether a worker gets on or hangs, decided from its heartbeats (``protocol.progress_lease``). Pure: time comes in as an argument.
+"""Decide from a worker's leases (``protocol.progress_lease``) whether it makes progress or hangs. Pure.
 
-Time is counted in looks. Each look counts what has passed since the one before, but at most twice the interval at which
-looks are meant to come: while the supervisor itself was stopped, or the machine suspended, workers may have been so
-too, and none is to die of that.
+Time is counted in checks. Each check counts the time since the check before it, at most twice the intended interval. If
+the supervisor was stopped or the machine suspended, the workers may have been stopped too, and must not be killed.
 
-A worker is slow as long as it keeps the leases that it writes, and hung when one is over: its stacks are asked for, and
-a moment later it is killed, unless it has gone on meanwhile.
+A worker that renews its leases in time is slow at worst. When a lease runs out, the worker hangs: the supervisor asks
+for its stacks and kills it a moment later, unless the worker has made progress meanwhile.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from enum import StrEnum
 from protocol.progress_lease import Reading, WorkerPhase
 
 CHECK_S = 0.1
-"""Between looks at all workers."""
+"""Seconds between two checks of all workers."""
 DUMP_S = 1.0
 """How long a hung worker is given to write its stacks before it is killed. Writing them takes a millisecond of
 processor time. On a machine whose cores were all taken, a worker did not get that within 0.3 s."""
@@ -27,14 +26,14 @@ _DOING = {
 
 
 class CheckClock:
-    """The clock of the looks."""
+    """Counts the time between checks."""
 
     def __init__(self, interval_s: float = CHECK_S) -> None:
         self._most = 2 * interval_s
         self._last: float | None = None
 
     def passed(self, now: float) -> float:
-        """Seconds to count since the last look; 0 for the first, and if the clock went back."""
+        """Return the seconds to count since the last check; 0 at the first one, and if the clock went back."""
         last, self._last = self._last, now
         return 0.0 if last is None else max(0.0, min(now - last, self._most))
 
@@ -46,14 +45,14 @@ class HangVerdict(StrEnum):
     DOOMED = "doomed"
     """Hung, and being given time for that."""
     SPARED = "spared"
-    """It was hung at the last look, and has gone on."""
+    """It hung at the last check, and has made progress since."""
     LOST = "lost"
-    """Hung, and the time for its stacks is over: kill it. Said at every look from then on."""
+    """Hung, and the time for its stacks is over: kill it. Every later check says so again."""
 
 
 @dataclass
 class HangDetector:
-    """One process. ``reading`` is the last one; ``silent_s`` the seconds counted since it changed."""
+    """The state of one process: the last reading of its lease, and the seconds counted since that changed."""
 
     reading: Reading
     silent_s: float = 0.0
@@ -62,7 +61,7 @@ class HangDetector:
     """Counted since it was found hung."""
 
     def check(self, reading: Reading, passed_s: float) -> HangVerdict:
-        """Take in what was read ``passed_s`` after the look before."""
+        """Take in the lease that was read ``passed_s`` seconds after the check before."""
         if reading.word != self.reading.word:
             spared = self.hung
             self.reading, self.silent_s, self.hung, self.overdue_s = reading, 0.0, False, 0.0

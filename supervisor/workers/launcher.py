@@ -25,10 +25,13 @@ class Launched(Protocol):
         """Signal the worker and everything that it has started."""
 
     def read_lease(self) -> Reading | None:
-        """What its page of ``protocol.progress_lease`` holds; None if it was started in a way that does not show that."""
+        """Return what the worker's page of ``protocol.progress_lease`` holds; None if it has no such page."""
 
     def dump_stacks(self) -> None:
-        """Ask it, not what it has started, for the stacks of all threads, in its log. Only for one that has renewed its lease once."""
+        """Ask the worker, not its children, to write the stacks of all its threads into its log.
+
+        Only for a worker that has renewed its lease once: before that, the signal would end it.
+        """
 
     def condition(self) -> str:
         """What the system says of it, for people: "it is stopped (SIGSTOP)"."""

@@ -164,7 +164,7 @@ def _main(arguments: argparse.Namespace) -> int:
         print(f"seed {arguments.seed}", flush=True)
         report = _run_lanes(arguments) if arguments.lanes > 1 else _run(arguments, _lane_of(arguments, 0))
     if arguments.lane is None:
-        print(report.message())
+        print(report.text())
         print(f"{time.monotonic() - began:.0f} s")
     if arguments.json:
         print(report.to_json())

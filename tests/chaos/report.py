@@ -67,7 +67,7 @@ class Report:
     def to_json(self) -> str:
         return json.dumps(self.__dict__)
 
-    def reported(self) -> str:
+    def text(self) -> str:
         lines = [
             f"{self.episodes} episodes, {self.requests} requests, {self.tokens} tokens checked, seed {self.seed}",
             "faults",

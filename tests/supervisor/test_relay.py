@@ -1,4 +1,4 @@
-"""What the relay does with sockets; what it decides is test_usual_events'."""
+"""What the relay does with sockets; what it decides is test_fast_path's."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -341,14 +341,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 newcomers = [request for request in running if request.is_new]
                 assert len(newcomers) < 2 or not any(r.alone for r in newcomers), "one that must be alone is not"
                 assert {r.key for r in newcomers if r.place is not None} <= {r.key for r in worker_slot.suspects}
-                if in_lines and not queue.watched:
+                if in_lines and not queue.needs_every_event:
                     if queue.suspects:
                         assert not worker_slot.free_in_batch, "a suspect waits although it could be tried"
                     else:
                         assert len(worker_slot.running) >= worker_slot.capacity, (
                             "a request waits although there is room"
                         )
-            if in_lines and queue.watched:
+            if in_lines and queue.needs_every_event:
                 steps["watched"] += 1
                 assert any(worker_slot.unsettled for worker_slot in queue.worker_slots.values()), (
                     "requests wait for nothing"

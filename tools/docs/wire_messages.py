@@ -123,7 +123,7 @@ def _events() -> list[str]:
         *(f"**{name}.** {described(map_type)}" for name, map_type in zip(_EVENT_NAMES, _EVENT_MAPS, strict=True)),
         "Values of `finish_reason`; take one that you do not know for an end like `stop`:",
         table(
-            ("value", "meaning"), [(f"`{getattr(FinishReason, name)}`", text(reported)) for name, reported in reasons.items()]
+            ("value", "meaning"), [(f"`{getattr(FinishReason, name)}`", text(words)) for name, words in reasons.items()]
         ),
     ]  # fmt: skip
 
