@@ -21,7 +21,7 @@ GROUPS = {
         "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "start",
         "constraints", "fairness-transformers", "attention", "mixture",
     ),
-    "Memory": ("footprint", "footprint-nvml", "cache-vram", "unload", "placing"),
+    "Memory": ("footprint", "install", "footprint-nvml", "cache-vram", "unload", "placing"),
     "Faults": (
         "chaos", "survival", "survival-defaults", "deaths", "recovery", "recovery-exllamav2", "hangs", "orphans",
         "stopping", "cancelling", "abandoned", "cycles", "reloads", "soak",
