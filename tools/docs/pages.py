@@ -4,6 +4,7 @@ python -m tools.docs            write them
 python -m tools.docs --check    exit with 1 if one of them is out of date, and name it
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
     old = stale()
     if arguments == ["--check"]:
         for name in old:
-            print(f"docs/{name} is out of date: run `python -m tools.docs`, and commit it", file=sys.stderr)
+            print(f"{_shown(name)} is out of date: run `python -m tools.docs`, and commit it", file=sys.stderr)
         return 1 if old else 0
     if arguments:
         print(__doc__, file=sys.stderr)
@@ -49,5 +50,10 @@ def main(arguments: list[str]) -> int:
     for name in old:
         (DOCS / name).parent.mkdir(exist_ok=True)
         (DOCS / name).write_text(PAGES[name]())
-        print(f"docs/{name}")
+        print(_shown(name))
     return 0
+
+
+def _shown(name: str) -> str:
+    """Return the path of a page from the top of the repository."""
+    return os.path.normpath(f"docs/{name}")
