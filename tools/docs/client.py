@@ -138,13 +138,16 @@ def _signature(function: Any) -> str:
             parts.append("/")
         if parameter.kind is Parameter.KEYWORD_ONLY and kind not in (Parameter.KEYWORD_ONLY, Parameter.VAR_POSITIONAL):
             parts.append("*")
-        stars = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        stars = _STARS.get(parameter.kind, "")
         default = "" if parameter.default is Parameter.empty else f" = {parameter.default!r}"
         parts.append(f"{stars}{parameter.name}: {types[parameter.name]}{default}")
         kind = parameter.kind
     word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
     returned = f" -> {ast.unparse(node.returns).strip(chr(39))}" if node.returns else ""
     return _fitted(f"{word} {node.name}(", parts, f"){returned}")
+
+
+_STARS: dict[Any, str] = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
 
 
 def _fitted(before: str, parts: list[str], after: str) -> str:

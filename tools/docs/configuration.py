@@ -80,7 +80,7 @@ def _sections(kind: type = SupervisorConfig, path: str = "supervisor") -> Iterat
         yield "Keys of a LoRA adapter", LoraConfig, "lora."
     yield f"The section {path}", kind, f"{path}."
     for name, hint in get_type_hints(kind).items():
-        if is_dataclass(hint):
+        if is_dataclass(hint) and isinstance(hint, type):
             yield from _sections(hint, f"{path}.{name}")
 
 
