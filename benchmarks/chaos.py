@@ -39,7 +39,7 @@ def main() -> None:
         reported = run.communicate()[0].splitlines()
     report = json.loads(reported[-1])
     results = [
-        Result("violations of the laws", len(report["violations"]), "times", "<= 0"),
+        Result("violations of the invariants", len(report["violations"]), "times", "<= 0"),
         Result("episodes", report["episodes"], "episodes", None if arguments.quick else f">= {arguments.episodes}"),
         Result("faults inflicted, of supervisors' ends, of clients", sum(report["faults"].values()), "times"),
         Result("requests", report["requests"], "requests"),

@@ -6,7 +6,7 @@ Two models of two workers each, 20 clients that ask one thing after the other, a
 drawn at random. The engine is a deterministic one that needs no torch: token k of an answer is a function of prompt and
 k, so that one which is missing, came twice or belongs to another request shows. ``--defaults`` leaves the limits of
 restarts and of deaths that may be blamed on a request as they are, and kills every second: requests are refused as
-poisoned and models fail then, and the laws hold all the same. The seed is printed; ``--seed`` repeats its choices.
+poisoned and models fail then, and the invariants hold all the same. ``--seed`` repeats the choices of another run.
 """
 
 import asyncio

@@ -11,7 +11,7 @@ from protocol.compiled import SWITCH
 from tests.chaos import vitals
 from tests.chaos.episode import Episode, Outcome
 from tests.chaos.faults import begin_limited
-from tests.chaos.laws import Violation
+from tests.chaos.invariants import Violation
 from tests.chaos.load import warm_up
 from tests.chaos.plan import BLOCK, STOP, WATCH, BlockPlan, EpisodePlan, plan_block, plan_episode
 from tests.serving import Serving
@@ -36,7 +36,7 @@ def _start(block: BlockPlan, former: Serving | None, mutant: str) -> Serving:
 def run(
     seed: int, episodes: Iterable[int], *, only: tuple[str, ...] = (), mutant: str = "", patience_s: float = 40.0
 ) -> Iterator[Outcome]:
-    """Run these episodes, in order. A supervisor in which a law was broken is replaced before the next."""
+    """Run these episodes, in order. A supervisor in which an invariant was broken is replaced before the next."""
     warm_up()
     serving: Serving | None = None
     try:

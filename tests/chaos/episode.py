@@ -11,9 +11,9 @@ import psutil
 import zmq
 
 from protocol.errors import ConnectionLost
-from tests.chaos import laws, vitals
+from tests.chaos import invariants, vitals
 from tests.chaos.faults import Faults
-from tests.chaos.laws import Happened, Violation
+from tests.chaos.invariants import Happened, Violation
 from tests.chaos.load import Answer, ChaosClient, Party, party
 from tests.chaos.plan import RESTART_WINDOW_S, BlockPlan, EpisodePlan, FaultPlan
 from tests.serving import Serving
@@ -65,7 +65,7 @@ class Episode:
         self._admin = ChaosClient(serving.runtime_dir / "admin", {}, admin=True)
         self._faults = Faults(serving, plan, self._admin, self._connecting, self._later, self._note)
         self._parties: list[Party] = [party(each, serving.runtime_dir, serving.directory) for each in plan.clients]
-        self._happened = Happened(laws.wounds_of(plan, block))
+        self._happened = Happened(invariants.wounds_of(plan, block))
         self._generations: dict[str, int] = {}
         self._log_begin = len(serving.log())
 
@@ -163,8 +163,8 @@ class Episode:
         outcome.took_s = time.monotonic() - self._began
         return outcome
 
-    def _broken(self, law: str, message: str) -> None:
-        if (violation := Violation(law, message)) not in self._outcome.violations:
+    def _broken(self, invariant: str, message: str) -> None:
+        if (violation := Violation(invariant, message)) not in self._outcome.violations:
             self._outcome.violations.append(violation)
 
     def _come_to_rest(self) -> None:
@@ -181,7 +181,7 @@ class Episode:
             self._barrier()
 
     def _tell_unended(self) -> None:
-        """Break the law that every request ends, by those that have not. By closing them they become lost."""
+        """Break the invariant that every request ends, by those that have not. By closing them they become lost."""
         for each in self._parties:
             waiting = [answer for answer in each.answers.values() if not answer.is_over]
             for answer in waiting:
@@ -223,7 +223,7 @@ class Episode:
     def _see_why(self, name: str, model: str, reason: str | None = None) -> None:
         """A worker was not tried again: it ended too often, or cannot be loaded."""
         log = self._serving.log().rpartition(f", pid {self._serving.pid}, serving")[2]  # of this supervisor
-        ends = laws.ends_of(log, name, RESTART_WINDOW_S)
+        ends = invariants.ends_of(log, name, RESTART_WINDOW_S)
         if reason != "config" and not (ends and ends[-1].recent >= self._block.restart_limit):
             message = "\n".join(line for line in log.splitlines() if f" {name}:" in line)
             self._broken("a model fails for the stated reason", f"{name}: {reason}, {ends}\n{message[-6000:]}")
@@ -305,7 +305,7 @@ class Episode:
         )
         for m in self._models():
             wound = self._happened.wounds[m["model"]]
-            wound.restarted = wound.restarted or laws.comes_late(before, now, m["model"])
+            wound.restarted = wound.restarted or invariants.comes_late(before, now, m["model"])
             if wound.deaths or wound.ordered or wound.restarted or wound.refused or m["lazy"]:
                 continue
             if m["generation"] != self._generations.get(m["name"]):
@@ -356,20 +356,20 @@ class Episode:
         log = self._serving.log()[self._log_begin :]
         for model, wound in self._happened.wounds.items():
             # given up, and started again by the exchange of all workers that was under way
-            wound.refused = wound.refused or (wound.restarted and laws.given_up(log, model))
+            wound.refused = wound.refused or (wound.restarted and invariants.given_up(log, model))
         if self._plan.final:  # nobody has looked at the models since
             for name in self._generations:
-                ends, model = laws.ends_of(log, name, RESTART_WINDOW_S), name.partition(":")[0]
+                ends, model = invariants.ends_of(log, name, RESTART_WINDOW_S), name.partition(":")[0]
                 if ends and ends[-1].verdict == "not tried again" and not self._happened.wounds[model].refused:
                     self._see_why(name, model)
         self._outcome.answers = [answer for each in self._parties for answer in each.answers.values()]
         for answer in self._outcome.answers:
-            self._outcome.violations += laws.check(answer, self._happened, self._block)
+            self._outcome.violations += invariants.check(answer, self._happened, self._block)
         self._outcome.ends = self._happened.codes
         for name in self._generations:
             wound = self._happened.wounds[name.partition(":")[0]]
             if not wound.restarted:
-                ends = laws.ends_of(log, name, RESTART_WINDOW_S)
-                self._outcome.violations += laws.tried_too_often(ends, self._block.restart_limit)
+                ends = invariants.ends_of(log, name, RESTART_WINDOW_S)
+                self._outcome.violations += invariants.tried_too_often(ends, self._block.restart_limit)
         if self._outcome.violations:
             self._outcome.log = log

@@ -1,4 +1,4 @@
-"""The clients of an episode: what they ask, how they read, when they leave. What they heard is kept for ``laws``."""
+"""The clients of an episode: what they ask, how they read, when they leave. What they heard is for ``invariants``."""
 
 import multiprocessing
 import threading

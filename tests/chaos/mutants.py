@@ -211,7 +211,7 @@ CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "try for ever": ("descriptors", ("a crash loop is given up",)),
     "give up soon": ("kill", ("a model fails for the stated reason",)),
 }
-"""By which faults, and the breach of which law, each is found. The client library says itself what
+"""By which faults, and the breach of which invariant, each is found. The client library says itself what
 follows an end, and what is missing."""
 PROOF_SEED = 3
 """Its first episodes have what each mutant is found by: a client that leaves, streams in one frame, ..."""
@@ -230,11 +230,11 @@ def main() -> int:
 
     missed = 0
     for name in sys.argv[1:] or CAUGHT_BY:
-        faults, laws = CAUGHT_BY[name]
+        faults, invariants = CAUGHT_BY[name]
         command = [sys.executable, "-m", "tests.chaos", "--episodes", "60", "--seed", str(PROOF_SEED)]
         command += ["--patience", str(PATIENCE_S)]
         done = subprocess.run([*command, "--mutant", name, "--only", faults], cwd=ROOT, capture_output=True, text=True)
-        found = [law for law in laws if f"VIOLATION: {law}: " in done.stderr]
+        found = [invariant for invariant in invariants if f"VIOLATION: {invariant}: " in done.stderr]
         missed += not found
         print(f"{name:<20} {'found: ' + found[0] if found else 'MISSED'}", flush=True)
         if not found:  # by what it was to be found by

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.episode import Outcome
-from tests.chaos.laws import Violation
+from tests.chaos.invariants import Violation
 
 BRIEF = 160
 STORY_ENDS = 20
@@ -100,13 +100,13 @@ def _counted(counter: Counter[str]) -> str:
 
 def _brief(outcome: Outcome, violation: Violation) -> str:
     first = violation.message.partition("\n")[0]
-    return f"  episode {outcome.plan.number}: {violation.law}: {first[:BRIEF]}"
+    return f"  episode {outcome.plan.number}: {violation.invariant}: {first[:BRIEF]}"
 
 
 def _described(outcome: Outcome, violation: Violation) -> str:
     plan = outcome.plan
     lines = [
-        f"VIOLATION: {violation.law}: {violation.message}",
+        f"VIOLATION: {violation.invariant}: {violation.message}",
         f"seed {plan.seed}, episode {plan.number}: replay it with",
         f"  python -m tests.chaos --replay {plan.seed}:{plan.number} --times 10",
         "what was done, in seconds from the begin of the episode:",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.laws import Violation
+from tests.chaos.invariants import Violation
 from tests.chaos.plan import SECRET
 from tests.serving import Serving, describe, is_helper, opened
 

@@ -1,4 +1,4 @@
-"""Random faults at random times, see ``tests.chaos``: the laws hold. The first half; ``test_chaos_on`` is the second.
+"""Inflict random faults at random times, and check the invariants, see ``tests.chaos``. ``test_chaos_on`` goes on.
 
 TEST_SEED repeats the choices of a run; CHAOS_EPISODES says how many there are in each half.
 """
@@ -9,7 +9,7 @@ from tests.chaos.halves import EPISODES, run_half
 
 
 @pytest.mark.timeout(900)
-def test_the_laws_hold_whatever_happens() -> None:
+def test_the_invariants_hold_whatever_happens() -> None:
     code, out = run_half(first=0)
     assert f"{EPISODES} episodes, " in out
     assert out.splitlines()[-2] == "0 violations"

@@ -1,4 +1,4 @@
-"""The second half of ``test_chaos``; and where a supervisor breaks a law, that is found."""
+"""The second half of ``test_chaos``; and where a supervisor breaks an invariant, that is found."""
 
 import pytest
 
@@ -10,7 +10,7 @@ QUICK = ("repeat tokens", "tell prompts")
 
 
 @pytest.mark.timeout(900)
-def test_the_laws_hold_whatever_happens_then() -> None:
+def test_the_invariants_hold_whatever_happens_then() -> None:
     code, out = run_half(first=EPISODES)
     assert f"{EPISODES} episodes, " in out
     assert out.splitlines()[-2] == "0 violations"
@@ -18,16 +18,16 @@ def test_the_laws_hold_whatever_happens_then() -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_supervisor_that_breaks_a_law_is_found_out() -> None:
+def test_a_supervisor_that_breaks_an_invariant_is_found_out() -> None:
     assert set(CAUGHT_BY) == set(MUTANTS)
     runs = {}
     for name in QUICK:
-        faults, laws = CAUGHT_BY[name]
+        faults, invariants = CAUGHT_BY[name]
         given = ("--mutant", name, "--only", faults, "--seed", PROOF_SEED, "--patience", PATIENCE_S)
-        runs[name] = laws, chaos("--episodes", 40, *given)
-    for name, (laws, run) in runs.items():
+        runs[name] = invariants, chaos("--episodes", 40, *given)
+    for name, (invariants, run) in runs.items():
         with run:
             out, _ = run.communicate()
-        assert any(f"VIOLATION: {law}: " in out for law in laws), f"{name}:\n{out}"
+        assert any(f"VIOLATION: {invariant}: " in out for invariant in invariants), f"{name}:\n{out}"
         assert f"python -m tests.chaos --replay {PROOF_SEED}:" in out
         assert run.returncode == 1

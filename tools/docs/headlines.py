@@ -47,7 +47,7 @@ HEADLINES = (
     ),
     Headline(
         "random faults against real processes, 10,000 episodes: broken promises",
-        "chaos", "violations of the laws", "{:.0f}", "{}",
+        "chaos", "violations of the invariants", "{:.0f}", "{}",
     ),
 )  # fmt: skip
 

@@ -22,9 +22,9 @@ LATE_S = 1.0
 
 @dataclass
 class Violation:
-    """A law that did not hold. ``answer``: the request that shows it, if it is one."""
+    """An invariant that did not hold. ``answer``: the request that shows it, if it is one."""
 
-    law: str
+    invariant: str
     message: str
     answer: Answer | None = None
 
@@ -131,11 +131,11 @@ def _was_slow(answer: Answer, happened: Happened, block: BlockPlan) -> bool:
 
 
 def check(answer: Answer, happened: Happened, block: BlockPlan) -> Iterable[Violation]:
-    """The laws of one request."""
+    """The invariants of one request."""
     ask, heard, end = answer.ask, answer.heard, answer.end
 
-    def broken(law: str, message: str) -> Violation:
-        return Violation(law, message, answer)
+    def broken(invariant: str, message: str) -> Violation:
+        return Violation(invariant, message, answer)
 
     if answer.asked_at is None:
         return
