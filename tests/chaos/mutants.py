@@ -206,7 +206,8 @@ CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "tell prompts": ("kill guard", ("no log holds a prompt",)),
     "see no hang": ("stop", ("everything comes to rest",)),
     "leave orphans": ("trouble", ("everything comes to rest",)),
-    "miss deadlines": ("stop", ("deadlines are kept",)),  # a hang lasts longer than they
+    # A hang lasts longer than deadlines, and than the second after which a cancel counts as confirmed.
+    "miss deadlines": ("stop", ("deadlines are kept", "who cancels is told soon")),
     "wound others": ("kill", ("other models are unharmed",)),
     "try for ever": ("descriptors", ("a crash loop is given up",)),
     "give up soon": ("kill", ("a model fails for the stated reason",)),
