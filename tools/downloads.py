@@ -11,8 +11,8 @@ import sys
 
 CPU = "https://download.pytorch.org/whl/cpu"
 CUDA_BUILD = f"""\
-PyTorch and transformers are installed into .venv: 2.8 GB to download and 5.7 GB on disk. That takes some 5 minutes at
-20 MB/s, and 10 on a busy machine. It is PyPI's PyTorch, a CUDA build. Without a GPU the CPU build is enough: 0.3 GB to
+PyTorch and transformers are installed into .venv. PyPI's PyTorch is a CUDA build: 2.8 GB to download, 5.7 GB on disk.
+That takes some 5 minutes at 20 MB/s, and 10 on a busy machine. Without a GPU the CPU build is enough: 0.3 GB to
 download, 1 GB on disk, 1 minute. For that, stop this (Ctrl-C) and add TORCH_INDEX={CPU}"""
 CPU_BUILD = """\
 PyTorch for the CPU and transformers are installed into .venv: 0.3 GB to download and 1 GB on disk. That takes some
