@@ -21,7 +21,7 @@ import psutil
 
 from model_worker.demo_models import corpus
 from modelctl import AsyncClient
-from supervisor.cli.tables import reject, table
+from supervisor.cli.tables import bar, table
 
 MODELCTL = [sys.executable, "-m", "supervisor"]
 MODELS_YAML = Path(__file__).resolve().parent.parent / "models.yaml"
@@ -100,7 +100,7 @@ async def wait_until_ready(client: AsyncClient) -> None:
         for model in models:
             progress = model["progress"]
             text = (
-                f"{model['state']:<9} {progress['phase']} {reject(progress['done'], progress['total'])}"
+                f"{model['state']:<9} {progress['phase']} {bar(progress['done'], progress['total'])}"
                 if progress
                 else model["state"]
             )
