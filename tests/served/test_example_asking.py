@@ -16,7 +16,7 @@ def test_the_example_runs() -> None:
         for name in models:
             serving.wait_state(name, "ready", within=90)
         done = subprocess.run(
-            [sys.executable, str(ROOT / "examples" / "request_builder.py")],
+            [sys.executable, str(ROOT / "examples" / "asking.py")],
             env={**serving.environment, "MODELCTL_RUNTIME_DIR": str(serving.runtime_dir)},
             capture_output=True,
             text=True,
