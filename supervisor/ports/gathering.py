@@ -6,18 +6,23 @@ counts the bytes of each connection (see ``tcp_port``); of a local connection it
 """
 
 import fcntl
+import sys
 from collections.abc import Callable, Collection
 
 from protocol import limits
 
 GROWTH = 4 * limits.SOCKET_MAX_FRAME
 """Bytes that the process must have grown by before a connection is suspected."""
+BACKLOG = 32 << 10
+"""Bytes that a suspected connection must have in the kernel's buffer. A flood is faster than libzmq and keeps the
+buffer full. A client's request is mostly smaller. On a busy machine libzmq may leave it unread for two checks, which
+are 50 ms apart: a client beside a flood lost its connection for that."""
 _FIONREAD = 0x541B
 
 
 class Gathering:
-    """Decides which connections to end. The memory has grown. In two looks in a row each of these connections had bytes
-    that libzmq had still to read, and brought no message."""
+    """Decides which connections to end. The memory has grown. In two checks in a row each of these connections had
+    BACKLOG bytes that libzmq had still to read, and brought no message."""
 
     def __init__(self) -> None:
         self._calm: int | None = None
@@ -38,14 +43,14 @@ class Gathering:
             return self._suspects
         before = self._suspects
         speaking = heard()
-        self._suspects = {fd for fd in accepted if fd not in speaking and _has_unread(fd)}
+        self._suspects = {fd for fd in accepted if fd not in speaking and _has_backlog(fd)}
         if not self._suspects:
             self._calm = resident
         return before & self._suspects
 
 
-def _has_unread(fd: int) -> bool:
+def _has_backlog(fd: int) -> bool:
     try:
-        return any(fcntl.ioctl(fd, _FIONREAD, bytes(4)))
+        return int.from_bytes(fcntl.ioctl(fd, _FIONREAD, bytes(4)), sys.byteorder) >= BACKLOG
     except OSError:  # closed meanwhile
         return False

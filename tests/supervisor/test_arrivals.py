@@ -1,7 +1,11 @@
 """Which connections are ended when more messages arrive than are handled."""
 
+import socket
+
+import pytest
+
 from supervisor.ports.arrivals import SHORT_MESSAGES, ArrivalLimits, Arrivals
-from supervisor.ports.gathering import GROWTH, Gathering
+from supervisor.ports.gathering import BACKLOG, GROWTH, Gathering
 
 MIB = 1 << 20
 
@@ -87,3 +91,17 @@ def test_nobody_is_suspected_of_gathering_while_memory_does_not_grow() -> None:
     for resident in (MIB, GROWTH, MIB):
         assert gathering.find_abusers(resident, [-1], heard) == set()
     assert not asked
+
+
+@pytest.mark.parametrize(("unread", "ended"), [(0, False), (BACKLOG - 1, False), (BACKLOG, True)])
+def test_only_a_connection_with_a_backlog_is_suspected_when_memory_has_grown(unread: int, ended: bool) -> None:
+    """A small request that libzmq has not read yet is no sign of a flood: on a busy machine that takes long."""
+    gathering = Gathering()
+    client, ours = socket.socketpair()
+    with client, ours:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * BACKLOG)
+        client.sendall(b"x" * unread)
+        grown = (MIB, MIB + GROWTH, MIB + GROWTH)
+        found = [gathering.find_abusers(resident, [ours.fileno()], set) for resident in grown]
+    assert found[:2] == [set(), set()], "one check is not enough"
+    assert bool(found[2]) == ended
