@@ -36,8 +36,8 @@ def main() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True, start_new_session=True) as run:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: run.terminate())
-        reported = run.communicate()[0].splitlines()
-    report = json.loads(reported[-1])
+        output = run.communicate()[0].splitlines()
+    report = json.loads(output[-1])
     results = [
         Result("violations of the invariants", len(report["violations"]), "times", "<= 0"),
         Result("episodes", report["episodes"], "episodes", None if arguments.quick else f">= {arguments.episodes}"),
@@ -52,7 +52,7 @@ def main() -> None:
         *(Result(f"ended as {name}", count, "requests") for name, count in sorted(report["ends"].items())),
     ]
     write("chaos", results, arguments.out)
-    print("\n".join(reported[:-1]), flush=True)  # last, where it is seen: violations were told at length as they came
+    print("\n".join(output[:-1]), flush=True)  # last, where it is seen: violations were told at length as they came
 
 
 if __name__ == "__main__":

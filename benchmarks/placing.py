@@ -142,14 +142,14 @@ def reload(
         for thread in threads:
             thread.start()
         begun = time.perf_counter()
-        reported = command(server, "reload", "a")
+        output = command(server, "reload", "a")
         seconds = time.perf_counter() - begun
         over.set()
         for thread in threads:
             thread.join()
         generation = server.status("a")["generation"]
-        story.add(f"reload, {how}", f"{reported}\n\n{log_of(server, '->|placed|VRAM')}")
-    done = "the new worker beside the old" in reported
+        story.add(f"reload, {how}", f"{output}\n\n{log_of(server, '->|placed|VRAM')}")
+    done = "the new worker beside the old" in output
     return [
         Result(f"reload, {how}: done so", float(generation == 2 and done == (how == "beside")), "times", ">= 1"),
         Result(f"reload, {how}: requests meanwhile", len(texts), "requests"),

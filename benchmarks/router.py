@@ -242,7 +242,7 @@ class Through:
             states.append(State(socket, [encode(Credit(number, GRANT)) for number in numbers]))
         self._number += streams
         # Of one connection all streams get their events together: the count of one stream is that of all.
-        begun, frames, got, reported, total = 0.0, 0, 0, 0, each * all_streams
+        begun, frames, got, last_reported, total = 0.0, 0, 0, 0, each * all_streams
         granted, taken, events_kind = GRANT * streams, self._taken, int(Kind.EVENTS)
         for state, frame in self._frames(states):
             if frame[2] != events_kind:
@@ -260,8 +260,8 @@ class Through:
                 state.owed -= granted
                 for grant in state.grants:
                     state.socket.send(grant)
-            if got - reported >= TELL or got >= total:
-                taken.steps, reported = got // all_streams, got
+            if got - last_reported >= TELL or got >= total:
+                taken.steps, last_reported = got // all_streams, got
                 if got >= total:
                     break
         return (got - 1) / (time.perf_counter() - begun), frames

@@ -165,10 +165,10 @@ def results_of(found: dict[Size, list[Figures]], memory: dict[Size, list[MemoryF
                     getattr(b, name) / getattr(a, name) for a, b in zip(found[less], found[more], strict=True)
                 )
                 results.append(Result(f"{what}: {title}", ratio, "ratio", target))
-    for size, reported in memory.items():
+    for size, figures in memory.items():
         results += [
-            Result(f"{size}: memory of a stream", max(m.stream for m in reported) / KIB, "KiB", "<= 8"),
-            Result(f"{size}: memory of a connection", max(m.connection for m in reported) / KIB, "KiB"),
+            Result(f"{size}: memory of a stream", max(m.stream for m in figures) / KIB, "KiB", "<= 8"),
+            Result(f"{size}: memory of a connection", max(m.connection for m in figures) / KIB, "KiB"),
         ]
     return results
 
@@ -200,7 +200,7 @@ def main(given: Sequence[str] | None = None) -> None:
             print(f"{size}: {m.stream / KIB:.2f} KiB a stream, {m.connection / KIB:.1f} a connection", flush=True)
     if arguments.only:
         return
-    write("scale", results_of(found, {size: reported for size, reported in memory.items() if reported}), arguments.out)
+    write("scale", results_of(found, {size: figures for size, figures in memory.items() if figures}), arguments.out)
 
 
 if __name__ == "__main__":

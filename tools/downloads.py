@@ -41,5 +41,5 @@ def announcement(step: str, torch_index: str) -> str | None:
 
 
 if __name__ == "__main__":
-    if (told := announcement(*sys.argv[1:], *[""] * (3 - len(sys.argv)))) is not None:
-        print(told, flush=True)
+    if (message := announcement(*sys.argv[1:], *[""] * (3 - len(sys.argv)))) is not None:
+        print(message, flush=True)

@@ -39,8 +39,8 @@ def build_engine(spec: EngineSpec) -> Engine:
 
 def check_installed(engine: str) -> None:
     """Raise LoadError, with the command that helps, if a package that the engine's worker imports is missing."""
-    if (reported := missing_for(engine)) is not None:
-        raise LoadError(reported, key="engine")
+    if (message := missing_for(engine)) is not None:
+        raise LoadError(message, key="engine")
 
 
 def not_checked(engine: str) -> str | None:

@@ -61,8 +61,8 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
     for what in dict.fromkeys(models.unchecked.values()):
         which = ", ".join(name for name, unchecked in models.unchecked.items() if unchecked == what)
         click.echo(f"not checked of {which}: {what}")
-    if not elsewhere and (reported := loss()) is not None:
-        click.echo(reported)
+    if not elsewhere and (message := loss()) is not None:
+        click.echo(message)
     return exit_codes.OK
 
 
@@ -100,14 +100,14 @@ def _check_models(examined: "Examined", *, elsewhere: bool) -> _Models:
 
     models = examined.config.models
     known = vet_models(models, installed=not elsewhere)
-    found = [(name, fault) for name, reported in known.items() for fault in reported.faults]
+    found = [(name, fault) for name, answer in known.items() for fault in answer.faults]
     if not elsewhere:
         found += lacking_gpus(models).items()
     return _Models(
         of_file=problems_of(examined, [(name, fault) for name, fault in found if not fault.machine]),
         of_machine=problems_of(examined, [(name, fault) for name, fault in found if fault.machine]),
         unknown=[name for name, spec in models.items() if spec.config.engine not in VETTED],
-        unchecked={name: reported.unchecked for name, reported in known.items() if reported.unchecked is not None},
+        unchecked={name: answer.unchecked for name, answer in known.items() if answer.unchecked is not None},
     )
 
 

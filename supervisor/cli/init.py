@@ -146,13 +146,13 @@ def _choose(directories: Sequence[Path]) -> dict[Path, dict[str, Any] | str]:
             specs = [EngineSpec(path.name, engine["engine"], str(path), device, context) for path in left]
             answers = dict(zip(left, ask_now([Question(spec) for spec in specs]), strict=True))
             left = []
-            for path, reported in answers.items():
-                if not reported.faults:
+            for path, estimated in answers.items():
+                if not estimated.faults:
                     chosen[path] = engine if context is None else {**engine, "max_seq_len": context}
-                elif context is not None and all(fault.key == "max_seq_len" for fault in reported.faults):
+                elif context is not None and all(fault.key == "max_seq_len" for fault in estimated.faults):
                     left.append(path)  # it has less: then its own context
                 else:
-                    own = [fault.message for fault in reported.faults if context is None or fault.key != "max_seq_len"]
+                    own = [fault.message for fault in estimated.faults if context is None or fault.key != "max_seq_len"]
                     reasons[path][engine["engine"]] = own[0]
     return {path: chosen.get(path, _in_words(reasons[path])) for path in directories}
 

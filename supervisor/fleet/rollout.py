@@ -1,13 +1,16 @@
-"""Exchanging workers for others while requests go on: reload of models.yaml or of one model, restart in turns.
+"""Replace workers while requests go on: reload of models.yaml or of one model, and rolling restart.
 
-One worker is exchanged at a time, so that a model with several is never without one, and a GPU never holds more than
-one worker too many. ``changes`` compares two configurations; ``Rollouts`` carries out, step by step, what follows:
+One worker is replaced at a time. So a model with several replicas is never without one, and a GPU never holds more than
+one worker too many. ``changes`` compares two configurations. ``Rollouts`` carries out the resulting steps one by one.
+Each step has one of these kinds. Clients see the names on the left:
 
-    beside    a successor is started, warmed up, given the name; then the old worker finishes its requests and leaves
-    exchange  the old worker finishes its requests and leaves, others wait in the queue, the successor is started
-    add       a worker is started where there was none
-    retire    a worker finishes its requests and leaves
-    keep      a worker is what it is to be, and stays
+  beside    surge: start a successor, warm it up and give it the name; then the old worker finishes its requests and
+            ends
+  exchange  recreate: the old worker finishes its requests and ends while others wait in the queue; then start the
+            successor
+  add       start a worker where there was none
+  retire    let a worker finish its requests and end it
+  keep      the worker already has the wanted configuration and stays
 """
 
 import logging
@@ -23,15 +26,16 @@ from supervisor.model_logs import about
 from supervisor.workers.lifecycle import AT_REST, WorkerState
 
 KEPT = 16
-"""Turnovers whose outcome can still be asked for."""
+"""Rollouts whose outcome can still be asked for."""
 TRIES = 3
-"""Processes of a worker that may die before it is ready, until it counts as failed here. It is tried on, but those who
-wait, perhaps with a models.yaml that mends it, are not kept by a load that takes long and crashes for ever."""
+"""Processes of a worker that may die before the worker is ready, until the rollout counts the worker as failed. The
+supervisor goes on restarting the worker. But the next rollout, perhaps of a models.yaml that repairs it, must not wait
+for a load that takes long and crashes for ever."""
 _UP = (WorkerState.READY, WorkerState.DRAINING)
 
 
 class How(StrEnum):
-    """How workers are exchanged. AUTO: beside each other where both fit."""
+    """How a rollout replaces workers. AUTO: surge where the old and the new worker both fit, else recreate."""
 
     AUTO = "auto"
     SURGE = "beside"
@@ -43,7 +47,7 @@ class Change(StrEnum):
 
     UNCHANGED = "unchanged"
     SETTINGS = "settings"
-    """Only what the supervisor itself goes by; its workers stay."""
+    """Only settings that the supervisor itself uses have changed. The workers stay."""
     WORKERS = "workers"
     ADDED = "added"
     REMOVED = "removed"
@@ -52,10 +56,11 @@ class Change(StrEnum):
 def changes(
     before: Mapping[str, Collection[ModelSpec]], after: Mapping[str, ModelSpec], forced: Collection[str] = ()
 ) -> dict[str, Change]:
-    """Each model's, in the order of ``after``, then those that are not there any more.
+    """Return the change of each model: first the models of ``after`` in their order, then those that are gone.
 
-    before  model → what each of its workers is, which after a reload that failed is not what models.yaml said
-    forced  models whose workers are exchanged in any case
+    before  model → the specification of each of its workers. After a reload that failed it may differ from
+            models.yaml
+    forced  models whose workers are replaced in any case
     """
     found = {}
     for name, spec in after.items():
@@ -72,7 +77,7 @@ def changes(
 
 
 class FleetControl(Protocol):
-    """What a turnover needs of the fleet. Workers go by the name that ``Replica.name`` has."""
+    """The part of the fleet that a rollout uses. A worker's name is that of ``Replica.name``."""
 
     def shown(self, label: str) -> Replica | None: ...
     def add(self, label: str, spec: ModelSpec, *, replaces: Replica | None = None) -> Replica: ...
@@ -89,12 +94,12 @@ class FleetControl(Protocol):
 
 @dataclass
 class RolloutStep:
-    """One worker.
+    """One worker's part of a rollout.
 
-    label   its name for people
-    spec    what it is to be; None: it is to go
-    start   a worker where there was none is to be started
-    forced  exchange it even if it is what it is to be
+    label   the worker's name for people
+    spec    what the worker is to become; None: it is to be removed
+    start   start a worker where there was none
+    forced  replace the worker even if it already has this specification
     """
 
     model: str
@@ -111,7 +116,7 @@ class RolloutStep:
 
 
 class Plan(NamedTuple):
-    """What an order comes to."""
+    """The changes and steps that an order results in."""
 
     found: Mapping[str, Change]
     steps: Sequence[RolloutStep]
@@ -119,10 +124,11 @@ class Plan(NamedTuple):
 
 @dataclass
 class Rollout:
-    """One order.
+    """One order to replace workers.
 
-    settings  keys of the section ``supervisor`` that it has changed; they were applied when it was given
-    models    model → {change, state: "waiting", "running", "done" or "failed", how, message}, once its turn has come
+    settings  keys of the section ``supervisor`` that the order has changed; they were applied when it was given
+    models    model → {change, state: "waiting", "running", "done" or "failed", how, message}, from the time the order
+              begins
     """
 
     number: int
@@ -146,7 +152,7 @@ class Rollout:
 
 
 class Rollouts:
-    """The orders, one after the other. ``advance`` is called whenever a worker's state has changed."""
+    """Carry out orders one after the other. The fleet calls ``advance`` whenever a worker's state has changed."""
 
     def __init__(self, fleet: FleetControl, log: logging.Logger) -> None:
         self._fleet = fleet
@@ -161,7 +167,7 @@ class Rollouts:
         return bool(self._queue)
 
     def describe(self) -> list[dict[str, Any]]:
-        """The last orders, the newest last."""
+        """Return the last orders, the newest last."""
         return [rollout.describe() for rollout in self._recent]
 
     def order(self, cause: str, how: How, plan: Callable[[], Plan], settings: Sequence[str] = ()) -> int:
@@ -178,7 +184,7 @@ class Rollouts:
         return rollout.number
 
     def abandon(self) -> None:
-        """Everything is about to be stopped."""
+        """Mark every unfinished order as failed, because the supervisor is about to stop everything."""
         for rollout in self._queue:
             rollout.running = False
             for report in rollout.models.values():
@@ -188,7 +194,7 @@ class Rollouts:
         self._step = None
 
     def advance(self) -> None:
-        """Go as far as is possible now."""
+        """Carry out as many steps as is possible now."""
         while self._queue:
             rollout = self._queue[0]
             if rollout.steps is None:
@@ -243,9 +249,9 @@ class Rollouts:
         elif not step.forced and (old.coming or old.spec).process_key == step.spec.process_key:
             step.kind, step.start = "keep", False
             fleet.adopt_settings(old, step.spec)
-        elif not old.wanted:  # down, or on its way there because somebody has ordered that
+        elif not old.wanted:  # the worker is down, or goes down because somebody ordered it
             step.kind, step.start = "add", False
-            fleet.respec(old, step.spec)  # for when it is started
+            fleet.respec(old, step.spec)  # used when somebody starts it
         elif old.state in _UP and self._may_surge(old, step, rollout.how):
             step.kind = "beside"
             step.new = fleet.add(step.label, step.spec, replaces=old)
@@ -260,10 +266,10 @@ class Rollouts:
         return how is How.SURGE or (how is How.AUTO and self._fleet.fits_surge(old, step.spec))
 
     def _is_over(self, step: RolloutStep, cause: str) -> bool:
-        """Whether the step is over."""
+        """Return whether the step is over."""
         match step.kind:
             case "retire":
-                if step.old is not None and step.old.wanted:  # somebody has started it meanwhile: it goes all the same
+                if step.old is not None and step.old.wanted:  # somebody has started it meanwhile: end it all the same
                     self._fleet.stop(step.old.name, cause)
                 return self._is_gone(step.old)
             case "add" | "keep":
@@ -287,7 +293,8 @@ class Rollouts:
             self._fleet.hand_over(old, new)
             self._fleet.stop(old.name, cause)
         elif new.state in (*AT_REST, WorkerState.BACKOFF):
-            # One try: the old worker is there. Who has ordered it stopped has stopped both.
+            # One try: the old worker is still there. Whoever ordered the model stopped meanwhile has stopped both
+            # workers.
             why = "it was stopped" if not new.wanted else new.last_exit.message if new.last_exit else "unknown"
             step.failure = f"the new worker did not come up: {why}"
             if old.wanted:

@@ -56,8 +56,8 @@ class Needs:
     def text(self, gpus: int) -> str:
         """``needs 21.4 GiB (weights 16.1, cache 4.0, workspace 0.7, context 0.6)``."""
         parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.parts(gpus).items())
-        reported = "vram in models.yaml" if self.declared is not None else parts
-        return f"needs {self.total(gpus) / 2**30:.1f} GiB ({reported})"
+        source = "vram in models.yaml" if self.declared is not None else parts
+        return f"needs {self.total(gpus) / 2**30:.1f} GiB ({source})"
 
 
 def divide(needs: Needs, rooms: Sequence[int], split: Split) -> list[int]:

@@ -103,9 +103,9 @@ def test_a_start_of_a_model_on_its_way_down_waits_for_the_next_one(serving: Serv
         starting = order(serving, "start", "a", "--json")
         wait_until(lambda: serving.overview()["supervisor"]["connections"] > 2)
         stream.cancel()
-        reported, said = starting.communicate(timeout=60)
+        output, said = starting.communicate(timeout=60)
     assert (starting.returncode, said) == (0, "")
-    (model,) = json.loads(reported)
+    (model,) = json.loads(output)
     assert (model["state"], model["generation"]) == ("ready", before + 1)
 
 

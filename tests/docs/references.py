@@ -59,7 +59,7 @@ def missing(text: str) -> list[str]:
     """Return a line for each thing that a page names and that does not exist."""
     text = _FENCE.sub("", text)
     words = [word for span in _CODE.findall(text) for word in span.split()]  # of a command, each alone
-    found = [reported for word in words if not _PLACEHOLDER.search(word) and (reported := _problem(word)) is not None]
+    found = [problem for word in words if not _PLACEHOLDER.search(word) and (problem := _problem(word)) is not None]
     for line in text.splitlines():
         if line.startswith("|"):
             found += _problems_of_row(line)

@@ -15,8 +15,8 @@ def part(page: str, heading: str) -> str:
 def test_every_public_name_has_a_part_with_a_text() -> None:
     page = client_page()
     for name in {*modelctl.__all__} - {"__version__"}:
-        reported = part(page, f"### {name}")
-        assert any(line and line[0].isupper() for line in reported.splitlines()), name
+        text = part(page, f"### {name}")
+        assert any(line and line[0].isupper() for line in text.splitlines()), name
 
 
 def test_a_signature_has_types_as_written_and_values_of_defaults() -> None:

@@ -21,9 +21,9 @@ def test_a_page_that_differs_is_named_and_written_anew(
     monkeypatch.setattr(pages, "PAGES", {"one.md": lambda: "one\n", "_generated/two.md": lambda: "two\n"})
     (tmp_path / "one.md").write_text("one, as it was\n")
     assert pages.main(["--check"]) == 1
-    reported = capsys.readouterr().err
-    assert "docs/one.md is out of date" in reported
-    assert "docs/_generated/two.md is out of date" in reported
+    errors = capsys.readouterr().err
+    assert "docs/one.md is out of date" in errors
+    assert "docs/_generated/two.md is out of date" in errors
     assert pages.main([]) == 0
     assert (tmp_path / "_generated/two.md").read_text() == "two\n"
     assert pages.main(["--check"]) == 0

@@ -44,5 +44,5 @@ def test_dead_links_and_lonely_pages_and_what_comes_from_elsewhere_fail_the_buil
         page.write("\n[a](nowhere.md) [b](commands.md#no-such-command)\n\n![c](https://example.org/c.png)\n")
     done = build(tmp_path)
     assert done.returncode != 0
-    for reported in ("lonely.md", "'nowhere.md'", "'#no-such-command'", "https://example.org/c.png"):
-        assert reported in done.stderr
+    for problem in ("lonely.md", "'nowhere.md'", "'#no-such-command'", "https://example.org/c.png"):
+        assert problem in done.stderr

@@ -158,9 +158,9 @@ def test_every_verb(serving: Serving) -> None:
         # once more, with the entries that reload has made
         assert not list(differences(client.ask(31, "status")["result"], VERBS["status"].result))
         for number, verb in enumerate(VERBS.keys() - QUESTION_VERBS, 40):
-            reported = client.ask(number, verb, zzz=1)["error"]["message"]
-            known = reported.partition("known are ")[2]
-            assert {*known.split(", ")} - {""} == get_type_hints(VERBS[verb].params).keys(), reported
+            message = client.ask(number, verb, zzz=1)["error"]["message"]
+            known = message.partition("known are ")[2]
+            assert {*known.split(", ")} - {""} == get_type_hints(VERBS[verb].params).keys(), message
         client.check()
 
 

@@ -71,14 +71,14 @@ class Scene:
         driver = Driver(self.engine)
         same = driver.submit(prompt, size, sampling, **fields)
         broken = [
-            (done, reported, driver.submit(prompt, size, sampling, **fields, resumed_ids=tuple(whole.ids[:done])))
-            for done, reported in breaks_of(whole)
+            (done, delivered, driver.submit(prompt, size, sampling, **fields, resumed_ids=tuple(whole.ids[:done])))
+            for done, delivered in breaks_of(whole)
         ]
         assert broken, "the answer can be broken off"
         driver.run()
         check_rest(whole, 0, "", same)
-        for done, reported, rest in broken:
-            check_rest(whole, done, reported, rest)
+        for done, delivered, rest in broken:
+            check_rest(whole, done, delivered, rest)
         driver.assert_idle()
         return whole
 
@@ -88,7 +88,7 @@ def build_scene(name: str, load: Callable[[str, str], Engine]) -> Scene:
     if name in ORACLES:
         return _oracle_scene(name)
     letters, stories = load(name, "letters"), load(name, "stories")
-    reported = [
+    conversations = [
         stories.encode(render_chat([{"role": "user", "content": asked}])) for asked, _ in STORIES_TEST_REQUESTS[:3]
     ]
     return Scene(
@@ -96,7 +96,7 @@ def build_scene(name: str, load: Callable[[str, str], Engine]) -> Scene:
         letters,
         [letters.encode(prompt) for prompt, _ in LETTERS_TEST_PROMPTS[:4]],
         [letters.encode(LETTERS_TEST_LONG_PROMPTS[number][0]) for number in (5, 8)],
-        Scene(stories, stories, reported),
+        Scene(stories, stories, conversations),
         decided=name == "transformers",
     )
 

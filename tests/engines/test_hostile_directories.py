@@ -35,7 +35,7 @@ NOT_READ = {
 
 
 @pytest.fixture(scope="module")
-def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     place = tmp_path_factory.mktemp("hostile")
     command = [sys.executable, "-m", "tests.engines.hostile_directories", str(place)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WITHIN)
@@ -45,10 +45,10 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 
 @pytest.mark.parametrize("engine", ["embedded", "exllamav2"])
-def test_hostile_directories(reported: dict[str, dict[str, Any]], engine: str) -> None:
+def test_hostile_directories(reports: dict[str, dict[str, Any]], engine: str) -> None:
     wrong = []
     for case, (_, words) in CASES.items():
-        outcome = reported[f"{engine}/{case}"]
+        outcome = reports[f"{engine}/{case}"]
         error = outcome["error"] or ""
         if outcome["seen"]:
             wrong.append(f"{case}: {outcome['seen']}")

@@ -65,7 +65,7 @@ def main(direction: str, count: int, seed: int) -> int:
         if (grown := _peak() - peak) > MOST_BYTES:
             print(f"grown by {grown} bytes at one of {[frame.hex() for frame in frames]}", file=sys.stderr)
             return 1
-    reported = {
+    report = {
         "direction": direction,
         "inputs": (count // _BATCH + 1) * _BATCH,
         "refused": refused,
@@ -74,7 +74,7 @@ def main(direction: str, count: int, seed: int) -> int:
         "grown_bytes": _peak() - peak,
         "seed": seed,
     }
-    print(json.dumps(reported))
+    print(json.dumps(report))
     if slowest > MOST_SECONDS:
         print(f"an input took {slowest * 1000:.1f} ms, seed {seed}", file=sys.stderr)
         return 1

@@ -85,7 +85,7 @@ def _attacked(serving: Serving, witness: Path, seconds: float, seed: int) -> dic
     assert attacker.returncode == 0, attacker.stderr[-3000:]
     assert not behaved.wrong, behaved.wrong
     waits = sorted(behaved.waits)
-    reported = {
+    report = {
         **json.loads(attacker.stdout),
         "answers": len(waits),
         "median_ms": round(waits[len(waits) // 2] * 1000, 1),
@@ -98,4 +98,4 @@ def _attacked(serving: Serving, witness: Path, seconds: float, seed: int) -> dic
     for name, generation in generations.items():
         status = serving.status(name)
         assert (status["generation"], status["state"]) == (generation, "ready"), name
-    return reported
+    return report

@@ -19,6 +19,6 @@ def fuzz(direction: str, count: int) -> dict[str, Any]:
     print(f"TEST_SEED={SEED} python {' '.join(arguments)}")
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=WITHIN)
     assert done.returncode == 0, done.stderr[-6000:]
-    reported: dict[str, Any] = json.loads(done.stdout)
-    print(reported)
-    return reported
+    report: dict[str, Any] = json.loads(done.stdout)
+    print(report)
+    return report

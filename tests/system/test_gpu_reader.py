@@ -1,4 +1,5 @@
-"""A driver that hangs, and the process that asks it: what supervisors do meanwhile, and what they leave behind."""
+"""A GPU driver that hangs, and the process that asks it: what the supervisor does meanwhile, and what it leaves
+behind."""
 
 import os
 import signal
@@ -15,7 +16,7 @@ from tests.system.test_vram import load, on, wait_log
 
 
 def reader(serving: Serving) -> psutil.Process | None:
-    """The process that asks NVML, while there is one."""
+    """Return the process that asks NVML, or None."""
     found = [p for p in serving.processes() if is_helper(p, "NVML reader", "nvml_child")]
     return found[0] if found else None
 
@@ -27,7 +28,8 @@ def test_a_driver_that_hangs_costs_one_pause_and_holds_up_only_who_needs_it(serv
     pids = {model: serving.status(model)["pid"] for model in ("b", "c")}
     with serving.client() as client:
         box.driver(hangs=True)
-        # whether memory is out, and whether there is room, is not known then: neither is guessed
+        # Meanwhile the supervisor cannot know whether the memory is free again and whether there is room. It must not
+        # guess.
         for model in ("b", "c"):
             os.kill(pids[model], signal.SIGKILL)
         wait_log(serving, f"b: waits for the VRAM of pid {pid}")
@@ -35,11 +37,12 @@ def test_a_driver_that_hangs_costs_one_pause_and_holds_up_only_who_needs_it(serv
         begun = time.monotonic()
         stream = client.generate("a", "on and on", max_tokens=400)
         assert stream.complete().text == answer("on and on", 400)
-        # b's memory is looked for 40 times meanwhile. A supervisor that waited each time would take 40 * PATIENCE_S.
+        # The supervisor looks for b's memory 40 times meanwhile. If it waited each time, that would take 40 *
+        # TIMEOUT_S.
         assert time.monotonic() - begun < 30 * TIMEOUT_S
         assert all(serving.status(model)["pid"] is None for model in ("b", "c"))
         assert "cannot be read: NVML: the driver has not answered" in serving.modelctl("status").stdout
-        # it answers again: b's memory turns out not to be back yet
+        # The driver answers again. Then the supervisor finds that b's memory is not free yet.
         box.driver(hangs=None)
         wait_log(serving, "VRAM can be read again, after")
         assert serving.overview()["gpus_unknown"] is None
@@ -79,4 +82,4 @@ def test_a_driver_that_takes_long_to_open_is_waited_for_by_those_who_need_it(ser
     box.driver(hangs=None)
     assert serving.wait_state("a", "ready")["placed"] == [0]
     assert serving.wait_state("auto", "ready")["placed"] == [1], "after the one that is pinned"
-    box.driver(hangs=True)  # and so it is shut down
+    box.driver(hangs=True)  # the supervisor shuts down while the driver hangs

@@ -93,10 +93,10 @@ def _class_part(name: str, kind: type) -> Iterator[str]:
 
 
 def _docstring(owner: Any, path: str) -> str:
-    reported = inspect.getdoc(owner)
-    if not reported:
+    docstring = inspect.getdoc(owner)
+    if not docstring:
         raise ValueError(f"{path} is public and has no docstring: write one")
-    return reported
+    return docstring
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:

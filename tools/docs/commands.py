@@ -58,14 +58,14 @@ def _part(context: click.Context) -> Iterator[str]:
     yield f"```console\n{' '.join([context.command_path, *command.collect_usage_pieces(context)])}\n```"
     options = [each for each in command.params if isinstance(each, click.Option)]
     records = filter(None, (option.get_help_record(context) for option in options))
-    yield table(("option", "meaning"), [(f"`{names}`", _cell(reported)) for names, reported in records])
+    yield table(("option", "meaning"), [(f"`{names}`", _cell(meaning)) for names, meaning in records])
     if isinstance(command, Command) and command.examples:
         yield "\n".join(["```sh", *(f"# {meaning}\n{line}" for line, meaning in command.examples.items()), "```"])
 
 
-def _cell(message: str) -> str:
+def _cell(meaning: str) -> str:
     """Return an option's help as Markdown. What stands in square brackets at its end is its default."""
-    return text(message.replace("[", "\\[").replace("*", "\\*"))
+    return text(meaning.replace("[", "\\[").replace("*", "\\*"))
 
 
 def _exit_codes() -> list[tuple[str, str]]:

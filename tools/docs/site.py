@@ -28,6 +28,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Warn of what a reader's browser would fetch from another machine."""
-    for reported in outside(output):
-        log.warning("%s loads %s: keep it in docs/, since the site works offline", page.file.src_uri, reported)
+    for address in outside(output):
+        log.warning("%s loads %s: keep it in docs/, since the site works offline", page.file.src_uri, address)
     return output

@@ -145,5 +145,5 @@ def _parameters(verb: Verb) -> str:
 
 
 def _result(verb: Verb) -> str:
-    reported = described(verb.result)
-    return ("Result:\n\n" if reported.startswith("|") else "Result: ") + reported
+    result = described(verb.result)
+    return ("Result:\n\n" if result.startswith("|") else "Result: ") + result

@@ -103,10 +103,10 @@ FROM_CLIENT = (Hello, Generate, Cancel, Credit, Call, Pong)
 def transcript() -> str:
     """Return the session, and single frames of other kinds."""
     parts = [GENERATED.format(source="tools/docs/wire_transcript.py by the codec")]
-    parts += [_shown(reported, message) for reported, message in SESSION]
+    parts += [_shown(sentence, message) for sentence, message in SESSION]
     parts += [
         "Frames that did not occur in this session:",
-        *(_shown(reported, message) for reported, message in OTHERS),
+        *(_shown(sentence, message) for sentence, message in OTHERS),
     ]
     return "\n\n".join(parts) + "\n"
 
