@@ -4,9 +4,9 @@
 
 The demo models' answers to their test prompts are known (``model_worker.demo_models.corpus``; the CPU engine gives
 exactly these): as they are shipped, in fp16 with an FP16 cache, every answer must be right, and also in GPTQ's 4 bits,
-which leave the right token a lead of 3 logits at every step (tests/test_benchmarks.py). Of a conversion to EXL2 the
-share of right answers is a figure. Random weights decide by less than rounding can change, so for these the same
-prompts are asked alone and all at once, and the first token that differs is a figure, too.
+which leave the right token a lead of 3 logits at every step (tests/benchmarks/test_results_and_models.py). For a
+conversion to EXL2 the share of right answers is a figure. Random weights decide by less than rounding can change, so
+for these the same prompts are asked alone and all at once, and the first token that differs is a figure, too.
 
 A GPTQ model is loaded once more, then the fp16 model of the same weights: how many greedy answers of the two are equal,
 and of random weights how far apart the log probabilities are (benchmarks.comparison).

@@ -1,5 +1,6 @@
 import fcntl
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -79,3 +80,11 @@ def serve() -> Iterator[Serve]:
             return stack.enter_context(Serving(models, **settings))
 
         yield start
+
+
+@pytest.fixture
+def runtime_dir() -> Iterator[Path]:
+    """Make a directory whose path is short enough for sockets. The path of pytest's own may not be."""
+    path = Path(tempfile.mkdtemp(prefix="mctl-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

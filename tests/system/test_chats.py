@@ -14,8 +14,8 @@ from modelctl import Client
 from protocol.errors import ErrorCode, WireError
 from tests.deterministic_engine import answer
 from tests.meddling import Meddler
+from tests.model_worker.test_hostile_templates import DOUBLING, EITHER
 from tests.serving import Serving, is_alive, wait_until
-from tests.supervisor.test_hostile_templates import DOUBLING, EITHER
 
 GREEDY = "{% if messages[0].content == 'grow' %}" + DOUBLING + "{% endif %}" + EITHER
 

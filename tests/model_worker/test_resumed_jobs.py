@@ -9,8 +9,8 @@ from model_worker.engine import EngineEvent, Finished
 from protocol.codec import pack_body
 from protocol.messages import CancelJob, EventFlag, JobMessage, Message
 from tests.deterministic_engine import DeterministicEngine, answer
-from tests.supervisor.test_worker_loop import ScriptedLink, engine, remembering, run
-from tests.supervisor.test_worker_requests import ended, text_of
+from tests.model_worker.test_worker_loop import ScriptedLink, engine, remembering, run
+from tests.model_worker.test_worker_requests import ended, text_of
 
 
 def resumed(request: int, delivered: str, carry: dict[str, Any] | None = None, **fields: Any) -> JobMessage:

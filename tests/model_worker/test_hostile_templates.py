@@ -359,7 +359,7 @@ import psutil
 from model_worker.engine import ChatTemplate
 from model_worker.rendering import Renderer
 from tests.serving import wait_until
-from tests.supervisor.test_hostile_templates import conversation
+from tests.model_worker.test_hostile_templates import conversation
 renderer = Renderer(ChatTemplate({LOOP!r}), 1000)
 renderer.ask(1, 1, conversation("x"))
 def is_stopped():

@@ -10,8 +10,8 @@ from model_worker.loop import RENDERING_WAIT_MS
 from protocol.codec import pack_body
 from protocol.messages import TERMINAL, Ask, CancelJob, EventFlag, JobMessage
 from tests.deterministic_engine import OFFERED, DeterministicEngine, answer
-from tests.supervisor.test_hostile_templates import EITHER
-from tests.supervisor.test_worker_loop import ScriptedLink, engine, job, remembering, run
+from tests.model_worker.test_hostile_templates import EITHER
+from tests.model_worker.test_worker_loop import ScriptedLink, engine, job, remembering, run
 
 
 def chat(channel: int, request: int, content: str = "hi", **fields: Any) -> JobMessage:
