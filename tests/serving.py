@@ -82,8 +82,14 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def is_helper(process: psutil.Process, title: str, program: str) -> bool:
-    """Whether a process is a helper of ours: it shows its title, or its program while it is starting."""
-    line = " ".join(process.cmdline())
+    """Return whether a process is a helper of ours: it shows its title, or its program while it is starting.
+
+    A process that has ended is none: it may end between a check that it is alive and this one.
+    """
+    try:
+        line = " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # ZombieProcess, too
+        return False
     return line.startswith(f"modelctl: {title}") or program in line
 
 
