@@ -1,5 +1,7 @@
-"""Builds what is compiled (see protocol/compiled.py). Where no compiler is, or Python's headers are missing, setuptools
-says so and installs the rest."""
+"""Build the compiled modules (see protocol/process/compiled.py).
+
+If there is no compiler, or Python's headers are missing, setuptools says so and installs the rest.
+"""
 
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
-from protocol.compiled import MODULES, checksum, sources  # noqa: E402
+from protocol.process.compiled import MODULES, checksum, sources  # noqa: E402
 
 SOURCES = [str(path.relative_to(ROOT)) for path in sources()]
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from benchmarks.harness import Request, Run, spec_of
 from model_worker.engine import Finished, Job, Prefilling
 from model_worker.engines import build_engine
+from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
-from protocol.worker_spec import EngineSpec
 
 
 class Bare(Protocol):

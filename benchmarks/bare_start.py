@@ -12,8 +12,8 @@ import sys
 
 from model_worker.engine import Job, Prefilling
 from model_worker.engines import build_engine
+from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
-from protocol.worker_spec import EngineSpec
 
 
 def main(engine: str, directory: str, device: str, prompt: str, kept: str = "") -> None:

@@ -5,7 +5,7 @@ are. Random weights decide by less than rounding can change; the log probabiliti
 from collections.abc import Sequence
 
 from benchmarks.report import Result
-from protocol.answers import Completion, TokenLogprob
+from protocol.client.answers import Completion, TokenLogprob
 
 WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 """Fields of a request whose answer can be compared by ``gap``."""

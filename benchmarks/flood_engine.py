@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import cycle, islice
 
 from model_worker.engine import Capabilities, Delta, EngineEvent, EngineStats, Finished, Job
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from tests.deterministic_engine import DeterministicEngine
 
 TEXT = "0123456789abcdef"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from model_worker.engine import EngineEvent, Job, ProgressCallback
 from model_worker.engines.embedded.engine import TransformersEngine
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from tests.hanging_engines import hang, once
 
 STEPS_BEFORE = 8

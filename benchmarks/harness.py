@@ -26,7 +26,7 @@ from model_worker.demo_models import NAMES, corpus
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
 from modelctl import AsyncClient, Client
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 
 MODELCTL = [sys.executable, "-m", "supervisor"]
 LOAD_SECONDS = 300.0

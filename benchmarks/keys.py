@@ -26,7 +26,7 @@ import zmq
 
 from benchmarks.harness import arguments_for, percentile
 from benchmarks.report import Result, write
-from protocol.client_key import ClientKey
+from protocol.client.client_key import ClientKey
 from protocol.codec import encode, pack_body
 from protocol.messages import Hello, Ping, Pong
 from tests.keyed import Keyed, misled, stolen, stranger

@@ -10,7 +10,7 @@ import time
 from collections import deque
 
 from model_worker.engine import Delta, EngineEvent, Finished
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from tests.deterministic_engine import DeterministicEngine
 
 MOST_AT_ONCE = 1000

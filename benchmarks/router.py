@@ -36,7 +36,7 @@ from benchmarks.report import Result, write
 from protocol import limits
 from protocol.codec import EventWriter, encode, pack_body
 from protocol.messages import Credit, EventEntry, Generate, Hello, Kind
-from protocol.socket_calls import DONT_WAIT, receive_now, send_to
+from protocol.process.socket_calls import DONT_WAIT, receive_now, send_to
 
 STREAMS, SINGLE = 16, 64
 """Of one connection, whose tokens come together, or one by one."""

@@ -25,7 +25,7 @@ from benchmarks.report import RESULTS, Result, write
 from model_worker.demo_models import corpus, directory
 from modelctl import Client
 from protocol.errors import ConnectionLost
-from protocol.runtime_paths import front_endpoint
+from protocol.process.runtime_paths import front_endpoint
 from tests.serving import ENGINES
 
 ROUNDS = 9

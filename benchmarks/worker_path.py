@@ -38,8 +38,8 @@ from model_worker.loop import WorkerLoop
 from model_worker.text import TextStream
 from protocol.codec import decode, encode, is_events, pack_body
 from protocol.messages import TERMINAL, WORKER_TO_SUPERVISOR, Events, Hello, JobMessage, Shutdown
+from protocol.process.worker_spec import EngineSpec, WorkerSpec
 from protocol.request import SamplingParams
-from protocol.worker_spec import EngineSpec, WorkerSpec
 
 STREAMS = (1, 8, 32)
 STEPS = 1500

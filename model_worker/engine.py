@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from protocol.errors import WireError
+from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
-from protocol.worker_spec import EngineSpec
 
 if TYPE_CHECKING:
     from model_worker.engines.constraint import Constraints

@@ -16,9 +16,9 @@ from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, 
 from model_worker.log_output import LogOutput
 from model_worker.parent_death import die_with
 from model_worker.process_title import set_title
-from protocol.core_dumps import forbid_core_dumps
-from protocol.progress_lease import ProgressLease
-from protocol.worker_spec import WorkerSpec
+from protocol.process.core_dumps import forbid_core_dumps
+from protocol.process.progress_lease import ProgressLease
+from protocol.process.worker_spec import WorkerSpec
 
 _PR_SET_NO_NEW_PRIVS = 38
 
@@ -26,7 +26,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 def main(spec: WorkerSpec, page: int | None = None) -> None:
     """Run one worker until it is told to stop or its engine fails. Never returns.
 
-    page  descriptor of the page that it is watched by, see ``protocol.progress_lease``
+    page  descriptor of the page that it is watched by, see ``protocol.process.progress_lease``
     """
     code = EXIT_ENGINE_FAULT
     # What is imported stays, and grows to hundreds of thousands of objects of torch and transformers. The garbage

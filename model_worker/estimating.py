@@ -33,8 +33,8 @@ MEMORY_LIMIT = 2 << 30
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to one question."""
     from model_worker.engines import not_checked
-    from protocol.engine_packages import missing_for
-    from protocol.worker_spec import EngineSpec
+    from protocol.process.engine_packages import missing_for
+    from protocol.process.worker_spec import EngineSpec
 
     spec = EngineSpec(**question["spec"])
     report = _of_directory(spec, question)

@@ -25,9 +25,9 @@ from protocol.messages import (
     Ready,
     Stats,
 )
-from protocol.peer_user import check_listener
-from protocol.socket_calls import has_input, monitor_event
-from protocol.worker_spec import WorkerSpec
+from protocol.process.peer_user import check_listener
+from protocol.process.socket_calls import has_input, monitor_event
+from protocol.process.worker_spec import WorkerSpec
 
 CONNECT_WAIT_MS = 10_000
 """Milliseconds that a connect may take. To a Unix socket it succeeds or fails at once, unless the machine is busy."""

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from protocol.private_paths import open_private
+from protocol.process.private_paths import open_private
 
 
 class LogOutput:

@@ -31,7 +31,7 @@ from protocol.messages import (
     Message,
     Shutdown,
 )
-from protocol.progress_lease import ProgressLease
+from protocol.process.progress_lease import ProgressLease
 from protocol.questions import Tokenize, parse_question
 from protocol.request import GenerateRequest
 

@@ -25,10 +25,10 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 import zmq
 
 from model_worker.engine import Delta
-from protocol.progress_lease import ProgressLease
-from protocol.libzmq cimport Message, bytes_of, calls, handle_of, is_readable, send_bytes, send_message
+from protocol.process.progress_lease import ProgressLease
+from protocol.process.libzmq cimport Message, bytes_of, calls, handle_of, is_readable, send_bytes, send_message
 from protocol.messages import VERSION, EventFlag, Kind
-from protocol.sources cimport MODELCTL_SOURCES
+from protocol.process.sources cimport MODELCTL_SOURCES
 
 cdef extern from "Python.h":
     const char *PyUnicode_AsUTF8AndSize(object text, Py_ssize_t *size)

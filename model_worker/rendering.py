@@ -24,7 +24,7 @@ import msgpack
 
 from model_worker.engine import ChatTemplate
 from protocol.errors import ErrorCode, RequestError, WireError
-from protocol.helper_environment import helper_environment
+from protocol.process.helper_environment import helper_environment
 
 RENDER_S = 1.0
 """Seconds of processor time that compiling and rendering a template may take. The process's own timer ends it then."""

@@ -1,5 +1,5 @@
 """Events of the engine on their way out: joined to one frame a channel, in the order in which they came. Compiled, if
-that is to be had (see ``protocol.compiled``): ``outbox`` then does what is usual without Python.
+that is to be had (see ``protocol.process.compiled``): ``outbox`` then does what is usual without Python.
 """
 
 from collections import deque
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from protocol.codec import EventWriter
-from protocol.compiled import find
 from protocol.messages import EventEntry
-from protocol.progress_lease import ProgressLease
-from protocol.socket_calls import AnySocket, send_now
+from protocol.process.compiled import find
+from protocol.process.progress_lease import ProgressLease
+from protocol.process.socket_calls import AnySocket, send_now
 
 
 class PlainJobCursor:

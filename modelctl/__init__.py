@@ -12,13 +12,13 @@ worker, which imports the console script again, imports nothing of modelctl here
 TYPE_CHECKING = False  # type checkers take a variable of this name as true; the module typing is not imported for it
 if TYPE_CHECKING:
     from protocol import __version__
-    from protocol.answers import Completion, Delta, Progress, TokenLogprob
-    from protocol.async_client import AsyncClient
-    from protocol.async_streams import AsyncChoices, AsyncStream
-    from protocol.client import Client
-    from protocol.client_key import ClientKey
+    from protocol.client.answers import Completion, Delta, Progress, TokenLogprob
+    from protocol.client.async_client import AsyncClient
+    from protocol.client.async_streams import AsyncChoices, AsyncStream
+    from protocol.client.client_key import ClientKey
+    from protocol.client.sync_client import Client
+    from protocol.client.sync_streams import Choices, Stream
     from protocol.errors import ConnectionLost, ErrorCode, RequestError, WireError
-    from protocol.streams import Choices, Stream
 
 __all__ = [
     "AsyncChoices",
@@ -40,20 +40,20 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AsyncChoices": "protocol.async_streams",
-    "AsyncClient": "protocol.async_client",
-    "AsyncStream": "protocol.async_streams",
-    "Choices": "protocol.streams",
-    "Client": "protocol.client",
-    "ClientKey": "protocol.client_key",
-    "Completion": "protocol.answers",
+    "AsyncChoices": "protocol.client.async_streams",
+    "AsyncClient": "protocol.client.async_client",
+    "AsyncStream": "protocol.client.async_streams",
+    "Choices": "protocol.client.sync_streams",
+    "Client": "protocol.client.sync_client",
+    "ClientKey": "protocol.client.client_key",
+    "Completion": "protocol.client.answers",
     "ConnectionLost": "protocol.errors",
-    "Delta": "protocol.answers",
+    "Delta": "protocol.client.answers",
     "ErrorCode": "protocol.errors",
-    "Progress": "protocol.answers",
+    "Progress": "protocol.client.answers",
     "RequestError": "protocol.errors",
-    "Stream": "protocol.streams",
-    "TokenLogprob": "protocol.answers",
+    "Stream": "protocol.client.sync_streams",
+    "TokenLogprob": "protocol.client.answers",
     "WireError": "protocol.errors",
     "__version__": "protocol",
 }

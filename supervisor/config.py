@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol import limits
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
 from supervisor.config_rules import combination_problems, sampling_problems
 from supervisor.config_schema import FileConfig, SupervisorConfig

@@ -6,7 +6,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from protocol.progress_lease import DEFAULT_LEASES, Leases
+from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 from supervisor.config_model import ModelConfig
 from supervisor.config_values import Duration, Lease, Listen, VramLimit
 from supervisor.requests.credit_control import SendBufferLimits

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from protocol.progress_lease import MAX_LEASE_S
+from protocol.process.progress_lease import MAX_LEASE_S
 from supervisor.keys.endpoint import parse_listen
 from supervisor.placement.sizes import Limit, parse_limit, parse_size
 from supervisor.schema_validation import Read, Within

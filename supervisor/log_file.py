@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from protocol.private_paths import make_private, open_private
+from protocol.process.private_paths import make_private, open_private
 
 
 class LogFile(logging.Handler):

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from protocol.limits import SUPERVISOR_NAME
-from protocol.private_paths import make_private
-from protocol.runtime_paths import default_runtime_dir
+from protocol.process.private_paths import make_private
+from protocol.process.runtime_paths import default_runtime_dir
 from supervisor.log_file import LogFile
 from supervisor.model_logs import ModelLogs
 

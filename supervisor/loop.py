@@ -17,7 +17,6 @@ import zmq
 
 from protocol import __version__, limits
 from protocol.codec import decode, decode_events, encode, is_events, pack_body, unpack_body
-from protocol.compiled import load_compiled
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import (
     QUESTION_VERBS,
@@ -40,7 +39,8 @@ from protocol.messages import (
     Reply,
     Welcome,
 )
-from protocol.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
+from protocol.process.compiled import load_compiled
+from protocol.process.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
 from supervisor import calls
 from supervisor.config import Config
 from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from protocol.private_paths import make_private, open_private
+from protocol.process.private_paths import make_private, open_private
 
 _FORMAT = "%(asctime)s modelctl %(levelname)-7s %(message)s"
 _OURS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} modelctl [A-Z]+ ")

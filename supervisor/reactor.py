@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import zmq
 
-from protocol.socket_calls import AnySocket, has_input
+from protocol.process.socket_calls import AnySocket, has_input
 from supervisor.timers import Timers
 
 Handler = Callable[[], object]

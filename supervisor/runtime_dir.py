@@ -4,8 +4,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from protocol.private_paths import NotPrivate, check_place, check_private, make_private
-from protocol.runtime_paths import PAUSED
+from protocol.process.private_paths import NotPrivate, check_place, check_private, make_private
+from protocol.process.runtime_paths import PAUSED
 
 LOCK = "lock"
 """The file that names the pid of the supervisor whose directory this is."""

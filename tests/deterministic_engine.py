@@ -32,8 +32,8 @@ from protocol import __version__
 from protocol.codec import encode, pack_body, pack_event
 from protocol.errors import RequestError
 from protocol.messages import EventEntry, Events, Hello, Progress, Ready, Stats
+from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
-from protocol.worker_spec import EngineSpec
 
 OFFERED = frozenset(SamplingParams.model_fields) - {"logit_bias", "banned_tokens", "allowed_tokens", "cfg_scale"} | {
     "min_tokens", "logprobs", "top_logprobs",

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from model_worker.engine import Job, ProgressCallback
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from tests.deterministic_engine import DeterministicEngine
 
 

@@ -159,7 +159,9 @@ print(*sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = {*done.stdout.split()}
-    assert not {"asyncio", "pynvml", "protocol.chat", "protocol.request", "protocol.client", "torch"} & loaded
+    assert (
+        not {"asyncio", "pynvml", "protocol.chat", "protocol.request", "protocol.client.sync_client", "torch"} & loaded
+    )
     assert not {"pydantic", "_hashlib"} & loaded, "11 and 3.5 MB for as long as it runs"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import setuptools
 
-from protocol.compiled import MODULES, SWITCH, load_compiled
+from protocol.process.compiled import MODULES, SWITCH, load_compiled
 from tests.installing import tracked_copy
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -49,7 +49,7 @@ def test_a_program_pays_only_for_what_it_uses(tmp_path: Path) -> None:
     script.write_text("import sys, modelctl\nprint(*sys.modules)\nfrom modelctl import Client\nprint(*sys.modules)\n")
     before, after = (set(line.split()) for line in run(script).stdout.splitlines())
     assert not {name for name in before if name.partition(".")[0] in ("protocol", "supervisor", "model_worker", "zmq")}
-    assert "protocol.client" in after
+    assert "protocol.client.sync_client" in after
     assert not {"asyncio", "pydantic", "supervisor", "model_worker"} & after
 
 
@@ -94,7 +94,7 @@ def test_clients_work_beside_files_that_hide_only_what_they_do_not_need(tmp_path
     script = tmp_path / "program.py"
     script.write_text("from modelctl import Client, AsyncClient\nprint(Client.__module__)")
     done = run(script)
-    assert (done.stdout, done.stderr) == ("protocol.client\n", "")
+    assert (done.stdout, done.stderr) == ("protocol.client.sync_client\n", "")
 
 
 @pytest.mark.parametrize("name", ["protocol", "model_worker", "supervisor"])

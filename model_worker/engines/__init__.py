@@ -4,8 +4,8 @@ import difflib
 import importlib
 
 from model_worker.engine import Engine, LoadError
-from protocol.engine_packages import READ_TOKENIZERS, install_command, missing_for, not_installed
-from protocol.worker_spec import EngineSpec
+from protocol.process.engine_packages import READ_TOKENIZERS, install_command, missing_for, not_installed
+from protocol.process.worker_spec import EngineSpec
 
 BUILT_IN = {
     "transformers": "model_worker.engines.embedded.engine:TransformersEngine",

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 import msgpack
 
 from protocol.errors import ErrorCode, RequestError, WireError
-from protocol.helper_environment import helper_environment
+from protocol.process.helper_environment import helper_environment
 
 START_S = 30.0
 """Seconds that the process may take to start: 0.2 with a vocabulary of 500, a second with 128,000, more on a machine

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from model_worker.engine import LoadError
 from model_worker.engines.model_dir import ModelDir
-from protocol.engine_packages import READ_TOKENIZERS, not_installed
+from protocol.process.engine_packages import READ_TOKENIZERS, not_installed
 
 if TYPE_CHECKING:
     from model_worker.engines.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from protocol.async_client import AsyncClient
+from protocol.client.async_client import AsyncClient
 from supervisor.cli import bench_figures, exit_codes
 from supervisor.cli.bench_load import prompts, run_once, usable_ids
 from supervisor.cli.bench_report import report

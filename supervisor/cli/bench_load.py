@@ -5,7 +5,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from protocol.async_client import AsyncClient
+from protocol.client.async_client import AsyncClient
 from protocol.errors import ErrorCode, WireError
 from supervisor.cli.bench_figures import Answer
 

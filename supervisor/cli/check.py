@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from protocol.compiled import loss
+from protocol.process.compiled import loss
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config

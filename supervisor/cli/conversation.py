@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from protocol.async_client import AsyncClient, AsyncStream, Progress
+from protocol.client.async_client import AsyncClient, AsyncStream, Progress
 from protocol.errors import ErrorCode, WireError
 from supervisor.cli.history import History
 from supervisor.cli.options import way_to

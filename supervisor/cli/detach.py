@@ -10,7 +10,7 @@ import click
 
 from protocol.errors import ConnectionLost
 from protocol.limits import SUPERVISOR_NAME
-from protocol.runtime_paths import ENVIRONMENT_VARIABLE
+from protocol.process.runtime_paths import ENVIRONMENT_VARIABLE
 from supervisor.cli import exit_codes
 from supervisor.cli.errors import Failure
 from supervisor.cli.hints import say

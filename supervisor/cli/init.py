@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from protocol.engine_packages import missing_for
+from protocol.process.engine_packages import missing_for
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import NAME
@@ -131,7 +131,7 @@ def _choose(directories: Sequence[Path]) -> dict[Path, dict[str, Any] | str]:
 
     On a machine with a GPU, engine exllamav2 goes before engine transformers. On another one it is the other way round.
     """
-    from protocol.worker_spec import EngineSpec
+    from protocol.process.worker_spec import EngineSpec
     from supervisor.placement.estimates import Question, ask_now
 
     engines: list[dict[str, Any]] = [{"engine": "exllamav2", "gpu": "auto"}, {"engine": "transformers", "gpu": "cpu"}]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from protocol.runtime_paths import default_runtime_dir
+from protocol.process.runtime_paths import default_runtime_dir
 from supervisor.cli.hints import need
 
 if TYPE_CHECKING:
-    from protocol.client import Client
+    from protocol.client.sync_client import Client
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -111,7 +111,7 @@ def is_remote() -> bool:
 
 def connect(runtime_dir: Path, *, admin: bool = False) -> "Client":
     """A client of the running supervisor. Raises ConnectionLost, which ends the command with exit code 69."""
-    from protocol.client import Client  # not for `check` and `logs`: a third of what they take
+    from protocol.client.sync_client import Client  # not for `check` and `logs`: a third of what they take
 
     # a command is about the supervisor that it began with
     return Client(**way_to(runtime_dir), admin=admin, reconnect=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from protocol.client import Client
+from protocol.client.sync_client import Client
 from protocol.errors import ConnectionLost
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from protocol.client import Client
+from protocol.client.sync_client import Client
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.compiling import compile_for

@@ -6,8 +6,8 @@ import sys
 import click
 
 from protocol import __version__
-from protocol.compiled import loss
-from protocol.core_dumps import forbid_core_dumps
+from protocol.process.compiled import loss
+from protocol.process.core_dumps import forbid_core_dumps
 from supervisor.cli import exit_codes
 from supervisor.cli.command_group import CommandGroup
 from supervisor.cli.errors import report

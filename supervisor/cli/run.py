@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from protocol.async_client import AsyncStream, TokenLogprob
-from protocol.client import Client
+from protocol.client.async_client import AsyncStream, TokenLogprob
+from protocol.client.sync_client import Client
 from protocol.errors import ErrorCode, WireError
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command

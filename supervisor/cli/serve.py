@@ -58,7 +58,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
             loaded.file, runtime_dir, [w for m in loaded.models.values() if m.autostart for w in m.workers]
         )
 
-    from protocol.runtime_paths import admin_endpoint
+    from protocol.process.runtime_paths import admin_endpoint
     from supervisor.logs import set_up_logging
     from supervisor.loop import Supervisor
     from supervisor.ports.tcp_port import ListenError

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from protocol.client import Client
+from protocol.client.sync_client import Client
 from supervisor.cli.tables import LiveLines, bar
 from supervisor.workers.lifecycle import AT_REST, GOING_DOWN, WorkerState
 

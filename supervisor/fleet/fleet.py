@@ -16,7 +16,7 @@ from typing import Protocol
 from protocol.codec import encode
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import Hello, Message, Progress, Ready, Shutdown, Stats
-from protocol.worker_spec import WorkerSpec
+from protocol.process.worker_spec import WorkerSpec
 from supervisor import logs
 from supervisor.config import Config, ModelSpec
 from supervisor.fleet.hang_watch import HangWatch

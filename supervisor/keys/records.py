@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from protocol.client_key import KEY_NAME, is_key
+from protocol.client.client_key import KEY_NAME, is_key
 from supervisor.keys.rights import Identity, Right
 
 MAX_KEYS = 10_000

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from protocol.client_key import ClientKey, is_key, read_private
-from protocol.private_paths import NotPrivate, check_place, check_private, make_private
+from protocol.client.client_key import ClientKey, is_key, read_private
+from protocol.process.private_paths import NotPrivate, check_place, check_private, make_private
 from supervisor.keys.records import KeysProblem, check_name, entry_of, format_clients, parse_clients
 from supervisor.keys.rights import Identity, Right
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from model_worker.exit_codes import LOAD_ERROR_PREFIX
-from protocol.engine_packages import missing_for
-from protocol.worker_spec import EngineSpec
+from protocol.process.engine_packages import missing_for
+from protocol.process.worker_spec import EngineSpec
 from supervisor.config import ModelSpec
 from supervisor.model_logs import about
 from supervisor.placement.affinity import near_cpus, ranges

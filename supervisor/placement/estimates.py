@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from protocol.helper_environment import helper_environment
-from protocol.worker_spec import EngineSpec
+from protocol.process.helper_environment import helper_environment
+from protocol.process.worker_spec import EngineSpec
 from supervisor.placement.gpu_shares import Needs
 from supervisor.timers import Timer, Timers
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from protocol.helper_environment import helper_environment
+from protocol.process.helper_environment import helper_environment
 from supervisor.packages import directory_of, directory_of_titles
 from supervisor.placement.circuit_breaker import TIMEOUT_S, BreakerState, CircuitBreaker, Restarts
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown

@@ -17,7 +17,7 @@ import zmq
 from protocol.codec import decode, encode, named, pack_error, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
-from protocol.socket_calls import DONT_WAIT, has_input, monitor_event, send_to
+from protocol.process.socket_calls import DONT_WAIT, has_input, monitor_event, send_to
 from supervisor.malloc_trim import resident, trim
 from supervisor.ports.arrivals import ArrivalLimits, Arrivals
 from supervisor.ports.connections import Connection, PortCounters, descriptor_of, is_automatic, is_older, next_channel

@@ -12,8 +12,8 @@ from libc.string cimport memcmp
 
 import zmq
 
-from protocol.libzmq cimport DONT_WAIT, MORE_FOLLOWS, Message, bytes_of, calls, handle_of, send_bytes, send_message
-from protocol.sources cimport MODELCTL_SOURCES
+from protocol.process.libzmq cimport DONT_WAIT, MORE_FOLLOWS, Message, bytes_of, calls, handle_of, send_bytes, send_message
+from protocol.process.sources cimport MODELCTL_SOURCES
 from supervisor.requests.fast_path cimport FastPath
 
 SOURCES = MODELCTL_SOURCES

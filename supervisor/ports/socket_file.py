@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import zmq
 
-from protocol.runtime_paths import PAUSED
+from protocol.process.runtime_paths import PAUSED
 
 
 class SocketFile:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from protocol.compiled import find
-from protocol.socket_calls import DONT_WAIT, has_input, has_more, receive_now, send_to
+from protocol.process.compiled import find
+from protocol.process.socket_calls import DONT_WAIT, has_input, has_more, receive_now, send_to
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.sockets import Context, bind_private, router, skip_parts
 from supervisor.ports.zap import WORKER_DOMAIN

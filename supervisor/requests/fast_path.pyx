@@ -11,7 +11,7 @@ from cpython.object cimport PyObject
 from libc.string cimport memcpy
 
 from protocol.messages import TERMINAL, VERSION, Kind
-from protocol.sources cimport MODELCTL_SOURCES
+from protocol.process.sources cimport MODELCTL_SOURCES
 from supervisor.requests.request_phase import RequestPhase
 
 SOURCES = MODELCTL_SOURCES

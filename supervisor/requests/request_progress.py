@@ -1,5 +1,5 @@
-"""What changes of a request with every event. Compiled, if that is to be had (see ``protocol.compiled``): the fields
-are then C's own, and ``fast_path`` reads and writes them without Python.
+"""What changes of a request with every event. Compiled, if that is to be had (see
+``protocol.process.compiled``): the fields are then C's own, and ``fast_path`` reads and writes them without Python.
 
 resumable         whether another worker may go on with it: ``ids`` are kept
 credit            events that may go to the client before it grants more
@@ -13,7 +13,7 @@ ids               what the answer consists of so far (u32 little endian), held e
 
 from typing import TYPE_CHECKING
 
-from protocol.compiled import find
+from protocol.process.compiled import find
 from supervisor.requests.request_phase import RequestPhase
 
 

@@ -1,4 +1,4 @@
-"""Decide from a worker's leases (``protocol.progress_lease``) whether it makes progress or hangs. Pure.
+"""Decide from a worker's leases (``protocol.process.progress_lease``) whether it makes progress or hangs. Pure.
 
 Time is counted in checks. Each check counts the time since the check before it, at most twice the intended interval. If
 the supervisor was stopped or the machine suspended, the workers may have been stopped too, and must not be killed.
@@ -10,7 +10,7 @@ for its stacks and kills it a moment later, unless the worker has made progress 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from protocol.progress_lease import Reading, WorkerPhase
+from protocol.process.progress_lease import Reading, WorkerPhase
 
 CHECK_S = 0.1
 """Seconds between two checks of all workers."""

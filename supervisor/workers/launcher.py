@@ -7,8 +7,8 @@ health, restarts, draining and routing never ask which one it is.
 from collections.abc import Mapping
 from typing import Protocol
 
-from protocol.progress_lease import Reading
-from protocol.worker_spec import WorkerSpec
+from protocol.process.progress_lease import Reading
+from protocol.process.worker_spec import WorkerSpec
 
 
 class Launched(Protocol):
@@ -25,7 +25,7 @@ class Launched(Protocol):
         """Signal the worker and everything that it has started."""
 
     def read_lease(self) -> Reading | None:
-        """Return what the worker's page of ``protocol.progress_lease`` holds; None if it has no such page."""
+        """Return what the worker's page of ``protocol.process.progress_lease`` holds; None if it has no such page."""
 
     def dump_stacks(self) -> None:
         """Ask the worker, not its children, to write the stacks of all its threads into its log.

@@ -5,8 +5,8 @@ import select
 import time
 from collections.abc import Mapping
 
-from protocol.helper_environment import helper_environment
-from protocol.worker_spec import WorkerSpec
+from protocol.process.helper_environment import helper_environment
+from protocol.process.worker_spec import WorkerSpec
 from supervisor.packages import directory_of_titles
 from supervisor.timers import Timers
 from supervisor.workers.guard import Guard

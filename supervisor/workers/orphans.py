@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.private_paths import open_private
+from protocol.process.private_paths import open_private
 from supervisor.workers.processes import Seen, boot_id, command_of, processes_with, start_of
 
 FILE = "workers.json"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from model_worker import entry
-from protocol.progress_lease import Reading, WatchedPage
-from protocol.worker_spec import WorkerSpec
+from protocol.process.progress_lease import Reading, WatchedPage
+from protocol.process.worker_spec import WorkerSpec
 from supervisor.workers.guard import kill_group
 
 _SPAWN = multiprocessing.get_context("spawn")

@@ -12,8 +12,8 @@ from benchmarks import flood_engine, scale, soak
 from benchmarks.flood_engine import FloodEngine, Taken
 from benchmarks.paced_engine import PacedEngine
 from model_worker.engine import Delta, Finished, Job
+from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
-from protocol.worker_spec import EngineSpec
 
 
 def test_the_paced_engine_gives_every_job_as_many_tokens_in_turn() -> None:

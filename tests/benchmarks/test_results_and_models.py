@@ -19,8 +19,8 @@ from model_worker.engines.exllamav2.check import check_directory
 from model_worker.engines.exllamav2.vram import estimate, weight_bytes
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import read_shape
-from protocol.answers import Completion, TokenLogprob
-from protocol.worker_spec import EngineSpec
+from protocol.client.answers import Completion, TokenLogprob
+from protocol.process.worker_spec import EngineSpec
 
 FILES = sorted(report.RESULTS.glob("*.json"))
 

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import psutil
 
-from protocol.compiled import SWITCH
+from protocol.process.compiled import SWITCH
 from tests.chaos import vitals
 from tests.chaos.episode import Episode, Outcome
 from tests.chaos.faults import begin_limited

@@ -18,7 +18,7 @@ from pathlib import Path
 from model_worker.engine import EngineEvent, EngineStats, Finished, Job, LoadError, ProgressCallback
 from protocol.codec import encode, pack_event
 from protocol.messages import EventEntry, EventFlag, Events
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from tests.deterministic_engine import DeterministicEngine, nonsense, surroundings
 from tests.faulty_engines import FAULTS
 from tests.hanging_engines import hang

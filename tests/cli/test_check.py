@@ -15,7 +15,7 @@ from model_worker.engine import LoadError
 from model_worker.engines import build_engine
 from model_worker.engines.embedded.architectures import causal_language_models
 from model_worker.engines.exllamav2.check import check as check_exllamav2
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from tests.cli.programs import modelctl
 from tests.engines.random_model import edit_json
 from tests.hidden_packages import ENGINES, Hidden

@@ -10,7 +10,7 @@ import pytest
 import model_worker.demo_models
 from model_worker.engine import Engine
 from model_worker.engines import build_engine
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 
 DEMO_MODELS = Path(model_worker.demo_models.__file__).parent
 

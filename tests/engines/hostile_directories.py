@@ -24,7 +24,7 @@ import safetensors
 
 from model_worker.engine import LoadError
 from model_worker.engines import build_engine
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from tests.engines.random_model import edit_json
 from tests.serving import ROOT
 

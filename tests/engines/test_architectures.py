@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from model_worker.engines import build_engine
+from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
-from protocol.worker_spec import EngineSpec
 from tests.engines.driver import GREEDY, Driver
 from tests.engines.random_model import ARCHITECTURES, write_model
 

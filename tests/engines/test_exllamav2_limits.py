@@ -11,7 +11,7 @@ from model_worker.engines.exllamav2.check import open_draft
 from model_worker.engines.exllamav2.limits import check_limits
 from model_worker.engines.exllamav2.options import Sizes, read_options, sizes_of
 from model_worker.engines.model_dir import ModelDir
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from tests.engines.random_model import edit_json
 from tests.engines.synthetic_model import write_llama
 

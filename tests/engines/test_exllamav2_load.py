@@ -22,7 +22,7 @@ from model_worker.engines.exllamav2.lora import check_adapter, load_adapters
 from model_worker.engines.exllamav2.options import Adapter, read_options, sizes_of
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.paged import attention as paged_attention
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from tests.engines.exllamav2_cpu.package import import_package
 from tests.engines.random_model import edit_json
 from tests.engines.synthetic_model import Header, exl2, plain, write_header, write_llama

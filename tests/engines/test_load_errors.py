@@ -17,7 +17,7 @@ from model_worker.engine import LoadError
 from model_worker.engines import build_engine
 from model_worker.engines.exllamav2.check import check_directory
 from model_worker.engines.model_dir import ModelDir
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from tests.engines.random_model import edit_json, write_model, write_tokenizer
 
 

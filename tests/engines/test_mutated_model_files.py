@@ -14,7 +14,7 @@ from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import read_shape
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import understood
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from tests.engines.hostile_directories import DEMO
 
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))

@@ -5,6 +5,7 @@ A receiver raises nothing but WireError, whatever the bytes are.
 
 from collections.abc import Callable
 
+from protocol.client.session import ClientSession
 from protocol.codec import decode, unpack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import (
@@ -27,7 +28,6 @@ from protocol.messages import (
 )
 from protocol.questions import QUESTIONS, parse_question
 from protocol.request import parse_generate
-from protocol.session import ClientSession
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.route import read_route
 from supervisor.requests.scheduler import Scheduler

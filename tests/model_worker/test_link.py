@@ -41,7 +41,7 @@ def test_a_worker_says_nothing_to_another_user(runtime_dir: Path) -> None:
     runtime_dir.chmod(0o777)
     code = (
         "import os, sys; from model_worker.link import SupervisorLink\n"
-        "from protocol.worker_spec import EngineSpec, WorkerSpec\n"
+        "from protocol.process.worker_spec import EngineSpec, WorkerSpec\n"
         "spec = WorkerSpec(EngineSpec('m', '', '/'), 1, '', f'ipc://{sys.argv[1]}/back', b'w', '', os.getppid())\n"
         "SupervisorLink(spec).hello()"
     )

@@ -22,9 +22,9 @@ from model_worker.sending import Outbox, PlainOutbox
 from protocol.codec import decode_events, is_events, split_events, unpack_event
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import EventEntry, Message
-from protocol.progress_lease import ProgressLease
-from protocol.socket_calls import has_input, plain_has_input
-from protocol.worker_spec import EngineSpec
+from protocol.process.progress_lease import ProgressLease
+from protocol.process.socket_calls import has_input, plain_has_input
+from protocol.process.worker_spec import EngineSpec
 from tests.compiled_roads import needs_compiled
 from tests.deterministic_engine import DeterministicEngine
 

@@ -20,7 +20,7 @@ WITHIN_S = 20.0
 PROGRAM = """
 import json, sys
 from model_worker import entry
-from protocol.worker_spec import EngineSpec, WorkerSpec
+from protocol.process.worker_spec import EngineSpec, WorkerSpec
 endpoint, log, parent, sampling, limits = json.loads(sys.argv[1])
 engine = EngineSpec("m", "tests.deterministic_engine:DeterministicEngine", "/", options={"context": 64})
 entry.main(WorkerSpec(engine, 1, "", endpoint, b"w", log, parent, sampling, limits))

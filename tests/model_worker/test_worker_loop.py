@@ -12,9 +12,9 @@ from model_worker.engine import Capabilities, Delta, EngineEvent, Finished, Job,
 from model_worker.loop import SLACK_JOBS, WorkerLoop
 from protocol.codec import pack_body, unpack_body, unpack_event
 from protocol.messages import TERMINAL, CancelJob, EventEntry, EventFlag, JobMessage, Message, Shutdown
-from protocol.progress_lease import ProgressLease
+from protocol.process.progress_lease import ProgressLease
+from protocol.process.worker_spec import EngineSpec
 from protocol.request import GenerateRequest
-from protocol.worker_spec import EngineSpec
 from tests.deterministic_engine import DeterministicEngine, answer
 
 EVERYTHING = frozenset(GenerateRequest.model_fields)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from modelctl import AsyncClient
-from protocol.async_client import AsyncStream
+from protocol.client.async_client import AsyncStream
 from protocol.codec import pack_body, pack_error, unpack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import Call, Cancel, Error, Generate, Message, Ping, Pong, Reply

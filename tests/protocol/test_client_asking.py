@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelctl import AsyncClient, Client
-from protocol.client import Progress
+from protocol.client.sync_client import Progress
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Call, Cancel, Generate, Message, Reply, Report

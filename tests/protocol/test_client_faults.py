@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from modelctl import Client
-from protocol import transport
+from protocol.client import transport
 from protocol.codec import encode, pack_body, pack_error
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import Call, Cancel, Error, Events, Generate, Hello, Message, Reply, Welcome

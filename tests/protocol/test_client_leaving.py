@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from modelctl import Client
-from protocol.client import Stream
+from protocol.client.sync_client import Stream
 from protocol.errors import ConnectionLost
 from protocol.messages import Cancel, Generate
 from tests.protocol.scripted_peer import REPOSITORY, HoldingScript, ScriptedPeer, answers, pump_until

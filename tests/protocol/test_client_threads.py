@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from modelctl import Client
-from protocol import shared_connection
-from protocol.client import Stream
+from protocol.client import shared_connection
+from protocol.client.shared_connection import SharedConnection
+from protocol.client.sync_client import Stream
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import ConnectionLost
 from protocol.messages import Call, Cancel, Generate, Message, Reply
-from protocol.shared_connection import SharedConnection
 from tests.protocol.scripted_peer import (
     DEADLINE_S,
     HoldingScript,

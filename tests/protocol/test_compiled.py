@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from protocol import compiled
-from protocol.compiled import MODULES, SWITCH, load_compiled
+from protocol.process import compiled
+from protocol.process.compiled import MODULES, SWITCH, load_compiled
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def used() -> set[str]:
 def test_nothing_is_used_of_which_a_part_is_of_another_build(imports: Callable[[dict[str, Any]], None]) -> None:
     """The relay writes to fields of ``FastPath``, whose places another build has elsewhere."""
     imports({"supervisor.requests.fast_path": SimpleNamespace(SOURCES=6)})
-    assert used() == {"protocol.libzmq", "model_worker.outbox"}
+    assert used() == {"protocol.process.libzmq", "model_worker.outbox"}
     assert "fast_path" in load_compiled("supervisor.ports.relay")[1]
-    imports({"protocol.libzmq": SimpleNamespace(SOURCES=6)})
+    imports({"protocol.process.libzmq": SimpleNamespace(SOURCES=6)})
     assert used() == {"supervisor.requests.fast_path"}
     imports({})
     assert used() == set(MODULES)

@@ -16,12 +16,13 @@ def run(source: str) -> "dict[str, float | list[str]]":
 
 
 def test_the_client_needs_neither_pydantic_nor_torch() -> None:
-    loaded = run("import json, sys, protocol.client; print(json.dumps({'modules': list(sys.modules)}))")["modules"]
+    source = "import json, sys, protocol.client.sync_client; print(json.dumps({'modules': list(sys.modules)}))"
+    loaded = run(source)["modules"]
     assert isinstance(loaded, list)
     tops = {name.partition(".")[0] for name in loaded}
     assert not tops & {"pydantic", "torch", "transformers", "exllamav2", "numpy", "click", "yaml", "supervisor"}
     assert "protocol.request" not in loaded
-    assert "protocol.async_client" not in loaded
+    assert "protocol.client.async_client" not in loaded
 
 
 def test_the_codec_needs_no_zmq() -> None:
@@ -35,7 +36,7 @@ def test_importing_the_client_brings_few_modules() -> None:
     source = """
 import json, sys, zmq, msgpack
 before = set(sys.modules)
-import protocol.client
+import protocol.client.sync_client
 print(json.dumps({"modules": sorted(set(sys.modules) - before)}))
 """
     modules = run(source)["modules"]

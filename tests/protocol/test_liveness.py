@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelctl import AsyncClient, Client
+from protocol.client.liveness import Liveness, PeerState
 from protocol.errors import ConnectionLost
-from protocol.liveness import Liveness, PeerState
 from protocol.messages import Cancel, Generate, Message, Ping
 from tests.protocol.scripted_peer import (
     DEADLINE_S,

@@ -15,14 +15,14 @@ import pytest
 import zmq
 
 from modelctl import AsyncClient, Client
-from protocol import connection
+from protocol.client import connection
+from protocol.client.connection import FIRST_PAUSE_S, check_welcomed
+from protocol.client.loop_connection import LoopConnection
+from protocol.client.session import ClientSession
+from protocol.client.shared_connection import SharedConnection
 from protocol.codec import pack_body, pack_error
-from protocol.connection import FIRST_PAUSE_S, check_welcomed
 from protocol.errors import ConnectionLost, ErrorCode, WireError
-from protocol.loop_connection import LoopConnection
 from protocol.messages import Call, Error, Generate, GoAway, Hello, Message, Reply
-from protocol.session import ClientSession
-from protocol.shared_connection import SharedConnection
 from tests.protocol.scripted_peer import (
     HoldingScript,
     ScriptedPeer,

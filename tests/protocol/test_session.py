@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.answers import CallState, StreamState
+from protocol.client.answers import CallState, StreamState
+from protocol.client.request_builder import generate_request
+from protocol.client.session import ClientSession
 from protocol.codec import decode, encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Cancel, Credit, Reply, Welcome
 from protocol.request import parse_generate
-from protocol.request_builder import generate_request
-from protocol.session import ClientSession
 from tests.protocol.scripted_peer import Event, delta, events, failed, finished
 
 WINDOW = 4

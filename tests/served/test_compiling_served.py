@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from modelctl import Client
-from protocol.answers import Progress
+from protocol.client.answers import Progress
 from protocol.errors import ErrorCode, WireError
 from tests.keyed import Keyed
 from tests.serving import Serving, is_alive, is_helper, wait_until

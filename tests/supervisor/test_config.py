@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from model_worker.engines.exllamav2.options import read_options
-from protocol.progress_lease import Leases
+from protocol.process.progress_lease import Leases
 from supervisor.config import Config, load_config
 from supervisor.config_model import ModelConfig
 from supervisor.config_schema import SupervisorConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from model_worker.engines.exllamav2.vram import estimate
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 from supervisor.placement import estimates
 from supervisor.placement.estimates import Estimated, Estimator, Fault, Question, ask_now
 from supervisor.placement.gpu_shares import Needs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client_key import ClientKey
+from protocol.client.client_key import ClientKey
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import MESSAGE_CLASSES, Call
 from supervisor.config import load_config

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from protocol.codec import decode, is_events
-from protocol.compiled import find
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import WORKER_TO_SUPERVISOR, Compiled, EventEntry, EventFlag, Events, Generate, Parked
+from protocol.process.compiled import find
 from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.in_flight import PROBATION, Effect, InFlight, ToClient
 from supervisor.requests.model_queue import QueueLimits

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import zmq
 
+from protocol.client.transport import Transport
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Call, Hello, Ping, Pong, Welcome
-from protocol.socket_calls import send_to
-from protocol.transport import Transport
+from protocol.process.socket_calls import send_to
 from supervisor.keys.rights import Right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.progress_lease import MAX_LEASE_S, Leases, ProgressLease, Reading, WatchedPage, WorkerPhase, read_word
+from protocol.process.progress_lease import (
+    MAX_LEASE_S,
+    Leases,
+    ProgressLease,
+    Reading,
+    WatchedPage,
+    WorkerPhase,
+    read_word,
+)
 from supervisor.workers.hang_detector import CHECK_S, DUMP_S, CheckClock, HangDetector, HangVerdict
 
 LEASES = Leases(start_s=4.0, load_s=3.0, idle_s=1.0, step_s=2.0)

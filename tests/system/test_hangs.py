@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from modelctl import Client
-from protocol.stream import StreamBase
+from protocol.client.stream_base import StreamBase
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.serving import Serving, engine, is_alive, wait_until

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import zmq
 
-from protocol.client_key import ClientKey
+from protocol.client.client_key import ClientKey
 from protocol.codec import encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import QUESTION_VERBS, Call, Cancel, Credit, Generate, Hello, Kind, Ping, Pong

@@ -53,7 +53,9 @@ def test_a_worker_imports_only_its_own(serving: Serving) -> None:
     assert "model_worker.loop" in names
     assert not (HEAVY | {"click", "yaml", "psutil"}) & {name.split(".")[0] for name in names}
     assert {n for n in names if n.startswith("supervisor")} <= {"supervisor", "supervisor.__main__", "supervisor.cli"}
-    assert not {n for n in names if n.startswith(("protocol.client", "protocol.async_client", "zmq.asyncio"))}
+    assert not {
+        n for n in names if n.startswith(("protocol.client.sync_client", "protocol.client.async_client", "zmq.asyncio"))
+    }
 
 
 def test_a_cpu_worker_sees_no_gpu(serving: Serving) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from modelctl import AsyncClient, Client
+from protocol.client.transport import SLOW_HANDSHAKE_S
 from protocol.errors import ConnectionLost
-from protocol.transport import SLOW_HANDSHAKE_S
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed
 from tests.serving import WITHIN, engine

@@ -7,9 +7,9 @@ import psutil
 import pytest
 
 from modelctl import Client
+from protocol.client.stream_base import StreamBase
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Credit
-from protocol.stream import StreamBase
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.raw_client import RawClient

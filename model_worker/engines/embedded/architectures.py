@@ -10,7 +10,7 @@ import importlib.util
 from pathlib import Path
 
 from model_worker.engine import LoadError
-from protocol.engine_packages import not_installed
+from protocol.process.engine_packages import not_installed
 
 _MODULE = "models/auto/modeling_auto.py"
 _TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"

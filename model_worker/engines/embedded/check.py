@@ -12,7 +12,7 @@ from model_worker.engines.opening import open_tokenizer
 from model_worker.engines.options import Options
 from model_worker.engines.vetting import Faults, understood
 from model_worker.engines.weight_shapes import check_names_and_shapes
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 
 if TYPE_CHECKING:
     from model_worker.engines.tokenizer import Tokenizer

@@ -33,8 +33,8 @@ from model_worker.engines.embedded.slot_model import SlotModel
 from model_worker.engines.healing import Healer
 from model_worker.engines.vetting import understood
 from protocol.errors import RequestError, WireError
+from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
-from protocol.worker_spec import EngineSpec
 
 
 @dataclass(slots=True, eq=False)

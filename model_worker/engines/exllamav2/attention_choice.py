@@ -19,7 +19,7 @@ from model_worker.engines.exllamav2 import extension
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import read_shape
 from model_worker.engines.paged import attention as paged_attention
-from protocol.engine_packages import install_command
+from protocol.process.engine_packages import install_command
 
 
 @dataclass(frozen=True)

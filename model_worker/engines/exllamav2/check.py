@@ -14,7 +14,7 @@ from model_worker.engines.model_shape import check_counts, read_shape
 from model_worker.engines.opening import open_tokenizer, open_vocabulary
 from model_worker.engines.vetting import Faults
 from model_worker.engines.weight_shapes import check_layers
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 
 if TYPE_CHECKING:
     from model_worker.engines.tokenizer import Tokenizer

@@ -49,8 +49,8 @@ from model_worker.engines.exllamav2.sampling import (
 from model_worker.engines.healing import Healer, Healing
 from model_worker.engines.vetting import understood
 from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
-from protocol.worker_spec import EngineSpec
 
 THREADED = 3
 """Draws of a step that are worth the generator's threads."""

@@ -8,8 +8,8 @@ from typing import Any
 from model_worker.engine import LoadError
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.options import Options
+from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
-from protocol.worker_spec import EngineSpec
 
 PAGE = 256
 """Tokens of a page of the cache, fixed by ExLlamaV2."""

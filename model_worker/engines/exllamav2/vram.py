@@ -23,7 +23,7 @@ from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
 from model_worker.engines.exllamav2.options import PAGE, ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir, Tensor
 from model_worker.engines.model_shape import ModelShape, read_shape
-from protocol.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec
 
 MAX_DEQUANTIZED = 512 << 20
 """Elements of a matrix that the package unpacks at once (config.max_dq_size)."""

@@ -10,8 +10,8 @@ from model_worker.engine import EngineEvent, Job, TokenLogprob
 from model_worker.engines.exllamav2 import engine as exllamav2_engine
 from model_worker.engines.exllamav2.engine import ExLlamaV2Engine
 from model_worker.engines.exllamav2.load import Loaded
+from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
-from protocol.worker_spec import EngineSpec
 from tests.engines.driver import GREEDY, Driver, Outcome
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
 from tests.engines.exllamav2_cpu.package import DEMO_MODELS, import_package, oracle, read_tokenizer

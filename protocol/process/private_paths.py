@@ -102,7 +102,7 @@ def check_runtime_dir(directory: Path) -> None:
     """Raise ValueError, with what to do, if the directory belongs to another user. For clients.
 
     This only makes an error early and clear: the directory may be another one by the time that the client connects.
-    ``protocol.peer_user`` is what keeps prompts from other users. A directory that does not exist passes.
+    ``protocol.process.peer_user`` is what keeps prompts from other users. A directory that does not exist passes.
     """
     try:
         status = os.stat(directory)

@@ -1,10 +1,13 @@
-"""The streams of both clients, without the waiting: ``protocol.streams`` and ``protocol.async_streams`` add it."""
+"""What the streams of both clients share.
+
+The modules ``sync_streams`` and ``async_streams`` beside this one add how a program waits for the next event.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
-from protocol.answers import Completion, Delta, Progress, StreamState, TokenLogprob
-from protocol.connection import Connection
+from protocol.client.answers import Completion, Delta, Progress, StreamState, TokenLogprob
+from protocol.client.connection import Connection
 from protocol.messages import FinishReason
 
 OnProgress = Callable[[Progress], None]

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from protocol.answers import StreamState, Touched
-from protocol.connection import Connection, check_welcomed
-from protocol.transport import Transport
+from protocol.client.answers import StreamState, Touched
+from protocol.client.connection import Connection, check_welcomed
+from protocol.client.transport import Transport
 
 _LONGEST_WAIT_S = 1.0
 """After which a waiting thread looks for itself, whatever it was told."""

@@ -18,14 +18,14 @@ from typing import Any, Final
 import zmq
 
 import protocol
-from protocol.answers import CallState, Delta, StreamState, Touched
-from protocol.client_key import ClientKey
+from protocol.client.answers import CallState, Delta, StreamState, Touched
+from protocol.client.client_key import ClientKey
+from protocol.client.liveness import DEFAULT_SILENCE_S, Liveness, PeerState
+from protocol.client.session import ClientSession
+from protocol.client.transport import LINGER_MS, Sockets, Transport
 from protocol.errors import ErrorCode, WireError
-from protocol.liveness import DEFAULT_SILENCE_S, Liveness, PeerState
-from protocol.private_paths import check_runtime_dir
-from protocol.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint, ipc_path
-from protocol.session import ClientSession
-from protocol.transport import LINGER_MS, Sockets, Transport
+from protocol.process.private_paths import check_runtime_dir
+from protocol.process.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint, ipc_path
 
 FIRST_PAUSE_S: Final = 0.05
 PROBE_LOOK_S: Final = 0.01
@@ -45,7 +45,7 @@ class Connection:
     redial       whether to try again, until ``patience`` is over, if nobody listens; if False, the first failure is
                  final. A handshake for which the supervisor was too busy is tried again in any case. Only HELLO is
                  sent before WELCOME, so no request is ever sent twice
-    silence      seconds, see ``protocol.liveness``
+    silence      seconds, see ``protocol.client.liveness``
 
     Raises ValueError for a socket path that is too long, a runtime directory of another user's, a key file that cannot
     be used, and a key without an endpoint over TCP; ``pump`` for what is no endpoint.

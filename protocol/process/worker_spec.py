@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.progress_lease import DEFAULT_LEASES, Leases
+from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 
 
 @dataclass(frozen=True)

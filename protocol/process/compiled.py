@@ -14,27 +14,27 @@ from typing import Final
 from zlib import crc32
 
 MODULES: Final = (
-    "protocol.libzmq",
+    "protocol.process.libzmq",
     "supervisor.requests.fast_path",
     "supervisor.ports.relay",
     "model_worker.outbox",
 )
 """In the order in which they need one another."""
 NEEDS: Final = {
-    "supervisor.ports.relay": ("protocol.libzmq", "supervisor.requests.fast_path"),
-    "model_worker.outbox": ("protocol.libzmq",),
+    "supervisor.ports.relay": ("protocol.process.libzmq", "supervisor.requests.fast_path"),
+    "model_worker.outbox": ("protocol.process.libzmq",),
 }
 """What each of them reads in another's structures. One that is left from a build before (the last was interrupted, or
 the compiler killed, which setuptools forgives) has its fields elsewhere."""
 SWITCH: Final = "MODELCTL_COMPILED"
-ROOT: Final = Path(__file__).resolve().parent.parent
+ROOT: Final = Path(__file__).resolve().parent.parent.parent
 
 
 def sources() -> list[Path]:
     """What they are compiled from, as far as it lies beside them."""
     paths = (
         ROOT / f"{name.replace('.', '/')}{ending}"
-        for name in (*MODULES, "protocol.sources")
+        for name in (*MODULES, "protocol.process.sources")
         for ending in (".pxd", ".pyx")
     )
     return [path for path in paths if path.exists()]

@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
 
-from protocol.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
-from protocol.client_key import ClientKey
-from protocol.connection import check_can_generate
+from protocol.client.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
+from protocol.client.client_key import ClientKey
+from protocol.client.connection import check_can_generate
+from protocol.client.liveness import DEFAULT_SILENCE_S
+from protocol.client.request_builder import choice_requests, generate_request, pack_token_ids, tokenize_params
+from protocol.client.shared_connection import SharedConnection
+from protocol.client.stream_base import OnProgress
+from protocol.client.sync_streams import Choices, Stream
 from protocol.errors import ConnectionLost
-from protocol.liveness import DEFAULT_SILENCE_S
-from protocol.request_builder import choice_requests, generate_request, pack_token_ids, tokenize_params
-from protocol.shared_connection import SharedConnection
-from protocol.stream import OnProgress
-from protocol.streams import Choices, Stream
 
 __all__ = ["Choices", "Client", "Completion", "Delta", "Progress", "Stream", "TokenLogprob"]
 

@@ -8,12 +8,12 @@ from typing import Final
 
 import zmq
 
-from protocol.client_key import ClientKey
-from protocol.greeting_probe import GreetingProbe
+from protocol.client.client_key import ClientKey
+from protocol.client.greeting_probe import GreetingProbe
 from protocol.limits import SOCKET_MAX_FRAME
-from protocol.peer_user import check_listener
-from protocol.runtime_paths import ENVIRONMENT_VARIABLE, PAUSED, ipc_path, serve_hint
-from protocol.socket_calls import monitor_event
+from protocol.process.peer_user import check_listener
+from protocol.process.runtime_paths import ENVIRONMENT_VARIABLE, PAUSED, ipc_path, serve_hint
+from protocol.process.socket_calls import monitor_event
 
 LINGER_MS: Final = 200
 """How long closing waits for the last frames (a CANCEL, mostly) to leave."""

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
-from protocol.answers import Completion, Delta
-from protocol.choices import ChoicesBase
-from protocol.shared_connection import SharedConnection
-from protocol.stream import StreamBase
+from protocol.client.answers import Completion, Delta
+from protocol.client.choices_base import ChoicesBase
+from protocol.client.shared_connection import SharedConnection
+from protocol.client.stream_base import StreamBase
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

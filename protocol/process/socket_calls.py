@@ -12,7 +12,7 @@ from typing import Any, Final
 import zmq
 import zmq.backend
 
-from protocol.compiled import find
+from protocol.process.compiled import find
 
 DONT_WAIT: Final = int(zmq.NOBLOCK)
 _MORE_FOLLOWS: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -44,7 +44,7 @@ def plain_has_input(socket: AnySocket) -> bool:
     return bool(_option(socket, _EVENTS) & _POLLIN)
 
 
-_compiled = find("protocol.libzmq")
+_compiled = find("protocol.process.libzmq")
 has_input: Callable[[AnySocket], bool] = plain_has_input if _compiled is None else _compiled.has_input
 
 

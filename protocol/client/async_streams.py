@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
-from protocol.answers import Completion, Delta
-from protocol.choices import ChoicesBase
-from protocol.loop_connection import LoopConnection
-from protocol.stream import StreamBase
+from protocol.client.answers import Completion, Delta
+from protocol.client.choices_base import ChoicesBase
+from protocol.client.loop_connection import LoopConnection
+from protocol.client.stream_base import StreamBase
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -8,7 +8,7 @@ from posix.dlfcn cimport RTLD_LAZY, dlerror, dlopen, dlsym
 import zmq
 from zmq.backend.cython import _zmq
 
-from protocol.sources cimport MODELCTL_SOURCES
+from protocol.process.sources cimport MODELCTL_SOURCES
 
 SOURCES = MODELCTL_SOURCES
 

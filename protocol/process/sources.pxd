@@ -1,4 +1,4 @@
-# What a module was compiled from, as setup.py says it: protocol.compiled.checksum().
+# What a module was compiled from, as setup.py says it: protocol.process.compiled.checksum().
 
 cdef extern from *:
     """

@@ -8,7 +8,8 @@ from collections import deque
 from typing import Any
 
 from protocol import limits
-from protocol.answers import CallState, Delta, StreamState, Touched, read_logprobs, read_report
+from protocol.client.answers import CallState, Delta, StreamState, Touched, read_logprobs, read_report
+from protocol.client.request_builder import pack_fields
 from protocol.codec import check_size, decode, encode, pack_body, split_events, unpack_body, unpack_event
 from protocol.errors import ConnectionLost, ErrorCode, FrameError, WireError
 from protocol.messages import (
@@ -32,7 +33,6 @@ from protocol.messages import (
     Report,
     Welcome,
 )
-from protocol.request_builder import pack_fields
 
 
 class ClientSession:

@@ -4,7 +4,7 @@
         async for delta in client.generate("letters", "sort: d b a c ->", max_tokens=32, temperature=0):
             print(delta.text, end="")
 
-It has the methods of ``protocol.client.Client``, and the same rules for connections and waiting.
+It has the methods of ``protocol.client.sync_client.Client``, and the same rules for connections and waiting.
 """
 
 import os
@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
 
-from protocol.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
-from protocol.async_streams import AsyncChoices, AsyncStream
-from protocol.client_key import ClientKey
-from protocol.connection import check_can_generate, check_welcomed
-from protocol.liveness import DEFAULT_SILENCE_S
-from protocol.loop_connection import LoopConnection
-from protocol.request_builder import choice_requests, generate_request, pack_token_ids, tokenize_params
-from protocol.stream import OnProgress
+from protocol.client.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
+from protocol.client.async_streams import AsyncChoices, AsyncStream
+from protocol.client.client_key import ClientKey
+from protocol.client.connection import check_can_generate, check_welcomed
+from protocol.client.liveness import DEFAULT_SILENCE_S
+from protocol.client.loop_connection import LoopConnection
+from protocol.client.request_builder import choice_requests, generate_request, pack_token_ids, tokenize_params
+from protocol.client.stream_base import OnProgress
 
 __all__ = ["AsyncChoices", "AsyncClient", "AsyncStream", "Completion", "Delta", "Progress", "TokenLogprob"]
 

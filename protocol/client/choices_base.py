@@ -2,9 +2,9 @@
 
 from typing import Generic, TypeVar
 
-from protocol.answers import Delta
+from protocol.client.answers import Delta
+from protocol.client.stream_base import StreamBase
 from protocol.errors import WireError
-from protocol.stream import StreamBase
 
 S = TypeVar("S", bound=StreamBase)
 

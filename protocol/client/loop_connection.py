@@ -6,9 +6,9 @@ import threading
 from collections.abc import Collection
 from typing import Any
 
-from protocol.answers import Touched
-from protocol.connection import Connection
-from protocol.transport import Transport
+from protocol.client.answers import Touched
+from protocol.client.connection import Connection
+from protocol.client.transport import Transport
 
 _WELCOME = 0
 """What waits for the greeting, among the ids of requests and calls (which begin at 1)."""

@@ -14,7 +14,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Final
 
-from protocol.private_paths import check_private
+from protocol.process.private_paths import check_private
 
 KEY_NAME: Final = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}$")
 _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
