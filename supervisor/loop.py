@@ -43,6 +43,7 @@ from protocol.process.compiled import load_compiled
 from protocol.process.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
 from supervisor import calls
 from supervisor.config import Config
+from supervisor.effect_runner import EffectRunner
 from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
@@ -55,6 +56,7 @@ from supervisor.logs import log_trouble
 from supervisor.malloc_trim import TRIM_S, trim
 from supervisor.ports.client_port import CHECK_S as PORT_CHECK_S
 from supervisor.ports.client_port import ClientPort
+from supervisor.ports.client_ports import ClientPorts
 from supervisor.ports.connections import Connection
 from supervisor.ports.descriptors import DescriptorBudget, raise_limit
 from supervisor.ports.probes import PROBE_INTERVAL_S, Probes
@@ -65,7 +67,8 @@ from supervisor.ports.tcp_port import TcpPort
 from supervisor.ports.worker_port import RELAY, WorkerPort
 from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import Reactor
-from supervisor.requests.in_flight import Effect, ToClient, ToWorker
+from supervisor.requests.effect_queue import EffectQueue
+from supervisor.requests.in_flight import ToClient, ToWorker
 from supervisor.requests.parking import TOKENS_PER_MS
 from supervisor.requests.pending_queries import Asker, PendingQueries
 from supervisor.requests.refusals import refusal
@@ -106,37 +109,32 @@ class Supervisor:
         self._reactor = Reactor()
         settings = config.supervisor
         self.scheduler = Scheduler(holds=settings.hold_limits, strikes=settings.poison_policy)
+        self._effects = EffectQueue()
         self._queries = PendingQueries()
         self._probes = Probes()
         self._expiry: Timer | None = None
         self.shutting_down = self._impatient = False
         self._worker_frames_dropped = 0
+        self._launcher = LocalLauncher(self._reactor.timers, Orphans(runtime.path, log), log)
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
         ring = KeyRing(opening.store, log) if opening else None
-        self._zap = ZapHandler(  # before the first bind
-            self._context,
-            os.getuid(),
-            is_worker=lambda pid: self._launcher.is_worker(pid),
-            ring=ring,
-        )
-        self._front = ClientPort.bind(self._context, front_endpoint(runtime.path), self._descriptors.backlog, log)
-        self._admin = ClientPort.bind(self._context, admin_endpoint(runtime.path), self._descriptors.backlog, log)
-        self._ports = [self._front, self._admin]
+        # before the first bind
+        self._zap = ZapHandler(self._context, os.getuid(), is_worker=self._launcher.is_worker, ring=ring)
+        self._front = self._bind(front_endpoint(runtime.path))
+        self._admin = self._bind(admin_endpoint(runtime.path))
         self._authorizer: RequestAuthorizer | None = None
         if opening is not None and ring is not None:
-            self._open_tcp(opening, ring)
-        self._back = WorkerPort(self._context, back_endpoint(runtime.path))
-        self._launcher = LocalLauncher(self._reactor.timers, Orphans(runtime.path, log), log)
-        files = [file for file in (self._front.file, self._admin.file, self._back.file) if file is not None]
-        self._runtime_watch = RuntimeWatch(runtime, files, self._launcher.record_again, log)
+            self._authorizer = RequestAuthorizer(self._open_tcp(opening, ring), ring, self.scheduler, log)
+        tcp = None if self._authorizer is None else self._authorizer.port
+        self._clients = ClientPorts(self._front, self._admin, tcp)
         self._signals = Signals()
         self.fleet = Fleet(
             config,
             self.scheduler,
             self._reactor.timers,
             self._launcher,
-            self,
+            self._effects,
             runtime.path,
             back_endpoint(runtime.path),
             log,
@@ -144,12 +142,15 @@ class Supervisor:
         self.on_demand = OnDemandLoader(self.fleet, self.scheduler, log)
         self.fleet.admission.make_room = self.on_demand.make_room
         self.reloads = Reloads(self.fleet, self.scheduler, self._reactor.timers, log)
-        for port in self._ports:
-            port.holds = self.scheduler.holds
-        self._back.relay_to(self._front, self._worker_slot_of)
+        self._back = WorkerPort(self._context, back_endpoint(runtime.path), self._front, self._worker_slot_of)
+        self._runner = EffectRunner(
+            self._effects, self._clients, self._back, self.scheduler, self.fleet, self.on_demand, self.reloads
+        )
+        files = [file for file in (self._front.file, self._admin.file, self._back.file) if file is not None]
+        self._runtime_watch = RuntimeWatch(runtime, files, self._launcher.record_again, log)
         self._reactor.watch(self._zap.socket, self._admit_newcomers)
         self._reactor.watch(self._back.socket, self._on_workers, busy=True)
-        for port in self._ports:
+        for port in self._clients:
             handler = partial(self._on_port, port)
             self._reactor.watch(port.socket, handler, busy=port is not self._admin, waiting=port.is_waiting)
             self._reactor.watch(port.monitor, handler)
@@ -157,13 +158,20 @@ class Supervisor:
         self._reactor.watch(self._launcher.descriptor, self._on_ends)
         self._reactor.watch(self.fleet.admission.descriptor, self.fleet.admission.answered)
 
-    def _open_tcp(self, opening: Opening, ring: KeyRing) -> None:
+    def _bind(self, endpoint: str) -> ClientPort:
+        return ClientPort.bind(self._context, endpoint, self._descriptors.backlog, self.scheduler.holds, self._log)
+
+    def _open_tcp(self, opening: Opening, ring: KeyRing) -> TcpPort:
         ring.refresh()
-        backlog = self._descriptors.backlog
-        port = TcpPort.listen(self._context, opening.endpoint, opening.secret_key, ring, backlog, self._log)
-        self._front.beyond = port
-        self._ports.append(port)
-        self._authorizer = RequestAuthorizer(port, ring, self.scheduler, self.perform, self._log)
+        return TcpPort.listen(
+            self._context,
+            opening.endpoint,
+            opening.secret_key,
+            ring,
+            self._descriptors.backlog,
+            self.scheduler.holds,
+            self._log,
+        )
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -181,6 +189,7 @@ class Supervisor:
         self._launcher.sweep(self.fleet.vram.holders())
         self.fleet.vram.serves()
         self.on_demand.begin()
+        self._runner.run()
         self._reactor.every(PROBE_INTERVAL_S, self._probe)
         self._reactor.every(DESCRIPTORS_INTERVAL_S, self._mind_descriptors)
         self._reactor.every(WATCH_INTERVAL_S, self._watch_streams)
@@ -190,16 +199,17 @@ class Supervisor:
         self._reactor.every(RUNTIME_CHECK_S, self._runtime_watch.restore_missing)
         if (authorizer := self._authorizer) is not None:
             self._log.info("listening on %s, for keys on the list only", authorizer.port.endpoint)
-            self._reactor.every(REVOKE_S, authorizer.refresh)
+            self._reactor.every(REVOKE_S, lambda: self._effects.add(authorizer.refresh()))
             self._reactor.every(TCP_CHECK_S, partial(self._enforce_limits, authorizer.port))
         self._reactor.every(RATE_WINDOW_S, self._sample)
         self._reactor.every(TRIM_S, trim)
         gc.collect()
         gc.freeze()
         while not self._is_done:
-            self._reactor.turn()
+            self._reactor.turn(self._runner.run)
         # of a worker that had failed before, or was removed, nothing has been released
-        self.perform(self.scheduler.release_held(None, time.monotonic()))
+        self._effects.add(self.scheduler.release_held(None, time.monotonic()))
+        self._runner.run()
         self._log.info("every model is stopped; leaving")
         self._close()
         return 0
@@ -209,7 +219,7 @@ class Supervisor:
         return self.shutting_down and self.fleet.all_stopped and (self._impatient or not self.fleet.vram.awaited)
 
     def _close(self) -> None:
-        for port in self._ports:
+        for port in self._clients:
             port.close()
         self._back.close()
         self._zap.socket.close(linger=0)
@@ -218,40 +228,14 @@ class Supervisor:
         self._launcher.close()
         self._runtime.release()
 
-    # --- Outlet and Host: what fleet and calls need of the loop -------------------------------------------------
-
-    def perform(self, effects: list[Effect]) -> None:
-        """Put frames on their way. A client found gone on the way has its requests ended in the same turn."""
-        for effect in effects:
-            if isinstance(effect, ToClient):
-                self._front.send(effect.channel, effect.frame)
-            elif isinstance(effect, ToWorker):
-                self.send_worker(effect.worker, effect.frame)
-            else:
-                self.on_demand.wake(effect.model)
-        self._end_gone()
-
-    def send_worker(self, worker: str, frame: bytes) -> None:
-        replica = self.fleet.replicas[worker]
-        if not self._back.send(replica.routing_id, frame):
-            # Not connected any more: its exit is about to be seen, and ends every request it held. A worker that is
-            # 10,000 frames behind is beyond help and would lose a request silently.
-            self.fleet.kill(replica, "it cannot be reached")
-
-    def worker_gone(self, worker: str) -> None:
-        error = WireError(ErrorCode.WORKER_DIED, f"{worker}: the worker process ended before it could answer")
-        for asker in self._queries.worker_gone(worker):
-            self._reply(asker, pack_body({"error": error.to_wire()}))
-
-    def state_changed(self) -> None:
-        self.reloads.advance_soon()
+    # --- AdminContext: what calls need of the loop ----------------------------------------------------------------
 
     def now(self) -> float:
         return time.monotonic()
 
     def describe(self) -> dict[str, Any]:
         """The supervisor as ``status`` shows it."""
-        counters = [port.counters for port in self._ports]
+        counters = [port.counters for port in self._clients]
         return {
             "pid": os.getpid(),
             "version": __version__,
@@ -263,7 +247,7 @@ class Supervisor:
             "turnovers": self.reloads.rollouts.describe(),
             "held_bytes": self.scheduler.held_bytes,
             "forwarding": "compiled" if self._back.relays else f"Python ({load_compiled(RELAY)[1]})",
-            "connections": len(self._front.channels()) + len(self._admin.channels()),
+            "connections": self._clients.connected,
             "tcp": None if self._authorizer is None else self._authorizer.describe(),
             "counters": {
                 "connections_accepted": sum(c.accepted for c in counters),
@@ -286,8 +270,7 @@ class Supervisor:
             self.reloads.rollouts.abandon()
             self.scheduler.leave(calls.leaving())
             frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
-            for channel in self._front.channels():
-                self._front.send(channel, frame)
+            self._effects.add(ToClient(channel, frame) for channel in self._clients.channels_for_requests())
         for name in self.fleet.replicas:
             self.fleet.stop(name, cause, now=now)
 
@@ -299,8 +282,7 @@ class Supervisor:
         Newcomers wait while the rest of a flood is dropped. A client that floods, is ended and connects again would
         otherwise fill the memory faster than it can be emptied.
         """
-        now = time.monotonic()
-        if all(port.lets_newcomers_in(now) for port in self._ports):
+        if self._clients.lets_newcomers_in(time.monotonic()):
             self._zap.handle()
 
     def _on_port(self, port: ClientPort) -> None:
@@ -313,7 +295,7 @@ class Supervisor:
                 self._mind_descriptors()
         for connection, message in port.receive():
             self._on_client_message(port, connection, message)
-        self._end_gone()
+            self._runner.run()
 
     def _on_client_message(self, port: ClientPort, connection: Connection, message: Message) -> None:
         channel, now = connection.channel, time.monotonic()
@@ -325,40 +307,39 @@ class Supervisor:
             return
         match message:
             case Credit(request, events):
-                self.perform(self.scheduler.credit(channel, request, events, now))
+                self._effects.add(self.scheduler.credit(channel, request, events, now))
             case Generate(request):
                 if port is self._admin:
                     error = WireError(ErrorCode.UNSUPPORTED, "requests go to the front socket", field="request")
-                    port.send(channel, encode(refusal(error, message.kind, request, runs=False)))
+                    self._answer(channel, refusal(error, message.kind, request, runs=False))
                 else:
                     keyed = self._authorizer if connection.identity is not OWNER else None
                     party = None if keyed is None else keyed.party(connection)
-                    self.perform(self.scheduler.submit(channel, message, now, party))
+                    self._effects.add(self.scheduler.submit(channel, message, now, party))
                     if keyed is not None:
                         keyed.note(connection, message)
                     self._watch_expiry()
             case Cancel(request):
-                self.perform(self.scheduler.cancel(channel, request, now))
+                self._effects.add(self.scheduler.cancel(channel, request, now))
                 self._watch_expiry()
             case Call(call, verb, body) if verb in QUESTION_VERBS:
-                asker = Asker(port is self._admin, channel, call)
                 try:
-                    self._ask(asker, verb, body)
+                    self._ask(Asker(channel, call), verb, body)
                 except WireError as e:
-                    self._reply(asker, pack_body({"error": e.to_wire()}))
+                    self._answer(channel, Reply(call, pack_body({"error": e.to_wire()})))
             case Call(call, verb, body):
                 try:
                     reply = {"result": calls.answer(self, verb, body, admin=port is not self._front)}
                 except WireError as e:
                     reply = {"error": e.to_wire()}
-                port.send(channel, encode(Reply(call, pack_body(reply))))
+                self._answer(channel, Reply(call, pack_body(reply)))
             case Ping(nonce):
-                port.send(channel, encode(Pong(nonce)))
+                self._answer(channel, Pong(nonce))
             case Hello():
                 connection.greeted = True
-                port.send(channel, encode(Welcome(pack_body(self._welcome()))))
+                self._answer(channel, Welcome(pack_body(self._welcome())))
             case Pong(nonce) if nonce:
-                self.perform(self.scheduler.pong(channel, nonce, now))
+                self._effects.add(self.scheduler.pong(channel, nonce, now))
             case _:
                 pass  # PONG 0 answers a probe, which served its purpose by being sent
 
@@ -368,12 +349,12 @@ class Supervisor:
         number = self._queries.begin(replica.name, asker)
         replica.last_active = time.monotonic()
         # as it came: packed anew, floats may take twice as much, and be more than the worker takes
-        self.send_worker(replica.name, encode(Ask(number, verb, body)))
+        self._effects.add([ToWorker(replica.name, replica.generation, encode(Ask(number, verb, body)))])
 
-    def _reply(self, asker: Asker, body: bytes) -> None:
-        port = self._admin if asker.admin else self._front
-        self._reactor.poll_all()
-        port.send(asker.channel, encode(Reply(asker.call, body)))
+    def _answer(self, channel: int, message: Message) -> None:
+        """Send a message to a client. It follows what was decided before, such as the terminal events of requests that
+        an order has ended."""
+        self._effects.add([ToClient(channel, encode(message))])
 
     def _welcome(self) -> dict[str, Any]:
         return {
@@ -398,6 +379,7 @@ class Supervisor:
                 # going on would be waiting for ever. The other models need not suffer.
                 self._worker_frames_dropped += 1
                 self.fleet.kill(replica, f"it sent what cannot be: {e}")
+            self._runner.run()  # before the relay passes on what this worker has sent next
         return self._back.more
 
     def _worker_slot_of(self, routing_id: bytes) -> WorkerSlot | None:
@@ -410,14 +392,14 @@ class Supervisor:
         if isinstance(message, Events):
             if self._authorizer is not None:
                 self._authorizer.charge(message)
-            self.perform(self.scheduler.events(replica.name, frame, message, time.monotonic()))
+            self._effects.add(self.scheduler.events(replica.name, frame, message, time.monotonic()))
             self.fleet.after_events(replica)
         elif isinstance(message, Prefill):
             key = message.channel, message.request
-            self.perform(self.scheduler.prefill(replica.name, key, message.done, message.total))
+            self._effects.add(self.scheduler.prefill(replica.name, key, message.done, message.total))
         elif isinstance(message, Parked):
             key = message.channel, message.request
-            self.perform(self.scheduler.parked(replica.name, key, time.monotonic()))
+            self._effects.add(self.scheduler.parked(replica.name, key, time.monotonic()))
             self.fleet.after_events(replica)
             self._watch_expiry()
         elif isinstance(message, Compiled):
@@ -425,12 +407,13 @@ class Supervisor:
             effects = self.scheduler.compiled(replica.name, key, message.milliseconds, time.monotonic())
             if self._authorizer is not None:
                 self._authorizer.charge_party(message.party, TOKENS_PER_MS * message.milliseconds)
-            self.perform(effects)
+            self._effects.add(effects)
         elif isinstance(message, Answer):
             unpack_body(message.body)  # a client could not read what is none
             asker = self._queries.answered(replica.name, message.ask)
             if asker is not None:
-                self._reply(asker, message.body)
+                self._answer(asker.channel, Reply(asker.call, message.body))
+                self._reactor.poll_all()  # it may go to the admin port, which is not asked in every turn
         else:
             self.fleet.on_worker_message(replica, message)
 
@@ -442,13 +425,15 @@ class Supervisor:
                 if not self._on_workers():
                     break
         for process in ended:
+            self._end_queries(self.fleet.worker_of(process).name)
             self.fleet.on_exit(process)
+            self._runner.run()
 
-    def _end_gone(self) -> None:
-        while gone := self._front.take_gone():
-            for channel in gone:
-                self.perform(self.scheduler.gone(channel, time.monotonic()))
-        self._admin.take_gone()
+    def _end_queries(self, worker: str) -> None:
+        """Tell those that wait for an answer of this worker that there will be none."""
+        error = WireError(ErrorCode.WORKER_DIED, f"{worker}: the worker process ended before it could answer")
+        for asker in self._queries.worker_gone(worker):
+            self._answer(asker.channel, Reply(asker.call, pack_body({"error": error.to_wire()})))
 
     def _watch_expiry(self) -> None:
         """See to it that the request whose time is over first ends then."""
@@ -461,7 +446,7 @@ class Supervisor:
 
     def _expire(self) -> None:
         self._expiry = None
-        self.perform(self.scheduler.expire(time.monotonic()))
+        self._effects.add(self.scheduler.expire(time.monotonic()))
         self._watch_expiry()
 
     def _sample(self) -> None:
@@ -469,12 +454,12 @@ class Supervisor:
         self.on_demand.unload_idle()
 
     def _watch_streams(self) -> None:
-        self.perform(self.scheduler.report_positions())
-        self.perform(self.scheduler.end_stalled(time.monotonic()))
+        self._effects.add(self.scheduler.report_positions())
+        self._effects.add(self.scheduler.end_stalled(time.monotonic()))
 
     def _mind_descriptors(self) -> None:
         """Stop listening while descriptors are scarce: libzmq would abort this process for want of one."""
-        clients = [port for port in self._ports if port is not self._admin]
+        clients = self._clients.for_requests
         budget, connected = self._descriptors, sum(port.accepted for port in clients)
         if self._front.listening and budget.scarce(connected):
             self._log.error("almost all of %d descriptors are in use: no new connections of clients", budget.limit)
@@ -498,14 +483,11 @@ class Supervisor:
     def _enforce_limits(self, port: ClientPort) -> None:
         """End connections of this port that exceed its limits."""
         port.enforce_limits(time.monotonic())
-        self._end_gone()
 
     def _probe(self) -> None:
         """Third way of noticing a client's end, for when the monitor's event was missed and nothing is sent to it."""
         frame = encode(Ping(0))
-        for channel in self._probes.next(self.scheduler.channels):
-            self._front.send(channel, frame)
-        self._end_gone()
+        self._effects.add(ToClient(channel, frame) for channel in self._probes.next(self.scheduler.channels))
 
     def _on_signals(self) -> None:
         for number in self._signals.arrived():

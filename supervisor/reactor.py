@@ -69,34 +69,40 @@ class Reactor:
 
         self.timers.at(time.monotonic() + interval_s, run)
 
-    def turn(self) -> None:
-        """Do what there is to do; if there is nothing, wait for it."""
-        handled = self._ask(self._busy)
+    def turn(self, after: Callable[[], object] = lambda: None) -> None:
+        """Do what there is to do; if there is nothing, wait for it.
+
+        after  called whenever a handler, or the callback of a timer, has returned
+        """
+        handled = self._ask(self._busy, after)
         now = time.monotonic()
         if handled and now < self._look_at and not self._poll_all:
             return
         self._look_at = now + CHECK_S
         if self._poll_all:
-            self._poll_all = self._ask(self._others)
+            self._poll_all = self._ask(self._others, after)
             handled = handled or self._poll_all
         wait = 0 if handled else self.timers.wait_s(now)
         for descriptor, _ in self._epoll.poll(wait):
             # Of a busy socket not asked first: a token that comes alone is on its way the sooner.
             if (handler := self._descriptors.get(descriptor)) is not None:
                 handler()
+                after()
             if descriptor not in self._busy_descriptors:
                 self._poll_all = True
         for timer in self.timers.due(time.monotonic()):
             self._poll_all = True
             if not timer.cancelled:
                 timer.callback()
+                after()
 
     @staticmethod
-    def _ask(sockets: list[tuple[AnySocket, Handler, Condition]]) -> bool:
+    def _ask(sockets: list[tuple[AnySocket, Handler, Condition]], after: Callable[[], object]) -> bool:
         """Call the handlers of sockets that have input or work left. Return whether there were any."""
         handled = False
         for socket, handler, waiting in sockets:
             if has_input(socket) or waiting():
                 handler()
+                after()
                 handled = True
         return handled

@@ -1,7 +1,7 @@
 """The models and their processes: what lifecycle decides is done here.
 
 ``Fleet`` owns every worker's record, its process and its timers; a model has one worker, or several (replicas). It is
-driven by the loop: worker messages, exits and timers come in; frames for clients and workers go out through ``Outlet``.
+driven by the loop: worker messages, exits and timers come in. Frames for clients and workers go into the effect queue.
 """
 
 import logging
@@ -11,7 +11,6 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from protocol.codec import encode
 from protocol.errors import ErrorCode, FrameError, WireError
@@ -25,7 +24,8 @@ from supervisor.fleet.replica_registry import ReplicaRegistry
 from supervisor.model_logs import about, without_ours
 from supervisor.placement.admission import Admission
 from supervisor.placement.vram import Vram
-from supervisor.requests.in_flight import Effect
+from supervisor.requests.effect_queue import EffectQueue, WorkerChanged
+from supervisor.requests.in_flight import ToWorker
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.workers import stop_ladder
@@ -38,15 +38,6 @@ from supervisor.workers.worker_reports import checked_hello, checked_progress, c
 RATE_WINDOW_S = 1.0
 
 
-class EffectSink(Protocol):
-    """What the fleet needs of the loop."""
-
-    def perform(self, effects: list[Effect]) -> None: ...
-    def send_worker(self, worker: str, frame: bytes) -> None: ...
-    def worker_gone(self, worker: str) -> None: ...
-    def state_changed(self) -> None: ...
-
-
 class Fleet(ReplicaRegistry):
     """All models. Every method runs on the supervisor's one thread."""
 
@@ -56,7 +47,7 @@ class Fleet(ReplicaRegistry):
         scheduler: Scheduler,
         timers: Timers,
         launcher: Launcher,
-        outlet: EffectSink,
+        effects: EffectQueue,
         runtime_dir: Path,
         back_endpoint: str,
         log: logging.Logger,
@@ -65,7 +56,7 @@ class Fleet(ReplicaRegistry):
         super().__init__(config, scheduler, Admission(Vram(timers, log), outer, cpus, timers, log), runtime_dir)
         self._timers = timers
         self._launcher = launcher
-        self._outlet = outlet
+        self._effects = effects
         self._back_endpoint = back_endpoint
         self._log = log
         self._by_routing_id: dict[bytes, Replica] = {}
@@ -155,7 +146,7 @@ class Fleet(ReplicaRegistry):
                 effects = self._scheduler.report_loading(
                     replica.model, progress["phase"], progress["done"], progress["total"]
                 )
-                self._outlet.perform(effects)
+                self._effects.add(effects)
             case Ready(body):
                 replica.info = checked_ready(body)
                 replica.progress = {}
@@ -182,15 +173,18 @@ class Fleet(ReplicaRegistry):
                 parts.append(f"{vram / 2**20:.0f} MiB of VRAM")
         return ", ".join(parts)
 
+    def worker_of(self, process: Launched) -> Replica:
+        """Return the worker whose present process this is."""
+        return next(replica for replica in self.replicas.values() if replica.process is process)
+
     def on_exit(self, process: Launched) -> None:
         """A worker is gone, and all that it sent before is taken in."""
-        replica = next(replica for replica in self.replicas.values() if replica.process is process)
+        replica = self.worker_of(process)
         asked = replica.state is WorkerState.STOPPING  # a draining worker has not been told to leave yet
         code = self._launcher.reap(process)
         replica.process = None
         self._by_routing_id.pop(replica.routing_id, None)
         self.admission.ended(replica.name, process.pid)
-        self._outlet.worker_gone(replica.name)
         tail = without_ours(logs.tail(replica.log_path, since=replica.log_begin))
         killed = (replica.kill_reason, replica.killed_for) if replica.killed_for else None
         self._ended(replica, classify(code, asked=asked, log_tail=tail, killed=killed), process.pid)
@@ -275,7 +269,7 @@ class Fleet(ReplicaRegistry):
             )
         for effect in effects:
             self._do(replica, effect, now, pause)
-        self._outlet.state_changed()
+        self._effects.add([WorkerChanged()])
 
     def _do(self, replica: Replica, effect: LifecycleAction, now: float, pause: float) -> None:
         name = replica.name
@@ -285,21 +279,19 @@ class Fleet(ReplicaRegistry):
             case LifecycleAction.OPEN:
                 replica.last_active = now
                 capacity, batch_size = replica.info["max_jobs"], replica.spec.config.max_batch_size
-                self._outlet.perform(
-                    self._scheduler.open(name, replica.generation, capacity, now, batch_size=batch_size)
-                )
+                self._effects.add(self._scheduler.open(name, replica.generation, capacity, now, batch_size=batch_size))
             case LifecycleAction.ACCEPT_NEW:
                 self._scheduler.accept_new(name)
             case LifecycleAction.HOLD_NEW:
-                self._outlet.perform(self._scheduler.pause(name, now))
+                self._effects.add(self._scheduler.pause(name, now))
             case LifecycleAction.REST:
-                self._outlet.perform(self._scheduler.rest(name, now))
+                self._effects.add(self._scheduler.rest(name, now))
             case LifecycleAction.REFUSE_NEW if replica.comes_again:
-                self._outlet.perform(self._scheduler.pause(name, now))
+                self._effects.add(self._scheduler.pause(name, now))
             case LifecycleAction.REFUSE_NEW:
-                self._outlet.perform(self._scheduler.refuse_new(name, replica.refusal(), now))
+                self._effects.add(self._scheduler.refuse_new(name, replica.refusal(), now))
             case LifecycleAction.END_WAITING:
-                self._outlet.perform(self._scheduler.end_waiting(name, replica.refusal()))
+                self._effects.add(self._scheduler.end_waiting(name, replica.refusal()))
             case LifecycleAction.END_ACTIVE:
                 asked = replica.last_exit is not None and replica.last_exit.reason == "asked"
                 if asked:
@@ -309,9 +301,9 @@ class Fleet(ReplicaRegistry):
                     reason = replica.last_exit.reason if replica.last_exit else "gone"
                     message = f"model {replica.model!r}: the worker process ended ({reason})"
                     error = WireError(ErrorCode.WORKER_DIED, message)
-                self._outlet.perform(self._scheduler.worker_gone(name, error, now, struck=not asked))
+                self._effects.add(self._scheduler.worker_gone(name, error, now, struck=not asked))
                 if replica.state is WorkerState.STOPPED and not replica.comes_again:
-                    self._outlet.perform(self._scheduler.release_held(name, now))
+                    self._effects.add(self._scheduler.release_held(name, now))
             case LifecycleAction.WATCH_DRAIN:
                 replica.drain_timer = self._timers.at(
                     now + self._config.supervisor.stop.drain, lambda: self._drain_expired(replica)
@@ -378,7 +370,7 @@ class Fleet(ReplicaRegistry):
 
     def _drain_expired(self, replica: Replica) -> None:
         if not replica.wanted:  # else it is started again, and they go on there
-            self._outlet.perform(self._scheduler.end_running(replica.name))
+            self._effects.add(self._scheduler.end_running(replica.name))
         self._apply(replica, Event.DRAINED, "the drain's time is over")
 
     def _climb(self, replica: Replica, now: float) -> None:
@@ -401,6 +393,6 @@ class Fleet(ReplicaRegistry):
             return
         self._log.info("%s: %s to pid %d", replica.shown, rung, replica.process.pid, extra=about(replica.log_name))
         if rung is Rung.SHUTDOWN:
-            self._outlet.send_worker(replica.name, encode(Shutdown()))
+            self._effects.add([ToWorker(replica.name, replica.generation, encode(Shutdown()))])
         else:
             replica.process.signal(signal.SIGTERM if rung is Rung.SIGTERM else signal.SIGKILL)

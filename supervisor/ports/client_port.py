@@ -52,21 +52,21 @@ MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_P
 
 @dataclass(slots=True)
 class ClientPort:
-    """The socket, its monitor and its connections. ``beyond``: another one whose clients are reached, and seen to have
-    gone, through this one."""
+    """The socket, its monitor and its connections.
+
+    holds  tells whether a connection's request of this number is unfinished, see ``Scheduler.holds``
+    """
 
     endpoint: str
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    holds: Callable[[int, int], bool]
     counters: PortCounters = field(default_factory=PortCounters)
     listening: bool = True
     file: SocketFile | None = None
     """Over ipc only."""
     _flooded_at: float | None = None
     """When a flood was noticed, or new connections were let in since; None once all messages have been taken in."""
-    beyond: "ClientPort | None" = None
-    holds: Callable[[int, int], bool] = lambda channel, request: False
-    """Whether a connection's request of this number is unfinished: set by the loop, see ``Scheduler.holds``."""
     _skipping: bool = False
     """Parts of a refused message are still to be read."""
     _arrivals: Arrivals[zmq.Frame] = field(default_factory=lambda: Arrivals(ArrivalLimits()))
@@ -87,7 +87,9 @@ class ClientPort:
     """Routing ids of the last that ended, oldest first."""
 
     @staticmethod
-    def bind(context: Context, endpoint: str, backlog: int, log: logging.Logger) -> "ClientPort":
+    def bind(
+        context: Context, endpoint: str, backlog: int, holds: Callable[[int, int], bool], log: logging.Logger
+    ) -> "ClientPort":
         """Bind a private ipc ROUTER. The runtime directory's lock must be held.
 
         backlog  connections that the kernel may have ready for us
@@ -97,7 +99,7 @@ class ClientPort:
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2500)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2500)
         monitor = open_monitor(context, socket, MONITORED)
-        return ClientPort(endpoint, socket, monitor, log=log, file=bind_private(socket, endpoint))
+        return ClientPort(endpoint, socket, monitor, holds, log=log, file=bind_private(socket, endpoint))
 
     def pause(self) -> None:
         """Take no new connections. Connections that exist go on."""
@@ -209,7 +211,7 @@ class ClientPort:
         """Put a frame on its way. False if the client is gone (or so far behind that it is treated as gone)."""
         connection = self._by_channel.get(channel)
         if connection is None:
-            return self.beyond is not None and self.beyond.send(channel, frame)
+            return False
         try:
             send_to(self.socket, connection.routing_id, frame)
         except zmq.ZMQError as e:  # EHOSTUNREACH: gone. EAGAIN: 100,000 frames behind.
@@ -253,13 +255,10 @@ class ClientPort:
 
     def take_gone(self) -> list[int]:
         """Channels that ended since the last call."""
-        if not self._gone and self.beyond is None:  # asked for after every token
+        if not self._gone:  # asked for after every token
             return self._gone
         gone, self._gone = self._gone, []
-        return gone if self.beyond is None else gone + self.beyond.take_gone()
-
-    def channels(self) -> list[int]:
-        return [*self._by_channel, *(() if self.beyond is None else self.beyond.channels())]
+        return gone
 
     @property
     def accepted(self) -> int:
@@ -270,9 +269,6 @@ class ClientPort:
     def connections_by_channel(self) -> dict[int, Connection]:
         """Those of this port, as they come and go. Not to be changed."""
         return self._by_channel
-
-    def owns(self, channel: int) -> bool:
-        return channel in self._by_channel
 
     def cut(self, connection: Connection, error: WireError, *, hears: bool = True) -> None:
         """Tell a client why, and end its connection shortly after. What it still sends is dropped.

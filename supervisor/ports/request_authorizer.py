@@ -6,7 +6,6 @@ package; this module looks things up and carries the decisions out.
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 from protocol.codec import encode
@@ -17,7 +16,7 @@ from supervisor.keys.ring import KeyRing
 from supervisor.keys.unfinished import Unfinished
 from supervisor.ports.connections import Connection, next_channel
 from supervisor.ports.tcp_port import TcpPort
-from supervisor.requests.in_flight import Effect
+from supervisor.requests.effect_queue import EndConnection, QueuedEffect
 from supervisor.requests.model_queue import BYTES_PER_TOKEN
 from supervisor.requests.refusals import number_of, refusal
 from supervisor.requests.scheduler import Scheduler
@@ -27,23 +26,18 @@ REVOKE_S = 0.5
 
 
 class RequestAuthorizer:
-    """Admits or refuses messages of keyed connections.
-
-    perform  carries out the scheduler's effects
-    """
+    """Admits or refuses messages of keyed connections."""
 
     def __init__(
         self,
         port: TcpPort,
         ring: KeyRing,
         scheduler: Scheduler,
-        perform: Callable[[list[Effect]], None],
         log: logging.Logger,
     ) -> None:
         self.port = port
         self._ring = ring
         self._scheduler = scheduler
-        self._perform = perform
         self._log = log
         self._unfinished: dict[str, Unfinished] = {}
         """By public key, of those that have a limit."""
@@ -102,8 +96,12 @@ class RequestAuthorizer:
             now = time.monotonic()
             self._ring.allowance(identity, now).charge(tokens, now)
 
-    def refresh(self) -> None:
-        """Apply the list as it is now to those who are connected."""
+    def refresh(self) -> list[QueuedEffect]:
+        """Apply the present list of keys to those who are connected. Return what ends the connections of revoked keys.
+
+        The requests of such a connection end first, so that its client reads their errors.
+        """
+        effects: list[QueuedEffect] = []
         if self._ring.refresh():
             self._unfinished = {key: own for key, own in self._unfinished.items() if self._ring.find(key) is not None}
             self._parties = {key: party for key, party in self._parties.items() if self._ring.find(key) is not None}
@@ -117,9 +115,9 @@ class RequestAuthorizer:
                 continue
             self._log.info("key %r was revoked: its connection %d is ended", identity.name, connection.channel)
             error = WireError(ErrorCode.UNAUTHORIZED, f"key {identity.name!r} was revoked")
-            self._perform(self._scheduler.reject(connection.channel, error, time.monotonic()))
-            self.port.cut(connection, error)
-        self._perform([])  # ends what was theirs
+            effects += self._scheduler.reject(connection.channel, error, time.monotonic())
+            effects.append(EndConnection(connection.channel, error))
+        return effects
 
     def describe(self) -> dict[str, Any]:
         """For ``status``."""

@@ -22,6 +22,7 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
@@ -76,7 +77,13 @@ class TcpPort(ClientPort):
 
     @staticmethod
     def listen(
-        context: Context, endpoint: str, secret_key: str, ring: KeyRing, backlog: int, log: logging.Logger
+        context: Context,
+        endpoint: str,
+        secret_key: str,
+        ring: KeyRing,
+        backlog: int,
+        holds: Callable[[int, int], bool],
+        log: logging.Logger,
     ) -> "TcpPort":
         """Open the port. Raises ListenError."""
         router = client_router(context, backlog)
@@ -90,7 +97,7 @@ class TcpPort(ClientPort):
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         events = MONITORED | zmq.EVENT_LISTENING | zmq.EVENT_HANDSHAKE_SUCCEEDED
         monitor = open_monitor(context, router, events)
-        port = TcpPort(endpoint, router, monitor, ring=ring, log=log, _first=_next_number(context, router))
+        port = TcpPort(endpoint, router, monitor, holds, ring=ring, log=log, _first=_next_number(context, router))
         try:
             router.bind(endpoint)
         except zmq.ZMQError as e:

@@ -39,8 +39,14 @@ processor; what else there is waits in the worker. 10,000 are no faster, 256 slo
 class WorkerPort:
     """The socket, and where the reading of it is. ``more``: whether there may be yet more to read in this turn."""
 
-    def __init__(self, context: Context, endpoint: str) -> None:
-        """Bind a private ipc ROUTER. The runtime directory's lock must be held."""
+    def __init__(
+        self, context: Context, endpoint: str, clients: ClientPort, slot_of: Callable[[bytes], WorkerSlot | None]
+    ) -> None:
+        """Bind a private ipc ROUTER. The runtime directory's lock must be held.
+
+        clients  the port to which compiled code, if there is any, passes ordinary frames on
+        slot_of  returns the worker slot of the worker that has a routing id; None if Python handles all its frames
+        """
         self.socket = router(context)
         self.socket.setsockopt(zmq.SNDHWM, SEND_MARK)
         self.socket.setsockopt(zmq.RCVHWM, RECEIVE_MARK)
@@ -49,14 +55,8 @@ class WorkerPort:
         self._skipping = False
         """Parts of a message of several are still to be read."""
         self._relay: Relay | None = None
-
-    def relay_to(self, port: ClientPort, seat_of: Callable[[bytes], WorkerSlot | None]) -> None:
-        """From now on ``receive`` passes on itself what is usual, if what does that is compiled.
-
-        seat_of  routing id → the worker slot of the worker that has it, None if its frames are not to be passed on
-        """
         if compiled := find(RELAY):
-            self._relay = compiled.Relay(self.socket, port.socket, port.connections_by_channel, seat_of)
+            self._relay = compiled.Relay(self.socket, clients.socket, clients.connections_by_channel, slot_of)
 
     def receive(self) -> Iterator[tuple[bytes, bytes | None]]:
         """What waits, at most DRAIN_LIMIT: the sender's routing id, and the frame; None for one of several parts, which

@@ -25,9 +25,13 @@ class ToClient:
 
 @dataclass(frozen=True, slots=True)
 class ToWorker:
-    """Effect: send a frame to the present process of a worker."""
+    """Effect: send a frame to one process of a worker, unless that process has ended.
+
+    generation  tells the process from its successors
+    """
 
     worker: str
+    generation: int
     frame: bytes
 
 

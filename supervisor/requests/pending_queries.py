@@ -13,9 +13,8 @@ MOST_OF_CHANNEL = 32
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """admin: whether it asked on the admin socket. channel, call: its connection, and its number for the question."""
+    """The client that has asked: the channel of its connection, and the number that it gave the call."""
 
-    admin: bool
     channel: int
     call: int
 
@@ -30,7 +29,7 @@ class PendingQueries:
     def begin(self, worker: str, asker: Asker) -> int:
         """The number of a new question. Raises OVERLOADED."""
         asked = self._open.setdefault(worker, {})
-        own = sum(other.channel == asker.channel and other.admin == asker.admin for other in asked.values())
+        own = sum(other.channel == asker.channel for other in asked.values())
         if len(asked) >= MOST or own >= MOST_OF_CHANNEL:
             message = (
                 f"{worker} has {len(asked)} questions to answer (at most {MOST}), {own} of this connection (at most "

@@ -109,7 +109,7 @@ class RequestTable:
             if request.started is None:
                 request.started = now
             job = JobMessage(request.channel, request.request, _carry(request), request.body)
-            effects.append(ToWorker(worker_slot.worker, encode(job)))
+            effects.append(ToWorker(*worker_slot.process, encode(job)))
         if queue.waiting > len(queue.parked) and queue.sleeps:
             effects.append(Wake(queue.name))
         return effects
@@ -149,7 +149,8 @@ class RequestTable:
 
     def _abandon(self, request: InFlight) -> list[Effect]:
         """Have the worker let go. The request stays in the table until it did."""
-        return [ToWorker(request.worker, encode(CancelJob(request.channel, request.request)))]
+        process = self._of_worker[request.worker].worker_slots[request.worker].process
+        return [ToWorker(*process, encode(CancelJob(request.channel, request.request)))]
 
     def _give_up(self, request: InFlight, error: WireError) -> list[Effect]:
         """End a request wherever it is."""
@@ -171,7 +172,7 @@ class RequestTable:
         process, request.compiler = request.compiler, None
         if process is None or not queue.runs(process):
             return []
-        return [ToWorker(process[0], encode(CancelJob(request.channel, request.request)))]
+        return [ToWorker(*process, encode(CancelJob(request.channel, request.request)))]
 
     def _end_running(self, request: InFlight, error: WireError) -> list[Effect]:
         """The terminal event of a request whose worker still has its job."""

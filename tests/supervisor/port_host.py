@@ -15,6 +15,11 @@ from supervisor.ports.zap import ZapHandler
 LOG = logging.getLogger("test")
 
 
+def holds_none(channel: int, request: int) -> bool:
+    """Say of every request number that it is free."""
+    return False
+
+
 class AdminContext:
     """``received``: every message so far; ``gone``: the channels that have ended."""
 
@@ -43,13 +48,17 @@ class AdminContext:
 
 
 class PortHost(AdminContext):
-    """Of the port over ipc."""
+    """Of the port over ipc. ``unfinished``: the numbers of requests that go on, on whichever connection."""
 
     def __init__(self, directory: Path) -> None:
+        self.unfinished: set[int] = set()
         self.directory = directory
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         zap = ZapHandler(context, os.getuid())
-        super().__init__(context, zap, ClientPort.bind(context, f"ipc://{directory}/front", 64, LOG))
+        super().__init__(context, zap, ClientPort.bind(context, f"ipc://{directory}/front", 64, self._holds, LOG))
+
+    def _holds(self, channel: int, request: int) -> bool:
+        return request in self.unfinished
 
     def admit(self) -> bool:
         self.zap.handle()

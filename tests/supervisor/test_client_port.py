@@ -36,13 +36,13 @@ def test_a_connection_is_known_until_it_ends(host: PortHost) -> None:
     with RawClient(host.directory) as client:
         wait_until(lambda: host.turn() and host.received)
         connection, _ = host.received[0]
-        assert host.port.owns(connection.channel)
+        assert connection.channel in host.port.connections_by_channel
         wait_until(lambda: host.turn() and client.socket.poll(0))
         assert isinstance(client.receive(), Welcome)
-        assert host.port.channels() == [connection.channel]
+        assert list(host.port.connections_by_channel) == [connection.channel]
     wait_until(lambda: host.turn() and host.gone)
     assert host.gone == [connection.channel]
-    assert not host.port.channels()
+    assert not host.port.connections_by_channel
     assert not host.port.send(connection.channel, b"anything")
     assert host.port.counters.accepted == host.port.counters.disconnected == 1
 
@@ -56,13 +56,13 @@ def test_who_has_left_before_its_first_word_is_read_does_not_stay(host: PortHost
         client.send(Ping(1))
     wait_until(lambda: host.port.watch() is False and host.port.counters.disconnected)
     assert not list(host.port.receive())
-    assert not host.port.channels()
+    assert not host.port.connections_by_channel
     assert not host.port.take_gone()
     with RawClient(host.directory) as client:  # whatever descriptor it gets
         wait_until(lambda: host.turn() and client.socket.poll(0))
         assert isinstance(client.receive(), Welcome)
-        assert len(host.port.channels()) == 1
-    wait_until(lambda: host.turn() and not host.port.channels())
+        assert len(host.port.connections_by_channel) == 1
+    wait_until(lambda: host.turn() and not host.port.connections_by_channel)
 
 
 SENDS_AND_LEAVES = """
@@ -118,7 +118,7 @@ def test_last_words_do_not_evict_the_next_owner_of_the_descriptor(host: PortHost
         assert second.greeted
         assert second.channel not in host.gone
         assert host.port.counters.bad_frames == 0, "the frames of one that left are not malformed"
-    wait_until(lambda: host.turn() and not host.port.channels())
+    wait_until(lambda: host.turn() and not host.port.connections_by_channel)
 
 
 def test_every_malformed_frame_is_answered_and_counted(host: PortHost) -> None:
@@ -171,7 +171,7 @@ def test_a_second_hello_is_answered_by_an_error(host: PortHost) -> None:
 
 def test_an_error_never_names_a_request_that_goes_on(host: PortHost) -> None:
     """Clients end what an ERROR names. Here 7 is the number of a request in flight, and 8 is free."""
-    host.port.holds = lambda channel, number: number == 7
+    host.unfinished.add(7)
     with RawClient(host.directory) as client:
         assert isinstance(hear(host, client), Welcome)
         for number in 7, 8:
@@ -219,9 +219,9 @@ def test_whoever_came_later_owns_the_descriptor_in_whichever_order_they_are_read
         return host.port._enter(routing_id, PartFrom(77))  # type: ignore[arg-type]
 
     second, first = enter(2), enter(1)
-    assert host.port.owns(second.channel)
+    assert second.channel in host.port.connections_by_channel
     third = enter(3)
-    assert not host.port.owns(second.channel)
-    assert host.port.owns(third.channel)
+    assert second.channel not in host.port.connections_by_channel
+    assert third.channel in host.port.connections_by_channel
     assert first.fd == -1
     assert host.port.take_gone() == [second.channel]

@@ -30,10 +30,12 @@ class Between:
     def __init__(self, directory: Path) -> None:
         self.context = zmq.Context()
         self.zap = ZapHandler(self.context, os.getuid(), is_worker=lambda pid: pid == os.getpid())
-        self.port = WorkerPort(self.context, f"ipc://{directory}/back")
         self.front = self._socket(zmq.ROUTER)
         self.front.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.front.bind(f"ipc://{directory}/front")
+        self.connections: dict[int, Any] = {}
+        clients: Any = SimpleNamespace(socket=self.front, connections_by_channel=self.connections)
+        self.port = WorkerPort(self.context, f"ipc://{directory}/back", clients, self.seat_of)
         self.client, self.worker = self._socket(zmq.DEALER), self._socket(zmq.DEALER)
         self.worker.setsockopt(zmq.ROUTING_ID, b"W1")
         self.client.connect(f"ipc://{directory}/front")
@@ -44,9 +46,7 @@ class Between:
         self.stream.phase = RequestPhase.RUNNING
         self.worker_slot = WorkerSlot("m", None, capacity=1, generation=1, running={(1, 7): self.stream})
         self.asked: list[bytes] = []
-        self.port.relay_to(
-            SimpleNamespace(socket=self.front, connections_by_channel={1: self.connection}), self.seat_of
-        )  # type: ignore[arg-type]
+        self.connections[1] = self.connection
         assert self.port.relays
         self.seq = 0
 

@@ -30,7 +30,7 @@ from supervisor.ports.zap import ZapHandler
 from tests.keyed import free_port
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until
-from tests.supervisor.port_host import LOG, AdminContext
+from tests.supervisor.port_host import LOG, AdminContext, holds_none
 
 
 class TcpHost(AdminContext):
@@ -47,7 +47,7 @@ class TcpHost(AdminContext):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         zap = ZapHandler(context, os.getuid(), ring=self.ring)
         port = TcpPort.listen(
-            context, self.endpoint, self.store.server_pair()[1], self.ring, backlog=64, log=logging.getLogger()
+            context, self.endpoint, self.store.server_pair()[1], self.ring, 64, holds_none, logging.getLogger()
         )
         super().__init__(context, zap, port)
 
@@ -161,7 +161,7 @@ def test_a_key_has_so_many_connections_and_no_more(host: TcpHost, monkeypatch: p
 def test_a_port_that_is_taken(host: TcpHost) -> None:
     with pytest.raises(ListenError, match="Address already in use"):
         TcpPort.listen(
-            host.context, host.endpoint, host.store.server_pair()[1], host.ring, backlog=64, log=logging.getLogger()
+            host.context, host.endpoint, host.store.server_pair()[1], host.ring, 64, holds_none, logging.getLogger()
         )
 
 
@@ -290,11 +290,11 @@ def test_nobody_knows_the_numbers(host: TcpHost, runtime_dir: Path) -> None:
     for number in range(3):
         ctypes.CDLL(None).srand(1)
         endpoint = f"tcp://127.0.0.1:{free_port()}"
-        port = TcpPort.listen(host.context, endpoint, host.store.server_pair()[1], host.ring, 64, LOG)
+        port = TcpPort.listen(host.context, endpoint, host.store.server_pair()[1], host.ring, 64, holds_none, LOG)
         firsts.add(port._first)
         port.close()
         ctypes.CDLL(None).srand(1)
-        local = ClientPort.bind(host.context, f"ipc://{runtime_dir}/{number}", 64, LOG)
+        local = ClientPort.bind(host.context, f"ipc://{runtime_dir}/{number}", 64, holds_none, LOG)
         firsts.add(_next_number(host.context, local.socket))
         local.close()
     assert len(firsts) == 6
@@ -345,7 +345,7 @@ def test_another_user_is_not_admitted_over_ipc(runtime_dir: Path) -> None:
     """The kernel says whose process it is; here the supervisor's user is somebody else than we."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     zap = ZapHandler(context, os.getuid() + 1)
-    port = ClientPort.bind(context, f"ipc://{runtime_dir}/front", 64, LOG)
+    port = ClientPort.bind(context, f"ipc://{runtime_dir}/front", 64, holds_none, LOG)
 
     def turn() -> bool:
         zap.handle()
@@ -379,7 +379,7 @@ def test_another_user_cannot_even_reach_the_socket(runtime_dir: Path) -> None:
     """Two doors: the directory (0700), and, were it open, the file (0600)."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     zap = ZapHandler(context, os.getuid())
-    port = ClientPort.bind(context, f"ipc://{runtime_dir}/front", 64, LOG)
+    port = ClientPort.bind(context, f"ipc://{runtime_dir}/front", 64, holds_none, LOG)
     runtime_dir.chmod(0o700)
     for mode in (0o700, 0o711):
         runtime_dir.chmod(mode)

@@ -1,0 +1,57 @@
+"""All ports that clients connect to. A channel is the number of one connection of one of them."""
+
+from collections.abc import Iterator
+
+from protocol.errors import WireError
+from supervisor.ports.client_port import ClientPort
+
+
+class ClientPorts:
+    """The ports, by what they are for.
+
+    front  requests and queries, over ipc
+    admin  orders and queries, over ipc
+    tcp    all of these, as far as a key has the right; None if nothing listens on TCP
+    """
+
+    def __init__(self, front: ClientPort, admin: ClientPort, tcp: ClientPort | None) -> None:
+        self.front = front
+        self.admin = admin
+        self.for_requests = (front,) if tcp is None else (front, tcp)
+        """The ports whose clients may have requests."""
+        self._all = (*self.for_requests, admin)
+
+    def __iter__(self) -> Iterator[ClientPort]:
+        return iter(self._all)
+
+    def send(self, channel: int, frame: bytes) -> None:
+        """Send a frame to a client. If the client is gone, ``take_gone`` tells so."""
+        for port in self._all:  # front first: most frames are for its clients
+            if port.send(channel, frame):
+                return
+
+    def end(self, channel: int, error: WireError) -> None:
+        """Tell a client why its connection ends, and end it. Do nothing if the client has left."""
+        for port in self._all:
+            if (connection := port.connections_by_channel.get(channel)) is not None:
+                port.cut(connection, error)
+
+    def take_gone(self) -> list[int]:
+        """Return the channels that have ended since the last call."""
+        gone: list[int] = []
+        for port in self._all:
+            gone += port.take_gone()
+        return gone
+
+    def channels_for_requests(self) -> list[int]:
+        """Return the channels of the clients that may have requests."""
+        return [channel for port in self.for_requests for channel in port.connections_by_channel]
+
+    @property
+    def connected(self) -> int:
+        """How many clients are connected and have sent a message."""
+        return sum(len(port.connections_by_channel) for port in self._all)
+
+    def lets_newcomers_in(self, now: float) -> bool:
+        """Return whether handshakes may be finished now, see ``ClientPort.lets_newcomers_in``."""
+        return all(port.lets_newcomers_in(now) for port in self._all)
