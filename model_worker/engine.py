@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from model_worker.engines.constraint import Constraints
 
 ProgressCallback = Callable[[str, int, int], None]
-"""(phase, done, total): "loading" counts modules or bytes, "warmup" steps; what an engine compiles comes before, under
-a name of its own. Called from load(), often."""
+"""Called from ``load``, often, as (phase, done, total). Phase "loading" counts modules or bytes, "warmup" counts steps.
+An engine that compiles something does that first, under a phase name of its own."""
 
 
 class LoadError(Exception):
@@ -37,10 +37,10 @@ class LoadError(Exception):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How a model wants a conversation written: a jinja template, rendered by ``rendering.Renderer``.
+    """How a model wants a conversation written: a jinja template, which ``rendering.Renderer`` renders.
 
-    special_tokens  what the template knows by name, {"bos_token": "<s>", "eos_token": ...}
-    tool_source     the template for conversations with tools, where that is another
+    special_tokens  the tokens that the template knows by name, {"bos_token": "<s>", "eos_token": ...}
+    tool_source     the template for conversations with tools, if the model has another one for them
     """
 
     source: str
@@ -50,16 +50,16 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine offers, read after load(). Asking for anything else is refused by name.
+    """What an engine offers. The worker reads this after load() and refuses a request for anything else by name.
 
-    context        tokens of prompt and answer together (and of the negative prompt and the answer)
-    max_batch_size requests that are decoded together
-    offered        names of optional fields of a request (all of SamplingParams, and min_tokens, stop_token_ids,
-                   banned_strings, token_healing, json_schema, regex, choice, logprobs, top_logprobs,
-                   negative_prompt) that may differ from their neutral default
-    chat           the model has a chat template
-    device         for people: "cpu", "NVIDIA H200", ...
-    attention      for people: how attention is computed, and what is degraded about it
+    context         tokens of prompt and answer together, and of negative prompt and answer together
+    max_batch_size  requests that are decoded together
+    offered         names of the optional fields of a request that may differ from their neutral default: those of
+                    SamplingParams, and min_tokens, stop_token_ids, banned_strings, token_healing, json_schema, regex,
+                    choice, logprobs, top_logprobs, negative_prompt
+    chat            whether the model has a chat template
+    device          for people: "cpu", "NVIDIA H200", ...
+    attention       for people: how the engine computes attention, and what is degraded about it
     """
 
     context: int
@@ -72,19 +72,22 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Job:
-    """One request, ready for the engine. ``max_new_tokens`` >= 1 and prompt plus it fits ``Capabilities.context``.
+    """One request, ready for the engine.
 
-    Until ``min_new_tokens`` no end token is drawn and no stop string looked for. ``banned_strings`` and
-    ``token_healing`` are as engines.banned and engines.healing say. ``top_logprobs`` None reports no
-    log-probabilities, 0 those of the tokens drawn only. ``negative_ids`` is the other prompt of classifier-free
-    guidance, given if and only if sampling.cfg_scale is not 1. ``constraint`` is the shape that the answer has, as
-    GenerateRequest.constraint says it (see engines.constraint).
+    max_new_tokens   >= 1; together with the prompt at most ``Capabilities.context``
+    min_new_tokens   until this count the engine draws no end token and looks for no stop string
+    banned_strings   see engines.banned
+    token_healing    see engines.healing
+    top_logprobs     None: report no log-probabilities. 0: report only those of the drawn tokens
+    negative_ids     the negative prompt of classifier-free guidance. Given if and only if sampling.cfg_scale is not 1
+    constraint       the shape that the answer must have, as GenerateRequest.constraint; see engines.constraint
+    resumed_ids      the first tokens of the answer, which another worker computed before it died
 
-    ``resumed_ids`` are the answer's first tokens, which a former worker has delivered with all the text that they
-    complete: the engine computes them as it does a prompt, and goes on as if it had drawn them itself. They count as
-    completion tokens, against both limits, and for penalties; what they leave held (the beginning of a stop string or
-    of a character) is held; the draw at a place is the same as it would have been (a seed's draws depend on seed and
-    place). Never given together with what cannot be gone on with: ``intake.not_resumable``. Events hold what is new.
+    The client has received the ``resumed_ids`` and all text that they complete. The engine computes them like a prompt,
+    and goes on as if it had drawn them itself. They count as completion tokens, towards both limits and for penalties.
+    Text that they leave held (the beginning of a stop string or of a character) stays held. The next draw is the one
+    that an undisturbed answer would have made: the draws of a seed depend on the seed and the position only. Requests
+    that ``intake.not_resumable`` names never have ``resumed_ids``. Events hold only what is new.
     """
 
     id: int
@@ -104,8 +107,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token drawn, the natural logarithm of its probability by the model's own distribution (before penalties,
-    bias and temperature), and the likeliest tokens there, best first, as (token id, log-probability)."""
+    """A drawn token, its log-probability, and the likeliest tokens at its place as (token id, log-probability), best
+    first.
+
+    A log-probability is the natural logarithm of the probability in the model's own distribution, that is before
+    penalties, bias and temperature.
+    """
 
     token_id: int
     logprob: float
@@ -114,25 +121,27 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Delta:
-    """New text of a job. ``text`` may be empty while characters or a possible stop string are held back."""
+    """New tokens and text of a job. ``text`` may be empty while part of a character or a possible stop string is held
+    back."""
 
     job: int
     token_ids: Sequence[int]
     text: str
-    logprobs: Sequence[TokenLogprob] = ()  # one for each of token_ids, if they were asked for
+    logprobs: Sequence[TokenLogprob] = ()  # one for each of token_ids, if the request asked for them
 
 
 @dataclass(slots=True)
 class Finished:
-    """The last word on a job: nothing follows it. ``token_ids`` and ``text`` are what no Delta has delivered yet.
+    """The last event of a job. ``token_ids`` and ``text`` are those that no Delta has delivered yet.
 
-    A job's token ids, over all its events, add up to ``completion_tokens``: those of an end token and of a stop string
-    are among them, their text is not.
+    The token ids of all events of a job add up to ``completion_tokens``. They include those of an end token and of a
+    stop string, whose text is left out.
 
-    finish_reason      "stop", "length" or "banned_strings" (FinishReason)
-    completion_tokens  tokens generated, the end-of-sequence token included
-    prefill_s, decode_s  seconds; prefill from the job's first computation to its first token
-    draft_accepted, draft_rejected  speculated tokens that were and were not taken
+    finish_reason                   "stop", "length" or "banned_strings" (FinishReason)
+    completion_tokens               generated tokens, including the end-of-sequence token
+    prefill_s                       seconds from the first computation of the job to its first token
+    decode_s                        seconds from the first token to the last
+    draft_accepted, draft_rejected  speculated tokens that were and were not accepted
     """
 
     job: int
@@ -151,8 +160,11 @@ class Finished:
 
 @dataclass(slots=True)
 class Prefilling:
-    """How much of a job's prompt has been computed, in tokens (what is cached counts as done). Said as often as the
-    engine stops in between; an engine that computes every prompt in one step need not."""
+    """How many tokens of a job's prompt have been computed. Cached tokens count as done.
+
+    An engine reports this each time it interrupts the computation of a prompt. An engine that computes every prompt in
+    one step need not report it.
+    """
 
     job: int
     done: int
@@ -161,9 +173,11 @@ class Prefilling:
 
 @dataclass(slots=True)
 class Failed:
-    """The last word on a job that was taken and turned out to be impossible: its constraint cannot be compiled, or has
-    become too costly, or the process that tries constraints failed. What was delivered before stands; nothing
-    follows."""
+    """The last event of a job that the engine accepted and then could not compute.
+
+    Its constraint cannot be compiled or has become too costly, or the process that tries constraints failed. Text that
+    was delivered before stays valid.
+    """
 
     job: int
     error: WireError
@@ -174,7 +188,8 @@ EngineEvent = Delta | Finished | Failed | Prefilling
 
 @dataclass
 class EngineStats:
-    """A reading of the engine. ``pending`` jobs wait inside it, ``active`` ones are computed; both 0 when idle."""
+    """A reading of the engine: ``pending`` jobs wait inside the engine, ``active`` jobs are computed. Both are 0 when
+    idle."""
 
     pending: int = 0
     active: int = 0
@@ -183,62 +198,78 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """One model. Constructed with an EngineSpec; the constructor does nothing heavy and raises LoadError for options it
-    does not know. Every call comes from the same thread."""
+    """One model. The worker calls everything from one thread.
+
+    The constructor does nothing heavy. It raises LoadError for options that the engine does not know.
+    """
 
     def __init__(self, spec: EngineSpec) -> None: ...
 
     def load(self, progress: ProgressCallback) -> None:
-        """Load and warm up: when it returns, the first request is served at full speed. Raises LoadError for what a
-        person must mend; any other exception is a crash and is tried again."""
+        """Load the model and warm up, so that the first request is served at full speed.
+
+        Raises LoadError for a fault that a person must correct. Any other exception counts as a crash: the supervisor
+        starts the worker again.
+        """
 
     @property
     def capabilities(self) -> Capabilities:
-        """Valid after load()."""
+        """Return what the engine offers. Valid after load()."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens of the text not interpreted beyond the tokenizer's own rule, BOS added
-        where the model expects it."""
+        """Return the token ids of a text, beginning with BOS where the model expects one.
+
+        Names of special tokens in the text are interpreted only as the tokenizer's own rule says.
+        """
 
     @property
     def constraints(self) -> "Constraints | None":
-        """What compiles the constraints of jobs, None if the engine offers none. Valid after load()."""
+        """Return the compiler of constraints, or None if the engine offers no constraints. Valid after load()."""
 
     @property
     def chat_template(self) -> ChatTemplate | None:
-        """The model's own, None if it has none. Valid after load()."""
+        """Return the model's chat template, or None if it has none. Valid after load()."""
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of what the chat template made of a conversation: as ``encode``, but no BOS is added, which the
-        template writes itself. Raises RequestError (field "messages")."""
+        """Return the token ids of a rendered conversation, without adding BOS, which the template writes itself.
+
+        Raises RequestError (field "messages").
+        """
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out. Raises RequestError (field "token_ids") for an id beyond the
-        vocabulary."""
+        """Return the text of token ids, without special tokens.
+
+        Raises RequestError (field "token_ids") for an id beyond the vocabulary.
+        """
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text, in UTF-8 (characters may be incomplete); a special token's own name. For people:
-        it stands beside log-probabilities."""
+        """Return the bytes that a token adds to a text, in UTF-8; for a special token, its name.
+
+        The bytes may be an incomplete character. Clients see them beside log-probabilities.
+        """
 
     def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Cache units (pages, slots) the job would hold, for admission and status."""
+        """Return how many cache units (pages or slots) the job would hold. Used for admission and status."""
 
     def submit(self, job: Job) -> None:
-        """Take a job; it is started by a later step(). Ids are unique among unfinished jobs. Raises RequestError for
-        all that cannot be computed or is not offered: engines.admission holds what is the same for every engine, and
-        the worker's loop leaves it to that. Field "prompt" stands for the prompt in whichever form it came."""
+        """Accept a job, which a later step() starts. Ids are unique among unfinished jobs.
+
+        Raises RequestError for a job that cannot be computed or asks for what is not offered. The worker's loop leaves
+        these checks to the engine; engines.admission holds those that are common to all engines. An error about the
+        prompt names the field "prompt", whatever the form of the prompt.
+        """
 
     def step(self) -> list[EngineEvent]:
-        """Advance everything by one step and say what came of it; [] at once when there is nothing to do."""
+        """Advance all jobs by one step and return the resulting events. Return [] at once if there is nothing to do."""
 
     def cancel(self, job_id: int) -> None:
-        """Forget a job wherever it is, freeing what it holds. No event follows. Unknown ids are ignored."""
+        """Forget a job wherever it is, and free what it holds. No event follows. Unknown ids are ignored."""
 
     def reset(self) -> None:
         """Forget all jobs and cached prefixes."""
 
     def stats(self) -> EngineStats:
-        """Cheap enough for every second."""
+        """Return a reading. Cheap enough to be called every second."""
 
     def close(self) -> None:
-        """Called before a voluntary exit. The process ends right after: nothing needs to be freed."""
+        """Prepare for a voluntary exit. The process ends right after this call, so nothing needs to be freed."""

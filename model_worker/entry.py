@@ -1,7 +1,7 @@
-"""The worker process from its first line to its last. Nothing here, nor anything it imports, imports torch.
+"""The worker process from its first line to its last. Neither this module nor anything that it imports imports torch.
 
-Called in a process that the supervisor has spawned. The order matters: die with the parent, own group, own log, own
-devices; only then the engine's module, which is the first to import torch.
+The supervisor spawns a process that calls ``main``. The order of the steps matters: die with the parent, own process
+group, own log, own devices. Only then may the engine's module be imported, which is the first to import torch.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 
 def main(spec: WorkerSpec, page: int | None = None) -> None:
-    """Run one worker until it is told to stop or its engine fails. Never returns.
+    """Run one worker until the supervisor sends SHUTDOWN or the engine fails. Never returns.
 
-    page  descriptor of the page that it is watched by, see ``protocol.process.progress_lease``
+    page  descriptor of the shared page that the supervisor watches, see ``protocol.process.progress_lease``
     """
     code = EXIT_ENGINE_FAULT
-    # What is imported stays, and grows to hundreds of thousands of objects of torch and transformers. The garbage
-    # collector would look through them hundreds of times on the way to the first token, which takes half a second.
+    # Imports create hundreds of thousands of objects of torch and transformers, which all stay. The garbage collector
+    # would scan them hundreds of times before the first token. That takes half a second.
     gc.disable()
     try:
         if not die_with(spec.supervisor_pid):
@@ -42,19 +42,19 @@ def main(spec: WorkerSpec, page: int | None = None) -> None:
         output = LogOutput(spec.log_path)
         keep_to(spec.cpus)
         lease = ProgressLease(spec.leases, page)
-        lease.loading()  # not before a signal makes it write its stacks
+        lease.loading()  # not before LogOutput handles SIGUSR1, which a worker gets when its lease ends
         pin_devices(spec.visible_devices)
         code = run(spec, lease, output)
     except BaseException:
         traceback.print_exc()
     finally:
-        # Not sys.exit: an interpreter's own way out joins threads and runs destructors of a CUDA context that may be
-        # broken, and can hang there with the GPU's memory held.
+        # Not sys.exit: the interpreter's own exit joins threads and runs the destructors of a CUDA context that may be
+        # broken. It can hang there and keep the GPU's memory.
         os._exit(code)
 
 
 def contain() -> None:
-    """Signals and limits of a worker: Ctrl-C is the supervisor's business, SIGUSR1 dumps all stacks into the log."""
+    """Set the signals and limits of a worker. Ctrl-C is left to the supervisor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     forbid_core_dumps()
@@ -66,28 +66,32 @@ def contain() -> None:
 
 
 def keep_to(cpus: tuple[int, ...]) -> None:
-    """Run on these CPUs, and so have memory from their NUMA nodes; before anything starts threads or allocates much."""
+    """Run on these CPUs, so that memory comes from their NUMA nodes. Call this before threads and large allocations."""
     if cpus:
         try:
             os.sched_setaffinity(0, cpus)
-        except OSError as e:  # they have gone since the supervisor looked (a smaller cpuset): only a preference
+        except OSError as e:  # the cpuset has shrunk since the supervisor read it; the CPUs are only a preference
             print(f"cannot keep to CPUs {cpus}: {e}", file=sys.stderr)
 
 
 def pin_devices(visible_devices: str) -> None:
-    """Cut the visible GPUs to this model's own. Has no effect once CUDA is initialised, hence the check."""
+    """Limit the visible GPUs to those of this model.
+
+    Raises RuntimeError if torch is imported already: the limit has no effect once CUDA is initialised.
+    """
     if "torch" in sys.modules:
         raise RuntimeError("torch was imported before the device was pinned; the worker's GPU cannot be guaranteed")
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
-    # Model directories are local; a library that wants to fetch something should fail, not wait for a network.
+    # Model directories are local. A library that wants to fetch something must fail, not wait for a network.
+    # A kernel is code that config.json may name and that an earlier download may have left on the disk.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["USE_HUB_KERNELS"] = "NO"  # code, which config.json may name, and an earlier download may have left
+    os.environ["USE_HUB_KERNELS"] = "NO"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
-    """Connect, load, serve. Returns the process's exit code."""
+    """Connect, load the model and serve requests. Returns the process's exit code."""
     from model_worker.engine import LoadError
     from model_worker.engines import build_engine
     from model_worker.intake import check_defaults
@@ -115,8 +119,8 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
         return EXIT_CONFIG
     lease.loading()
     loop = WorkerLoop(engine, link, spec.sampling, spec.limits, lease, output.follow)
-    # What is loaded stays, too. Left to the garbage collector, a look through all of it stops every stream for some
-    # 160 ms, whenever enough new objects have gathered.
+    # The loaded model stays, too. Without gc.freeze() the garbage collector scans all of it whenever enough new objects
+    # have gathered. Each scan stops every stream for about 160 ms.
     gc.collect()
     gc.freeze()
     link.ready(engine.capabilities, load_seconds=time.monotonic() - started, max_jobs=loop.max_jobs)

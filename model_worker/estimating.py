@@ -1,19 +1,21 @@
-"""A process of its own that reads models' directories for others: ``python -P -m model_worker.estimating PARENT``.
+"""Check models' directories and estimate their memory, in a process of its own.
 
-It makes the checks that the model's worker makes before it loads, and reports every fault. It also reports how much GPU
-memory the model will need. A directory may be hostile, huge, or on a file system that hangs. So neither the supervisor
-nor a command reads any of it itself.
+    python -P -m model_worker.estimating PARENT
 
-Reads from stdin a JSON list of questions: {"spec": fields of EngineSpec, "sampling": the model's defaults, "counts":
-[numbers of GPUs], "installed": whether to check that the engine's packages are installed here}. Writes one line of
-JSON for each, in that order:
+PARENT is the process that asked. A directory may be hostile, huge, or on a file system that hangs. So neither the
+supervisor nor a command reads any of it itself. This process makes the checks that the model's worker makes before it
+loads, and reports every fault. It also reports how much GPU memory the model will need.
+
+It reads a JSON list of questions from stdin: {"spec": fields of EngineSpec, "sampling": the model's defaults, "counts":
+[numbers of GPUs], "installed": whether to check that the engine's packages are installed here}. It writes one line of
+JSON for each question, in the order of the questions:
 
     {"faults": [{"key", "message", "machine"}, ...]} for a model that cannot be loaded as configured: the key of the
         model in models.yaml, a line for people, and whether only this machine lacks something
     {"needs": {count: {"weights", "cache", "draft", "workspace", "per_gpu"}}} in bytes, by number of GPUs
-    {"unknown": text} for a model without a fault whose needs nobody can tell
+    {"unknown": text} for a model without a fault, whose needs cannot be estimated
 
-Each may also hold {"unchecked": text}: what of the model cannot be checked here, because a package is not installed.
+Each line may also hold {"unchecked": text}: what cannot be checked here because a package is not installed.
 """
 
 import json
@@ -27,7 +29,7 @@ from model_worker.parent_death import die_with
 from model_worker.process_title import set_title
 
 MEMORY_LIMIT = 2 << 30
-"""Bytes of address space: a safetensors header of the format's own limit, 100 MiB, takes 1 GiB as objects."""
+"""Bytes of address space. A safetensors header as long as the format allows, 100 MiB, takes 1 GiB as Python objects."""
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_directory(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
-    """Return what the model's directory says: faults, needs, or why the needs are not known."""
+    """Return what the model's directory tells: the faults, the needs, or why the needs are unknown."""
     from model_worker.engine import LoadError
 
     try:
@@ -100,7 +102,7 @@ def _fault(message: str, key: str | None = None, machine: bool = False) -> dict[
 
 
 def _one_line(text: str) -> str:
-    """Names of files may hold anything; this ends on terminals."""
+    """Return a text as one printable line, since names of files may hold anything and this line ends on terminals."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:2000]
 
 
@@ -108,7 +110,7 @@ def main() -> None:
     if not die_with(int(sys.argv[1])):
         return
     set_title("model-directory reader")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would take address space
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of the tokenizers package would take address space
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for question in json.load(sys.stdin):

@@ -1,12 +1,13 @@
-"""What a worker process says by its exit code and last line: the supervisor decides by it whether to try again."""
+"""Exit codes and the last log line of a worker process. They decide whether it is started again."""
 
 EXIT_ASKED = 0
-"""SHUTDOWN was obeyed."""
+"""The supervisor asked the worker to end, or is gone itself."""
 EXIT_ENGINE_FAULT = 70
-"""The engine raised (EX_SOFTWARE). Tried again."""
+"""The engine raised an exception (EX_SOFTWARE). The supervisor starts the worker again."""
 EXIT_DISCONNECTED = 71
-"""The connection to the supervisor was lost while the supervisor lives (EX_OSERR). Tried again."""
+"""The worker lost its connection while the supervisor lives (EX_OSERR). The supervisor starts the worker again."""
 EXIT_CONFIG = 78
-"""The model cannot be loaded as configured (EX_CONFIG). Never tried again by itself."""
+"""The model cannot be loaded as configured (EX_CONFIG). The supervisor does not start the worker again by itself."""
 LOAD_ERROR_PREFIX = "cannot load: "
-"""The supervisor looks for this at the start of the log's last lines to say why in one line."""
+"""Prefix of the line that a worker logs when its model cannot be loaded. The supervisor quotes that line as the
+reason."""

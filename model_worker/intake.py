@@ -1,6 +1,6 @@
-"""From the body of a request to a job for the engine: validated, with the model's defaults, within its limits, encoded.
+"""Make a job for the engine from the body of a request: validate it, add the model's defaults and limits, tokenize it.
 
-Whether a job fits and is offered, the engine's ``submit`` says.
+The engine's ``submit`` decides whether the job fits and whether the engine offers what the job asks for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,31 +13,39 @@ from protocol.presets import PRESETS
 from protocol.request import GenerateRequest, parse_generate
 
 MAX_BYTES_PER_TOKEN = 16
-"""A prompt of more bytes per token of context than this is refused before it is tokenized, which would stall the loop.
-English text has 4 to 5."""
+"""A longer prompt, in bytes per token of context, is refused before it is tokenized. Tokenizing it would stall the
+loop. English text has 4 to 5 bytes per token."""
 
 
 class Intake:
-    """For one loaded engine. sampling, limits: the model's, as WorkerSpec has them."""
+    """Turns requests into jobs for one loaded engine. ``sampling`` and ``limits`` are the model's, as in WorkerSpec."""
 
     def __init__(self, engine: Engine, sampling: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
         self._engine = engine
         self._capabilities = engine.capabilities
         self._sampling, self._limits = sampling, limits
         self.longest_text = self._capabilities.context * MAX_BYTES_PER_TOKEN
-        """Bytes."""
+        """The longest text, in bytes, that is tokenized."""
         bounds = [bound["max_tokens"] for bound in (sampling, limits) if bound.get("max_tokens") is not None]
         self._unset_max_tokens: int = min(bounds, default=self._capabilities.context)
 
     def parse(self, body: bytes, *, resumed: bool) -> GenerateRequest:
-        """The request in a body. Raises RequestError; WORKER_DIED for one that was begun and cannot go on here."""
+        """Return the request in a body.
+
+        resumed  whether another worker has begun the answer
+
+        Raises RequestError, and WireError WORKER_DIED for an answer that was begun and cannot go on in this worker.
+        """
         request = parse_generate(body, self._sampling, self._limits)
         if resumed and (why := not_resumable(request)):
             raise WireError(ErrorCode.WORKER_DIED, f"the worker died, and an answer with {why} cannot go on in another")
         return request
 
     def conversation(self, request: Conversation) -> dict[str, Any] | None:
-        """What has to be rendered before there is a prompt; None if nothing has. Raises RequestError."""
+        """Return the chat template's input for a conversation, or None if the prompt is no conversation.
+
+        Raises RequestError.
+        """
         if request.messages is None:
             return None
         if self._engine.chat_template is None:
@@ -48,9 +56,9 @@ class Intake:
     def job(
         self, job_id: int, request: GenerateRequest, resumed_ids: tuple[int, ...], rendered: str | None = None
     ) -> Job:
-        """The engine's job for a request. Raises RequestError, in whose field "prompt" stands for whatever it is.
+        """Return the engine's job for a request. Raises RequestError; its field "prompt" means the prompt in any form.
 
-        rendered  what the chat template made of ``conversation``
+        rendered  the text that the chat template made of ``conversation``
         """
         prompt_ids = self._encode(request, rendered)
         most = self._limits.get("prompt_tokens", len(prompt_ids))
@@ -84,7 +92,7 @@ class Intake:
         )
 
     def encode(self, prompt: str) -> list[int]:
-        """Ids of a text that is no longer than could fit. Raises RequestError."""
+        """Return the token ids of a text. Raises RequestError for a text that is too long to fit."""
         self._check_size("prompt", [prompt])
         return self._engine.encode(prompt)
 
@@ -97,7 +105,8 @@ class Intake:
         return self._engine.encode_rendered(rendered)
 
     def _negative(self, request: GenerateRequest) -> tuple[int, ...] | None:
-        """The other prompt of classifier-free guidance: the text given, or what an empty one is encoded as."""
+        """Return the token ids of the negative prompt for classifier-free guidance. Without one, encode an empty
+        text."""
         if request.cfg_scale == 1 or "cfg_scale" not in self._capabilities.offered:
             return None
         text = request.negative_prompt or ""
@@ -125,15 +134,15 @@ class Intake:
 
 
 def prompt_field(request: GenerateRequest) -> str:
-    """In which form a request gave its prompt."""
+    """Return the name of the field in which a request gave its prompt."""
     return next(name for name in ("prompt", "messages", "token_ids") if getattr(request, name) is not None)
 
 
 def not_resumable(request: GenerateRequest) -> str | None:
-    """What of a request cannot go on in another worker, for people; None if all of it can.
+    """Return the name of an option for which an answer cannot go on in another worker; None if it can.
 
-    Mirostat's state follows from probabilities that are gone; an answer with banned strings, or whose first token was
-    healed, does not follow from its ids alone; guidance keeps two sequences in step.
+    The state of mirostat follows from probabilities that are gone. An answer with banned strings, or whose first token
+    was healed, does not follow from its token ids alone. Guidance keeps two sequences in step.
     """
     if request.mirostat_mode:
         return "mirostat"
@@ -154,7 +163,7 @@ def check_defaults(sampling: Mapping[str, Any], offered: frozenset[str]) -> None
 
 
 def not_offered(sampling: Mapping[str, Any], offered: frozenset[str]) -> str | None:
-    """The sampling default that an engine does not offer, None if there is none. ``offered``: as in Capabilities."""
+    """Return the first sampling default that an engine does not offer, or None. ``offered`` is as in Capabilities."""
     optional = offered | {"preset", "max_tokens", "stop"}
     for name, value in {**PRESETS[sampling.get("preset", "none")], **sampling}.items():
         neutral = GenerateRequest.model_fields[name].default

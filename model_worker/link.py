@@ -1,4 +1,7 @@
-"""The worker's end of the wire: one DEALER to the supervisor. Never blocks a step: what cannot be sent now waits."""
+"""The worker's end of the wire: one DEALER socket to the supervisor.
+
+Sending never blocks a step of the engine. Messages that cannot be sent now wait.
+"""
 
 import os
 import sys
@@ -30,17 +33,17 @@ from protocol.process.socket_calls import has_input, monitor_event
 from protocol.process.worker_spec import WorkerSpec
 
 CONNECT_WAIT_MS = 10_000
-"""Milliseconds that a connect may take. To a Unix socket it succeeds or fails at once, unless the machine is busy."""
+"""Milliseconds that a connect may take. On a Unix socket it succeeds or fails at once, unless the machine is busy."""
 PROGRESS_INTERVAL_S = 0.05
 MAX_FRAME_EVENTS = 256
 MAX_FRAME_BYTES = 4 << 10
-"""Bounds of one EVENTS frame that has more than one event; with its index it has 7 KB. A worker that is quicker than
-the supervisor joins what it cannot send: then all frames are as long as may be, and the supervisor has as many in
-memory as its socket takes."""
+"""Limits of an EVENTS frame with more than one event. With its index such a frame has 7 KB. A worker that is faster
+than the supervisor joins the events that it cannot send. Without these limits all frames would grow as long as
+possible, and the supervisor would hold as many of them in memory as its socket accepts."""
 
 
 class SupervisorLink:
-    """Messages to and from the supervisor, for one generation of one model."""
+    """Send messages to and receive messages from the supervisor, for one generation of one model."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._generation = spec.generation
@@ -52,14 +55,14 @@ class SupervisorLink:
         socket.setsockopt(zmq.SNDHWM, 10_000)
         socket.setsockopt(zmq.RCVHWM, 10_000)
         socket.setsockopt(zmq.MAXMSGSIZE, limits.SOCKET_MAX_FRAME)
-        # A worker that lost its supervisor is of no use: a new generation is cleaner than a resumed connection.
+        # A worker that lost its supervisor is of no use. A new generation is cleaner than a resumed connection.
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         socket.connect(spec.endpoint)
         self._socket = socket
         self._outbox = outbox = Outbox(socket, spec.generation, MAX_FRAME_EVENTS, MAX_FRAME_BYTES)
         self.steps, self.take, self.queue, self.flush = outbox.steps, outbox.take, outbox.queue, outbox.flush
-        """As they are there: no detour for what is called for every step."""
+        """The outbox's own methods, without a detour: the loop calls them for every step."""
         self._last_progress = ("", 0.0)
 
     def hello(self) -> None:
@@ -79,7 +82,8 @@ class SupervisorLink:
         self._socket.send(encode(Hello(pack_body({"pid": os.getpid(), "build": __version__}))))
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Report load progress; called as often as the engine likes, sent at most every 50 ms and at phase ends."""
+        """Report progress of the load. An engine may call this often; one message is sent per 50 ms and at the end of a
+        phase."""
         self.exit_if_orphaned()
         now = time.monotonic()
         last_phase, last_time = self._last_progress
@@ -101,7 +105,7 @@ class SupervisorLink:
         self._socket.send(encode(Ready(pack_body(body))))
 
     def stats(self, body: dict[str, object]) -> None:
-        """Send a reading of the engine. Called every second, so the loss of the connection is looked for here."""
+        """Send a reading of the engine. Called every second, so this is also where a lost connection is noticed."""
         self.exit_if_orphaned()
         try:
             self._socket.send(encode(Stats(pack_body(body))), zmq.NOBLOCK)
@@ -116,17 +120,19 @@ class SupervisorLink:
             pass  # the next report, or the first token, supersedes this one
 
     def receive(self, wait_ms: int, also: Sequence[int] = ()) -> list[Message]:
-        """Everything that has arrived; waits up to ``wait_ms`` for the first message, or until one of the descriptors
-        in ``also`` is readable."""
+        """Return all messages that have arrived.
+
+        Wait for the first one up to ``wait_ms`` milliseconds, or until one of the descriptors in ``also`` is readable.
+        """
         if wait_ms and not self._poll(wait_ms, also):
             self.exit_if_orphaned()
             return []
         messages: list[Message] = []
-        # asked for before every read: an exception for "nothing there" would cost more than all else here
+        # Ask before every read: an exception for "nothing there" would cost more than everything else here.
         while has_input(self._socket):
             frame = self._socket.recv(zmq.NOBLOCK)
-            # The supervisor is the same build as we are. A frame that cannot be read may be somebody's job or cancel:
-            # the FrameError ends this process, and with it no request is lost silently.
+            # The supervisor has the same build as this worker. A frame that cannot be read may be a job or a cancel.
+            # The FrameError ends this process, so that no request is lost silently.
             messages.append(decode(frame, SUPERVISOR_TO_WORKER))
         return messages
 
@@ -136,27 +142,29 @@ class SupervisorLink:
         return bool(zmq.zmq_poll([(self._socket, zmq.POLLIN), *((fd, zmq.POLLIN) for fd in also)], wait_ms))
 
     def answer(self, ask: int, body: bytes) -> None:
-        """Answer an ASK. Waits behind events while the pipe is full, as they do."""
+        """Answer an ASK. The answer waits behind events while the pipe is full."""
         self._outbox.answer(encode(Answer(ask, body)))
 
     def parked(self, channel: int, request: int) -> None:
-        """Give a job back to the supervisor, until ``compiled``."""
+        """Give a job back to the supervisor while its constraint is compiled."""
         self._outbox.answer(encode(Parked(channel, request)))
 
     def compiled(self, channel: int, request: int, party: int, milliseconds: int) -> None:
-        """Ask for a job that was given back. ``milliseconds`` of processor time were spent on it, for ``party``."""
+        """Ask for a job that was given back. ``milliseconds`` of processor time were spent on its constraint, for
+        ``party``."""
         self._outbox.answer(encode(Compiled(channel, request, party, milliseconds)))
 
     @property
     def unsent(self) -> bool:
-        """Whether events are still to be sent."""
+        """Return whether events still have to be sent."""
         return self._outbox.unsent
 
     def exit_if_orphaned(self) -> None:
-        """Leave at once if the supervisor, or the connection to it, is gone.
+        """End the process at once if the supervisor, or the connection to it, is gone.
 
-        The kernel's SIGKILL normally comes before the first; the second happens when a frame was too large for libzmq.
-        A worker that cannot be reached would hold its requests, and its GPU, for ever.
+        The kernel's SIGKILL normally comes before this notices that the supervisor is gone. The connection alone is
+        lost when a frame was too large for libzmq. A worker that cannot be reached would hold its requests and its GPU
+        for ever.
         """
         if os.getppid() != self._supervisor_pid:
             os._exit(EXIT_ASKED)
@@ -164,7 +172,7 @@ class SupervisorLink:
             _leave("the connection to the supervisor was lost")
 
     def close(self) -> None:
-        """Hand the last frames to the kernel, within half a second."""
+        """Hand the last frames to the kernel, within half a second, and close the connection."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=500)
@@ -172,6 +180,6 @@ class SupervisorLink:
 
 
 def _leave(why: str) -> NoReturn:
-    """Print the reason and end the process: a worker is of no use without its supervisor."""
+    """Print the reason and end the process, because a worker is of no use without its supervisor."""
     print(why, file=sys.stderr, flush=True)
     os._exit(EXIT_DISCONNECTED)

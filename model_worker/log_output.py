@@ -1,4 +1,4 @@
-"""The worker's standard output and error: both go to the model's log, also after somebody has moved that file."""
+"""Send the worker's standard output and error to the model's log, also after somebody has moved that file."""
 
 import faulthandler
 import io
@@ -11,11 +11,11 @@ from protocol.process.private_paths import open_private
 
 
 class LogOutput:
-    """Send everything that this process and its libraries print to the model's log.
+    """Sends everything that this process and its libraries print to the model's log.
 
-    If the log cannot be opened, what is printed is lost until ``follow`` can open it.
+    While the log cannot be opened, the output is lost until ``follow`` can open the log.
 
-    path  of the log; it is made with mode 0600, in a directory that exists
+    path  path of the log; the log is made with mode 0600, in a directory that exists
     """
 
     def __init__(self, path: str) -> None:
@@ -30,9 +30,9 @@ class LogOutput:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     def follow(self) -> None:
-        """Open the log anew if another file has its name now: logrotate has moved the log, or somebody removed it.
+        """Open the log again if another file has its name now: logrotate has moved the log, or somebody removed it.
 
-        A log that cannot be opened is left as it is, and tried again with the next call.
+        If the log cannot be opened, output goes on to the old file, and the next call tries again.
         """
         try:
             if os.path.samestat(os.stat(self._path), os.fstat(1)):

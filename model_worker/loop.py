@@ -1,6 +1,6 @@
-"""The worker's loop: receive, submit, step, send. One thread, one engine; it blocks on the socket only when idle.
+"""The worker's loop: receive, submit, step, send. One thread and one engine. It blocks on the socket only when idle.
 
-A conversation becomes a prompt in another process (``rendering``), while steps go on and other requests overtake it. A
+Conversations become prompts in another process (``rendering``). Meanwhile steps go on, and other requests overtake. A
 job whose constraint has to be compiled first goes back to the supervisor meanwhile (``parking``).
 """
 
@@ -37,16 +37,16 @@ from protocol.request import GenerateRequest
 
 IDLE_WAIT_MS = 200
 UNSENT_WAIT_MS = 5
-"""Between two tries to send what a full pipe did not take, when there is nothing to compute."""
+"""Milliseconds between two tries to send what a full pipe did not accept, while there is nothing to compute."""
 RENDERING_WAIT_MS = 20
-"""Between two looks at conversations that are being rendered, unless one is done before."""
+"""Milliseconds between two looks at conversations that are being rendered, unless one is done earlier."""
 STATS_INTERVAL_S = 1.0
 SLACK_JOBS = 2
-"""Jobs held beyond a full batch, so that a freed place is taken at the next step and not a round trip later."""
+"""Jobs held beyond a full batch. A freed place is then filled at the next step, and not a round trip later."""
 
 
 class _Tracked(JobCursor):
-    """A job of this worker as its client knows it."""
+    """A job of this worker, with the position in its stream of events."""
 
     __slots__ = ("carry", "prompt_tokens")
 
@@ -56,9 +56,11 @@ class _Tracked(JobCursor):
 
 
 class WorkerLoop:
-    """Serves one loaded engine until SHUTDOWN. An exception of the engine's step is not caught: it ends the process.
+    """Serves one loaded engine until SHUTDOWN.
 
     every_second  called about once a second, between two steps
+
+    Nothing catches an exception of the engine's step: it ends the process.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class WorkerLoop:
         self._ids = itertools.count(1)
         self._jobs: dict[int, _Tracked] = {}
         self._job_ids: dict[tuple[int, int], int] = {}
-        # what is being rendered, by the same ids
+        # conversations that are being rendered, by the ids that the jobs and questions will have
         self._chats: dict[int, tuple[_Tracked, GenerateRequest]] = {}
         self._questions: dict[int, tuple[int, Tokenize]] = {}
         self._parking = Parking(engine.constraints, link)
@@ -90,7 +92,7 @@ class WorkerLoop:
         self._shutdown = False
         self._stats_due = 0.0
         self.max_jobs = engine.capabilities.max_batch_size + SLACK_JOBS
-        """Jobs the supervisor may give to this worker at once."""
+        """How many jobs the supervisor may give to this worker at once."""
 
     def run(self) -> None:
         try:
@@ -110,7 +112,7 @@ class WorkerLoop:
             question = self._asked.popleft()
             self._lease.step()
             self._ask(question.ask, question.verb, question.body)
-            if self._jobs:  # one a step: a long text takes milliseconds, and streams wait meanwhile
+            if self._jobs:  # one per step: a long text takes milliseconds, and streams wait meanwhile
                 break
         if self._renderer is not None and self._renderer.busy:
             for key, outcome in self._renderer.collect():
@@ -120,12 +122,12 @@ class WorkerLoop:
         if self._jobs:
             self._steps()
         if busy and not (self._jobs or self._chats):
-            self._stats_due = 0.0  # say at once that the engine is empty, so that `status` never shows a stale job
+            self._stats_due = 0.0  # report at once that the engine is empty, so that `status` never shows a stale job
         self._link.flush()
         self._report(time.monotonic())
 
     def _steps(self) -> None:
-        """A step; several, if the supervisor's messages and the next report are all that could come between them."""
+        """Run a step; run several if only messages of the supervisor and the next report could come between them."""
         alone = not (self._asked or self._parking.busy or (self._renderer is not None and self._renderer.busy))
         until = self._stats_due if alone else 0.0
         events, at = self._link.steps(self._engine.step, self._lease, self._jobs, until)
@@ -175,7 +177,7 @@ class WorkerLoop:
         self._renderer.ask(job_id, channel, conversation)
 
     def _rendered(self, key: int, outcome: str | WireError) -> None:
-        """A conversation has become a text, or an error."""
+        """Go on with a conversation that the template has made into a text, or send its error."""
         if chat := self._chats.pop(key, None):
             tracked, asked = chat
             del self._job_ids[tracked.channel, tracked.request]
@@ -222,9 +224,10 @@ class WorkerLoop:
         self._renderer.ask(key, 0, conversation)
 
     def _cancel(self, channel: int, request: int) -> None:
-        """Free the job and confirm. A job unknown here has ended: its terminal event is on its way."""
+        """Free the job and confirm. The worker does not know a job that has ended: its terminal event is already on its
+        way."""
         if self._parking.cancel(channel, request):
-            return  # the supervisor knows that the worker has not got the job
+            return  # the supervisor knows that a parked job is not in the worker
         job_id = self._job_ids.get((channel, request))
         if job_id is None:
             return
@@ -239,8 +242,8 @@ class WorkerLoop:
         self._send_finished(tracked, (), "", FinishReason.CANCELLED)
 
     def _emit(self, event: EngineEvent) -> None:
-        # An engine that names a job that it does not hold has lost count of whose tokens are whose. The KeyError ends
-        # the process (invariant 2 in docs/invariants.md).
+        # If an engine names a job that the worker does not have, it no longer knows whose tokens are whose. The
+        # KeyError ends the process (invariant 2 in docs/invariants.md).
         if isinstance(event, Delta):
             tracked = self._jobs[event.job]
             if event.token_ids or event.text:
@@ -288,7 +291,8 @@ class WorkerLoop:
         self._send(tracked, token_ids, fields, EventFlag.FINISHED)
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[Any]:
-        """As ``protocol.messages`` has them: [[logprob, bytes, [[id, logprob, bytes], ...]], ...]."""
+        """Return log-probabilities as ``protocol.messages`` has them: [[logprob, bytes, [[id, logprob, bytes], ...]],
+        ...]."""
         spell = self._token_bytes
         return [
             [token.logprob, spell(token.token_id), [[other, logprob, spell(other)] for other, logprob in token.top]]
@@ -319,11 +323,12 @@ class WorkerLoop:
 
 
 def _timings(carry: dict[str, Any], completion: int, finished: Finished | None) -> dict[str, float]:
-    """Of an answer that went on here, prefill and decoding are those of this worker alone."""
+    """Return the timings of an answer. If the answer was resumed, prefill and decoding are those of this worker
+    alone."""
     timings = {"queue_ms": round(carry.get("queue_ms", 0.0), 3)}
     if finished is not None:
         timings |= {"prefill_ms": round(finished.prefill_s * 1000, 3), "decode_ms": round(finished.decode_s * 1000, 3)}
-        drawn = completion - len(carry.get("token_ids", b"")) // 4 - 1  # the first ends the prefill
+        drawn = completion - len(carry.get("token_ids", b"")) // 4 - 1  # the first token ends the prefill
         if drawn > 0 and finished.decode_s > 0:
             timings["tokens_per_s"] = round(drawn / finished.decode_s, 2)
     return timings

@@ -18,8 +18,8 @@ class JobCursor:
     def request(self) -> int: ...
 
 class Outbox:
-    """What ``sending.PlainOutbox`` is. Usual is a Delta of one of the jobs, with token ids of four bytes, a text that
-    can be encoded, and no log-probabilities."""
+    """The compiled twin of ``sending.PlainOutbox``. Its fast path takes a Delta of one of the jobs whose token ids fit
+    four bytes, whose text can be encoded, and that has no log-probabilities."""
 
     def __init__(self, socket: AnySocket, generation: int, most_events: int, most_bytes: int) -> None: ...
     def steps(

@@ -1,10 +1,11 @@
-"""``sending``, compiled: the events of one step become one frame for each channel, without Python.
+"""The compiled twin of ``sending``: the events of one step become one frame for each channel, without Python.
 
-Usual is a Delta of a job that the loop has, with a text and token ids as engines give them and no log-probabilities.
-Nothing else is decided here, nor refused: it is left to the code in Python, which hands in what it has made of it
-(``queue``), so that everything leaves in the order in which it came.
+The fast path takes ordinary events only: a Delta of a job that the loop has, with a text and token ids as engines give
+them, and no log-probabilities. This module decides and refuses nothing else. The Python code handles every other event
+and hands in the result (``queue``), so that all events leave in their order.
 
-The frames are those that EventWriter makes, byte for byte.
+The frames are byte for byte those of EventWriter. The file is longer than 400 lines because Cython calls a ``cdef``
+function without Python only within one module: msgpack's heads, the buffers and the loop are one compilation unit.
 """
 
 from collections import deque
@@ -36,7 +37,7 @@ cdef extern from "Python.h":
 cdef extern from *:
     """
     #include <structmember.h>
-    /* Where an instance of a class with slots keeps what this descriptor of the class gets; -1 if it is not of a slot. */
+    /* Return where an instance of a class with slots keeps the field of this descriptor; -1 if it is no slot's. */
     static Py_ssize_t modelctl_slot(PyObject *descriptor) {
         PyMemberDef *member;
         if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) return -1;
@@ -49,15 +50,15 @@ cdef extern from *:
 SOURCES = MODELCTL_SOURCES
 
 cdef enum:
-    MOST_TOKENS = 4096  # of an event that is looked at here
+    MOST_TOKENS = 4096  # of an event on the fast path
     MOST_TEXT = 65535  # bytes
     TEXT_HEAD = 9  # bytes before a text, at most
-    KEPT_PILES = 256  # that are kept to be used again,
-    KEPT_EVENTS = 64  # with room for as many events
+    KEPT_PILES = 256  # buffers that are kept to be used again,
+    KEPT_EVENTS = 64  # each with room for at most so many events
     KEPT_BYTES = 8192
 
-# Seconds between two looks for input, at least: each calls the kernel twice. Where steps are longer, there is one after
-# every step.
+# Seconds between two looks for input, at least, since each look calls the kernel twice. If steps are longer, there is
+# one look after every step.
 cdef double LOOK_S = 20e-6
 
 ctypedef unsigned long long u64
@@ -75,7 +76,7 @@ cdef u64 _MOST_SEQ = 1 << 63
 
 
 cdef Py_ssize_t _slot(str name) except -1:
-    """Where a Delta keeps a field. Read there, it costs a tenth of what it does as an attribute."""
+    """Return where a Delta keeps a field. Reading it there costs a tenth of reading the attribute."""
     cdef Py_ssize_t found = modelctl_slot(Delta.__dict__[name])
     if found < 0:
         raise ImportError(f"Delta.{name} is not in a slot")
@@ -83,7 +84,7 @@ cdef Py_ssize_t _slot(str name) except -1:
 
 
 cdef inline object _field(object delta, Py_ssize_t slot):
-    """None where it was deleted."""
+    """Return a field of a Delta; None if the field was deleted."""
     cdef PyObject *found = (<PyObject **>(<char *><PyObject *>delta + slot))[0]
     return None if found is NULL else <object>found
 
@@ -93,7 +94,7 @@ cdef struct Entry:
 
 
 cdef class JobCursor:
-    """See ``sending.PlainTally``."""
+    """The compiled twin of ``sending.PlainJobCursor``."""
 
     cdef readonly object channel  # an int: a key of dicts
     cdef readonly u64 request
@@ -104,7 +105,7 @@ cdef class JobCursor:
 
 
 cdef class FrameBuffer:
-    """The events of one channel that are not a frame yet: their index, and their bytes one after the other."""
+    """The events of one channel that are not in a frame yet: their index, and their bytes one after the other."""
 
     cdef u64 channel
     cdef Entry *entries
@@ -119,7 +120,7 @@ cdef class FrameBuffer:
         PyMem_Free(self.body)
 
     cdef int make_room(self, Py_ssize_t size) except -1:
-        """For one more event, of ``size`` bytes. Raises MemoryError; then the buffer is as it was."""
+        """Make room for one more event of ``size`` bytes. Raises MemoryError, and then leaves the buffer unchanged."""
         cdef void *moved
         cdef Py_ssize_t wanted
         if self.count == self.events_room:
@@ -137,14 +138,14 @@ cdef class FrameBuffer:
         return 0
 
     cdef void add(self, u64 request, u64 seq, u64 flags, u64 tokens, Py_ssize_t length) noexcept:
-        """The event whose bytes lie behind the others' already."""
+        """Add an event whose bytes are already behind those of the other events."""
         cdef Entry *entry = &self.entries[self.count]
         entry.request, entry.seq, entry.flags, entry.tokens, entry.length = request, seq, flags, tokens, length
         self.count += 1
         self.size += length
 
     cdef void clear(self) noexcept:
-        """Empty it. What a buffer had room for while the pipe was full is given back."""
+        """Empty the buffer, and free the room that it gained while the pipe was full."""
         self.count = self.size = 0
         if self.events_room > KEPT_EVENTS:
             PyMem_Free(self.entries)
@@ -155,14 +156,14 @@ cdef class FrameBuffer:
 
 
 cdef class Outbox:
-    """See ``sending.PlainOutbox``. For one thread."""
+    """The compiled twin of ``sending.PlainOutbox``. For one thread."""
 
     cdef object _socket, _frames
     cdef u64 _generation
     cdef Py_ssize_t _most_events
     cdef u64 _most_bytes
     cdef dict _buffers  # channel → FrameBuffer, perhaps empty
-    cdef list _waiting  # those that are not, in the order in which their first events came
+    cdef list _waiting  # the buffers that are not empty, in the order of their first events
 
     def __init__(self, socket, u64 generation, Py_ssize_t most_events, u64 most_bytes):
         if most_events < 1:
@@ -208,8 +209,10 @@ cdef class Outbox:
         return first
 
     cdef bint _usual(self, object event, dict jobs) except -1:
-        """Whether it was, and is queued. If not, nothing has happened. No Python code runs in here: only exact types
-        are looked at, so that nothing changes meanwhile."""
+        """Queue an ordinary event. Return False, and do nothing, if the event is not ordinary.
+
+        No Python code runs in here, because only exact types are looked at. So nothing changes meanwhile.
+        """
         cdef PyObject *found
         cdef JobCursor cursor
         cdef FrameBuffer buffer
@@ -258,7 +261,7 @@ cdef class Outbox:
         return True
 
     cdef FrameBuffer _pile(self, object channel, Py_ssize_t size):
-        """Where an event of ``size`` bytes, which is to be added, has room."""
+        """Return the channel's buffer, with room for an event of ``size`` bytes, which the caller must add."""
         cdef PyObject *found = PyDict_GetItem(self._buffers, channel)
         cdef FrameBuffer buffer
         if found is not NULL:
@@ -303,7 +306,12 @@ cdef class Outbox:
         return 0
 
     cdef int _send_pile(self, FrameBuffer buffer, void *socket, int failed) except -1:
-        """Its frames, sent or, once one could not be (``failed``: errno), kept. ``failed``, or what it is now."""
+        """Send a buffer's events as frames, or keep the frames once one could not be sent.
+
+        failed  the errno of a frame before, 0 if all were sent
+
+        Returns ``failed``, or the errno of a frame of this buffer.
+        """
         cdef Message message
         cdef Py_ssize_t first = 0, last
         cdef u64 size, bytes_before = 0
@@ -323,7 +331,7 @@ cdef class Outbox:
                 if failed:
                     self._frames.append(bytes_of(&message))
             finally:
-                calls.close(&message)  # of one that was sent, nothing is left
+                calls.close(&message)  # a message that was sent is empty already
             bytes_before += size
             first = last
         return failed
@@ -331,7 +339,7 @@ cdef class Outbox:
     cdef int _write_frame(
         self, Message *message, u64 channel, const Entry *entries, Py_ssize_t count, const void *body, u64 size
     ) except -1:
-        """Make a message of libzmq, to be closed by the caller. Raises MemoryError; then there is none."""
+        """Make a message of libzmq, which the caller must close. Raises MemoryError, and then there is no message."""
         cdef u64 index = 0
         cdef const Entry *entry
         cdef unsigned char *at
@@ -357,7 +365,7 @@ cdef class Outbox:
         return 0
 
     cdef bint _send_frames(self) except -1:
-        """Whether everything that is a frame already could be sent."""
+        """Send the frames that are complete. Return whether all of them could be sent."""
         cdef void *socket
         cdef bytes frame
         cdef int failed
@@ -380,14 +388,14 @@ cdef class Outbox:
 
 
 cdef double _now() noexcept:
-    """time.monotonic()"""
+    """Return the seconds of ``time.monotonic()``."""
     cdef timespec found
     clock_gettime(CLOCK_MONOTONIC, &found)
     return found.tv_sec + found.tv_nsec * 1e-9
 
 
 cdef bint _are_ids(object ids, Py_ssize_t count) except -1:
-    """Whether all of a tuple or a list are integers that four bytes hold."""
+    """Return whether all elements of a tuple or list are integers that fit four bytes."""
     cdef object token
     cdef int overflow = 0
     cdef long long value
@@ -403,7 +411,7 @@ cdef bint _are_ids(object ids, Py_ssize_t count) except -1:
 
 
 cdef unsigned char *_write_ids(unsigned char *at, object ids, Py_ssize_t count) except NULL:
-    """Behind the ids, little endian, which ``_are_ids``."""
+    """Write ids that pass ``_are_ids``, little endian. Return the address behind them."""
     cdef int overflow = 0
     cdef long long value
     cdef Py_ssize_t i
@@ -417,7 +425,8 @@ cdef unsigned char *_write_ids(unsigned char *at, object ids, Py_ssize_t count) 
 
 
 cdef unsigned char *_write_text(unsigned char *at, const char *utf8, Py_ssize_t size) noexcept:
-    """Behind the map {"text": ...}, for which there are TEXT_HEAD bytes and its own."""
+    """Write the map {"text": ...}, which takes up to TEXT_HEAD bytes and those of the text. Return the address behind
+    it."""
     memcpy(at, b"\x81\xa4text", 6)
     at += 6
     if size < 32:

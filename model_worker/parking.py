@@ -1,8 +1,8 @@
-"""Jobs that go back to the supervisor while their constraints are compiled, so that they hold no slot meanwhile.
+"""Give jobs back to the supervisor while their constraints are compiled, so that they hold no slot meanwhile.
 
 A job whose constraint is at hand starts at once. Any other is parked: the supervisor gets PARKED, keeps the request,
-and gives the slot to another one. When the constraint is compiled, the supervisor gets COMPILED and sends the job again
-when it is that request's turn. The compiled constraint waits here for it.
+and gives the slot to another request. When the constraint is compiled, the worker sends COMPILED. The supervisor sends
+the job again when it is that request's turn. The compiled constraint waits in the worker.
 """
 
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ class Parking:
     def __init__(self, constraints: "Constraints | None", link: SupervisorLink) -> None:
         self._constraints, self._link = constraints, link
         self._compiling: dict[int, _Parked] = {}
-        """By job id, also those that were cancelled: what was spent on them has to be told."""
+        """By job id. Cancelled jobs stay here until their costs have been reported."""
         self._ids: dict[tuple[int, int], int] = {}
-        """Job ids of the requests that are to come again."""
+        """Job ids of the requests that the supervisor will send again."""
 
     def park(
         self, job_id: int, channel: int, request: int, carry: dict[str, Any], constraint: tuple[str, str] | None
@@ -50,11 +50,11 @@ class Parking:
         return True
 
     def take(self, channel: int, request: int) -> int | None:
-        """A job has come: return the id under which its constraint was compiled, None if it was not parked."""
+        """Return the id under which the constraint of a job was compiled; None if the job was not parked."""
         return self._ids.pop((channel, request), None)
 
     def forget(self, job_id: int) -> None:
-        """A job that ``take`` returned is the engine's now, or has ended."""
+        """Forget a job that ``take`` returned, because the engine has it now, or because it has ended."""
         if self._constraints is not None and not self._constraints.forget(job_id):
             self._compiling.pop(job_id, None)
 
@@ -66,7 +66,7 @@ class Parking:
         return job_id is not None
 
     def tell(self) -> None:
-        """Tell the supervisor what was compiled."""
+        """Tell the supervisor which constraints were compiled."""
         if self._compiling and self._constraints is not None:
             for job_id, seconds in self._constraints.compiled_ahead():
                 parked = self._compiling.pop(job_id)
@@ -74,10 +74,10 @@ class Parking:
 
     @property
     def busy(self) -> bool:
-        """Whether ``tell`` will have something to tell."""
+        """Return whether constraints are being compiled, so that ``tell`` will have something to report."""
         return bool(self._compiling)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Readable when ``tell`` has something to tell."""
+        """Return descriptors that become readable when ``tell`` has something to report."""
         return () if self._constraints is None or not self._compiling else self._constraints.descriptors

@@ -1,4 +1,4 @@
-"""Answers to ASK: what a client wants to know of the model's tokenizer."""
+"""Answers to ASK: questions of clients about the model's tokenizer."""
 
 from struct import pack
 
@@ -14,9 +14,9 @@ _MOST = MAX_FRAME[Kind.ANSWER] - 1024
 
 
 def answer(question: Tokenize | Detokenize, engine: Engine, intake: Intake, rendered: str | None = None) -> bytes:
-    """The body of ANSWER. Errors that name a field are part of it.
+    """Return the body of ANSWER. If the question cannot be answered, the body holds the error.
 
-    rendered  what the chat template made of ``question.messages``
+    rendered  the text that the chat template made of ``question.messages``
     """
     try:
         if isinstance(question, Detokenize):
@@ -28,7 +28,7 @@ def answer(question: Tokenize | Detokenize, engine: Engine, intake: Intake, rend
 
 
 def failed(error: WireError) -> bytes:
-    """The body of ANSWER to a question that has none."""
+    """Return the body of ANSWER to a question that failed."""
     return pack_body({"error": error.to_wire()})
 
 

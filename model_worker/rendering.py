@@ -1,12 +1,13 @@
-"""Conversations to text, in processes that may be killed: see ``template_child``. No thread, and nothing here waits.
+"""Render conversations to text, in processes that may be killed: see ``template_child``.
 
-A template that loops, or allocates without end, costs its own request a second of processor time. The worker's steps go
-on meanwhile. One process is enough for templates that behave. While one is at work for longer than PATIENCE_S and other
-conversations wait, more are started. Connections take turns, so that a client whose conversations take long delays
-others little.
+This module starts no thread, and its calls do not block. A template that loops, or allocates without end, costs its own
+request one second of processor time. The worker's steps go on meanwhile. One process is enough for templates that
+behave. If a process works for longer than PATIENCE_S while other conversations wait, more processes are started.
+Connections take turns, so a client whose conversations take long delays other clients little.
 
-A process that was killed from outside, or that stands still, says nothing about its conversation: that is rendered once
-more in another process. If that fails too, the request ends with ``helper_failed``, which clients may retry.
+A process that was killed from outside, or that does not move on, is not evidence against its conversation. That
+conversation is rendered once more in another process. If that fails too, the request ends with ``helper_failed``, which
+clients may retry.
 """
 
 import os
@@ -27,26 +28,27 @@ from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.helper_environment import helper_environment
 
 RENDER_S = 1.0
-"""Seconds of processor time that compiling and rendering a template may take. The process's own timer ends it then."""
+"""Seconds of processor time for compiling and rendering a template. Then the process's own timer ends it."""
 LEASE_S = 10.0
-"""Seconds by the clock that a process may take for one conversation. A process that has neither answered nor used up
-its processor time by then stands still, and is killed."""
+"""Seconds of wall-clock time that a process may take for one conversation. A process that has neither answered nor used
+up its processor time by then has stopped working, and is killed."""
 START_S = 20.0
-"""Seconds that a process may take to start, on however busy a machine."""
+"""Seconds that a process may take to start. Enough for a busy machine."""
 PATIENCE_S = 0.05
+"""Seconds that other conversations wait for a busy process before another process is started."""
 MOST_CHILDREN = 4
 MOST_TRIES = 2
-"""How often a conversation is tried whose process was killed or stood still, the first try included."""
+"""How many processes a conversation is given to if they are killed or stop working, including the first one."""
 RETRY_MS = 1000
 """``retry_after_ms`` of a request whose process failed."""
 _LONGEST_ANSWER = 64 << 20
 _PROGRAM = str(Path(__file__).with_name("template_child.py"))
 _ROOT = str(Path(__file__).resolve().parent.parent)
-"""Where this package is imported from. In an editable install it need not be in ``sys.path``."""
+"""The directory that this package is imported from. In an editable install it need not be in ``sys.path``."""
 
 Outcome = tuple[int, str | WireError]
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""Signals that end a process by its own fault, other than its timer's."""
+"""Signals that end a process by its own fault, other than the signal of its timer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,14 +62,14 @@ class _Chat:
 
 
 class Renderer:
-    """Renders conversations by a model's template. Starts processes when they are needed.
+    """Renders conversations by a model's template, in processes that it starts when they are needed.
 
-    template  the model's own
-    limit     most bytes of a rendered text
+    template  the model's chat template
+    limit     the largest size of a rendered text, in bytes
 
-    ``ask`` takes a conversation under a key. ``collect`` returns the result of each, in the order in which they are
-    done: the text, or a RequestError (field "messages"), or WireError HELPER_FAILED if its processes were killed or
-    stood still, or WireError INTERNAL if its process crashed.
+    ``ask`` takes a conversation under a key. ``collect`` returns the results in the order in which they are done. A
+    result is the text, or RequestError (field "messages"), or WireError HELPER_FAILED if the processes were killed or
+    stopped working, or WireError INTERNAL if the process crashed.
     """
 
     def __init__(self, template: ChatTemplate, limit: int) -> None:
@@ -82,11 +84,11 @@ class Renderer:
         self._children: list[_Child] = []
 
     def ask(self, key: int, channel: int, conversation: dict[str, Any]) -> None:
-        """Render ``Conversation.for_template()`` when its turn comes. ``channel`` is the connection that it came by."""
+        """Render ``Conversation.for_template()`` when its turn comes. ``channel`` is the connection of the client."""
         self._waiting.setdefault(channel, deque()).append(_Chat(key, channel, conversation))
 
     def cancel(self, key: int) -> None:
-        """Nothing comes of this key any more. What is being rendered is rendered to its end, and left."""
+        """Drop the result of this key. A conversation that is being rendered is rendered to its end."""
         for channel, queue in list(self._waiting.items()):
             self._waiting[channel] = deque(chat for chat in queue if chat.key != key)
             if not self._waiting[channel]:
@@ -97,12 +99,12 @@ class Renderer:
 
     @property
     def busy(self) -> bool:
-        """Whether ``collect`` has something to do, now or soon."""
+        """Return whether ``collect`` has something to do, now or soon."""
         return bool(self._waiting) or any(child.at_work or child.gone for child in self._children)
 
     @property
     def descriptors(self) -> list[int]:
-        """Readable when ``collect`` has news."""
+        """Return descriptors that become readable when ``collect`` has results."""
         return [child.socket.fileno() for child in self._children if child.at_work and not child.gone]
 
     @property
@@ -110,7 +112,7 @@ class Renderer:
         return [child.process.pid for child in self._children]
 
     def collect(self) -> list[Outcome]:
-        """What is done; starts what can be started. Never waits."""
+        """Return the results that are ready, and start what can be started. Does not block."""
         now = time.monotonic()
         done: list[Outcome] = []
         for child in list(self._children):
@@ -185,11 +187,11 @@ class Renderer:
 
 
 class _Child:
-    """One process. It is given one conversation at a time, also before it is ``ready``.
+    """One template child. It is given one conversation at a time, possibly before it is ``ready``.
 
-    A conversation and its text stand in a file in memory that both have open, and only their lengths go through the
-    socket: a pipe or socket holds less, so that a long conversation would have to be written in pieces, between steps.
-    Raises OSError if no process can be had.
+    A conversation and its text lie in a file in memory that both processes have open. Only the lengths go through the
+    socket. A pipe or socket holds less, so a long conversation would have to be written in pieces, between steps.
+    Raises OSError if no process can be started.
     """
 
     def __init__(self, now: float) -> None:
@@ -200,14 +202,14 @@ class _Child:
         self.ready = False
         self.gone = False
         self.since = now
-        """When it was started, or given what it is at work on."""
+        """When the process was started, or when it was given its present conversation."""
         self._fault = ""
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._mailbox = -1
         try:
             self._mailbox = os.memfd_create("conversation")
-            # -S: what the worker imports from, this can import from, without looking for it again. Popen does not fork
-            # where it can vfork: a worker has much memory mapped.
+            # -S: the child gets the worker's import path, so it need not search for it again. Popen uses vfork where it
+            # can, and so does not copy the page tables of a worker, which has much memory mapped.
             self.process = subprocess.Popen(
                 [sys.executable, "-S", "-P", _PROGRAM, str(os.getpid()), str(self._mailbox)],
                 stdin=theirs.fileno(),
@@ -223,8 +225,10 @@ class _Child:
         self.socket.setblocking(False)
 
     def give(self, chat: _Chat, request: bytes, now: float) -> None:
-        """Hand over a conversation, packed as ``request``. One at a time, so that the socket always has room. Raises
-        OSError."""
+        """Hand over a conversation, packed as ``request``. Raises OSError.
+
+        A process has one conversation at a time, so the socket always has room.
+        """
         self.chat, self.at_work, self.answer = chat, True, None
         chat.tries += 1
         if self.ready:
@@ -233,11 +237,11 @@ class _Child:
         os.pwrite(self._mailbox, request, 0)
         try:
             self.socket.send(len(request).to_bytes(8, "little"))
-        except BrokenPipeError:  # died idle, just now: its end says how
+        except BrokenPipeError:  # the process died just now, while idle: its exit code says how
             self.gone = True
 
     def look(self, now: float) -> None:
-        """Take what it sent; end it if it is late."""
+        """Read what the process has sent, and kill the process if it is late."""
         if self.gone:
             return
         try:
@@ -259,7 +263,7 @@ class _Child:
             self._read_answer(min(int.from_bytes(head, "little"), _LONGEST_ANSWER))
 
     def _read_answer(self, length: int) -> None:
-        """Where a template got the better of the sandbox, this is the next wall: nothing but a map is taken."""
+        """Read the answer. Accept nothing but a valid map: a template may have broken out of the sandbox."""
         packed = os.pread(self._mailbox, length, 0)
         os.ftruncate(self._mailbox, 0)
         try:
@@ -304,6 +308,6 @@ class _Child:
 
 
 def _failed(how: str) -> WireError:
-    """Return the error for a request whose process failed and that is not to blame."""
+    """Return the error for a request that is not to blame for the failure of its process."""
     message = f"the process that renders chats {how}: send the request again"
     return WireError(ErrorCode.HELPER_FAILED, message, retry_after_ms=RETRY_MS)

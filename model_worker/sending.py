@@ -1,5 +1,7 @@
-"""Events of the engine on their way out: joined to one frame a channel, in the order in which they came. Compiled, if
-that is to be had (see ``protocol.process.compiled``): ``outbox`` then does what is usual without Python.
+"""Events on their way from the engine to the supervisor, joined to one frame per channel, in their order.
+
+``PlainOutbox`` is the reference. If the compiled module ``outbox`` is there (see ``protocol.process.compiled``), it is
+used instead. It handles the fast path without Python.
 """
 
 from collections import deque
@@ -16,11 +18,12 @@ from protocol.process.socket_calls import AnySocket, send_now
 
 
 class PlainJobCursor:
-    """What changes of a job with every event.
+    """The part of a job that changes with every event.
 
-    channel  of the client's connection, request  its number there: whose the events are
-    seq      number of the next event
-    tokens   that the events before it had, those of a former worker included
+    channel  the channel of the client's connection
+    request  the client's number of the request
+    seq      the number of the next event
+    tokens   how many tokens the events before it had, including those of another worker
     """
 
     __slots__ = ("channel", "request", "seq", "tokens")
@@ -30,10 +33,13 @@ class PlainJobCursor:
 
 
 class PlainOutbox:
-    """What is to be sent through one socket, and never blocks a step: what cannot be sent now waits.
+    """Queues and sends everything that goes through one socket.
 
-    generation   of the worker, which every EVENTS frame says
-    most_events  bounds of such a frame; an event with more than ``most_bytes`` bytes has one of its own
+    generation   the generation of the worker, which every EVENTS frame names
+    most_events  the largest number of events in one EVENTS frame
+    most_bytes   the largest number of event bytes in one frame. A longer event has a frame of its own
+
+    Sending never blocks a step: what cannot be sent now waits.
     """
 
     def __init__(self, socket: AnySocket, generation: int, most_events: int, most_bytes: int) -> None:
@@ -48,9 +54,9 @@ class PlainOutbox:
     ) -> tuple[list[Any], int]:
         """Run one step of the engine. The compiled outbox runs many steps before it returns.
 
-        It renews the lease before each step and sends the step's events. It goes on while all events are of the fast
-        path and nothing has come through the socket, at most until ``until`` (time.monotonic()). Where steps are very
-        short, it asks the socket every 20 µs.
+        The compiled outbox renews the lease before each step and sends the step's events. It goes on while all events
+        are of the fast path and nothing has come through the socket, at most until ``until`` (time.monotonic()). If
+        steps are very short, it asks the socket only every 20 µs.
 
         Returns the events of the last step, and how many of them ``take`` has queued. Raises what the engine raises,
         and ZMQError.
@@ -59,10 +65,14 @@ class PlainOutbox:
         return step(), 0
 
     def take(self, events: list[Any], first: int, jobs: dict[int, Any]) -> int:
-        """Queue what is usual of a step's events, from ``first`` on: up to which one. That, if there is one, is left to
-        the caller, and then what follows to the next call. Here nothing is usual.
+        """Queue the events of a step that the fast path can handle, and return the index of the first event that it
+        cannot.
 
-        jobs  by the number that events name: a JobCursor of each, whose ``seq`` and ``tokens`` are brought up to date
+        The caller handles that event, and calls ``take`` again with the next index. This reference has no fast path.
+
+        first  index of the first event to look at
+        jobs   the JobCursor of each job, by the number that events name. Its ``seq`` and ``tokens`` are brought up to
+               date
         """
         return first
 
@@ -75,14 +85,16 @@ class PlainOutbox:
         joined[1].append(event)
 
     def answer(self, frame: bytes) -> None:
-        """Send a frame that is no event. Waits behind those while the pipe is full, as they do."""
+        """Send a frame that is not an event. While the pipe is full, the frame waits behind events."""
         self._frames.append(frame)
         self._send_frames()
 
     def flush(self) -> None:
-        """Send one frame per channel. While the pipe is full (the supervisor is paused, say) events are joined, and
-        become frames of bounded size once it is not: each event is encoded once, however long that takes. Raises
-        ZMQError."""
+        """Send one frame per channel. Raises ZMQError.
+
+        While the pipe is full (the supervisor is paused, for example) events are joined. They become frames of limited
+        size once the pipe has room. So each event is encoded once, however long it waits.
+        """
         if not self._send_frames():
             return
         for channel, (index, chunks) in self._joined.items():
@@ -98,7 +110,7 @@ class PlainOutbox:
         self._send_frames()
 
     def _send_frames(self) -> bool:
-        """Whether everything that is a frame already could be sent."""
+        """Send the frames that are complete. Return whether all of them could be sent."""
         while self._frames:
             try:
                 send_now(self._socket, self._frames[0])
@@ -109,12 +121,12 @@ class PlainOutbox:
 
     @property
     def unsent(self) -> bool:
-        """Whether anything is still to be sent."""
+        """Return whether anything still has to be sent."""
         return bool(self._frames or self._joined)
 
 
 def slices(chunks: Sequence[bytes], most_events: int, most_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, last) of runs of events that make frames of at most so many events and about so many bytes."""
+    """Yield (first, last) of runs of events that make frames of at most so many events and about so many bytes."""
     first = size = 0
     for i, chunk in enumerate(chunks):
         if i > first and (i - first >= most_events or size + len(chunk) > most_bytes):

@@ -5,11 +5,11 @@ from functools import lru_cache
 
 
 class StopMatcher:
-    """Passes text on up to the first stop string. Text that may be the beginning of one is held back.
+    """Passes text on up to the first stop string. Holds text back that may be the beginning of a stop string.
 
-    The stop string whose end comes first wins, and of those that end there the longest: the answer does not depend on
-    how the text was cut into pieces. Empty stop strings are ignored. Costs a few steps for each character at most,
-    whatever the stop strings are (Knuth, Morris and Pratt's search): a request must not slow down its neighbours.
+    The stop string that ends first wins; of several that end at the same character the longest wins. So the answer does
+    not depend on how the text was divided into pieces. Empty stop strings are ignored. A character costs a few steps at
+    most, whatever the stop strings are (Knuth-Morris-Pratt search): a request must not slow down other requests.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -19,7 +19,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text to deliver, whether a stop string was found). Nothing may be pushed after one was found."""
+        """Return (text to deliver, whether a stop string was found). Do not push after one was found."""
         if not self._held and self._first.isdisjoint(text):
             return text, False
         found: list[tuple[int, int]] = []  # (end, begin) in ``whole``
@@ -36,16 +36,18 @@ class StopMatcher:
         return whole[:out], False
 
     def flush(self) -> str:
-        """The text held back, which was no stop string after all."""
+        """Return the text that was held back and turned out to be no stop string."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held
 
 
 def _search(text: str, stop: str, matched: int) -> tuple[int, int]:
-    """(where in ``text`` the stop string first ends, or -1; how many of its characters the text ends with).
+    """Search a stop string in the next piece of a text.
 
-    matched  as many of its characters stand before the text
+    Returns (where in ``text`` the stop string first ends, or -1; how many of its characters the text ends with).
+
+    matched  how many of its characters stand directly before the piece
     """
     at = 0
     if not matched:
@@ -65,7 +67,7 @@ def _search(text: str, stop: str, matched: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _shorter_matches(stop: str) -> tuple[int, ...]:
-    """For each count of matched characters, below the whole: the next smaller one that is a match as well."""
+    """Return for each number of matched characters, less than all, the next smaller number that also matches."""
     counts = [0, 0]
     for end in range(1, len(stop) - 1):
         count = counts[end]

@@ -1,14 +1,14 @@
-"""A process that renders chat templates, and does nothing else: it may be killed at any moment.
-
-A template is a program from a model's directory, and clients choose its input. It runs in jinja's sandbox, within
-bounds of time and memory, where neither can hurt the worker: ``rendering.Renderer`` starts this file as a program and
-gives it one conversation at a time. It imports the standard library, msgpack, jinja2 and setproctitle.
+"""Render chat templates, in a process that does nothing else and may be killed at any moment.
 
     python -P template_child.py PARENT MAILBOX
 
 PARENT   pid of the worker
-MAILBOX  descriptor of a file in memory: a request stands there, and then its answer
-stdin    a SEQPACKET socket: 8 bytes are the length of what stands in the mailbox; the first 8 bytes sent say "ready"
+MAILBOX  descriptor of a file in memory, which holds a request and then its answer
+stdin    a SEQPACKET socket: 8 bytes are the length of the content of the mailbox; the first 8 bytes sent say "ready"
+
+A template is a program from a model's directory, and clients choose its input. It runs in jinja's sandbox, with limits
+on time and memory, where neither can hurt the worker. ``rendering.Renderer`` starts this file as a program and gives it
+one conversation at a time. It imports the standard library, msgpack, jinja2 and setproctitle.
 """
 
 import json
@@ -32,21 +32,22 @@ from model_worker.process_title import set_title
 MEMORY = 512 << 20
 """Bytes of address space of this process."""
 NICE = 5
-"""Where processors are few, a template that loops takes a quarter of what the worker takes of one."""
-_TOLD = 300
-"""Characters of a template's message that a client is told."""
+"""With few processors, a template that loops gets a quarter of the time that the worker gets on its processor."""
+_SHOWN = 300
+"""Characters of a template's message that a client may see."""
 _QUOTE = 8
-"""A message that repeats as many characters in a row of a conversation quotes it."""
+"""A message quotes a conversation if it repeats this many characters of it in a row."""
 _CUT = "CUT-HERE-41c7d3a9 "
-"""Stands behind the message that is to be continued; its blank shows whether the template trims."""
+"""A mark behind the message that is to be continued. Its blank shows whether the template trims messages."""
 
 
 class _Refused(Exception):
-    """raise_exception() of a chat template."""
+    """Raised by ``raise_exception()`` of a chat template."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``, with which templates mark the assistant's words for those who train: rendered as it is."""
+    """``{% generation %}``, by which templates mark the assistant's words for training. Only its content is
+    rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja has it
 
@@ -66,12 +67,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape for HTML."""
+    """Return a value as JSON. Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def environment() -> jinja2.Environment:
-    """Jinja with what the library that templates are written for (transformers) offers them."""
+    """Return a jinja environment with what transformers offers to templates, for which templates are written."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -87,10 +88,13 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def render(request: dict[str, Any]) -> dict[str, Any]:
-    """{text: bytes}, or {error: a sentence for the client that quotes nothing of the conversation}.
+    """Render one conversation. Return {text: bytes}, {size: bytes} beyond the limit, or {error: a sentence for the
+    client}.
+
+    The sentence quotes nothing of the conversation.
 
     request  template, special_tokens, messages, tools, variables, add_generation_prompt, continue_final_message, and
-             limit: most bytes of the text
+             limit: the largest size of the text in bytes
     """
     messages, limit = request["messages"], request["limit"]
     try:
@@ -122,23 +126,23 @@ def render(request: dict[str, Any]) -> dict[str, Any]:
     except _Refused as e:
         return {"error": f"the model's chat template refuses: {_quotes_nothing(str(e), request)}"}
     except jinja2.TemplateSyntaxError as e:
-        return {"error": f"the model's chat template cannot be read: line {e.lineno}: {(e.message or '')[:_TOLD]}"}
+        return {"error": f"the model's chat template cannot be read: line {e.lineno}: {(e.message or '')[:_SHOWN]}"}
     except MemoryError:
         return {"error": "the model's chat template needs more memory than it is given", "last": True}
     except UnicodeEncodeError:
         return {"error": "the model's chat template renders what is not valid Unicode"}
-    except Exception as e:  # a template is a program
+    except Exception as e:  # a template is a program and may raise anything
         return {"error": f"the model's chat template fails: {type(e).__name__}: {_quotes_nothing(str(e), request)}"}
 
 
 def _quotes_nothing(message: str, request: dict[str, Any]) -> str:
-    """The beginning of a template's message, without what it repeats of the conversation: errors are logged."""
+    """Return the beginning of a template's message without its quotes of the conversation, since errors are logged."""
     said = list(_texts(request["messages"]))
     everything = "\0".join([*said, *_texts([request["tools"], request["variables"]])])
     words = {text for text in said if 2 < len(text) < _QUOTE}
     kept: list[str] = []
     at = 0
-    while at < min(len(message), _TOLD):
+    while at < min(len(message), _SHOWN):
         quoted = next((n for n in range(_QUOTE - 1, 2, -1) if message[at : at + n] in words), 0)
         run = message[at : at + _QUOTE]
         if len(run) == _QUOTE and run in everything:
@@ -151,7 +155,7 @@ def _quotes_nothing(message: str, request: dict[str, Any]) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every string of the conversation but roles, which a refusal has to name."""
+    """Yield every string of the conversation except roles, which the message of a refusal has to name."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -167,12 +171,13 @@ def main(parent: int, mailbox: int) -> None:
     if not die_with(parent):
         return
     set_title("template child")
-    # The supervisor asks for a worker's stacks by SIGUSR1 to its process group. SIGPROF ends a render that is too slow.
+    # The supervisor asks for a worker's stacks by SIGUSR1 to its process group. SIGPROF ends a rendering that is too
+    # slow.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump holds prompts
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    _compiled("{{ strftime_now('%Y') }}").render()  # what is imported late is imported now
+    _compiled("{{ strftime_now('%Y') }}").render()  # import now what would be imported late
     os.nice(NICE)
     os.write(0, bytes(8))
     while head := os.read(0, 8):

@@ -1,12 +1,13 @@
-"""From token ids to the text a client sees: characters that span tokens, and stop strings. Pure Python.
+"""From token ids to the text that a client sees: characters that span tokens, and stop strings. Pure Python.
 
-A token is not a character: byte-level tokens end in the middle of one, and tokenizers of the sentencepiece kind drop
-the space before the first word that they decode. And a stop string may span tokens, so text that could be its beginning
-has to wait. Both hold text back; ``TextStream.finish`` delivers what is still held when an answer ends.
+A token is not a character. Byte-level tokens may end in the middle of a character, and tokenizers of the sentencepiece
+kind drop the space before the first word that they decode. A stop string may span tokens, so text that could be its
+beginning has to wait. For both reasons text is held back. ``TextStream.finish`` delivers the text that is still held
+when an answer ends.
 
-Two ways from ids to text: ``PieceDetokenizer`` looks ids up in a table (a fraction of a microsecond each), where the
-tokenizer is of a kind whose text is its tokens' text joined; ``Detokenizer`` has any tokenizer decode a few ids again
-at every token.
+There are two ways from ids to text. ``PieceDetokenizer`` looks ids up in a table, which takes a fraction of a
+microsecond for each. It serves tokenizers whose text is the joined text of their tokens. ``Detokenizer`` serves any
+tokenizer: at every token it has the tokenizer decode a few ids again.
 """
 
 from codecs import utf_8_decode
@@ -16,24 +17,25 @@ from dataclasses import dataclass
 from model_worker.stop_strings import StopMatcher
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
+"""Decode token ids to text. Special tokens are left out, and incomplete UTF-8 becomes U+FFFD."""
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 6
-"""Ids of the prompt that set the scene: more than the four one-byte tokens that a character can span."""
+"""How many ids of the prompt are used as context: more than the four one-byte tokens that a character can span."""
 _LONGEST_HOLD = 16
-"""Ids held before the window is cut. Only endless invalid UTF-8 gets here; uncut it would cost O(n) a token."""
+"""How many ids are held before the window is cut. Only endless invalid UTF-8 gets here; without the cut each token
+would cost O(n)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What each token adds to a text, for tokenizers whose text is that of their tokens joined.
+    """What each token adds to a text, for tokenizers whose text is the joined text of their tokens.
 
-    table         by id: str is text; bytes are no text by themselves, only with their neighbours; None adds nothing
-                  (special tokens, ids without a token). Ids beyond the table add nothing either
-    byte_runs     bytes are a fallback for characters that have no token: from its first byte that belongs to no
-                  character, a run of such tokens becomes one U+FFFD a byte. Otherwise UTF-8's own rule holds: one
-                  U+FFFD for as many bytes as could have begun a character
+    table         by id: str is text; bytes are text only together with their neighbours; None adds nothing (special
+                  tokens, ids without a token). Ids beyond the table add nothing either
+    byte_runs     bytes are a fallback for characters that have no token. In a run of such tokens, each byte from the
+                  first one that belongs to no character on becomes one U+FFFD. If false, UTF-8's own rule holds: one
+                  U+FFFD for all bytes together that could have begun a character
     strips_space  the first character of a whole text is left out if it is a space
     """
 
@@ -43,10 +45,10 @@ class Pieces:
 
 
 class PieceDetokenizer:
-    """Text of a growing sequence of ids, by a table.
+    """Makes text of a growing sequence of ids, by a table.
 
-    context  ids before the first one, as many as there are; only the last few are looked at. With them a first word
-             keeps the space that separates it from the prompt, and a character begun in the prompt is completed.
+    context  the ids before the first one, as many as there are; only the last few are looked at. With them a first word
+             keeps the space that separates it from the prompt, and a character that the prompt began is completed
     """
 
     def __init__(self, pieces: Pieces, context: Sequence[int] = ()) -> None:
@@ -55,15 +57,15 @@ class PieceDetokenizer:
         self._pending = b""  # the beginning of a character
         self._broken = False  # in a run of bytes, behind one that belongs to no character
         self._at_start = pieces.strips_space
-        self._prompts_own = 0  # U+FFFD of the prompt's end, which are not the answer's to repeat
-        self._plain = not self._at_start  # nothing of the above: a text is delivered as it is
+        self._prompts_own = 0  # U+FFFD of the prompt's end, which the answer must not repeat
+        self._plain = not self._at_start  # none of the above applies: text is delivered unchanged
         for token_id in context[-_CONTEXT:]:
             self.push(token_id)
         self._prompts_own = self._unfinished()
         self._settle()
 
     def push(self, token_id: int) -> str:
-        """The text that this id completes; "" while a character is incomplete."""
+        """Return the text that this id completes; "" while a character is incomplete."""
         try:
             piece = self._table[token_id]
         except IndexError:
@@ -73,13 +75,13 @@ class PieceDetokenizer:
         return "" if piece is None else self._add(piece)
 
     def flush(self) -> str:
-        """The text still held, incomplete characters as U+FFFD. Nothing may be pushed afterwards."""
+        """Return the text that is still held, with incomplete characters as U+FFFD. Do not push afterwards."""
         return self._own(_REPLACEMENT * self._unfinished())
 
     def _add(self, piece: str | bytes) -> str:
         if isinstance(piece, bytes):
             text = self._add_bytes(piece)
-        else:  # whole characters: what was pending is none
+        else:  # whole characters: the pending bytes will not become one
             text = _REPLACEMENT * self._unfinished() + piece
             self._pending, self._broken = b"", False
         if self._at_start and text:
@@ -101,8 +103,8 @@ class PieceDetokenizer:
         return text
 
     def _unfinished(self) -> int:
-        """U+FFFD that the pending bytes become if no character comes of them."""
-        # not one in every case: Python, but not UTF-8, lets the first two bytes of a surrogate begin a character
+        """Return how many U+FFFD the pending bytes become if they never form a character."""
+        # Not always one: Python, unlike UTF-8, lets the first two bytes of a surrogate begin a character.
         return len(self._pending if self._byte_runs else self._pending.decode(errors="replace"))
 
     def _own(self, text: str) -> str:
@@ -115,34 +117,34 @@ class PieceDetokenizer:
 
 
 class Detokenizer:
-    """Text of a growing sequence of ids, in a window of a few ids a call.
+    """Makes text of a growing sequence of ids. It decodes a window of a few ids in each call.
 
     decode   the tokenizer's own decoding of several ids
-    context  ids before the first one, as many as there are; only the last few are looked at. With them a first word
-             keeps the space that separates it from the prompt, and a character begun in the prompt is completed.
+    context  the ids before the first one, as many as there are; only the last few are looked at. With them a first word
+             keeps the space that separates it from the prompt, and a character that the prompt began is completed
 
     A trailing U+FFFD may be the beginning of a character, so up to three wait for the next id. Three, because a
-    character has four bytes and a tokenizer with byte fallback writes one U+FFFD for each byte of an incomplete one.
+    character has at most four bytes, and a tokenizer with byte fallback writes one U+FFFD for each byte of an
+    incomplete character.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._ids = list(context[-_CONTEXT:])
-        self._known = len(self._ids)  # ids at the window's start whose text is out
+        self._known = len(self._ids)  # how many ids at the window's start have their text delivered
         prompt_text = decode(self._ids) if self._ids else ""
-        self._shown = _complete(prompt_text)  # text of the window that is out
-        self._prompts_own = len(prompt_text) - len(
-            self._shown
-        )  # U+FFFD of the prompt's end, which are not the answer's to repeat
+        self._shown = _complete(prompt_text)  # the text of the window that was delivered
+        # U+FFFD of the prompt's end, which the answer must not repeat
+        self._prompts_own = len(prompt_text) - len(self._shown)
 
     def push(self, token_id: int) -> str:
-        """The text that this id completes; "" while a character is incomplete."""
+        """Return the text that this id completes; "" while a character is incomplete."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         complete = _complete(text)
         if not complete.startswith(self._shown):
-            # byte fallback decodes a run of bytes as a whole: an incomplete character right after a complete one
-            # turns both to U+FFFD until it is whole. Wait for it; then give the context up.
+            # Byte fallback decodes a run of bytes as a whole: an incomplete character right after a complete one turns
+            # both to U+FFFD until it is complete. Wait for that. After three ids, give up the context.
             if len(self._ids) - self._known <= 3:
                 return ""
             del self._ids[: self._known]
@@ -159,34 +161,35 @@ class Detokenizer:
         return self._own(new)
 
     def flush(self) -> str:
-        """The text still held, incomplete characters as U+FFFD. Nothing may be pushed afterwards."""
+        """Return the text that is still held, with incomplete characters as U+FFFD. Do not push afterwards."""
         text = self._decode(self._ids) if self._ids else ""
         return self._own(text[len(self._shown) :])
 
     def _own(self, new: str) -> str:
-        """New text without the prompt's U+FFFD at its beginning. None are left of a character that was completed."""
+        """Return new text without the prompt's U+FFFD at its beginning. If the character was completed, there are
+        none."""
         if self._prompts_own:
             new, self._prompts_own = _without_prompts(new, self._prompts_own)
         return new
 
     def _advance(self, grew: bool) -> None:
-        """Nothing is held: cut the window to the newest ids, which are the next ones' context."""
+        """Cut the window to the newest ids, which are the context of the next ones. Call this when no text is held."""
         if not grew:
             new = self._ids[self._known :]
             if self._shown or not self._decode(new + new):
-                del self._ids[self._known :]  # a special token: no text now or later
-            else:  # the space that is dropped before the first word: those behind it are not
+                del self._ids[self._known :]  # a special token: it has no text now or later
+            else:  # only the space before the first word, which is dropped: later spaces are not
                 self._known = len(self._ids)
             return
         shown = self._decode(self._ids[self._known :])
-        if shown:  # else the space would be dropped before the next word, as at the start of a text
+        if shown:  # without this check the space before the next word would be dropped, as at the start of a text
             del self._ids[: self._known]
             self._shown = shown
         self._known = len(self._ids)
 
 
 def _complete(text: str) -> str:
-    """The text without up to three trailing U+FFFD."""
+    """Return the text without up to three trailing U+FFFD."""
     end = len(text)
     while end and len(text) - end < 3 and text[end - 1] == _REPLACEMENT:
         end -= 1
@@ -194,8 +197,12 @@ def _complete(text: str) -> str:
 
 
 def _without_prompts(text: str, prompts_own: int) -> tuple[str, int]:
-    """(text without the prompt's ``told`` U+FFFD at its beginning, how many of them may still come). None of a
-    character that was completed are left."""
+    """Remove the prompt's U+FFFD from the beginning of a text.
+
+    prompts_own  how many of them may still come. If the character was completed, none come
+
+    Returns (the remaining text, how many may still come after it).
+    """
     if not text:
         return text, prompts_own
     own = text.removeprefix(_REPLACEMENT * min(prompts_own, len(text) - len(text.lstrip(_REPLACEMENT))))
@@ -203,10 +210,10 @@ def _without_prompts(text: str, prompts_own: int) -> tuple[str, int]:
 
 
 class TextStream:
-    """What a client gets to read of one answer: ids in, text out, cut before the first stop string.
+    """Makes the text of one answer: ids in, text out, cut before the first stop string.
 
     source   how ids become text: a table, or the tokenizer's decoding
-    context  ids before the answer, as Detokenizer takes them
+    context  the ids before the answer, as Detokenizer takes them
     """
 
     def __init__(self, source: Pieces | Decode, context: Sequence[int] = (), stops: Iterable[str] = ()) -> None:
@@ -216,14 +223,14 @@ class TextStream:
         self._matcher = StopMatcher(stops)
 
     def stop_at(self, stops: Iterable[str]) -> None:
-        """From the next id on, end at these strings instead. Nothing that is held may begin one."""
+        """Use these stop strings from the next id on. No text that could begin one of them may be held now."""
         self._matcher = StopMatcher(stops)
 
     def push(self, token_id: int) -> tuple[str, bool]:
-        """(text to deliver, whether a stop string ended the answer)."""
+        """Return (text to deliver, whether a stop string ended the answer)."""
         return self._matcher.push(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
-        """All text still held. For an answer that ended otherwise than by a stop string."""
+        """Return all text that is still held. Call this for an answer that did not end by a stop string."""
         text, found = self._matcher.push(self._detokenizer.flush())
         return text if found else text + self._matcher.flush()
