@@ -1,4 +1,4 @@
-"""The engines, by name. Nothing here imports torch: an engine's module is imported when it is built."""
+"""The engines by name. Nothing here imports torch: an engine's module is imported when the engine is built."""
 
 import difflib
 import importlib
@@ -14,10 +14,10 @@ BUILT_IN = {
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """The engine that ``spec.engine`` names: a key of BUILT_IN, or an import string "package.module:Class".
+    """Return the engine that ``spec.engine`` names: a key of BUILT_IN, or an import string "package.module:Class".
 
     The engine is constructed, not loaded. Raises LoadError for an unknown name, a module that cannot be imported, a
-    class that is not there, options that the engine does not know, and a package that the engine needs and lacks.
+    missing class, options that the engine does not know, and a package that the engine needs and that is not installed.
     """
     check_installed(spec.engine)
     target = BUILT_IN.get(spec.engine, spec.engine)
@@ -28,7 +28,7 @@ def build_engine(spec: EngineSpec) -> Engine:
         raise LoadError(f"unknown engine {spec.engine!r}: {hint}")
     try:
         module = importlib.import_module(module_name)
-    except Exception as e:  # a module may fail at import with anything
+    except Exception as e:  # the import of a module may raise anything
         raise LoadError(f"engine {spec.engine!r} cannot be imported: {type(e).__name__}: {one_line(e)}") from e
     factory = getattr(module, class_name, None)
     if factory is None:
@@ -44,9 +44,9 @@ def check_installed(engine: str) -> None:
 
 
 def not_checked(engine: str) -> str | None:
-    """Return which parts of a model cannot be checked here for want of packages, and the remedy. None if all can be.
+    """Return which parts of a model cannot be checked for lack of packages, and the remedy. None if all can be checked.
 
-    A command may check a file for another machine, where the engine's packages are.
+    A command may check a file for another machine, where the engine's packages are installed.
     """
     parts = []
     if packages := not_installed(READ_TOKENIZERS):
@@ -57,5 +57,5 @@ def not_checked(engine: str) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error that says something: foreign messages may span pages."""
+    """Return the first line of an error that is not empty, because messages of libraries may be pages long."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""What an engine refuses before it computes: one bad request must never reach what all requests share. No torch."""
+"""Checks of a job before an engine computes anything: one bad request must not harm the other requests. No torch."""
 
 from collections.abc import Collection
 
@@ -7,11 +7,12 @@ from protocol.errors import ErrorCode, RequestError
 from protocol.request import SamplingParams
 
 GREEDY_BELOW = 0.01
-"""Temperatures below this are greedy in every engine: ExLlamaV2 does so by itself, and division by less overflows."""
+"""Temperatures below this are greedy in every engine. ExLlamaV2 does that by itself, and division by less overflows."""
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Whether the likeliest token is always taken. A min_p of 1 says so too, but ExLlamaV2 takes it for off."""
+    """Return whether every draw takes the likeliest token. With min_p 1 it does, too, but ExLlamaV2 ignores that
+    value."""
     return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1 or sampling.min_p == 1.0
 
 
@@ -22,10 +23,12 @@ def check_job(
     drawable: int | None = None,
     eos_ids: Collection[int] = (),
 ) -> None:
-    """Raise RequestError for a job that is not offered, does not fit the context, names ids that the model has not, or
-    leaves no token to draw.
+    """Raise RequestError for a job that this model cannot compute.
 
-    vocab_size  rows of the model's embedding: an id beyond would fault the whole batch
+    The job may ask for something that is not offered, be too long for the context, name ids that the model lacks, or
+    leave no token to draw.
+
+    vocab_size  rows of the model's embedding. A higher id would be a fault of the whole batch
     drawable    ids below this can be drawn; default all
     eos_ids     ids that end an answer
     """
@@ -51,7 +54,7 @@ def check_job(
 
 
 def excluded_ids(job: Job, eos_ids: Collection[int], *, early: bool) -> set[int]:
-    """Ids that may not be drawn, whatever stands before them. ``early``: among the first ``min_new_tokens``."""
+    """Return the ids that may never be drawn. ``early``: for one of the first ``min_new_tokens``."""
     excluded = set(job.sampling.banned_tokens)
     if job.sampling.ignore_eos or early:
         excluded.update(eos_ids)
@@ -61,7 +64,7 @@ def excluded_ids(job: Job, eos_ids: Collection[int], *, early: bool) -> set[int]
 
 
 def left_to_draw(job: Job, drawable: int, eos_ids: Collection[int], only: Collection[int] | None = None) -> int:
-    """How many ids may be drawn as the first token of the answer; ``only``: out of these (token healing)."""
+    """Return how many ids may be drawn as the first token of the answer. ``only``: among these ids (token healing)."""
     excluded = excluded_ids(job, eos_ids, early=job.min_new_tokens > 0)
     left = None if only is None else set(only)
     if job.sampling.allowed_tokens:
@@ -130,8 +133,11 @@ def _check_room(job: Job, context: int) -> None:
 
 
 def _check_resumed(job: Job) -> None:
-    """An answer that goes on here has tokens left, and follows from its ids alone. Whose ids do not is refused before
-    (intake.not_resumable): that one gets here is a fault of this project's, but no reason to answer wrongly."""
+    """Raise RequestError unless a resumed answer has tokens left and follows from its ids alone.
+
+    An answer that does not follow from its ids is refused earlier (intake.not_resumable). If one gets here, modelctl
+    has a fault; but that is no reason to answer wrongly.
+    """
     if not job.resumed_ids:
         return
     if len(job.resumed_ids) >= job.max_new_tokens:

@@ -1,24 +1,24 @@
-"""Strings that an answer must not hold: what may be delivered, what waits, and where to draw anew. Pure Python.
+"""Strings that an answer must not hold: which text may be delivered, which text waits, and where to draw again.
 
-The engine pushes each token that it draws with the text that the token completes. Text that may be the beginning of a
-banned string is held, and so are the tokens that it came with: what a client was given cannot be taken back. When a
-banned string is complete, the answer goes back to the token in which the string began. There, behind the same tokens,
-that token may not be drawn again: ``blocked`` says so. Further hits at the same place add to it.
+Pure Python. The engine pushes each drawn token with the text that the token completes. Text that may be the beginning
+of a banned string is held, and so are its tokens, because delivered text cannot be taken back. When a banned string is
+complete, the answer goes back to the token in which the string began. There, behind the same tokens, that token may not
+be drawn again: ``blocked`` names it. Further hits at the same place add to ``blocked``.
 
-How this meets the rest:
+How this works together with other options:
 
-* The search is over the text as it would be delivered, without regard to case. A stop string cuts the text first: what
-  stands behind its beginning is not delivered and bans nothing.
-* Nothing is delivered by halves: a token is final, with its id, its log-probability and its whole text, or it is held.
-* A way back can make delivered text the beginning of a banned string, which it was not with the tokens that are void
-  now. Then the first token behind the delivered ones is blocked. Where that could happen to a stop string, it is held.
-* At an end token or at the limit of tokens, held text is delivered (``finish``), for it was no banned string. If it is
-  one (because text held for a stop string is let go), the answer goes back and has not ended.
-* Tokens taken back count neither as completion tokens nor against the limits. Behind a return, every place has another
-  random number than before (engines/draws).
-* Work is bounded. After MOST_IN_A_ROW returns without a token delivered in between, or more returns in all than the
-  answer may have tokens and MOST_IN_A_ROW beside, the answer ends as it is, with the reason "banned_strings"
-  (FinishReason.BANNED). So it does (``give_up``) where no token is left to draw.
+* The search is over the text as it would be delivered, without regard to case. A stop string cuts the text first: text
+  behind the beginning of a stop string is not delivered and bans nothing.
+* Tokens are delivered whole: a token is final, with its id, its log-probability and all of its text, or it is held.
+* Going back can turn delivered text into the beginning of a banned string, because other tokens follow now. Then the
+  first token behind the delivered ones is blocked. Text that could become part of a stop string that way is held.
+* At an end token or at the limit of tokens, held text is delivered (``finish``), because it was no banned string. If it
+  is one (because text held for a stop string is released), the answer goes back and has not ended.
+* Tokens that were taken back count neither as completion tokens nor towards the limits. After a return, every place has
+  another random number than before (engines/draws).
+* The work is limited. The answer ends as it is, with the reason "banned_strings" (FinishReason.BANNED), in three cases:
+  after MOST_IN_A_ROW returns without a delivered token between them; after more returns in all than the answer may have
+  tokens, plus MOST_IN_A_ROW; and where no token is left to draw (``give_up``).
 """
 
 from collections import deque
@@ -29,20 +29,20 @@ from model_worker.stop_strings import StopMatcher
 from protocol.messages import FinishReason
 
 MOST_IN_A_ROW = 100
-"""Returns without a token delivered in between. Every one costs at most as many tokens as a banned string has
-characters (256), and a model that has been led away from a hundred ways on is not going to find one."""
+"""Returns without a delivered token between them. Each costs at most as many tokens as a banned string has characters
+(256). A model that was led away from a hundred continuations will not find another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the newest token means.
+    """What follows from the newest token.
 
     tokens   how many of the held tokens, from the oldest on, are final now
-    text     their text
-    back_to  None, or how many drawn tokens of the answer are kept: all later ones are void, and the next one is drawn
-             in their place, none of ``blocked``
-    ended    None, or why the answer ends here: "stop" (a stop string; every token counts), or "banned_strings" (no way
-             on was found; held tokens beyond ``tokens`` are void)
+    text     the text of these tokens
+    back_to  None, or how many drawn tokens of the answer are kept. All later tokens are void. The next token is drawn
+             in their place, and is none of ``blocked``
+    ended    None, or why the answer ends here: "stop" (a stop string; every token counts), or "banned_strings" (no
+             continuation was found; held tokens beyond ``tokens`` are void)
     """
 
     tokens: int = 0
@@ -52,13 +52,13 @@ class Verdict:
 
 
 class BannedStrings:
-    """The judge of one answer's text. A token's position is how many tokens were drawn, and kept, before it.
+    """Judges the text of one answer. A token's position is the number of tokens that were drawn and kept before it.
 
     banned   strings that the text must not hold; empty ones are ignored
     stops    strings that end the answer
-    minimum  tokens in which no stop string is looked for
+    minimum  number of first tokens in which no stop string is looked for
     limit    tokens that the answer may have
-    healed   the first token heals the prompt (engines/healing): it is none of ``minimum`` and ``limit``
+    healed   whether the first token heals the prompt (engines/healing). ``minimum`` and ``limit`` do not count it
     """
 
     def __init__(
@@ -71,27 +71,27 @@ class BannedStrings:
         self._healed = healed
         self._left = limit + MOST_IN_A_ROW
         self._in_a_row = 0
-        self._final = 0  # tokens delivered
-        self._start = 0  # characters delivered
-        self._before = ""  # the last of them: as many as a banned string may have begun with
-        self._ids: list[int] = []  # of the tokens held, and their texts
+        self._final = 0  # number of delivered tokens
+        self._start = 0  # number of delivered characters
+        self._before = ""  # the last delivered characters: as many as a banned string may have begun with
+        self._ids: list[int] = []  # the held tokens, and their texts
         self._texts: list[str] = []
         self._boundaries: deque[tuple[int, int]] = deque()
-        """(tokens, characters) of the answer up to places where it can be cut: behind whole characters, outside of what
-        may be a stop string."""
-        self._blocked: dict[int, set[int]] = {}  # by position, for the tokens that stand before it now
-        # characters of the answer; those that no stop string takes back; those in which no banned string begins
+        """(tokens, characters) of the answer up to places where it can be cut: behind whole characters, and not inside
+        of what may be a stop string."""
+        self._blocked: dict[int, set[int]] = {}  # by position, for the tokens that are before it now
+        # Characters of the answer; those that no stop string takes back; those in which no banned string begins.
         self._end = self._passed = self._safe = 0
         self._resume()
 
     @property
     def position(self) -> int:
-        """Of the token to be drawn next."""
+        """Return the position of the token that is drawn next."""
         return self._final + len(self._ids)
 
     @property
     def blocked(self) -> frozenset[int]:
-        """Ids that must not be drawn next."""
+        """Return the ids that must not be drawn next."""
         return frozenset(self._blocked.get(self.position, ()))
 
     def push(self, token_id: int, text: str) -> Verdict:
@@ -107,14 +107,14 @@ class BannedStrings:
         return self._release()
 
     def finish(self, text: str = "") -> Verdict:
-        """The answer ends behind the newest token, by an end token (which is not pushed) or its length.
+        """End the answer behind the newest token, at an end token (which is not pushed) or at the limit of its length.
 
-        text  what the detokenizer still held
+        text  the text that the detokenizer still held
 
-        Delivers everything, unless the verdict says ``back_to`` or ``ended``: then a banned string was in what was
-        held, or a stop string.
+        The verdict delivers everything. But if held text contained a banned string or a stop string, the verdict has
+        ``back_to`` or ``ended``.
         """
-        found = self._search(text, self.position, self.position > self._minimum)  # the text is that of tokens drawn
+        found = self._search(text, self.position, self.position > self._minimum)  # the text is that of drawn tokens
         if not found and not self._hit:
             self._pass_on(self._stop.flush())
         if self._hit:
@@ -125,11 +125,11 @@ class BannedStrings:
         return self._deliver(len(self._ids), self._end - self._start)
 
     def give_up(self) -> Verdict:
-        """No token is left that may be drawn next: the answer ends with what it has."""
+        """End the answer with what it has, because no token is left that may be drawn next."""
         return self._deliver(len(self._ids), self._end - self._start, FinishReason.BANNED)
 
     def _resume(self) -> None:
-        """Search on from ``_end``, behind what is kept. What may have begun by then is in its last characters."""
+        """Continue the search behind the kept tokens. A string may have begun in their last characters."""
         tail, looked_at, position = "", 0, self.position
         for text in reversed(self._texts):
             if len(tail) >= self._reach:
@@ -148,7 +148,7 @@ class BannedStrings:
         self._hit = False
 
     def _search(self, text: str, tokens: int, look_for_stops: bool) -> bool:
-        """Whether a stop string ends in the answer's next text. Notes ``_hit`` and where the answer can be cut."""
+        """Return whether a stop string ends in the next text. Note ``_hit``, and where the answer can be cut."""
         self._end += len(text)
         passed, found = self._stop.push(text) if look_for_stops else (text, False)
         self._pass_on(passed)
@@ -162,7 +162,7 @@ class BannedStrings:
         self._safe += len(safe)
 
     def _release(self) -> Verdict:
-        """What lies before a place where it can be cut and no banned string may have begun."""
+        """Deliver what is before the last place where the answer can be cut and no banned string may have begun."""
         tokens, end = self._final, self._start
         while self._boundaries and self._boundaries[0][1] <= self._safe:
             tokens, end = self._boundaries.popleft()
@@ -181,19 +181,24 @@ class BannedStrings:
         return Verdict(count, text, None, ended)
 
     def _go_back(self) -> Verdict:
-        """A banned string begins at ``_safe``: block its first token, drop it and all behind it. Where it began in what
-        is delivered (it did not go on like that then), that is the first token behind."""
+        """Block the token in which a banned string begins, at ``_safe``, and drop that token and all later ones.
+
+        If the string begins in delivered text (which had another continuation before), block the first token behind
+        that text.
+        """
         number, end = 0, self._start
         while number < len(self._texts) and end + len(self._texts[number]) <= self._safe:
             end += len(self._texts[number])
             number += 1
-        if end >= self._safe:  # its first character: tokens without text before it are parts of that
+        if end >= self._safe:  # the string's first character: tokens without text before it are parts of that character
             while number and not self._texts[number - 1] and not (self._healed and self._final + number == 1):
                 number -= 1
         position = self._final + number
         self._in_a_row += 1
         self._left -= 1
-        blocked = self._ids[number] if number < len(self._ids) else None  # None: a broken character told at the end
+        blocked = (
+            self._ids[number] if number < len(self._ids) else None
+        )  # None: the end of the text revealed a broken character
         del self._ids[number:], self._texts[number:]
         for later in [p for p in self._blocked if p > position]:
             del self._blocked[later]
@@ -211,7 +216,7 @@ _NOTHING = Verdict()
 
 
 def fold(text: str) -> str:
-    """Without regard to case, character by character: "ß" has no single character for its capital form and stays."""
+    """Return a text without regard to case, character by character. "ß" has no single capital character and stays."""
     folded = text.casefold()
     if len(folded) == len(text):  # no character becomes none, so each has become one
         return folded

@@ -1,38 +1,39 @@
-"""Answers of a given shape: JSON of a schema, text of a regular expression, one of some strings. No torch.
+r"""Answers of a given shape: JSON of a schema, text of a regular expression, or one of several strings. No torch.
 
-llguidance (Rust; MIT; no dependencies) says at each step which tokens may come next. What comes of that:
+llguidance (Rust; MIT licence; no dependencies) computes at each step which tokens may come next.
 
-* A constraint is compiled off the step loop (constraint_compiler). What is not known yet, or costly, is compiled before
-  its job may start (parking). The rest takes milliseconds: its job waits beside the engine, and others pass it. What
-  cannot be compiled is refused by name, with the reason.
-* The mask of allowed tokens is one more limit of the draw: it meets allowed_tokens, banned_tokens and logit_bias, and
-  the penalties and the sampling parameters work on what is left. If nothing is left at the first token, the request is
-  refused; later the answer ends there, with finish_reason "banned_strings" (FinishReason.BANNED).
+* A constraint is compiled outside the step loop (constraint_compiler). A constraint that is unknown or costly is
+  compiled before its job may start (parking). Any other takes milliseconds: its job waits beside the engine, and other
+  jobs pass it. A constraint that cannot be compiled is refused by name, with the reason.
+* The mask of allowed tokens is one more limit of the draw, beside allowed_tokens, banned_tokens and logit_bias. The
+  penalties and the sampling parameters work on the tokens that remain. If none remains at the first token, the request
+  is refused. Later the answer ends there, with finish_reason "banned_strings" (FinishReason.BANNED).
 * An end token (the model's own, or one of stop_token_ids) is allowed where the answer is complete. Where nothing else
   can follow, the answer ends by itself, with finish_reason "stop" and without an end token, also before min_tokens and
-  with ignore_eos. Until min_tokens no end token is drawn: an answer that can go on does.
+  with ignore_eos. Until min_tokens no end token is drawn, so an answer that can go on goes on.
 * max_tokens, stop strings, and stop_token_ids that have a text (allowed where their text is) may cut an answer short,
-  as they do any other; then it is the beginning of something of the shape.
-* banned_strings: the constraint goes back with the answer. token_healing is refused beside it: the healed token belongs
-  to the prompt. Speculation works: what the draft proposes is taken only if it is what is drawn under the mask.
-* An answer that goes on in another worker goes through the constraint first (``replay``).
-* A mask that exceeds the library's bounds (constraint_grammar.LIMITS) ends the answer with an error. So does nothing
-  else: bounds are per mask, so that no answer delays the others for long.
-* Which tokens spell a text is left to the model: every spelling is allowed. JSON has no white space between its parts,
-  or little (``whitespace_flexible``). Its keys stand in the order of the schema's properties, and none stands twice.
-* An answer's text is that of its tokens joined. A tokenizer that drops the space before a text's first word does so
-  here too, if nothing stands before the answer: then a shape that begins with a space is delivered without it.
+  as they do any other. Then the answer is only the beginning of a text of the shape.
+* banned_strings: the constraint goes back with the answer. token_healing is refused together with a constraint, because
+  the healed token belongs to the prompt. Speculation works: a proposal of the draft is accepted only if it is the token
+  that is drawn under the mask.
+* A resumed answer goes through the constraint first (``replay``).
+* A mask that exceeds the library's limits (constraint_grammar.LIMITS) ends the answer with an error. Nothing else does:
+  the limits are per mask, so that no answer delays the others for long.
+* The model chooses the tokens that spell a text: every spelling is allowed. JSON has no white space between its parts,
+  or little (``whitespace_flexible``). Its keys are in the order of the schema's properties, and none occurs twice.
+* An answer's text is the joined text of its tokens. A tokenizer that drops the space before the first word of a text
+  does so here too, if nothing precedes the answer: then a shape that begins with a space is delivered without it.
 
 Measured on one core of a shared machine, in microseconds per mask (median, largest) along random answers:
 
-    vocabulary   object of a string and an integer   [a-z]+[0-9]{2,3}   \\p{L}{1,1000}
+    vocabulary   object of a string and an integer   [a-z]+[0-9]{2,3}   \p{L}{1,1000}
     32,000       4, 160                              12, 310            700, 2,900
     128,000      12, 140                             11, 980            1,800, 8,100
 
-and 10 to 40 more, with 128,000, to make an array of bools of it, or one of floats to add to logits. Compiling: 2 to 10
-ms for usual schemas, 60 ms for 5,000 prefixItems, 80 ms for an enum of 20,000, 300 ms for 180 kB of nested constants.
-The first mask: under 0.1 ms; 10,000 optional keys exceed its bounds after 90 ms, in the child. About 450 optional keys
-in one object are the most.
+With a vocabulary of 128,000, making an array of bools of a mask, or an array of floats to add to logits, takes 10 to 40
+microseconds more. Compiling takes 2 to 10 ms for ordinary schemas, 60 ms for 5,000 prefixItems, 80 ms for an enum of
+20,000, and 300 ms for 180 kB of nested constants. The first mask takes under 0.1 ms. 10,000 optional keys exceed its
+limits after 90 ms, in the child. One object may have about 450 optional keys.
 """
 
 import os
@@ -54,19 +55,19 @@ from protocol.errors import ErrorCode, RequestError
 
 OFFERED = frozenset({"json_schema", "regex", "choice"})
 WAIT_S = 0.005
-"""Longest wait of a step that has nothing to compute for a constraint that is being compiled."""
+"""Seconds that a step with nothing to compute waits, at most, for a constraint that is being compiled."""
 _BIAS_OF_BITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little"), 0, -np.inf)
 _BIAS_OF_BITS = _BIAS_OF_BITS.astype(np.float32).reshape(256, 8)
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Constraint:
-    """Of one answer. Positions count the answer's tokens; end tokens are not pushed.
+    """The constraint of one answer. Positions count the answer's tokens; end tokens are not pushed.
 
-    kind     field of the request
-    pieces   how many ids the matcher knows, the one behind them that ends every answer left out
+    kind     the field of the request
+    pieces   number of ids that the matcher knows, without its own id that ends every answer
     vocab    ids below this can be drawn
-    end_ids  ids that end the answer: allowed wherever it is complete
+    end_ids  ids that end the answer: allowed wherever the answer is complete
     """
 
     def __init__(
@@ -82,26 +83,33 @@ class Constraint:
 
     @property
     def allowed(self) -> Mask:
-        """Which ids may come next, bool [vocab]; not to be changed. Computed once a position. Raises RequestError where
-        that is too costly."""
+        """Return which ids may come next, as bool [vocab], which must not be changed. Computed once per position.
+
+        Raises RequestError where the computation is too costly.
+        """
         if self._allowed is None:
             self._allowed = np.unpackbits(self._mask(), count=self._vocab, bitorder="little").view(np.bool_)
         return self._allowed
 
     def write_bias(self, bias: np.ndarray[Any, np.dtype[np.float32]]) -> None:
-        """0 for ids that may come next, -inf for all others, into float32 [size], which is at least vocab and a
-        multiple of 8: for logits on the CPU; a GPU is given ``allowed``. Raises RequestError as that does."""
+        """Write 0 for ids that may come next and -inf for all others, for logits on the CPU. A GPU is given
+        ``allowed``.
+
+        bias  float32 [size]; size is at least vocab, and a multiple of 8
+
+        Raises RequestError where the computation is too costly.
+        """
         bits = self._mask()
         known = 8 * len(bits)
         np.take(_BIAS_OF_BITS, bits, axis=0, out=bias[:known].reshape(-1, 8), mode="clip")
         bias[known:] = -np.inf
 
     def _mask(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """A bit for each id, of the lowest first; none beyond vocab."""
+        """Return a bit for each id, lowest id first; no bit is set beyond vocab."""
         if self._bits is None:
             known = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             self._check()
-            end = self._pieces  # stands behind them (constraint_grammar.Vocabulary)
+            end = self._pieces  # the matcher's own end token is behind all ids (constraint_grammar.Vocabulary)
             self._accepting = bool(known[end >> 3] >> (end & 7) & 1)
             bits = np.zeros((self._vocab + 7) // 8, np.uint8)
             ids = min(self._vocab, self._pieces)
@@ -116,27 +124,28 @@ class Constraint:
 
     @property
     def accepting(self) -> bool:
-        """The answer may end here."""
+        """Return whether the answer may end here."""
         self._mask()
         return self._accepting
 
     @property
     def finished(self) -> bool:
-        """The answer is complete, and nothing can follow."""
+        """Return whether the answer is complete and nothing can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def push(self, token: int) -> None:
-        """The next token, one of ``allowed`` and none that ends the answer. Raises RequestError."""
+        """Add the next token, which is one of ``allowed`` and no end token. Raises RequestError."""
         bits = self._bits
         was_allowed = bits is not None and bool(bits[token >> 3] >> (token & 7) & 1)
         self._bits = self._allowed = None
         self._matcher.consume_token(token)
-        # Where the library runs out of states inside a token, it says that the token does not match.
+        # If the library runs out of states inside a token, it reports that the token does not match.
         self._check(too_costly=was_allowed)
         self.position += 1
 
     def replay(self, tokens: Iterable[int]) -> None:
-        """Push what a former worker delivered. Raises RequestError (field "resumed_ids") for what it cannot have."""
+        """Add the tokens that another worker delivered. Raises RequestError (field "resumed_ids") if they do not
+        match."""
         for token in tokens:
             if self.finished or not self._matcher.consume_token(token):
                 raise RequestError(f"resumed_ids do not satisfy {self._kind}", field="resumed_ids")
@@ -144,7 +153,7 @@ class Constraint:
         self._bits = self._allowed = None
 
     def back_to(self, position: int) -> None:
-        """Forget the tokens behind the first ``position`` ones."""
+        """Forget all tokens but the first ``position`` ones."""
         if position < self.position:
             self._matcher.rollback(self.position - position)
             self._check()
@@ -159,7 +168,7 @@ class Constraint:
 
 
 class Constraints:
-    """The constraints of one model: compiles them, and keeps the jobs that wait for theirs.
+    """The constraints of one model: compiles them, and keeps the jobs that wait for them.
 
     pieces   the model's tokens
     vocab    ids below this can be drawn
@@ -178,9 +187,9 @@ class Constraints:
         self._waiting: dict[int, tuple[Job, Compilation]] = {}
         self._ahead: dict[int, Compilation] = {}
         self._untold: set[int] = set()
-        """Those of ``_ahead`` that ``compiled_ahead`` has not returned yet."""
+        """Jobs of ``_ahead`` that ``compiled_ahead`` has not returned yet."""
         self._unwanted: set[int] = set()
-        """Those of ``_untold`` whose jobs will not come."""
+        """Jobs of ``_untold`` that will not come."""
 
     # --- before the job may start -----------------------------------------------------------------------------------
 
@@ -189,13 +198,17 @@ class Constraints:
         return not _is_text(text) or self._compiler.is_at_hand(kind, text)
 
     def compile_ahead(self, job_id: int, party: int, kind: str, text: str) -> None:
-        """Compile the constraint of a job that has not come yet. ``party`` is whose turn it takes, and who pays."""
+        """Compile the constraint of a job that has not come yet. ``party`` is the client whose turn and whose costs it
+        is."""
         self._ahead[job_id] = self._compiler.compile(kind, text, party, ahead=True)
         self._untold.add(job_id)
 
     def compiled_ahead(self) -> list[tuple[int, float]]:
-        """Return what was compiled since the last call, or given up: job ids, each with the processor time that it took
-        in seconds. The constraint is kept until ``add`` gets the job, or ``forget`` is called."""
+        """Return what was compiled, or given up, since the last call: job ids, with the processor time taken in
+        seconds.
+
+        The constraint is kept until ``add`` gets the job, or ``forget`` is called.
+        """
         with suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         done = [(job_id, self._ahead[job_id]) for job_id in self._untold if self._ahead[job_id].future.done()]
@@ -207,8 +220,10 @@ class Constraints:
         return [(job_id, made.seconds) for job_id, made in done]
 
     def forget(self, job_id: int) -> bool:
-        """The job of ``compile_ahead`` will not come, or has been given to the engine. What has begun is compiled to
-        its end. Return whether ``compiled_ahead`` will still tell what it took."""
+        """Forget a job of ``compile_ahead`` that will not come, or that the engine has now.
+
+        A compilation that has begun goes on to its end. Return whether ``compiled_ahead`` will still report its cost.
+        """
         made = self._ahead.get(job_id)
         if made is None:
             return False
@@ -221,20 +236,20 @@ class Constraints:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Readable when ``compiled_ahead`` has news; none where it will have none."""
+        """Return descriptors that become readable when ``compiled_ahead`` has news; none if it will have none."""
         return (self._bell,) if self._untold else ()
 
     # --- jobs of the engine -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Jobs that wait."""
+        """Return the number of waiting jobs."""
         return len(self._waiting)
 
     def __contains__(self, job_id: int) -> bool:
         return job_id in self._waiting
 
     def add(self, job: Job) -> None:
-        """Have the constraint of a job compiled. Raises RequestError for what does not go with it."""
+        """Have the constraint of a job compiled. Raises RequestError for options that cannot be combined with it."""
         assert job.constraint is not None
         kind, text = job.constraint
         if job.token_healing:
@@ -250,7 +265,7 @@ class Constraints:
         self._waiting[job.id] = job, made
 
     def cancel(self, job_id: int) -> bool:
-        """Forget a job. Whether it was here."""
+        """Forget a job. Return whether it was waiting here."""
         job, made = self._waiting.pop(job_id, (None, None))
         if made is not None:
             made.future.cancel()
@@ -263,9 +278,10 @@ class Constraints:
     def ready(self, patience: float = 0.0) -> list[tuple[Job, Callable[[], Constraint]]]:
         """Return the jobs whose compilation has ended, each with a function that returns the job's constraint.
 
-        The constraint stands at the place where the answer goes on. The function raises RequestError for a refused
-        constraint, and WireError HELPER_FAILED if the helper process failed. Wait until one compilation has ended, at
-        most ``patience`` seconds.
+        The constraint is at the position where the answer goes on. The function raises RequestError for a refused
+        constraint, and WireError HELPER_FAILED if the helper process failed.
+
+        patience  seconds to wait, at most, until one compilation has ended
         """
         if not self._waiting:
             return []

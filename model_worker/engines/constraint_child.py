@@ -1,20 +1,21 @@
-"""A process that tries constraints before the worker compiles them. A trial may hang, overflow its stack, or die.
+"""Try constraints before the worker compiles them, in a process of its own: a trial may hang, overflow its stack, or
+die.
 
-Measured (llguidance 1.9.1, one core, a vocabulary of 128,000): the library bounds repetition counts, ambiguity and
-huge alternations by itself, but a multipleOf of 1,000,003 computes for minutes, a chain of 5,000 $refs overflows the
-stack, and 60 kB of schema can take a second. So a constraint is compiled here first, and a few masks are computed along
-a random answer.
+Measured (llguidance 1.9.1, one core, a vocabulary of 128,000): the library limits repetition counts, ambiguity and huge
+alternations by itself. But a multipleOf of 1,000,003 computes for minutes, a chain of 5,000 $refs overflows the stack,
+and 60 kB of schema can take a second. So a constraint is compiled here first, and a few masks are computed along a
+random answer.
 
 Each constraint is tried in a fork of this process. The kernel ends a fork that has used its second of processor time.
 The fork has the vocabulary already, which takes a second to read. So a constraint that kills its fork does not cost the
-next one a new start. A fork takes 4 ms. Its exit status and its own processor time tell what ended it: the constraint,
-or somebody outside.
+next one a new start. A fork takes 4 ms. Its exit status and its own processor time show what ended it: the constraint,
+or another process.
 
 The worker starts this process with ``main(parent, descriptor, vocabulary)``; see constraint_compiler. ``vocabulary`` is
 a file in memory that holds {pieces, textless}. An empty message over ``descriptor`` says that the vocabulary has been
 read. Then the worker sends constraints, [kind, text]. Each is answered by [seconds, refusal, signal]: the processor
-time that the trial took; the reason for refusing the constraint as [message, code], nil for none; and the number of
-the signal by which another process ended the trial, 0 for none.
+time that the trial took; the reason for refusing the constraint as [message, code], nil for none; and the number of the
+signal by which another process ended the trial, 0 for none.
 """
 
 import os
@@ -36,19 +37,19 @@ from model_worker.process_title import set_title
 from protocol.errors import ErrorCode, RequestError
 
 SECONDS = 1
-"""Processor time of one trial: a constraint that takes longer is refused."""
+"""Seconds of processor time of one trial. A constraint that takes longer is refused."""
 MEMORY = 2 << 30
 """Bytes of address space of this process and of each trial."""
 STACK = 2 << 20
-"""Bytes of stack that a constraint is tried with: an eighth of the stack that the worker compiles it with."""
+"""Bytes of stack of a trial: an eighth of the stack with which the worker compiles the constraint."""
 _TOKENS = 16
-"""Length of the answer that is tried."""
+"""Tokens of the random answer that is tried."""
 _ITS_FAULT = (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
-"""Signals that end a trial by its constraint's own fault: the trial ran out of time, stack or memory."""
+"""Signals that end a trial by the fault of its constraint: the trial ran out of time, stack or memory."""
 
 
 def main(parent: int, descriptor: int, vocabulary: int) -> None:
-    """Answer until the worker closes the connection."""
+    """Answer constraints until the worker closes the connection."""
     if not die_with(parent):
         return
     set_title("constraint child")
@@ -117,7 +118,7 @@ def _be_the_trial(server: int, writing: int, tokenizer: llguidance.LLTokenizer, 
 
 
 def attempt(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> RequestError | None:
-    """What is wrong with a constraint: None if it compiles and the beginning of a random answer goes through it."""
+    """Return what is wrong with a constraint; None if it compiles and the beginning of a random answer matches it."""
     try:
         matcher = llguidance.LLMatcher(tokenizer, grammar(kind, text), log_level=0, limits=LIMITS)
     except RequestError as e:

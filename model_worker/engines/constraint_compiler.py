@@ -1,15 +1,17 @@
-"""Compiles constraints off the step loop: threads of the worker, and a process that first tries what may never end.
+"""Compile constraints outside the step loop, in threads of the worker, after a process has tried each constraint.
 
-A new constraint is tried by the helper process (constraint_helper), which gives it a second of processor time. Parties
-take turns in that. The trial is remembered: afterwards the constraint is known. Then it is compiled in the worker,
-without the interpreter's lock (verified: another thread's longest wait beside 300 ms of compiling was 10 ms).
+The helper process (constraint_helper) first tries a new constraint, because compiling it may never end. A trial has one
+second of processor time. Parties take turns in trials. The result of a trial is remembered: from then on the constraint
+is known. Then the worker compiles it without the interpreter's lock. (Verified: beside 300 ms of compiling, another
+thread waited at most 10 ms.)
 
 There are three threads, so that a known constraint never waits behind an unknown one, nor a quick one behind a costly
 one: one for trials, one for known constraints that take less than QUICK_S to compile, one for other known constraints.
 
-Each answer has its constraint compiled anew (1 to 10 ms for usual schemas): the library's copies of a matcher share
-their states, and the bound of those, so that a long answer would end all others of its schema. The first constraint
-starts the threads and the helper (0.2 s with a vocabulary of 500, a second with 128,000). They end with the worker.
+Each answer has its constraint compiled again (1 to 10 ms for ordinary schemas). The library's copies of a matcher share
+their states and the limit on the number of states. So one long answer would end all other answers of its schema. The
+first constraint starts the threads and the helper (0.2 s with a vocabulary of 500, a second with 128,000). They end
+with the worker.
 """
 
 import threading
@@ -27,20 +29,20 @@ from model_worker.engines.turns import TurnsThread
 from protocol.errors import RequestError, WireError
 
 KNOWN = 256
-"""How many constraints have the result of their trial remembered: those used last. A failure of the helper process is
-not remembered, because it says nothing about the constraint."""
+"""How many results of trials are remembered: those of the constraints used last. A failure of the helper process is not
+remembered, because it is not evidence against the constraint."""
 QUICK_S = 0.02
-"""Processor time of a compilation that is quick."""
+"""Seconds of processor time below which a compilation is quick."""
 MOST_AHEAD = 4
-"""Costly constraints that are compiled for a party before their jobs can start. Each takes up to some megabytes."""
+"""Costly constraints that may be compiled for one party before their jobs start. Each takes up to some megabytes."""
 
 Key = tuple[str, str]
-"""Field of the request, and its text."""
+"""The field of the request, and its text."""
 
 
 @dataclass(slots=True)
 class _Verdict:
-    """What is known of a constraint: why it is refused, or None; and how long it takes to compile, in seconds."""
+    """The result of a trial: why the constraint is refused, or None; and the seconds that compiling it takes."""
 
     wrong: RequestError | None
     seconds: float
@@ -50,12 +52,12 @@ class _Verdict:
 class Compilation:
     """A constraint that is being compiled.
 
-    party    whose turn it takes
-    ahead    its job waits elsewhere: only what is costly is compiled, and then kept for the job
-    future   gets a matcher at the beginning of an answer, or None if it is quick and ``ahead``. Gets a RequestError if
-             the constraint is refused, and a WireError HELPER_FAILED if it could not be tried. Cancelling it spares
-             what has not begun
-    seconds  processor time that was spent on it, once the future is done
+    party    the client whose turn it takes
+    ahead    its job waits elsewhere. Only a costly constraint is compiled then, and kept for the job
+    future   gets a matcher at the beginning of an answer, or None if the constraint is quick and ``ahead``. Gets a
+             RequestError if the constraint is refused, and a WireError HELPER_FAILED if it could not be tried.
+             Cancelling the future skips work that has not begun
+    seconds  processor time that was spent on it, known once the future is done
     """
 
     key: Key
@@ -67,21 +69,21 @@ class Compilation:
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is a matcher, or an error, for the job. The compilation is done."""
+        """Return whether the future has a matcher, or an error, for the job. Call this when the compilation is done."""
         future = self.future
         return not future.cancelled() and (future.exception() is not None or future.result() is not None)
 
     def begin(self) -> bool:
-        """Return whether it is wanted. From then on it cannot be cancelled."""
+        """Return whether the compilation is still wanted. From then on it cannot be cancelled."""
         self._begun = self._begun or self.future.set_running_or_notify_cancel()
         return self._begun
 
 
 class ConstraintCompiler:
-    """Compiles the constraints of one vocabulary. Its methods are called by one thread, the worker's loop.
+    """Compiles the constraints of one vocabulary. One thread, the worker's loop, calls its methods.
 
     pieces, textless  as Vocabulary has them
-    done              called, by another thread, when a compilation ahead is done
+    done              called by another thread when a compilation ahead is done
     """
 
     def __init__(self, pieces: Sequence[bytes], textless: Collection[int], done: Callable[[], None]) -> None:
@@ -99,13 +101,13 @@ class ConstraintCompiler:
         self._ahead: Counter[int] = Counter()
 
     def is_at_hand(self, kind: str, text: str) -> bool:
-        """Return whether a constraint is known, and refused or quick to compile."""
+        """Return whether a constraint is known, and either refused or quick to compile."""
         with self._lock:
             verdict = self._known.get((kind, text))
         return verdict is not None and (verdict.wrong is not None or verdict.seconds < QUICK_S)
 
     def compile(self, kind: str, text: str, party: int = 0, *, ahead: bool = False) -> Compilation:
-        """Have a constraint tried, if it is unknown, and compiled. What is compiled ahead needs ``release``."""
+        """Have a constraint tried, if it is unknown, and compiled. A compilation ahead needs ``release`` afterwards."""
         if not self._started:
             self._started = True
             for thread in (self._trials, self._quick, self._costly):
@@ -118,26 +120,27 @@ class ConstraintCompiler:
             else:
                 self._known.move_to_end(made.key)
         if verdict is None:
-            # Also where another party waits for the same trial: that party's turn may come later than this one's.
+            # Put it even if another party already waits for this trial: that party's turn may come later.
             self._trials.put(party, made.key)
         else:
             self._pass_on(made, verdict)
         return made
 
     def release(self, made: Compilation) -> None:
-        """The job of a compilation ahead has come, or will not come. The compilation is done."""
+        """End a compilation ahead that is done, because its job has come, or will not come."""
         if made.ahead and made.is_kept and made.future.exception() is None:
             self._count_ahead(made.party, -1)
 
     def close(self) -> None:
-        """End the threads and the helper. Nothing may be asked for afterwards."""
+        """End the threads and the helper. Do not ask for anything afterwards."""
         if self._started:
             for thread in (self._trials, self._quick, self._costly):
                 thread.close()
         self._helper.close()
 
     def _try(self, party: int, key: Key) -> None:
-        """Try a constraint, unless it is known by now. The compilation of the party whose turn this is pays for it."""
+        """Try a constraint, unless it is known by now. A compilation of the party whose turn it is pays for the
+        trial."""
         with self._lock:
             waiting = sorted(self._untried.get(key, ()), key=lambda made: made.party != party)
         payer = next((made for made in waiting if made.begin()), None)
@@ -154,7 +157,7 @@ class ConstraintCompiler:
             self._pass_on(made, verdict)
 
     def _pop_untried(self, key: Key, verdict: _Verdict | None = None) -> list[Compilation]:
-        """Remember the verdict, if there is one. Return the compilations that have waited for the trial."""
+        """Remember the verdict, if there is one. Return the compilations that waited for the trial."""
         with self._lock:
             if verdict is not None:
                 self._known[key] = verdict
@@ -163,7 +166,7 @@ class ConstraintCompiler:
             return self._untried.pop(key, [])
 
     def _pass_on(self, made: Compilation, verdict: _Verdict) -> None:
-        """Have a known constraint compiled, where that is needed."""
+        """Have a known constraint compiled, if that is needed."""
         wrong, quick = verdict.wrong, verdict.seconds < QUICK_S
         if wrong is not None:
             self._settle(made, None, RequestError(wrong.message, field=wrong.field, code=wrong.code))
@@ -202,16 +205,17 @@ class ConstraintCompiler:
             self._done()
 
     def _count_ahead(self, party: int, change: int) -> None:
-        """A party with as many constraints ahead as it may have waits until its jobs have come for them."""
+        """Change a party's number of kept constraints. A party with MOST_AHEAD waits until its jobs have come for
+        them."""
         with self._lock:
             self._ahead[party] += change
-            self._ahead += Counter()  # leaves out those that are zero
+            self._ahead += Counter()  # removes the parties with none
             held = frozenset(party for party, count in self._ahead.items() if count >= MOST_AHEAD)
             self._costly.hold(held)
 
     def _matcher(self, kind: str, text: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar(kind, text), log_level=0, limits=LIMITS)
-        matcher.compute_bitmask()  # its tables are filled here, not in the first step
+        matcher.compute_bitmask()  # fills the matcher's tables here, not in the first step
         if matcher.is_error():
             raise refusal(kind, matcher.get_error())
         return matcher

@@ -1,6 +1,6 @@
-"""From a constraint (field of a request, and its text) to llguidance's grammar, and its errors in our words. No torch.
+"""Translate a constraint (a field of the request and its text) to llguidance's grammar, and its errors to sentences.
 
-Used by the worker and by the child that tries a grammar first (constraint_child).
+The worker uses this, and so does the child that tries a grammar first (constraint_child). No torch.
 """
 
 import json
@@ -21,19 +21,20 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=300_000,
     verbose_errors=False,
 )
-"""The library's own bounds of one compilation, of one mask (11 ms were the most found with a vocabulary of 128,000,
-among masks made to be slow), and of an answer's memory (60 MB). A string with a maxLength takes 2 or 3 states for each
-of its characters: one of 40,000 ends the answer with an error."""
+"""The library's own limits of one compilation, of one mask, and of an answer's memory (60 MB). Among masks that were
+made to be slow, the slowest took 11 ms with a vocabulary of 128,000. A string with a maxLength takes 2 or 3 states for
+each of its characters, so one of 40,000 characters ends the answer with an error."""
 
 WHITESPACE_OPTION = "whitespace_flexible"
 """The library's name for white space between the parts of JSON, beside a schema as {"x-guidance": {NAME: true}}."""
 _COMPACT = {WHITESPACE_OPTION: False}
-"""JSON without white space between its parts: small models, once they may, write blanks until max_tokens is reached."""
+"""JSON without white space between its parts. Small models that may write blanks write them until max_tokens is
+reached."""
 _FLEXIBLE = {"whitespace_pattern": r"(\r?\n)?[ \t]{0,40}"}
-"""White space as pretty printers write it. The library's own default has no end."""
+"""White space as pretty printers write it. The library's own default allows it without end."""
 
 _PREFIX = '%llguidance { "no_forcing": true }\nstart: '
-"""Text that must come next is drawn like any other: the model picks the tokens that it is written with."""
+"""Text that must come next is drawn like any other, so the model chooses the tokens that spell it."""
 
 _NOT_OFFERED = (
     (re.compile(r"Unimplemented keys: \[(.*?)\]"), "{} is not offered"),
@@ -50,11 +51,14 @@ _MATCHES_NOTHING = re.compile(r"Unsatisfiable|NoExtension|regex is empty", re.IG
 
 
 class Vocabulary:
-    """What llguidance is told about the tokens. One more stands behind them: it ends every answer, so that whether one
-    may end is a bit of the mask, whatever tokens the model and the request have for that.
+    """The vocabulary as llguidance needs it: the bytes of each token, and one more token behind them that ends every
+    answer.
+
+    With that token, one bit of the mask says whether the answer may end, whichever end tokens the model and the request
+    have.
 
     pieces    bytes that each id adds to a text; b"" for an id that adds none
-    textless  ids that stand for no text, whatever ``pieces`` has (those that end an answer)
+    textless  ids that have no text, whatever ``pieces`` says (those that end an answer)
     """
 
     def __init__(self, pieces: Sequence[bytes], textless: Collection[int] = ()) -> None:
@@ -69,18 +73,18 @@ class Vocabulary:
         self.is_tokenizer_wrapper = True
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """The library would force text by its tokens, which ``_PREFIX`` says it does not."""
+        """Return no tokens: the library would use them to force text, which ``_PREFIX`` forbids."""
         return []
 
     def tokenizer(self) -> llguidance.LLTokenizer:
-        """Takes 80 ms for 32,000 tokens, 300 ms for 128,000."""
+        """Return the library's tokenizer. This takes 80 ms for 32,000 tokens, 300 ms for 128,000."""
         wrapper: Any = self
         return llguidance.LLTokenizer(wrapper, n_vocab=len(self.tokens), eos_token=[self.eos_token_id])
 
 
 def grammar(kind: str, text: str) -> str:
     """Return the grammar of a GenerateRequest.constraint. Raises RequestError for text that the library would
-    misunderstand."""
+    misread."""
     if kind == "json_schema":
         schema = json.loads(text)
         if not isinstance(schema, dict):
@@ -99,10 +103,10 @@ def grammar(kind: str, text: str) -> str:
         return f"{_PREFIX}%json {json.dumps(schema, ensure_ascii=False)}"
     if kind == "choice":
         text = "|".join("".join(map(_literal, choice)) for choice in json.loads(text))
-    elif (len(text) - len(text.rstrip("\\"))) % 2:  # which would be lost on the way
+    elif (len(text) - len(text.rstrip("\\"))) % 2:  # the library would lose such a backslash
         raise RequestError("regex: incomplete escape sequence: it ends with a backslash", field=kind)
     elif "\n" in text and re.search(r"\(\?[a-zA-Z]*x", text):
-        # The line's end would be handed over as an escape, which ends no comment.
+        # The end of a line would become an escape in the grammar, and an escape ends no comment.
         raise RequestError("regex: (?x) over several lines is not offered", field=kind, code=ErrorCode.UNSUPPORTED)
     return f"{_PREFIX}/{llguidance.regex_to_lark(text, 'd')}/"
 
@@ -112,14 +116,14 @@ def _literal(character: str) -> str:
 
 
 def refusal(kind: str, message: str) -> RequestError:
-    """The client's error for what the library says, which may quote the constraint over pages."""
+    """Return the client's error for a message of the library, which may quote the constraint over pages."""
     for pattern, sentence in _NOT_OFFERED:
         if match := pattern.search(message):
             names = match[1].replace('"', "")[:100]
             return RequestError(f"{kind}: {sentence.format(names)}", field=kind, code=ErrorCode.UNSUPPORTED)
     if _MATCHES_NOTHING.search(message):
         return RequestError(f"{kind}: nothing can match it", field=kind)
-    if match := re.search(r"^error: (.*)$", message, re.MULTILINE):  # the regex crate's reason, behind what it quotes
+    if match := re.search(r"^error: (.*)$", message, re.MULTILINE):  # the regex crate's reason, behind its quotes
         return RequestError(f"{kind}: {match[1][:100]}", field=kind)
     if TOO_COSTLY.search(message):
         return RequestError(f"{kind}: too large, or too costly, to be compiled", field=kind)

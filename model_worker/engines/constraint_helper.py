@@ -1,8 +1,8 @@
 """The worker's end of the process that tries constraints (constraint_child): start it, ask it, replace it.
 
-A helper that is killed, or that stands still, says nothing about the constraint it was given. The constraint is then
-tried once more in a fresh process. If that fails too, the request ends with ``helper_failed``, which clients may retry,
-and nothing is remembered.
+A helper that was killed, or that has stopped working, is not evidence against its constraint. The constraint is tried
+once more in a new process. If that fails too, the request ends with ``helper_failed``, which clients may retry, and
+nothing is remembered.
 """
 
 import os
@@ -21,17 +21,18 @@ from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.helper_environment import helper_environment
 
 START_S = 30.0
-"""Seconds that the process may take to start: 0.2 with a vocabulary of 500, a second with 128,000, more on a machine
-that is busy."""
+"""Seconds that the process may take to start. It takes 0.2 with a vocabulary of 500, a second with 128,000, and more on
+a busy machine."""
 LEASE_S = 10.0
-"""Seconds by the clock that a trial may take. The kernel ends a trial after a second of its own processor time. A trial
-that has neither answered nor used that second by then stands still."""
+"""Seconds of wall-clock time that a trial may take. The kernel ends a trial after a second of its own processor time. A
+trial that has neither answered nor used that second by then has stopped working."""
 RETRY_MS = 1000
 """``retry_after_ms`` of a request whose helper failed."""
 
 
 class ConstraintHelper:
-    """The process for one vocabulary. Used by one thread, with which the process ends (PR_SET_PDEATHSIG).
+    """The helper process of one vocabulary. One thread uses it, and the process ends with that thread
+    (PR_SET_PDEATHSIG).
 
     pieces, textless  as Vocabulary has them
     """
@@ -47,7 +48,7 @@ class ConstraintHelper:
         """Try a constraint. Return the seconds of processor time that it took, and why it is refused (None if it is
         not).
 
-        Raises WireError HELPER_FAILED if the process was killed or stood still, twice.
+        Raises WireError HELPER_FAILED if two processes in turn were killed or stopped working.
         """
         how = ""
         for _ in range(2):
@@ -77,7 +78,7 @@ class ConstraintHelper:
         os.lseek(self._vocabulary, 0, os.SEEK_SET)
         ours, theirs = Pipe()
         self._connection = ours
-        # Modules are found where they are here; -m alone would look into the current directory first.
+        # Give the child this process's module path: -m alone would look into the current directory first.
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             "from model_worker.engines.constraint_child import main; main(*map(int, sys.argv[1:]))"
@@ -90,7 +91,8 @@ class ConstraintHelper:
                 env=helper_environment(),
                 pass_fds=(theirs.fileno(), self._vocabulary),
             )
-        # A long schema does not fit the socket, and a process that stands still reads nothing: writing has a limit too.
+        # A long schema does not fit the socket, and a process that has stopped reads nothing, so writing has a limit
+        # too.
         with socket.socket(fileno=os.dup(ours.fileno())) as same:
             lease = struct.pack("ll", int(LEASE_S), int(LEASE_S % 1 * 1_000_000))
             same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, lease)

@@ -1,7 +1,7 @@
-"""The random numbers of an answer: each follows from the seed and the place it is drawn for, and from nothing before.
+"""The random numbers of an answer. Each number follows from the seed and its place only, not from earlier numbers.
 
-So a seeded answer that another worker goes on with is the one that it would have been, and neither company nor
-speculation nor what was drawn and thrown away changes it. No torch.
+So a seeded answer that another worker resumes is the answer that the first worker would have given. Other answers of
+the batch, speculation, and tokens that were drawn and thrown away do not change it. No torch.
 """
 
 import os
@@ -12,9 +12,9 @@ _pack = Struct("<qqqq").pack
 
 
 class Draws:
-    """The numbers of one answer.
+    """The random numbers of one answer.
 
-    seed  0 to 2**63 - 1; None: of the system's choice
+    seed  0 to 2**63 - 1; None: a seed from the operating system
     """
 
     __slots__ = ("_seed",)
@@ -23,12 +23,12 @@ class Draws:
         self._seed = int.from_bytes(os.urandom(8), "little") >> 1 if seed is None else seed
 
     def at(self, place: int, *, which: int = 0, returns: int = 0) -> float:
-        """A number in [0, 1), uniform, of 53 bits. Costs a microsecond.
+        """Return a uniform number in [0, 1) of 53 bits. Costs a microsecond.
 
-        place    tokens of the answer before the one that is drawn; -1 heals the prompt (engines/healing)
-        which    of the numbers that are drawn for this token
-        returns  how often the answer has gone back and thrown tokens away (engines/banned): with the number that it was
-                 drawn at before, a token drawn anew would be the blocked one's neighbour in the order of probabilities
+        place    number of tokens of the answer before the drawn one; -1 heals the prompt (engines/healing)
+        which    index of the number among those that this token needs
+        returns  how often the answer has gone back and thrown tokens away (engines/banned). With its former number, a
+                 token that is drawn again would be the blocked token's neighbour in the order of probabilities
         """
         digest = blake2b(_pack(self._seed, place, returns, which), digest_size=8).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -1,18 +1,21 @@
-"""Token healing: the prompt's last token is drawn anew, among all that begin with its text. Pure Python.
+"""Token healing: draw the prompt's last token again, among all tokens that begin with its text. Pure Python.
 
-A prompt that ends inside a word is cut into tokens as no text of the training was: "https:" is a token, and what is
-likely behind it was learnt behind "https://". So the last token is dropped, and the first draw is limited to the tokens
-whose text begins with the dropped one's; the dropped token itself is always among them.
+A prompt that ends inside a word is divided into tokens as no text of the training was. For example "https:" is a token,
+but the model learnt continuations of "https://". So the last token is dropped. The first draw is limited to the tokens
+whose text begins with the text of the dropped token, which is itself one of them.
 
-* The token that is drawn (the healed one) takes the dropped one's place in the prompt: it is no completion token, its
-  id and log-probability are not delivered, and it does not count against the limits. Prompt tokens are counted as sent.
-  What its text has beyond the dropped one's is the beginning of the answer, delivered without an id.
-* It is an ordinary draw otherwise: temperature, bias and banned strings apply, and it takes one random draw. It never
-  ends the answer: tokens that do have no text.
-* Left as they are: a prompt of one token (nothing would be left to draw from), one whose last token has no text (a
-  special token), and one whose last token is a byte of a character where bytes are only a fallback (no other token
-  begins with it).
-* A tokenizer whose text is not that of its tokens joined has no table of them: its engine does not offer healing.
+* The drawn token is called the healed token. It takes the place of the dropped token in the prompt. It is no completion
+  token, its id and log-probability are not delivered, and it does not count towards the limits. Prompt tokens are
+  counted as the client sent them. The part of the healed token's text that goes beyond the dropped one's text is the
+  beginning of the answer. It is delivered without an id.
+* In all other respects it is an ordinary draw: temperature, bias and banned strings apply, and it takes one random
+  number. It never ends the answer, because end tokens have no text.
+* Some prompts are not changed: a prompt of one token (nothing would be left to draw from), a prompt whose last token
+  has
+  no text (a special token), and a prompt whose last token is a byte of a character where bytes are only a fallback (no
+  other token begins with it).
+* Some tokenizers have a text that is not the joined text of their tokens, and so no table of token texts. Their engine
+  does not offer healing.
 """
 
 from bisect import bisect_left
@@ -28,9 +31,9 @@ class Healing:
     """How to heal one prompt.
 
     prompt_ids  the prompt without its last token, at least one id
-    dropped     that token's id
-    allowed     ids of which the first token is drawn, ``dropped`` among them
-    known       what the first token's text begins with and the client has: it is left out
+    dropped     the id of the dropped token
+    allowed     ids that the first draw may choose from, including ``dropped``
+    known       the beginning of the first token's text that the client already has; it is left out
     """
 
     prompt_ids: tuple[int, ...]
@@ -39,12 +42,12 @@ class Healing:
     known: str
 
     def rest(self, text: str) -> str:
-        """What of the first token's text is delivered."""
+        """Return the part of the first token's text that is delivered."""
         return text.removeprefix(self.known)
 
 
 class Healer:
-    """Heals prompts of one vocabulary. Made once, when a model is loaded: sorts the vocabulary."""
+    """Heals prompts of one vocabulary. Made once when a model is loaded, because it sorts the vocabulary."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -54,7 +57,7 @@ class Healer:
         self.beginning_with = lru_cache(maxsize=64)(self._beginning_with)
 
     def heal(self, prompt_ids: Sequence[int]) -> Healing | None:
-        """None where the prompt stays as it is."""
+        """Return how to heal a prompt; None if the prompt stays as it is."""
         if len(prompt_ids) < 2:
             return None
         before, dropped = tuple(prompt_ids[:-1]), prompt_ids[-1]
@@ -64,14 +67,14 @@ class Healer:
         return Healing(before, dropped, self.beginning_with(dropped), known)
 
     def _beginning_with(self, token_id: int) -> tuple[int, ...]:
-        """Ids, in ascending order, whose text begins with that of ``token_id``."""
+        """Return the ids, in ascending order, whose text begins with that of ``token_id``."""
         prefix = self._bytes(token_id)
         first = bisect_left(self._texts, prefix)
         last = bisect_left(self._texts, True, first, key=lambda text: not text.startswith(prefix))
         return tuple(sorted(self._ids[first:last]))
 
     def _bytes(self, token_id: int) -> bytes:
-        """A token's text; empty for one that has none or cannot be healed."""
+        """Return a token's text; empty for a token that has none or cannot be healed."""
         piece = self._pieces.table[token_id] if 0 <= token_id < len(self._pieces.table) else None
         if piece is None or (isinstance(piece, bytes) and self._pieces.byte_runs):
             return b""

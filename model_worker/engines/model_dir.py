@@ -1,6 +1,6 @@
 """What a model's directory says about itself, read before an engine spends minutes on it. No torch.
 
-Every complaint is a LoadError of one line with the remedy.
+Every fault is a LoadError of one line with the remedy.
 """
 
 import math
@@ -16,25 +16,25 @@ from model_worker.engine import LoadError
 from model_worker.engines.vetting import Faults, check_shard_names, parse_json, read_json, vet
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_HEADER_LIMIT = 100 << 20  # the safetensors format's own limit
+_HEADER_LIMIT = 100 << 20  # bytes; the safetensors format's own limit
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
     "U16": 16, "U8": 8, "BOOL": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "C64": 64, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-"""Bits of an element, by the format's names."""
+"""Bits of an element, by the format's names of types."""
 _MOST_DIMENSIONS = 16
 LONGEST_CONTEXT = 1 << 31
-"""Tokens."""
+"""Tokens of the longest context that config.json may state."""
 MOST_TENSORS = 1 << 18
-"""Of a safetensors file; the largest models have some 200,000 in all their files."""
+"""Tensors of a safetensors file. The largest models have some 200,000 in all their files."""
 MOST_IDS = 1 << 22
-"""Of a vocabulary; the largest have some 260,000. Tables are as long as the highest id."""
+"""Ids of a vocabulary. The largest have some 260,000. Tables are as long as the highest id."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a safetensors header says of a tensor; dtype as there: F16, BF16, F32, I32, ..."""
+    """What a safetensors header says of a tensor. ``dtype`` is the format's name: F16, BF16, F32, I32, ..."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Tensor:
 class ModelDir:
     """A checked model directory: config.json, tokenizer.json and complete safetensors files are there.
 
-    Raises LoadError for what is missing, unreadable, cut off, or has no business there (``vetting``).
+    Raises LoadError for files that are missing, unreadable, cut off, or do not belong there (``vetting``).
     """
 
     def __init__(self, path: str) -> None:
@@ -102,7 +102,7 @@ class ModelDir:
 
     @property
     def architecture(self) -> str:
-        """The one architecture that config.json names. Raises LoadError if it names none or several."""
+        """Return the one architecture that config.json names. Raises LoadError if it names none or several."""
         names = self.config.get("architectures")
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
             raise LoadError(f"{self.path}/config.json must name one architecture, it has architectures={names!r}")
@@ -110,13 +110,13 @@ class ModelDir:
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """The part of config.json that describes the language model."""
+        """Return the part of config.json that describes the language model."""
         nested = self.config.get("text_config")
         return nested if isinstance(nested, dict) else self.config
 
     @cached_property
     def quantization(self) -> str | None:
-        """ "exl2", "gptq", another quantization's name, or None for plain weights."""
+        """Return "exl2", "gptq", the name of another quantization, or None for plain weights."""
         if any(name.endswith(".q_weight") for name in self.tensors):
             return "exl2"
         declared = self.config.get("quantization_config")
@@ -131,13 +131,15 @@ class ModelDir:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weight files."""
+        """Return the bytes of all weight files."""
         return sum(file.stat().st_size for file in self.weights)
 
     def eos_ids(self, token_id: Any) -> frozenset[int]:
-        """Every id that ends an answer: of generation_config.json, config.json and the tokenizer's own end token.
+        """Return every id that ends an answer: of generation_config.json, config.json and the tokenizer's own end
+        token.
 
-        Chat models name their end of turn in one of the three and the end of text in another.
+        Chat models name their end of turn in one of the three places and the end of text in another.
+
         token_id  callable from a token's text to its id or None
         """
         found: set[int] = set()
@@ -149,8 +151,10 @@ class ModelDir:
         return frozenset(found if own is None else found | {own})
 
     def context(self, asked: int | None, *, stretched: bool = False) -> int:
-        """Tokens of context: ``asked``, or what config.json says. Raises LoadError if the model has less than asked,
-        unless its positions are ``stretched`` by an option."""
+        """Return the tokens of context: ``asked``, or what config.json says.
+
+        Raises LoadError if the model has less than asked, unless its positions are ``stretched`` by an option.
+        """
         keys = ("max_position_embeddings", "max_sequence_length", "model_max_length", "max_seq_len", "n_positions")
         own = next((v for k in keys if type(v := self.text_config.get(k)) is int), None)
         if own is not None and not 0 < own <= LONGEST_CONTEXT:
@@ -170,7 +174,8 @@ class ModelDir:
         return asked
 
     def _scaled_context(self) -> int:
-        """Tokens that config.json's yarn scaling reaches; max_position_embeddings may be what it started from."""
+        """Return the tokens that config.json's yarn scaling reaches. Its max_position_embeddings may be the length
+        before scaling."""
         scaling = self.text_config.get("rope_scaling")
         if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) != "yarn":
             return 0
@@ -182,13 +187,14 @@ class ModelDir:
         return int(factor * original)
 
     def _check_index(self) -> None:
-        """The index of a sharded model names its files: none may be missing, and no other may lie beside them."""
+        """Check that the files of a sharded model are those that its index names: none is missing, and there is no
+        other."""
         weights = self._json("model.safetensors.index.json").get("weight_map")
         if weights is None:
             return
         here = {file.name for file in self.weights}
         named = check_shard_names(self.path / "model.safetensors.index.json", weights)
-        # a quantizer may leave the index of the model that it was made from
+        # A quantizer may leave the index of the model that it has quantized.
         if not here & named:
             return
         if missing := sorted(named - here):
@@ -206,15 +212,16 @@ class ModelDir:
 
 
 def token_text(token: Any) -> str | None:
-    """The text of a token as tokenizer_config.json writes it: a string, or an object with its content."""
+    """Return the text of a token as tokenizer_config.json writes it: a string, or an object with its content."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. An interrupted download is shorter than its header says: LoadError.
+    """Return the tensors of a safetensors file.
 
-    Readers trust it: what a header says of a tensor has to agree with itself, and with the file.
+    Raises LoadError for an interrupted download, which is shorter than its header says, and for a header that
+    contradicts itself or the file: the readers of the weights trust the header.
     """
     size = file.stat().st_size
     try:
@@ -250,7 +257,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 
 def _tensor(entry: dict[str, Any], begin: Any, end: Any, file: str) -> Tensor:
-    """Raises ValueError, KeyError or TypeError unless type, shape and place agree."""
+    """Return the entry of a tensor. Raises ValueError, KeyError or TypeError unless type, shape and place agree."""
     dtype, shape = entry["dtype"], entry["shape"]
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
         raise ValueError(f"data_offsets are {begin!r:.40} and {end!r:.40}")

@@ -1,4 +1,4 @@
-"""The shape of a language model, from config.json, by the names that ExLlamaV2 0.3.2 looks for. No torch."""
+"""The shape of a language model, from the keys of config.json that ExLlamaV2 0.3.2 looks for. No torch."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from model_worker.engines.model_dir import ModelDir
 MOST_LAYERS = 1024
 MOST_EXPERTS = 4096
 MOST_WIDE = 1 << 22
-"""Of vectors, heads and vocabularies."""
+"""The highest size of vectors, and count of heads and ids."""
 _WIDTHS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "d_model", "n_embd", "n_head", "n_heads", "moe_intermediate_size",
@@ -21,7 +21,7 @@ _EXPERTS = "num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 
 
 def check_counts(directory: ModelDir) -> None:
-    """Raise LoadError for counts that no model has: engines make something for each layer, expert and id."""
+    """Raise LoadError for counts that no model has. Engines make something for each layer, expert and id."""
     where = f"{directory.path}/config.json"
     for config in (directory.config, directory.text_config, directory.config.get("ffn_config")):
         if not isinstance(config, Mapping):
@@ -44,10 +44,10 @@ def check_counts(directory: ModelDir) -> None:
 class ModelShape:
     """Counts of elements.
 
-    intermediate   width of the MLP, of one expert's where there are experts
+    intermediate   width of the MLP; of one expert's MLP if there are experts
     experts        0 for none
-    rotary_dim     of each head's table of positions; 0 without rotary embedding
-    rotary_tables  2 where layers with a sliding window have a base of their own
+    rotary_dim     size of each head's table of positions; 0 without rotary embedding
+    rotary_tables  2 if layers with a sliding window have a base of their own
     """
 
     layers: int
@@ -63,7 +63,7 @@ class ModelShape:
 
 
 def read_shape(directory: ModelDir) -> ModelShape:
-    """The shape of the model in ``directory``. Raises LoadError for one that config.json does not give."""
+    """Return the shape of the model in ``directory``. Raises LoadError if config.json does not state it."""
     config, name = directory.text_config, directory.architecture
     where = f"{directory.path}/config.json"
 
@@ -116,7 +116,7 @@ def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
 
 
 def _inside(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -1,7 +1,8 @@
-"""Open the tokenizer of a model's directory, where the packages that read it are installed.
+"""Open the tokenizer of a model's directory, if the packages that read it are installed.
 
 An engine's worker always has these packages (``engines.build_engine``). A command that checks a model for another
-machine may not: nothing is imported here before it is known to be there. ``engines.not_checked`` tells people.
+machine may lack them. So nothing is imported here before it is known to be there. ``engines.not_checked`` returns the
+message for people.
 """
 
 from typing import TYPE_CHECKING

@@ -8,7 +8,7 @@ from model_worker.engine import LoadError
 
 
 class Options:
-    """The options given, read one by one. Raises LoadError for a key that is not in ``known``, naming the nearest."""
+    """Reads the options of an engine one by one. Raises LoadError for an unknown key, naming the nearest known one."""
 
     def __init__(self, engine: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
         self._engine, self._given = engine, given
@@ -19,12 +19,14 @@ class Options:
                 raise LoadError(f"engine {engine} knows no option {key!r}: {hint}", key=key)
 
     def integer(self, key: str, default: int, *, minimum: int = 1, multiple_of: int = 1) -> int:
-        """An integer option, or ``default`` as it is. Raises LoadError for another type, a smaller value, or no
-        multiple."""
+        """Return an integer option, or ``default`` unchanged if it is not given.
+
+        Raises LoadError for another type, a value below ``minimum``, or a value that is no multiple of ``multiple_of``.
+        """
         if key not in self._given:
             return default
         value = self._given[key]
-        # bool is an int in Python, and `threads: yes` a bool in YAML
+        # In Python bool is an int, and YAML reads `threads: yes` as a bool.
         if isinstance(value, bool) or not isinstance(value, int):
             raise LoadError(f"option {key} of engine {self._engine} is {value!r}: it must be an integer", key=key)
         if value < minimum:
@@ -39,7 +41,7 @@ class Options:
         return value
 
     def choice(self, key: str, default: str, choices: Iterable[str]) -> str:
-        """One of several words. Raises LoadError otherwise."""
+        """Return an option that is one of several words. Raises LoadError for any other value."""
         value = self._given.get(key, default)
         if value not in choices:
             raise LoadError(

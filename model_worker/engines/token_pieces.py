@@ -1,8 +1,8 @@
-"""The text of each token, for tokenizers whose decoding does no more than join it. Read once, when a model is loaded.
+"""The text of each token, for tokenizers that decode by joining texts. Read once, when a model is loaded.
 
-Byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, written with one printable character each. Sentencepiece (Llama
+Byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, each written as one printable character. Sentencepiece (Llama
 2, Mistral, Gemma): a token is text with "▁" for a space, or one byte of a character that has no token. Whether this
-reading of the decoder is right is not taken on trust: the whole vocabulary is decoded both ways and compared.
+reading of the decoder is right is checked: the whole vocabulary is decoded both ways and compared.
 """
 
 import json
@@ -16,7 +16,8 @@ from model_worker.text import PieceDetokenizer, Pieces
 
 _SPACE = "▁"
 _CHECKED_TOGETHER = 64
-"""Ids decoded in one call when the table is checked: each with two random neighbours, and a mistake costs no more."""
+"""Ids decoded in one call when the table is checked. Each has two random neighbours; one mistake shows in its chunk
+only."""
 
 _REPLACE = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
 _BYTES, _FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}
@@ -24,11 +25,11 @@ _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 class NoPieces(Exception):
-    """The tokenizer's text is not its tokens' joined, as far as can be told. Says why."""
+    """The tokenizer's text is not the joined text of its tokens, or this cannot be known. The message says why."""
 
 
 def read_pieces(tokenizer: tokenizers.Tokenizer, size: int) -> Pieces:
-    """The table of ids below ``size``. Raises NoPieces."""
+    """Return the table of ids below ``size``. Raises NoPieces."""
     steps = _steps(tokenizer.decoder)
     skipped = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
     tokens: list[str | None] = [tokenizer.id_to_token(token_id) for token_id in range(size)]
@@ -45,7 +46,7 @@ def read_pieces(tokenizer: tokenizers.Tokenizer, size: int) -> Pieces:
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """What a decoder does, one after the other, as in tokenizer.json."""
+    """Return the steps of a decoder in order, as in tokenizer.json."""
     if decoder is None:
         return []
     described: dict[str, Any] = json.loads(decoder.__getstate__())
@@ -54,7 +55,8 @@ def _steps(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _byte_level(tokens: Sequence[str | None]) -> list[str | bytes | None]:
-    """As the library has it: a token with a character that stands for no byte is its own UTF-8."""
+    """Return the table of byte-level tokens. As in the library, a token with a character that is no byte is its own
+    text."""
     alphabet = _byte_characters()
     allowed = frozenset(map(chr, alphabet))
     table: list[str | bytes | None] = []
@@ -73,7 +75,7 @@ def _byte_level(tokens: Sequence[str | None]) -> list[str | bytes | None]:
 
 
 def _byte_characters() -> dict[int, int]:
-    """Byte-level's printable character for each byte (GPT-2's table), the other way round, for str.translate."""
+    """Return the byte of each of byte-level's printable characters (GPT-2's table), for str.translate."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}
@@ -85,10 +87,10 @@ def _sentencepiece(tokens: Sequence[str | None]) -> list[str | bytes | None]:
 
 
 def _samples(pieces: Pieces) -> Iterator[list[int]]:
-    """Sequences of ids that hold the whole vocabulary between them, in random order, and characters written in bytes.
+    """Yield sequences of ids that together hold the whole vocabulary, in random order, and characters written in bytes.
 
-    A byte of a fallback stands alone between texts: what was delivered before a run proved broken cannot be taken back,
-    so there (and only there) a stream's text is not the text decoded at once.
+    A byte of a fallback stands alone between texts. There, and only there, a stream's text may differ from the text
+    decoded at once, because a stream cannot take back what it delivered before a run of bytes proved broken.
     """
     order = random.Random(0)
     ids = list(range(len(pieces.table)))

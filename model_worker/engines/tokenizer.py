@@ -1,7 +1,7 @@
-"""The model's own tokenizer.json and chat template, the same for every engine. No torch.
+"""The model's own tokenizer.json and chat template, for every engine. No torch.
 
-tokenizer.json is read as it is. The transformers library would rebuild some tokenizers from their vocabulary, and then
-count other tokens than the engine computes.
+tokenizer.json is read as it is. The transformers library would rebuild some tokenizers from their vocabulary, and would
+then count other tokens than the engine computes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,11 +21,11 @@ from protocol.errors import RequestError
 
 
 class Tokenizer:
-    """Text to ids and back. Raises LoadError for a tokenizer.json or a chat template that cannot be read.
+    """Converts text to ids and back. Raises LoadError for a tokenizer.json or a chat template that cannot be read.
 
-    vocab_size  one more than the highest id that has a text; models may have rows beyond, for alignment
-    eos_ids     every id that ends an answer
-    chat_template  the model's own, None if it has none
+    vocab_size     one more than the highest id that has a text; models may have more rows, for alignment
+    eos_ids        every id that ends an answer
+    chat_template  the model's chat template, None if it has none
     """
 
     def __init__(self, directory: ModelDir) -> None:
@@ -67,12 +67,12 @@ class Tokenizer:
         return self.chat_template is not None
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its text, None if there is none."""
+        """Return the id of a token by its text, or None if there is no such token."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text as the tokenizer cuts it, with BOS where the tokenizer's configuration asks for it.
+        """Return the ids of a text, with BOS if the tokenizer's configuration asks for it.
 
         Raises RequestError (field "prompt") for text that is not valid Unicode.
         """
@@ -82,10 +82,10 @@ class Tokenizer:
         return ids
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Ids of what the chat template made of a conversation. It writes BOS itself: none is added. A special token's
-        own text, which may come from a message, becomes that token, as everywhere.
+        """Return the ids of a rendered conversation. No BOS is added, because the chat template writes it itself.
 
-        Raises RequestError (field "messages").
+        The name of a special token becomes that token, even if the name comes from a message. Raises RequestError
+        (field "messages").
         """
         return self._encode(text, "messages", special=False)
 
@@ -95,7 +95,8 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError):  # a lone surrogate is a str, but no text
             raise RequestError(f"{field} is not valid Unicode text", field=field) from None
         except BaseException as e:
-            # The library raises bare Exception, and panics where a pattern takes too long. What it says may quote.
+            # The library raises bare Exception, and panics where a pattern takes too long. Its message may quote the
+            # text.
             if type(e) is not Exception and not is_panic(e):
                 raise
             message = f"the model's tokenizer fails on this text ({type(e).__name__})"
@@ -103,30 +104,32 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out, incomplete UTF-8 as U+FFFD. Ids beyond the vocabulary have no text."""
+        """Return the text of ids without special tokens; incomplete UTF-8 becomes U+FFFD. Unknown ids have no text."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
     def decode_given(self, token_ids: Sequence[int]) -> str:
-        """``decode``, but raises RequestError (field "token_ids") for ids beyond the vocabulary."""
+        """Return the text of ids. Raises RequestError (field "token_ids") for ids beyond the vocabulary."""
         if token_ids and (most := max(token_ids)) >= self.vocab_size:
             raise RequestError(f"token id {most} is not in the vocabulary of {self.vocab_size}", field="token_ids")
         return self.decode(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text, in UTF-8 (characters may be incomplete); a special token's own name."""
+        """Return the bytes that a token adds to a text (perhaps an incomplete character); for a special token its
+        name."""
         piece = self.pieces.table[token_id] if self.pieces and 0 <= token_id < len(self.pieces.table) else None
         if piece is None:
             piece = self._tokenizer.id_to_token(token_id) or ""
         return piece if isinstance(piece, bytes) else piece.encode(errors="surrogatepass")
 
     def stream(self, context: Sequence[int], stops: Iterable[str] = ()) -> TextStream:
-        """The text of an answer behind the ids ``context``, up to the first of the stop strings."""
+        """Return a stream for the text of an answer behind the ids ``context``, up to the first of the stop strings."""
         return TextStream(self.pieces or self.decode, context, stops)
 
 
 def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatTemplate | None:
-    """As transformers looks for it: a file, files of several, or one or several in tokenizer_config.json."""
+    """Return the template. It is in a file, in several files, or in tokenizer_config.json, where transformers looks,
+    too."""
     given = directory.tokenizer_config.get("chat_template")
     if isinstance(given, list):
         named = {str(t.get("name")): t.get("template") for t in given if isinstance(t, dict)}
@@ -145,9 +148,9 @@ def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatT
         for text in (source, tool_source):
             if len(text) > TEMPLATE_BYTES:
                 raise ValueError(f"it has {len(text)} characters, at most {TEMPLATE_BYTES} are read")
-            environment().parse(text)  # no more than that: what compiles it may compute what it says
+            environment().parse(text)  # parse only: compiling a template may compute its constant expressions
     except RecursionError:
         raise LoadError(f"the chat template of {directory.path} cannot be read: it is nested too deeply") from None
-    except (jinja2.TemplateError, ValueError) as e:  # ValueError: also a number of very many digits
+    except (jinja2.TemplateError, ValueError) as e:  # ValueError: also for a number with very many digits
         raise LoadError(f"the chat template of {directory.path} cannot be read: {str(e)[:300]}") from None
     return ChatTemplate(source, special_tokens, tool_source or None)

@@ -1,5 +1,4 @@
-"""How much longer a tokenizer makes a text before it cuts it: a few bytes of tokenizer.json can ask for terabytes. No
-torch."""
+"""Limit how much longer a tokenizer makes a text: a few bytes of tokenizer.json can ask for terabytes. No torch."""
 
 import json
 import math
@@ -12,13 +11,14 @@ import tokenizers
 from model_worker.engine import LoadError
 
 MOST_GROWTH = 64
-"""Times, of all steps together. Real ones write a space as a character of three bytes, or a quotation mark as two."""
+"""Factor of all steps together. Real tokenizers write a space as a character of three bytes, or a quotation mark as
+two."""
 MOST_ADDED = 1024
-"""Characters put before a text or a word."""
+"""Characters that a tokenizer may put before a text or a word."""
 
 
 def check_growth(tokenizer: tokenizers.Tokenizer, file: Path) -> None:
-    """Raise LoadError for steps of a tokenizer that would make a text, or an answer, much longer than it is."""
+    """Raise LoadError for a tokenizer whose steps would make a text, or an answer, much longer than it is."""
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         step: Any = getattr(tokenizer, part)
         steps = list(_steps(json.loads(step.__getstate__()))) if step is not None else []
@@ -30,7 +30,7 @@ def check_growth(tokenizer: tokenizers.Tokenizer, file: Path) -> None:
 
 
 def _steps(step: Any) -> Iterator[dict[str, Any]]:
-    """Each step of a sequence, also of those in it."""
+    """Yield each step of a sequence, including the steps of nested sequences."""
     if isinstance(step, dict):
         inner = [each for key in ("normalizers", "pretokenizers", "decoders") for each in step.get(key) or ()]
         if not inner:
@@ -40,7 +40,7 @@ def _steps(step: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Of a Replace; a regular expression may match a single character, or none."""
+    """Return the growth factor of a Replace step. Its regular expression may match a single character, or none."""
     if step.get("type") != "Replace":
         return 1.0
     replaced = (step.get("pattern") or {}).get("String")

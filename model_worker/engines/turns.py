@@ -1,4 +1,5 @@
-"""A thread that does tasks, for one party after the other: a party with many tasks delays another's one by one task."""
+"""A thread that does tasks of several parties in turns. A party with many tasks delays another party by one task
+only."""
 
 import threading
 from collections import deque
@@ -7,11 +8,11 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 STACK = 16 << 20
-"""Bytes of stack of the thread: a grammar may be deep."""
+"""Bytes of stack of the thread, because a grammar may be nested deeply."""
 
 
 class Turns(Generic[T]):
-    """Tasks in the order in which they are to be done. Pure.
+    """The order of tasks. Pure.
 
     A party is a client connection, or a key with all its connections. Parties take turns. The tasks of one party are
     done in the order in which they came.
@@ -20,15 +21,15 @@ class Turns(Generic[T]):
     def __init__(self) -> None:
         self._waiting: dict[int, deque[T]] = {}
         self._last: int | None = None
-        """Whose turn it was last."""
+        """The party that had the last turn."""
 
     def put(self, party: int, task: T) -> None:
         self._waiting.setdefault(party, deque()).append(task)
 
     def take(self, held: Collection[int] = ()) -> tuple[int, T] | None:
-        """Take out the next task, and whose it is; None if there is none. Parties in ``held`` are left out."""
+        """Take out the next task, with its party; return None if there is none. Parties in ``held`` are skipped."""
         if self._last in self._waiting:
-            # Only now: parties that came while its task was being done go before it.
+            # Not earlier: parties that came while the task of the last party was being done go before it.
             self._waiting[self._last] = self._waiting.pop(self._last)
         party = next((party for party in self._waiting if party not in held), None)
         if party is None:
@@ -43,7 +44,7 @@ class Turns(Generic[T]):
 class TurnsThread(Generic[T]):
     """Does tasks in a thread.
 
-    do  does a task, given the party whose turn it is; never raises
+    do  does a task, given the party whose turn it is; it must not raise
     """
 
     def __init__(self, name: str, do: Callable[[int, T], None]) -> None:
@@ -55,7 +56,8 @@ class TurnsThread(Generic[T]):
         self._closing = False
 
     def start(self) -> None:
-        """Start the thread. The stack size is a setting of the process: no other thread may be started meanwhile."""
+        """Start the thread. No other thread may be started meanwhile, because the stack size is a setting of the
+        process."""
         before = threading.stack_size(STACK)
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
@@ -67,13 +69,13 @@ class TurnsThread(Generic[T]):
             self._changed.notify()
 
     def hold(self, parties: frozenset[int]) -> None:
-        """Replace the set of parties whose tasks wait until they are held no more."""
+        """Replace the set of held parties. Their tasks wait until the parties are no longer held."""
         with self._changed:
             self._held = parties
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread after the task that it is doing. The others are forgotten."""
+        """End the thread after its present task, and forget the other tasks."""
         with self._changed:
             self._closing = True
             self._changed.notify()

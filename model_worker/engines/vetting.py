@@ -1,11 +1,11 @@
-"""A model's or an adapter's directory as what it may be: foreign, and hostile. Looked at before any engine reads it.
+"""Check the files of a model's or an adapter's directory before any engine reads them. The directory may be hostile.
 
-What is there may only be regular files inside the directory, each of a size that such a file can have: a pipe would
-hang whoever opens it, a link would have a secret read as a model, and a sparse file of a terabyte would be taken into
-memory. JSON is read here, within bounds. Nothing in a directory is ever run: pickled weights are not opened, files of
-Python and ``auto_map`` are not followed, tokenizers and templates are data. No torch.
+A directory may only hold regular files, inside of the directory, of plausible sizes. A pipe would hang its reader, a
+link would have a secret read as a model, and a sparse file of a terabyte would be read into memory. This module reads
+JSON within limits. Nothing in a directory is ever run: pickled weights are not opened, Python files and ``auto_map``
+are not followed, tokenizers and templates are data. No torch.
 
-Every complaint is a LoadError of one line with the remedy.
+Every fault is a LoadError of one line with the remedy.
 """
 
 import contextlib
@@ -22,24 +22,25 @@ from model_worker.engine import LoadError
 T = TypeVar("T")
 MIB = 1 << 20
 TOKENIZER_BYTES = 128 * MIB
-"""Of tokenizer.json; those of 260,000 tokens have some 35."""
+"""The largest size of tokenizer.json in bytes. The files of tokenizers with 260,000 tokens have some 35 MiB."""
 INDEX_BYTES = 32 * MIB
-"""Of model.safetensors.index.json; those of the largest models have some 10."""
+"""The largest size of model.safetensors.index.json in bytes. Those of the largest models have some 10 MiB."""
 JSON_BYTES = 8 * MIB
-"""Of any other JSON file."""
+"""The largest size of any other JSON file in bytes."""
 TEMPLATE_BYTES = MIB
-"""Of a chat template in a file of its own."""
+"""The largest size of a chat template's file in bytes."""
 MOST_ENTRIES = 10_000
-"""Files in a directory; the largest models come in some hundred."""
+"""Files in a directory. The largest models come in some hundred files."""
 LONGEST_NUMBER = 24
-"""Characters of a number in JSON: what 64 bits hold, and more than a float says."""
+"""Characters of a number in JSON: enough for 64 bits, and more than a float can express."""
 _LIMITS = {"tokenizer.json": TOKENIZER_BYTES, "model.safetensors.index.json": INDEX_BYTES}
 _PARTS = ("", "additional_chat_templates")
-"""The directory itself, and those in it that are read."""
+"""The directory itself, and the subdirectories that are read."""
 
 
 def vet(directory: Path) -> None:
-    """Raise LoadError, naming the entry, for what no model or adapter needs, and its readers would fall for."""
+    """Raise LoadError, naming the entry, for an entry that no model or adapter needs and that would harm its
+    readers."""
     root = directory.resolve()
     for part in _PARTS:
         place = directory / part
@@ -84,7 +85,7 @@ def _check_entry(path: Path, root: Path) -> None:
 
 
 def _is_blob_of(target: Path, root: Path) -> bool:
-    """Hugging Face's own cache: models--NAME/snapshots/REVISION holds links to files in models--NAME/blobs."""
+    """Return whether a file is in Hugging Face's cache: models--NAME/snapshots/REVISION links to models--NAME/blobs."""
     return root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
 
 
@@ -94,9 +95,9 @@ def _kind(mode: int) -> str:
 
 
 def read_json(file: Path, limit: int | None = None) -> dict[str, Any]:
-    """The object in a JSON file. Raises LoadError, naming it, for anything else, or more than its name allows.
+    """Return the object in a JSON file. Raises LoadError, naming the file, for anything else, or for too large a file.
 
-    limit  bytes, where it is not the file's own limit
+    limit  bytes; None: the limit of the file's name
     """
     try:
         return parse_json(read_bytes(file, limit or _LIMITS.get(file.name, JSON_BYTES)))
@@ -105,7 +106,7 @@ def read_json(file: Path, limit: int | None = None) -> dict[str, Any]:
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """The object in a JSON text. Raises ValueError for anything else, also for what is nested without end."""
+    """Return the object in a JSON text. Raises ValueError for anything else, and for endless nesting."""
     try:
         value = json.loads(text.decode(), parse_int=_integer, parse_constant=_constant)
     except RecursionError:
@@ -116,7 +117,8 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
 
 def _constant(name: str) -> float:
-    """Infinity is what some models' configurations hold; NaN would get into everything that is computed."""
+    """Return infinity, which some models' configurations hold. Raise ValueError for NaN, which would spread through
+    results."""
     if name == "NaN":
         raise ValueError("NaN, which is no number")
     return float(name)
@@ -129,7 +131,10 @@ def _integer(digits: str) -> int:
 
 
 def read_bytes(file: Path, limit: int) -> bytes:
-    """A whole regular file. Raises ValueError if there is none, or it is larger than ``limit``; never waits for one."""
+    """Return the content of a regular file without ever blocking.
+
+    Raises ValueError if there is no such file, or if it is larger than ``limit`` bytes.
+    """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as e:
@@ -145,7 +150,7 @@ def read_bytes(file: Path, limit: int) -> bytes:
 
 
 def check_shard_names(file: Path, names: Any) -> set[str]:
-    """The files that an index names. Raises LoadError for what is not the plain name of a safetensors file."""
+    """Return the files that an index names. Raises LoadError for a name that is not that of a safetensors file."""
     if not isinstance(names, dict):
         raise LoadError(f"{file}: weight_map must be an object of names of tensors and files")
     for name in set(map(str, names.values())):
@@ -163,14 +168,17 @@ _OVER_CONTENTS = (
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust gave up. Its exception is no ``Exception``, and cannot be imported."""
+    """Return whether a library in Rust panicked. Its exception is no ``Exception``, and cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def understood(directory: object) -> Iterator[None]:
-    """What is raised over contents that nobody has thought of, as a LoadError: the model fails, once, and says so.
-    A traceback goes to the log."""
+    """Turn exceptions over contents that nobody has foreseen into a LoadError, so that the model fails once, with a
+    reason.
+
+    The traceback goes to the log.
+    """
     try:
         yield
     except BaseException as e:
@@ -182,7 +190,7 @@ def understood(directory: object) -> Iterator[None]:
 
 
 class Faults:
-    """Runs several checks of one model and keeps what each of them finds, so that a person learns all faults at once.
+    """Runs several checks of one model and keeps all faults that they find, so that a person sees them at once.
 
     directory  the model's directory, for the message of a fault that no check has a message for
     """
@@ -192,7 +200,7 @@ class Faults:
         self._found: list[LoadError] = []
 
     def of(self, check: Callable[[], T]) -> T | None:
-        """Run a check. Returns its result, None if it raised LoadError."""
+        """Run a check. Return its result, or None if it raised LoadError."""
         try:
             with understood(self._directory):
                 return check()
@@ -201,13 +209,13 @@ class Faults:
             return None
 
     def passes(self, check: Callable[[], object]) -> bool:
-        """Run a check. Returns whether it raised no LoadError."""
+        """Run a check. Return whether it raised no LoadError."""
         before = len(self._found)
         self.of(check)
         return len(self._found) == before
 
     def raise_found(self) -> None:
-        """Raise the first fault, which holds the others in ``also``; return if no check has found one."""
+        """Raise the first fault, with the others in ``also``. Return if no check has found one."""
         if self._found:
             first, *others = self._found
             first.also = tuple(others)

@@ -1,6 +1,7 @@
-"""Whether the weights are those of the model that config.json describes, as far as names and shapes tell. No torch.
+"""Check by names and shapes whether the weights are those of the model that config.json describes. No torch.
 
-Engines would find out in the middle of a load: the transformers library fills what is missing with random numbers.
+Engines would notice only in the middle of a load, and the transformers library fills missing weights with random
+numbers.
 """
 
 import re
@@ -18,7 +19,7 @@ _LLAMA_LIKE = frozenset(
 
 
 def check_names_and_shapes(directory: ModelDir) -> None:
-    """Raise LoadError for weights that are not those of the model in config.json, as far as it can be told."""
+    """Raise LoadError if names or shapes show that the weights are not those of the model in config.json."""
     check_layers(directory)
     check_shapes(directory)
 
@@ -26,12 +27,12 @@ def check_names_and_shapes(directory: ModelDir) -> None:
 def check_layers(directory: ModelDir) -> None:
     """Raise LoadError for weights without a layer that config.json describes.
 
-    Tensors that are named otherwise than by the number of their layer are left to the engine.
+    Tensors whose names do not contain the number of their layer are left to the engine.
     """
     count = next((c for k in ("num_hidden_layers", "n_layer", "n_layers") if (c := directory.text_config.get(k))), None)
     if not isinstance(count, int):
         return
-    found: dict[str, set[int]] = defaultdict(set)  # a model may have other stacks of layers, such as those for images
+    found: dict[str, set[int]] = defaultdict(set)  # a model may have further stacks of layers, for images
     for name in directory.tensors:
         if match := _LAYER.match(name):
             found[match[1]].add(int(match[2]))
@@ -55,7 +56,7 @@ def check_shapes(directory: ModelDir) -> None:
     for name, shape in expected.items():
         tensor = directory.tensors.get(prefix + name)
         if tensor is None and name == _EMBEDDING and "lm_head.weight" in directory.tensors:
-            continue  # tied: one of the two is enough
+            continue  # tied weights: one of the two is enough
         if tensor is None:
             raise LoadError(f"{directory.path}: the weights lack {prefix}{name}: download them again")
         if shape is not None and tensor.shape != shape:
@@ -66,8 +67,7 @@ def check_shapes(directory: ModelDir) -> None:
 
 
 def _llama_shapes(directory: ModelDir) -> dict[str, tuple[int, ...] | None]:
-    """Return the shape of each required tensor by its name without the prefix. A size that config.json lacks is
-    None."""
+    """Return the shape of each required tensor by its name without the prefix; None where config.json lacks a size."""
 
     def size(key: str) -> int | None:
         value = directory.text_config.get(key)

@@ -1,4 +1,4 @@
-"""One answer of the transformers engine, from the ids that were drawn to the events of a job. No torch."""
+"""One answer of the transformers engine, from the drawn ids to the events of a job. No torch."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -11,15 +11,15 @@ from protocol.errors import RequestError
 from protocol.messages import FinishReason
 
 NewStream = Callable[[Sequence[int]], TextStream]
-"""The text of what follows these ids."""
+"""Makes the stream of the text that follows these ids."""
 
 
 class Answer:
     """A job's answer so far.
 
-    prompt   ids that the answer stands behind: the job's prompt, or what healing leaves of it
-    given    those before the first token drawn here: the prompt, and what a former worker delivered of the answer
-    ids      tokens of the answer, those and the ones drawn and not taken back, a healed one among them
+    prompt   ids before the answer: the job's prompt, or what healing leaves of it
+    given    ids before the first token drawn here: the prompt, and the part of the answer that another worker delivered
+    ids      tokens of the answer: that part, and the drawn tokens that were not taken back, including a healed one
     returns  how often the answer has gone back
     end_ids  ids that end the answer
     """
@@ -41,13 +41,13 @@ class Answer:
         self.started = 0.0  # seconds of the monotonic clock
         self.first_token = 0.0
         self._logprobs: list[TokenLogprob] = []
-        self._silent: list[bool] = []  # which ids completed no text
-        self._delivered = 0  # of ids
+        self._silent: list[bool] = []  # for each of ids, whether it completed no text
+        self._delivered = 0  # how many of ids
         self._new_stream = new_stream
         self._text = new_stream(self.prompt)
         self._early = job.min_new_tokens
         self._judge: BannedStrings | None = None
-        if job.banned_strings or healing:  # which also looks for stop strings, in what is left of a healed token's text
+        if job.banned_strings or healing:  # the judge also looks for stop strings in the rest of a healed token's text
             self._judge = BannedStrings(
                 job.banned_strings,
                 job.stop,
@@ -57,7 +57,7 @@ class Answer:
             )
         elif not self._early:
             self._text.stop_at(job.stop)
-        for token in job.resumed_ids:  # never together with a judge; the text that they complete was delivered
+        for token in job.resumed_ids:  # never together with a judge; the text of these tokens was delivered
             self.ids.append(token)
             if self._push(token)[1]:
                 raise RequestError("resumed_ids hold a stop string: the answer had ended", field="resumed_ids")
@@ -65,7 +65,7 @@ class Answer:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and answer."""
+        """Return the tokens of prompt and answer."""
         return len(self.prompt) + len(self.ids)
 
     @property
@@ -78,29 +78,33 @@ class Answer:
 
     @property
     def is_free(self) -> bool:
-        """Whether the next draw is limited in no way."""
+        """Return whether nothing limits the next draw."""
         return self._judge is None and self._constraint is None and len(self.ids) >= self._early
 
     @property
     def only(self) -> Collection[int] | None:
-        """The ids that the next draw is limited to; None is all."""
+        """Return the ids that the next draw is limited to; None for no limit."""
         return self._healing.allowed if self._healing and not self.ids else None
 
     @property
     def allowed(self) -> Mask | None:
-        """What the constraint leaves for the next draw; None is all. Raises RequestError if that is too costly."""
+        """Return the ids that the constraint leaves for the next draw; None for all. Raises RequestError if that is too
+        costly."""
         return None if self._constraint is None else self._constraint.allowed
 
     @property
     def excluded(self) -> Collection[int]:
-        """Ids that must not be drawn next."""
+        """Return the ids that must not be drawn next."""
         excluded: Collection[int] = self._judge.blocked if self._judge else ()
         heals = self._healing is not None and not self.ids
         return self.end_ids.union(excluded) if heals or self.completion_tokens < self._early else excluded
 
     def take(self, token: int, logprob: TokenLogprob | None, now: float) -> Delta | Finished | None:
-        """What a new token means: more text, the end, or (``ids`` are fewer then) a way back. Raises RequestError
-        where a constraint becomes too costly."""
+        """Add a new token. Return more text, the end of the answer, or None.
+
+        If the answer goes back, ``ids`` are fewer afterwards. Raises RequestError where a constraint becomes too
+        costly.
+        """
         self.ids.append(token)
         if logprob is not None:
             self._logprobs.append(logprob)
@@ -119,21 +123,21 @@ class Answer:
         return self._event(1, text + self._text.finish(), "length", now)
 
     def _push(self, token: int) -> tuple[str, bool]:
-        """(the text that the newest of ``ids`` completes, whether a stop string does)."""
+        """Return (the text that the newest of ``ids`` completes, whether a stop string ends in it)."""
         if self._early and len(self.ids) > self._early:
             self._early = 0
             self._text.stop_at(self.job.stop)
         return self._text.push(token)
 
     def _completes(self, token: int) -> bool:
-        """Whether nothing can follow the newest token, by the constraint."""
+        """Return whether the constraint allows nothing after the newest token."""
         if self._constraint is None:
             return False
         self._constraint.push(token)
         return self._constraint.finished
 
     def give_up(self, now: float) -> Delta | Finished | None:
-        """No token is left that may be drawn next."""
+        """End the answer, because no token is left that may be drawn next."""
         self.first_token = self.first_token or now
         if self._judge is None and self._constraint is not None:
             reason = FinishReason.STOP if self._constraint.accepting else FinishReason.BANNED
@@ -168,7 +172,7 @@ class Answer:
         elif last.ended:
             reason = last.ended
         elif reason == "stop":
-            count += 1  # the end token, of which the judge knows nothing
+            count += 1  # the end token, which the judge does not count
         elif reason == "complete":
             reason = "stop"
         return self._event(count, text, reason, now)
@@ -184,10 +188,10 @@ class Answer:
             complete -= 1
         self._text = self._new_stream((*self.prompt, *self.ids[:complete]))
         for token in self.ids[complete:]:
-            self._text.push(token)  # the beginning of a character, whose end is drawn anew
+            self._text.push(token)  # the beginning of a character, whose end is drawn again
 
     def _event(self, count: int, text: str, reason: str | None, now: float) -> Delta | Finished | None:
-        """Deliver the next ``count`` ids, but for a healed one. None where there is nothing to say."""
+        """Deliver the next ``count`` ids, except a healed one. Return None if there is nothing to deliver."""
         begin = self._delivered
         self._delivered = begin + count
         logprobs = self._logprobs[:count]

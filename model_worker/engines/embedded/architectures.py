@@ -1,7 +1,7 @@
 """The architectures that the transformers library can load as a causal language model. No torch.
 
-The library's own table is the module ``transformers.models.auto.modeling_auto``, whose import takes torch and some
-seconds. It is a literal, so it is read from the module's source instead.
+The library's own table is in the module ``transformers.models.auto.modeling_auto``. Importing it takes torch and some
+seconds. The table is a literal, so it is read from the module's source instead.
 """
 
 import ast
@@ -19,7 +19,7 @@ _TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 def check_architecture(name: str) -> None:
     """Raise LoadError if the installed library has no causal language model of this name.
 
-    Without the library nothing is known of architectures, and nothing is refused: ``engines.not_checked`` says so.
+    Without the library no architecture is known, and none is refused: ``engines.not_checked`` reports that.
     """
     if not_installed(("transformers",)):
         return
@@ -30,7 +30,7 @@ def check_architecture(name: str) -> None:
 
 
 def causal_language_models() -> frozenset[str]:
-    """Return the names of the classes, as the installed library has them. Raises LoadError if they cannot be found."""
+    """Return the class names of the installed library. Raises LoadError if they cannot be found."""
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
         raise LoadError("the installed package transformers has no source: install transformers 5", key="engine")

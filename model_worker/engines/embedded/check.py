@@ -46,12 +46,12 @@ OFFERED = frozenset(
         "top_logprobs",
     }
 )
-"""Options of a request that the engine offers: the library has a processor for each, or the option needs none."""
+"""Options of a request that the engine offers: the library has a processor for the option, or it needs none."""
 
 
 @dataclass(frozen=True)
 class EmbeddedOptions:
-    """The engine's own keys of models.yaml. ``supervisor.config_model`` says what they mean."""
+    """The engine's own keys of models.yaml. ``supervisor.config_model`` describes them."""
 
     chunk_size: int = DEFAULT_CHUNK_SIZE
     threads: int = 1
@@ -61,7 +61,7 @@ class EmbeddedOptions:
 class Checked:
     """A model that passed every check.
 
-    tokenizer  None where the packages that read it are not installed
+    tokenizer  None if the packages that read it are not installed
     context    tokens of prompt and answer together
     """
 
@@ -98,14 +98,14 @@ def check(spec: EngineSpec) -> Checked:
 
 
 def _check_weights(directory: ModelDir) -> None:
-    """Refuse weights that the library would not take from this directory's safetensors files as they are."""
+    """Raise LoadError for weights that the library would not read unchanged from this directory's safetensors files."""
     if directory.quantization:
         remedy = "use engine exllamav2" if directory.quantization in ("exl2", "gptq") else "use unquantized weights"
         raise LoadError(
             f"{directory.path} is quantized ({directory.quantization}), engine transformers loads none: {remedy}"
         )
     if (directory.path / "adapter_config.json").exists():
-        # the library would go on with the base model that it names, wherever that is
+        # The library would load the base model that the adapter names, wherever that model is.
         raise LoadError(
             f"{directory.path} holds an adapter (adapter_config.json), which engine transformers does not load"
         )
@@ -114,7 +114,8 @@ def _check_weights(directory: ModelDir) -> None:
 
 
 def _check_attention(directory: ModelDir, context: int | None) -> None:
-    """Refuse layers that the slot cache cannot compute. context: None if it is not known, because of another fault."""
+    """Raise LoadError for layers that the slot cache cannot compute. ``context`` is None if it is unknown because of a
+    fault."""
     config = directory.text_config
     kinds = set(config.get("layer_types") or ())
     window = None if config.get("use_sliding_window") is False else config.get("sliding_window")
@@ -130,7 +131,7 @@ def _check_attention(directory: ModelDir, context: int | None) -> None:
 
 
 def _check_positions(directory: ModelDir) -> None:
-    """Refuse rotary embeddings that differ among the sequences of a batch."""
+    """Raise LoadError for rotary embeddings that differ among the sequences of a batch."""
     for key in ("rope_scaling", "rope_parameters"):
         rope = directory.text_config.get(key)
         kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
@@ -142,8 +143,10 @@ def _check_positions(directory: ModelDir) -> None:
 
 
 def _check_no_kernels(config: Mapping[str, Any], where: str) -> None:
-    """Refuse names of code. The library takes OWNER/NAME for code of the Hugging Face hub that computes attention or
-    experts, and runs it."""
+    """Raise LoadError for names of code.
+
+    The library takes OWNER/NAME for code of the Hugging Face hub that computes attention or experts, and runs it.
+    """
     for key, value in config.items():
         values = value.values() if isinstance(value, Mapping) else [value]
         if key.endswith("_implementation") and any("/" in str(each) for each in values):

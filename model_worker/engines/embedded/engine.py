@@ -1,7 +1,7 @@
 """The embedded engine: any AutoModelForCausalLM with standard attention, in float32, on the CPU or another device.
 
-It steps the model's own forward pass over a cache of slots: all running answers advance by one token in one pass, and
-at most ``chunk_size`` prompt tokens are computed before it, so a long prompt does not stall running answers.
+It steps the model's own forward pass over a cache of slots. All running answers advance by one token in one pass.
+Before that pass at most ``chunk_size`` prompt tokens are computed, so a long prompt does not stall running answers.
 """
 
 import time
@@ -39,7 +39,7 @@ from protocol.request import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job that holds a row of the cache. ``cached`` of its tokens are there; the newest one never is."""
+    """A job that holds a row of the cache. The cache has ``cached`` of its tokens, and never the newest one."""
 
     answer: Answer
     row: int
@@ -66,17 +66,17 @@ class TransformersEngine:
         self._chunk_size, self._threads = options.chunk_size, options.threads
         self._spec = spec
         self._pending: deque[Answer] = deque()
-        # rows of the cache: the first _decoding ones advance together, those behind are prefilling
+        # Rows of the cache: the first _decoding rows advance together, the rows behind them are prefilling.
         self._rows: list[_Running] = []
         self._decoding = 0
-        self._prefilling: deque[_Running] = deque()  # in the order of arrival, which rows may lose
+        self._prefilling: deque[_Running] = deque()  # in the order of arrival, which the rows need not have
         self._by_id: dict[int, Answer | _Running] = {}
         self._steps = 0
         self._counters = _Counters()
         self._capabilities: Capabilities | None = None
 
     def load(self, progress: ProgressCallback) -> None:
-        """Load and warm up. Raises LoadError; the process's number of torch threads is set here."""
+        """Load the model and warm up. Set this process's number of torch threads. Raises LoadError."""
         torch.set_num_threads(self._threads)
         checked = check(self._spec)
         directory, context = checked.directory, checked.context
@@ -108,7 +108,8 @@ class TransformersEngine:
         progress("warmup", 1, 1)
 
     def _warm_up(self, progress: ProgressCallback) -> None:
-        """Run as many jobs as there are rows, of a chunk each where it fits: every allocation is made here."""
+        """Run as many jobs as there are rows, each with a whole chunk if that fits, so that all memory is allocated
+        here."""
         context = self.capabilities.context
         new = min(4, context - 1)
         prompt = (0,) * max(1, min(self._chunk_size, context - new))
@@ -145,15 +146,15 @@ class TransformersEngine:
         return self._tokenizer.token_bytes(token_id)
 
     def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """One slot, whatever the length."""
+        """Return one: a job holds one slot, whatever its length."""
         return 1
 
     def submit(self, job: Job) -> None:
-        """Queue a job, first come first served. Raises RequestError for what cannot be computed."""
+        """Queue a job, first come, first served. Raises RequestError for a job that cannot be computed."""
         if job.id in self._by_id or (self._constraints and job.id in self._constraints):
             raise ValueError(f"job id {job.id} is in use")
         check_job(job, self.capabilities, self._vocab_size, self._drawable, self._tokenizer.eos_ids)
-        if job.constraint is not None and self._constraints is not None:  # offered only if it is not
+        if job.constraint is not None and self._constraints is not None:  # check_job has refused it if there are none
             self._constraints.add(job)
         else:
             self._queue(job)
@@ -186,7 +187,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def step(self) -> list[EngineEvent]:
-        """Start what fits, compute at most one chunk of prompts, then one token for every running answer."""
+        """Start the jobs that fit, compute at most one chunk of prompts, then one token for every running answer."""
         failed = self._queue_constrained()
         if not self._by_id:
             return failed
@@ -217,10 +218,10 @@ class TransformersEngine:
             self._by_id[answer.job.id] = running
 
     def _prefill(self) -> list[EngineEvent]:
-        """One forward pass over the next prompts, padded to the longest of them, of at most chunk_size tokens in all.
-        What it says is how far those are that it has not finished.
+        """Run one forward pass over the next prompts, padded to the longest, of at most chunk_size tokens in all.
 
-        A prompt's last token is left to decoding: it gives the logits that prefilling would throw away.
+        Returns the progress of the prompts that are not complete. A prompt's last token is left to decoding, which
+        needs its logits; prefilling would throw them away.
         """
         group: list[_Running] = []
         longest = 0
@@ -248,12 +249,12 @@ class TransformersEngine:
     def _decode(self) -> list[EngineEvent]:
         batch = self._rows[: self._decoding]
         logits = self._model.decode([r.answer.newest for r in batch], [r.cached for r in batch])
-        logits = logits[:, : self._drawable]  # rows beyond are padding, never trained
+        logits = logits[:, : self._drawable]  # the rows beyond are padding, which was never trained
         likeliest: list[int] = logits.argmax(-1).tolist()
         self._counters.decode_steps += 1
         self._counters.decode_tokens += len(batch)
         now = time.monotonic()
-        for running in batch:  # all of them before one ends: its end moves others' rows, with what `cached` counts
+        for running in batch:  # for all before one ends: its end moves other rows, with the tokens that `cached` counts
             running.cached += 1
         events: list[EngineEvent] = []
         for i, running in enumerate(batch):
@@ -276,13 +277,13 @@ class TransformersEngine:
                 del self._by_id[answer.job.id]
                 self._release(running)
             else:
-                running.cached = answer.length - 1  # fewer, if the answer went back: what lies behind is written anew
+                running.cached = answer.length - 1  # less, if the answer went back; what is behind is overwritten
             if event is not None:
                 events.append(event)
         return events
 
     def _release(self, running: _Running) -> None:
-        """Free a row and close the gap: the decoding rows stay the first ones."""
+        """Free a row and close the gap, so that the decoding rows stay the first ones."""
         if running.row < self._decoding:
             self._decoding -= 1
             self._swap(running.row, self._decoding)
@@ -300,7 +301,8 @@ class TransformersEngine:
         one.row, other.row = b, a
 
     def stats(self) -> EngineStats:
-        """``extra``: rows in use and in all, prompt and answer tokens computed, mean answers per decode step."""
+        """Return a reading. ``extra``: rows used and total, prompt and answer tokens computed, mean answers per decode
+        step."""
         counters = self._counters
         return EngineStats(
             pending=len(self._pending) + len(self._constraints or ()),

@@ -1,4 +1,4 @@
-"""Loading a model with the transformers library: refusals that only the load can find, and reports of progress."""
+"""Load a model with the transformers library: checks that need the library, and reports of progress."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-import transformers.modeling_utils  # the library would import it, and much else, in the middle of the first load
+import transformers.modeling_utils  # else the library would import it, and much more, in the middle of the first load
 from transformers.utils import logging as transformers_logging
 
 from model_worker.engine import LoadError, ProgressCallback
@@ -14,7 +14,7 @@ from model_worker.engines import one_line
 from model_worker.engines.model_dir import ModelDir
 
 _SLACK = 1 << 22
-"""Parameters that may be missing at least, and are then told by name."""
+"""Parameters that may be missing before the model counts as too large. The load then names the missing ones."""
 
 
 def load_model(directory: ModelDir, device: torch.device, progress: ProgressCallback) -> Any:
@@ -42,12 +42,12 @@ def load_model(directory: ModelDir, device: torch.device, progress: ProgressCall
             model = model.to(device).eval()
     except torch.OutOfMemoryError as e:
         raise LoadError(f"not enough memory on {device} for the weights: {one_line(e)}") from None
-    except Exception as e:  # whatever the library runs into over a foreign config.json
+    except Exception as e:  # a foreign config.json may make the library raise anything
         raise LoadError(f"{directory.path} cannot be loaded: {type(e).__name__}: {one_line(e)}") from e
     finally:
         if done_before:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    # the library fills what is missing with random numbers and goes on
+    # The library fills missing weights with random numbers and goes on.
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
             raise LoadError(
@@ -60,8 +60,10 @@ def load_model(directory: ModelDir, device: torch.device, progress: ProgressCall
 
 
 def _check_size(directory: ModelDir) -> None:
-    """Raise LoadError for a config.json that describes a much larger model than the weights are: the library would make
-    room for all of it, and fill it, before it sees what is missing."""
+    """Raise LoadError if config.json describes a much larger model than the weights hold.
+
+    Otherwise the library would allocate and fill memory for all of it before it notices what is missing.
+    """
     try:
         config = transformers.AutoConfig.from_pretrained(
             str(directory.path), local_files_only=True, trust_remote_code=False
@@ -71,7 +73,7 @@ def _check_size(directory: ModelDir) -> None:
                 config, attn_implementation="sdpa", trust_remote_code=False
             )
         described = sum(parameter.numel() for parameter in skeleton.parameters())
-    except Exception as e:  # as in load_model
+    except Exception as e:  # a foreign config.json may make the library raise anything
         raise LoadError(f"{directory.path}/config.json describes no model: {type(e).__name__}: {one_line(e)}") from e
     held = sum(tensor.elements for tensor in directory.tensors.values())
     if described > 2 * held + _SLACK:
@@ -82,17 +84,17 @@ def _check_size(directory: ModelDir) -> None:
 
 
 def check_room(directory: ModelDir, device: torch.device, rows: int, context: int) -> None:
-    """Raise LoadError if weights and cache cannot fit the device's free memory, with the arithmetic."""
+    """Raise LoadError, with the arithmetic, if weights and cache cannot fit the device's free memory."""
     config = directory.text_config
     layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
     hidden = config.get("hidden_size")
     if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
-        return  # other names: the load itself will tell
+        return  # config.json uses other names: the load itself will find out
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     cache = rows * (context + 1) * layers * kv_heads * head_dim * 2 * 4
     free = _free_bytes(device)
-    weights = directory.weight_bytes  # at least: 16-bit weights double in float32
+    weights = directory.weight_bytes  # at least this: 16-bit weights double in float32
     if free is not None and cache + weights > free:
         raise LoadError(
             f"not enough memory on {device}: the cache of {rows} sequences of {context} tokens takes {_gib(cache)}, "
@@ -120,14 +122,14 @@ def _gib(size: int) -> str:
 
 
 def device_name(device: torch.device, threads: int) -> str:
-    """For people: "cpu (2 threads)", or the GPU's name."""
+    """Return a name for people: "cpu (2 threads)", or the GPU's name."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{device.type} ({threads} thread{'s' if threads > 1 else ''})"
 
 
 class _loading:
-    """Reports the library's own loop over tensors, where it offers a hook for it, else the start and the end."""
+    """Reports the library's own loop over tensors, if it offers a hook for that, else the start and the end."""
 
     def __init__(self, progress: ProgressCallback, total: int) -> None:
         self._progress, self._total = progress, total

@@ -1,4 +1,4 @@
-"""The next token of one request, drawn with the transformers library's own logits processors."""
+"""Draw the next token of one request, with the transformers library's own logits processors."""
 
 from collections.abc import Collection
 from typing import cast
@@ -22,32 +22,32 @@ from model_worker.engines.draws import Draws
 from protocol.request import SamplingParams
 
 _NEVER = float("-inf")
-_LARGE = 1e30  # finite stand-in for infinite logits: a softmax over two infinities is NaN, and a draw from it raises
+_LARGE = 1e30  # finite stand-in for infinite logits: a softmax over two infinities is NaN, and drawing from it raises
 
 
 class AnswerPenalty(LogitsProcessor):
-    """Frequency and presence penalty over the answer (the prompt does not count), which the library lacks.
+    """Frequency and presence penalty over the answer without the prompt, which the library lacks.
 
-    prompt_tokens  ids of ``input_ids`` that belong to the prompt
+    prompt_tokens  number of first ids of ``input_ids`` that belong to the prompt
     """
 
     def __init__(self, frequency: float, presence: float, prompt_tokens: int) -> None:
         self._frequency, self._presence, self._prompt_tokens = frequency, presence, prompt_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """scores [1, vocab] with the penalty subtracted; input_ids [1, n]."""
+        """Return scores [1, vocab] with the penalties subtracted. ``input_ids`` is [1, n]."""
         answer = input_ids[0, self._prompt_tokens :]
         counts = torch.bincount(answer, minlength=scores.shape[-1])[: scores.shape[-1]]
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
 class Sampler:
-    """Draws one request's tokens. Reproducible for a seed, from any of its tokens on (engines/draws).
+    """Draws one request's tokens. A seed makes them reproducible, from any token of the answer on (engines/draws).
 
     vocab    ids below this can be drawn
     eos_ids  ids that end an answer
 
-    ``plain`` requests take the likeliest token of untouched logits: the engine does that for the whole batch at once.
+    A ``plain`` request takes the likeliest token of unchanged logits. The engine finds it for the whole batch at once.
     """
 
     def __init__(self, job: Job, vocab: int, eos_ids: Collection[int] = ()) -> None:
@@ -84,13 +84,14 @@ class Sampler:
         returns: int = 0,
         allowed: Mask | None = None,
     ) -> int | None:
-        """The next token id from logits [vocab] of any device and floating type; None if none is left.
+        """Return the next token id; None if none is left.
 
+        logits    [vocab], of any device and floating type
         length    tokens of prompt and answer before it; those that were drawn for later places are forgotten
         excluded  ids that must not be drawn now
-        only      ids that alone may be; None is all
+        only      the only ids that may be drawn; None for all
         returns   how often the answer has gone back (Draws.at)
-        allowed   bool [vocab], what a constraint leaves; None is all
+        allowed   bool [vocab]: the ids that a constraint leaves; None for all
         """
         scores = logits[None].to("cpu", torch.float32)
         past = cast(torch.LongTensor, self._ids[None, :length])
@@ -122,8 +123,11 @@ class Sampler:
 
 
 def _at(point: float, probabilities: torch.Tensor) -> int:
-    """The id that ``point`` in [0, 1) falls on, in the cumulated probabilities [vocab]: one number for one token, and
-    less than half the time of ``torch.multinomial``, which takes one for every id."""
+    """Return the id at ``point`` in [0, 1) of the cumulated probabilities [vocab].
+
+    This needs one random number per token, and less than half the time of ``torch.multinomial``, which takes one random
+    number per id.
+    """
     sums = probabilities.cumsum(-1, dtype=torch.float64).numpy()
     if not sums[-1] > 0:  # also for NaN
         raise RuntimeError("the model's logits are not numbers")
@@ -149,7 +153,7 @@ def _warpers(sampling: SamplingParams) -> LogitsProcessorList:
 
 
 def _bias(job: Job, vocab: int, eos_ids: Collection[int]) -> torch.Tensor | None:
-    """What is added to the logits of every draw, float32 [vocab]; None for nothing."""
+    """Return what is added to the logits of every draw, float32 [vocab]; None for nothing."""
     sampling = job.sampling
     excluded = [token for token in excluded_ids(job, eos_ids, early=False) if token < vocab]
     if not (sampling.logit_bias or sampling.allowed_tokens or excluded):
@@ -163,7 +167,7 @@ def _bias(job: Job, vocab: int, eos_ids: Collection[int]) -> torch.Tensor | None
 
 
 def _limited(scores: torch.Tensor, excluded: Collection[int], only: Collection[int] | None) -> torch.Tensor:
-    """scores [1, vocab] with -inf where nothing may be drawn."""
+    """Return scores [1, vocab] with -inf for ids that may not be drawn."""
     vocab = scores.shape[-1]
     scores = scores.clone()
     if only is not None:
@@ -176,7 +180,8 @@ def _limited(scores: torch.Tensor, excluded: Collection[int], only: Collection[i
 
 
 def log_probability(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
-    """Of a token and of the ``top`` likeliest ones, by logits [vocab] as the model made them."""
+    """Return log-probabilities of a token and of the ``top`` likeliest ones, from logits [vocab] as the model made
+    them."""
     logprobs = logits.to("cpu", torch.float32).log_softmax(-1)
     values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
     return TokenLogprob(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

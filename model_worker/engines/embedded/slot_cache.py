@@ -9,12 +9,12 @@ from transformers.cache_utils import Cache
 class SlotCache(Cache):
     """A transformers cache of ``rows`` independent sequences of up to ``length`` tokens.
 
-    ``select`` says which rows the next forward pass computes and where its tokens stand; the model's attention then
-    calls ``update`` once a layer. The mask must hide what a row does not own: the keys returned reach up to the end of
-    the longest row.
+    ``select`` chooses the rows that the next forward pass computes, and the positions of its tokens. The model's
+    attention then calls ``update`` once per layer. The mask must hide positions that do not belong to a row, because
+    the returned keys reach up to the end of the longest row.
 
     Per layer: keys and values [rows, kv_heads, length + 1, head_dim], allocated when the layer first writes. The last
-    position takes the padding of ragged prompts and is never returned.
+    position takes the padding of prompts of different lengths and is never returned.
     """
 
     def __init__(self, rows: int, length: int) -> None:
@@ -31,9 +31,9 @@ class SlotCache(Cache):
         """Choose what the next forward pass writes and reads.
 
         rows       int64 [n], on the cache's device
-        positions  int64 [n, t], where each row's t tokens are written; beyond ``length`` is padding
-        span       positions returned, from 0: the longest row's length after this pass
-        dense      rows are 0 to n-1 in order: they are returned as a view, not a copy
+        positions  int64 [n, t], where each row's t tokens are written; positions beyond ``length`` are padding
+        span       number of positions returned, from 0: the longest row's length after this pass
+        dense      whether the rows are 0 to n-1 in order; they are returned as a view then, not as a copy
         """
         self._index, self._dense, self._batch, self._span = rows, dense, rows.shape[0], span
         self._positions = positions.clamp(max=self._length)
@@ -41,14 +41,14 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [n, kv_heads, t, head_dim] of a layer; return [n, kv_heads, span, head_dim] of the selected rows."""
+        """Write a layer's [n, kv_heads, t, head_dim]. Return [n, kv_heads, span, head_dim] of the selected rows."""
         if layer_idx not in self._keys:
             for store, states in ((self._keys, key_states), (self._values, value_states)):
                 shape = (self.rows, states.shape[1], self._length + 1, states.shape[3])
-                # zeros, not empty: a masked weight of 0 times an uninitialised NaN is NaN
+                # Zeros, not empty: a masked weight of 0 times an uninitialised NaN is NaN.
                 store[layer_idx] = torch.zeros(shape, dtype=states.dtype, device=states.device)
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        # the advanced indices are apart, so their dimensions [n, t] come first
+        # Another index is between the two advanced ones, so their dimensions [n, t] come first.
         rows = self._index[:, None]
         keys[rows, :, self._positions] = key_states.transpose(1, 2)
         values[rows, :, self._positions] = value_states.transpose(1, 2)
@@ -56,9 +56,9 @@ class SlotCache(Cache):
             return keys[: self._batch, :, : self._span], values[: self._batch, :, : self._span]
         return keys[self._index, :, : self._span], values[self._index, :, : self._span]
 
-    @torch.inference_mode()  # for a cancel, which comes between steps
+    @torch.inference_mode()  # needed for a cancel, which comes between steps
     def swap(self, a: int, b: int, length: int) -> None:
-        """Exchange two rows up to ``length`` tokens."""
+        """Exchange the first ``length`` tokens of two rows."""
         if a == b or not length:
             return
         for store in (*self._keys.values(), *self._values.values()):
@@ -66,7 +66,7 @@ class SlotCache(Cache):
             store[a, :, :length] = store[b, :, :length]
             store[b, :, :length] = kept
 
-    # what a model may ask a cache when it is given positions and a mask
+    # The rest is what a model may ask a cache that it is given together with positions and a mask.
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
         return self._span - self._positions.shape[1] if self._batch else 0

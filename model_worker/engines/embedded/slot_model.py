@@ -1,4 +1,4 @@
-"""A transformers model stepped by hand: many sequences in one forward pass, each at its own position."""
+"""Step a transformers model by hand: many sequences in one forward pass, each at its own position."""
 
 import inspect
 from collections.abc import Sequence
@@ -11,16 +11,17 @@ from model_worker.engines.embedded.slot_cache import SlotCache
 
 
 class SlotModel:
-    """A causal language model over a SlotCache. Call under ``torch.inference_mode()``.
+    """A causal language model over a SlotCache. Call its methods under ``torch.inference_mode()``.
 
     model   an AutoModelForCausalLM in eval mode on ``device``
-    rows    sequences at once
-    length  tokens of a sequence, at most
+    rows    number of sequences at once
+    length  the largest number of tokens of a sequence
     """
 
     def __init__(self, model: Any, device: torch.device, rows: int, length: int) -> None:
         self._model, self._device = model, device
-        # only the last position's logits are wanted, and in prefill none; not every architecture can be asked
+        # Only the logits of the last position are needed, and in prefill none. Not every architecture has this
+        # parameter.
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         self.cache = SlotCache(rows, length)
         self._places = torch.arange(length + 1, device=device)
@@ -29,7 +30,7 @@ class SlotModel:
         self._hidden = torch.full((), self._masked, dtype=model.dtype, device=device)
 
     def prefill(self, rows: Sequence[int], ids: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
-        """Put prompt tokens into rows: ``ids[i]`` at positions ``starts[i]`` and on. Ragged prompts are padded."""
+        """Put prompt tokens into rows: ``ids[i]`` from position ``starts[i]`` on. Shorter prompts are padded."""
         longest = max(map(len, ids))
         tokens = torch.zeros((len(ids), longest), dtype=torch.int64)
         for i, row in enumerate(ids):
@@ -39,12 +40,12 @@ class SlotModel:
         for i, row in enumerate(ids):  # padding goes to the position that is never read
             positions[i, len(row) :] = self._places[-1]
         span = max(start + len(row) for start, row in zip(starts, ids, strict=True))
-        # only the first rows in order can be read without a copy
+        # Only rows 0 to n-1 in order can be read without a copy.
         dense = list(rows) == list(range(len(rows)))
         self._forward(tokens.to(self._device), list(rows), positions, span, dense=dense)
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Logits [n, vocab] after one more token in each of the rows 0 to n-1, at the given positions."""
+        """Return logits [n, vocab] after one more token in each of the rows 0 to n-1, at the given positions."""
         placed = torch.tensor(positions, device=self._device)[:, None]
         ids = torch.tensor(tokens, device=self._device)[:, None]
         logits = self._forward(ids, range(len(tokens)), placed, max(positions) + 1, dense=True)
@@ -56,12 +57,12 @@ class SlotModel:
         index = self._places[: len(rows)] if dense else torch.tensor(rows, device=self._device)
         self.cache.select(index, positions, span, dense=dense)
         visible = self._places[:span] <= positions[:, :, None]
-        # an additive mask: a boolean one is turned into one by every layer
+        # Use an additive mask: every layer would turn a boolean mask into an additive one.
         mask = torch.where(visible, self._zero, self._hidden)[:, None]
         output = self._model(
             input_ids=ids,
             attention_mask=mask,
-            # padding stands at a position that the model's tables may not have
+            # The model's tables may not have the position of the padding.
             position_ids=positions.clamp(max=self._places.shape[0] - 2),
             past_key_values=self.cache,
             use_cache=True,
@@ -73,15 +74,15 @@ class SlotModel:
     def check(self, name: str, vocab_size: int) -> None:
         """Compare with the model's own computation without a cache. Raises LoadError if they differ.
 
-        The one test that holds for every architecture: one that keeps state elsewhere, reads positions from its cache
-        or ignores the mask is found here, not by a user.
+        This test holds for every architecture. An architecture that keeps state elsewhere, reads positions from its
+        cache or ignores the mask is found here, and not by a user.
         """
         generator = torch.Generator().manual_seed(0)
         length = max(2, min(12, self._places.shape[0] - 1))
         ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
         own = self._model(input_ids=torch.tensor([ids], device=self._device), use_cache=False).logits[0]
         others = ids[::-1]
-        rows = min(2, self.cache.rows)  # the second row is ragged and out of step with the first
+        rows = min(2, self.cache.rows)  # the second row has another length than the first, and is not in step with it
         cut, short = length // 2, max(1, length // 4)
         self.prefill(range(rows), [ids[:cut], others[:short]][:rows], [0] * rows)
         self.prefill([0], [ids[cut : cut + 1]], [cut])
