@@ -17,6 +17,7 @@ from supervisor.fleet.rollout import How
 from supervisor.requests.scheduler import Scheduler
 from supervisor.spelling import spelled_name
 from supervisor.workers.lifecycle import AT_REST, WorkerState
+from supervisor.workers.worker_life import Desired
 
 Params = dict[str, Any]
 Result = dict[str, Any]
@@ -144,7 +145,7 @@ def _restart(context: AdminContext, params: Params) -> Result:
     _refuse_when_leaving(context)
     wanted = {replica.shown: replica.generation + 1 for replica in replicas}
     rollout = None
-    up = [replica for replica in replicas if replica.wanted and replica.state not in AT_REST]
+    up = [replica for replica in replicas if replica.desired is Desired.UP and replica.state not in AT_REST]
     for replica in replicas:
         if len(replicas) == 1 or replica not in up:  # one that is down is just started
             context.fleet.restart(replica.name, "restart ordered")

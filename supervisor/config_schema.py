@@ -12,8 +12,8 @@ from supervisor.config_values import Duration, Lease, Listen, VramLimit
 from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.poison import PoisonPolicy
 from supervisor.schema_validation import Within
-from supervisor.workers.restart import RestartPolicy
 from supervisor.workers.stop_ladder import PATIENT, LadderTimes
+from supervisor.workers.worker_life import RestartPolicy
 
 _RESTART = RestartPolicy()
 

@@ -25,7 +25,7 @@ DECISIONS = (
     *(f"keys/{name}.py" for name in ("rights", "allowance", "records", "endpoint", "unfinished")),
     *(
         f"workers/{name}.py"
-        for name in ("lifecycle", "restart", "stop_ladder", "exits", "crash_diagnosis", "hang_detector")
+        for name in ("lifecycle", "worker_life", "stop_ladder", "exits", "crash_diagnosis", "hang_detector")
     ),
     "ports/probes.py",
     "schema_validation.py",

@@ -31,8 +31,9 @@ from supervisor.timers import Timers
 from supervisor.workers import stop_ladder
 from supervisor.workers.exits import ExitReport, classify, not_spawned
 from supervisor.workers.launcher import Launched, Launcher
-from supervisor.workers.lifecycle import AT_REST, GOING_DOWN, Event, LifecycleAction, WorkerState
+from supervisor.workers.lifecycle import Event, LifecycleAction, WorkerState
 from supervisor.workers.stop_ladder import Rung
+from supervisor.workers.worker_life import Desired, Transition
 from supervisor.workers.worker_reports import checked_hello, checked_progress, checked_ready, checked_stats
 
 RATE_WINDOW_S = 1.0
@@ -65,42 +66,30 @@ class Fleet(ReplicaRegistry):
     # --- orders -------------------------------------------------------------------------------------------------
 
     def start(self, name: str, cause: str) -> None:
-        """Want a worker up, whatever it is doing. One on its way down is started again when it is stopped."""
+        """Order a worker up, whatever it does now. A worker on its way down is started again when it has stopped."""
         replica = self.replicas[name]
-        replica.wanted, replica.on_demand, replica.unload_cause = True, False, None
-        self._apply(replica, Event.START, cause)
+        self._carry_out(replica, replica.life.start(time.monotonic(), cause))
 
     def rest(self, name: str, cause: str) -> None:
-        """Have a worker that is stopped, or has failed, started by the first request for its model."""
+        """Let the first request for its model start a worker that is stopped or has failed."""
         replica = self.replicas[name]
-        replica.wanted, replica.on_demand = False, True
-        self._apply(replica, Event.ON_DEMAND, cause)
+        self._carry_out(replica, replica.life.rest(time.monotonic(), cause))
 
     def unload(self, name: str, cause: str) -> None:
-        """Send a worker to sleep that is ready and idle. A request that comes meanwhile waits, and wakes it again."""
+        """End the process of a worker that is ready and idle. Its next request starts it again."""
         replica = self.replicas[name]
-        replica.wanted, replica.on_demand, replica.unload_cause = False, True, cause
-        replica.ladder_times = self._config.supervisor.ladder
-        self._apply(replica, Event.UNLOAD, cause)
+        self._carry_out(replica, replica.life.unload(time.monotonic(), cause))
 
     def stop(self, name: str, cause: str, *, now: bool = False) -> None:
-        """Want a worker down: after its requests (bounded by the drain's time), or at once."""
+        """Order a worker down: after its requests, bounded by the time for draining, or at once."""
         replica = self.replicas[name]
-        replica.wanted = replica.on_demand = False
-        if now and replica.state is WorkerState.STOPPING and replica.ladder_times is stop_ladder.IMPATIENT:
-            return  # climbing as fast as it can: to begin anew would put SIGKILL off
-        replica.ladder_times = stop_ladder.IMPATIENT if now else self._config.supervisor.ladder
-        self._apply(replica, Event.STOP_NOW if now else Event.STOP, cause)
+        if (transition := replica.life.stop(time.monotonic(), cause, at_once=now)) is not None:
+            self._carry_out(replica, transition)
 
     def restart(self, name: str, cause: str) -> None:
-        """Stop, then start: requests wait meanwhile. A worker that is down is just started."""
+        """Stop a worker, then start it; requests wait meanwhile. A worker without a process is just started."""
         replica = self.replicas[name]
-        if replica.state in (*AT_REST, WorkerState.BACKOFF):
-            self.start(name, cause)
-            return
-        replica.wanted, replica.on_demand, replica.unload_cause = True, False, None
-        replica.ladder_times = self._config.supervisor.ladder
-        self._apply(replica, Event.STOP, cause)
+        self._carry_out(replica, replica.life.restart(time.monotonic(), cause))
 
     def respec(self, replica: Replica, spec: ModelSpec) -> None:
         was_lazy = replica.spec.config.lazy
@@ -108,11 +97,11 @@ class Fleet(ReplicaRegistry):
         self._settle(replica, was_lazy)
 
     def adopt_settings(self, replica: Replica, spec: ModelSpec) -> None:
-        """What the supervisor goes by; its process may stay as it is."""
+        """Apply keys of a model that only the supervisor reads. The worker's process goes on."""
         was_lazy = replica.spec.config.lazy
-        if replica.coming is None:
-            replica.spec = spec
-        else:  # its process is of an older one still
+        if replica.desired_spec is replica.spec:
+            replica.apply_settings(spec)
+        else:  # the present process is of an older specification still
             super().respec(replica, spec)
         self._settle(replica, was_lazy)
 
@@ -121,7 +110,7 @@ class Fleet(ReplicaRegistry):
         lazy = replica.spec.config.lazy
         if replica.state is WorkerState.UNLOADED and not lazy:
             self.stop(replica.name, "it is not lazy any more")
-        elif replica.state is WorkerState.STOPPED and lazy and not was_lazy and not replica.wanted:
+        elif replica.state is WorkerState.STOPPED and lazy and not was_lazy and replica.desired is not Desired.UP:
             self.rest(replica.name, "lazy")
 
     @property
@@ -140,7 +129,7 @@ class Fleet(ReplicaRegistry):
         match message:
             case Hello(body):
                 checked_hello(body)
-                self._apply(replica, Event.HELLO, "connected")
+                self._report(replica, Event.HELLO, "connected")
             case Progress(body):
                 replica.progress = progress = checked_progress(body)
                 effects = self._scheduler.report_loading(
@@ -152,7 +141,7 @@ class Fleet(ReplicaRegistry):
                 replica.progress = {}
                 if replica.process is not None:
                     self.admission.ready(replica.name, replica.process.pid)
-                self._apply(replica, Event.LOADED, self._loaded(replica))
+                self._report(replica, Event.LOADED, self._loaded(replica))
             case Stats(body):
                 replica.stats = checked_stats(body)
             case _:
@@ -210,29 +199,17 @@ class Fleet(ReplicaRegistry):
         replica.ladder.clear()
         replica.last_exit = report
         replica.stats, replica.progress, replica.tokens_per_s = {}, {}, 0.0
-        pause = 0.0
-        event = Event.DIED
-        if report.reason != "asked":
-            now, again, why = time.monotonic(), None, ""
-            if report.retry and self._scheduler.finds_culprit(replica.name, now):
-                # The reason is gone with the request. Counted, a few such requests would take the model from everybody.
-                again, why = 0.0, ", a request is to blame"
-            elif report.retry:
-                again = replica.history.failed(now, random.random())
-            event = Event.DIED if again is not None else Event.DIED_FOR_GOOD
-            pause = again or 0.0
-            verdict = f"next try in {pause:.1f} s{why}" if again is not None else "not tried again"
-            if replica.state in GOING_DOWN:
-                verdict = "it was being stopped"
+        now = time.monotonic()
+        blames_request = report.retry and self._scheduler.finds_culprit(replica.name, now)
+        transition, verdict = replica.life.ended(report, now, blames_request=blames_request, chance=random.random())
+        if verdict:
             self._log.warning(
                 "%s: pid %s: %s; %s", replica.shown, pid or "none", report.message, verdict,
                 extra=about(replica.log_name),
             )  # fmt: skip
-        self._apply(replica, event, report.message, pause=pause)
-        if replica.wanted and replica.state is WorkerState.STOPPED:
-            self._apply(replica, Event.START, "started again")
-        elif replica.on_demand and replica.state is WorkerState.STOPPED:
-            self._apply(replica, Event.ON_DEMAND, replica.unload_cause or "lazy")
+        self._carry_out(replica, transition)
+        if (next_transition := replica.life.settle(time.monotonic())) is not None:
+            self._carry_out(replica, next_transition)
         elif replica.state is WorkerState.FAILED and replica.lacks_room:
             replica.backoff_timer = self._timers.at(
                 time.monotonic() + ROOM_RETRY_S, lambda: self._try_room_again(replica)
@@ -245,7 +222,7 @@ class Fleet(ReplicaRegistry):
     def after_events(self, replica: Replica) -> None:
         """Requests of a worker have ended: a drain may be over."""
         if replica.state is WorkerState.DRAINING and self._scheduler.work(replica.name)[0] == 0:
-            self._apply(replica, Event.DRAINED, "no request left")
+            self._report(replica, Event.DRAINED, "no request left")
 
     def sample_rates(self, elapsed_s: float) -> None:
         """Tokens per second of each worker since the last sample, and when it was last busy."""
@@ -258,22 +235,24 @@ class Fleet(ReplicaRegistry):
 
     # --- effects ------------------------------------------------------------------------------------------------
 
-    def _apply(self, replica: Replica, event: Event, cause: str, *, pause: float = 0.0) -> None:
-        before = replica.state
-        now = time.monotonic()
-        effects = replica.life.apply(event, now, cause)
-        if replica.state is not before:
+    def _report(self, replica: Replica, event: Event, cause: str) -> None:
+        """Carry out what follows from an event in a worker's life. Raises IllegalTransition."""
+        self._carry_out(replica, replica.life.apply(event, time.monotonic(), cause))
+
+    def _carry_out(self, replica: Replica, transition: Transition) -> None:
+        if transition.after is not transition.before:
             pid = f" pid {replica.process.pid}" if replica.process else ""
             self._log.info(
-                "%s: %s -> %s (%s)%s", replica.shown, before, replica.state, cause, pid, extra=about(replica.log_name)
-            )
-        for effect in effects:
-            self._do(replica, effect, now, pause)
+                "%s: %s -> %s (%s)%s", replica.shown, transition.before, transition.after, transition.cause, pid,
+                extra=about(replica.log_name),
+            )  # fmt: skip
+        for action in transition.actions:
+            self._do(replica, action, transition.at)
         self._effects.add([WorkerChanged()])
 
-    def _do(self, replica: Replica, effect: LifecycleAction, now: float, pause: float) -> None:
+    def _do(self, replica: Replica, action: LifecycleAction, now: float) -> None:
         name = replica.name
-        match effect:
+        match action:
             case LifecycleAction.SPAWN:
                 self._spawn(replica)
             case LifecycleAction.OPEN:
@@ -286,8 +265,6 @@ class Fleet(ReplicaRegistry):
                 self._effects.add(self._scheduler.pause(name, now))
             case LifecycleAction.REST:
                 self._effects.add(self._scheduler.rest(name, now))
-            case LifecycleAction.REFUSE_NEW if replica.comes_again:
-                self._effects.add(self._scheduler.pause(name, now))
             case LifecycleAction.REFUSE_NEW:
                 self._effects.add(self._scheduler.refuse_new(name, replica.refusal(), now))
             case LifecycleAction.END_WAITING:
@@ -302,7 +279,7 @@ class Fleet(ReplicaRegistry):
                     message = f"model {replica.model!r}: the worker process ended ({reason})"
                     error = WireError(ErrorCode.WORKER_DIED, message)
                 self._effects.add(self._scheduler.worker_gone(name, error, now, struck=not asked))
-                if replica.state is WorkerState.STOPPED and not replica.comes_again:
+                if replica.state is WorkerState.STOPPED and not replica.life.comes_again:
                     self._effects.add(self._scheduler.release_held(name, now))
             case LifecycleAction.WATCH_DRAIN:
                 replica.drain_timer = self._timers.at(
@@ -314,10 +291,9 @@ class Fleet(ReplicaRegistry):
             case LifecycleAction.ARM_BACKOFF:
                 replica.restarts += 1
                 replica.backoff_timer = self._timers.at(
-                    now + pause, lambda: self._apply(replica, Event.BACKOFF_OVER, "pause over")
+                    now + replica.life.pause_s, lambda: self._report(replica, Event.BACKOFF_OVER, "pause over")
                 )
             case LifecycleAction.FORGIVE:
-                replica.history.forgive()
                 if replica.backoff_timer is not None:
                     replica.backoff_timer.cancel()
 
@@ -348,7 +324,7 @@ class Fleet(ReplicaRegistry):
             lambda devices, cpus: self._launch(replica, replace(spec, visible_devices=devices, cpus=cpus)),
             lambda report: self._ended(replica, report, None),
             limits=self._config.supervisor.vram_limit,
-            last=not replica.history.recent,
+            last=not replica.life.history.recent,
         )
 
     def _launch(self, replica: Replica, spec: WorkerSpec) -> int | None:
@@ -369,9 +345,9 @@ class Fleet(ReplicaRegistry):
         return replica.process.pid
 
     def _drain_expired(self, replica: Replica) -> None:
-        if not replica.wanted:  # else it is started again, and they go on there
+        if replica.desired is not Desired.UP:  # else it is started again, and its requests go on then
             self._effects.add(self._scheduler.end_running(replica.name))
-        self._apply(replica, Event.DRAINED, "the drain's time is over")
+        self._report(replica, Event.DRAINED, "the drain's time is over")
 
     def _climb(self, replica: Replica, now: float) -> None:
         if replica.drain_timer is not None:
@@ -384,7 +360,7 @@ class Fleet(ReplicaRegistry):
             never = ExitReport(0, "asked", "stopped before it was spawned", retry=False)
             self._timers.at(now, lambda: self._ended(replica, never, None))
             return
-        times = replica.ladder_times or self._config.supervisor.ladder
+        times = stop_ladder.IMPATIENT if replica.life.impatient else self._config.supervisor.ladder
         rungs = stop_ladder.plan(now, times, reads_messages=bool(replica.info))
         replica.ladder = [self._timers.at(at, lambda rung=rung: self._rung(replica, rung)) for at, rung in rungs]  # type: ignore[misc]
 

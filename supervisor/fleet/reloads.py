@@ -14,6 +14,7 @@ from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import Change, How, Plan, Rollouts, RolloutStep, changes
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
+from supervisor.workers.worker_life import Desired
 from supervisor.yaml_source import ConfigError
 
 
@@ -80,7 +81,7 @@ class Reloads:
 
         def plan() -> Plan:  # of what is there by then: an earlier order may have made them others, or removed them
             there = [replica for label in labels if (replica := self._fleet.shown(label)) is not None]
-            steps = [RolloutStep(r.model, r.label, r.coming or r.spec, forced=True) for r in there]
+            steps = [RolloutStep(r.model, r.label, r.desired_spec, forced=True) for r in there]
             return Plan(dict.fromkeys(models, Change.WORKERS), steps)
 
         number = self.rollouts.order(cause, How.RECREATE, plan)
@@ -100,7 +101,7 @@ class Reloads:
     def _plan(self, config: Config, forced: Sequence[str]) -> Plan:
         before: dict[str, list[ModelSpec]] = {}
         for replica in self._fleet.replicas.values():
-            before.setdefault(replica.model, []).append(replica.coming or replica.spec)
+            before.setdefault(replica.model, []).append(replica.desired_spec)
         found = changes(before, config.models, forced)
         steps: list[RolloutStep] = []
         for model, change in found.items():
@@ -119,10 +120,10 @@ class Reloads:
         if change is Change.WORKERS:
             missing = [label for label in spec.workers if label not in there]
             # where there was one, "a", and are to be several, it becomes "a:1"; of several, one that is wanted stays
-            for replica in sorted(workers, key=lambda replica: not replica.wanted):
+            for replica in sorted(workers, key=lambda replica: replica.desired is not Desired.UP):
                 if replica.label not in spec.workers and missing:
                     self._fleet.relabel(replica, missing.pop(0))
-            wanted = any(replica.wanted for replica in workers)
+            wanted = any(replica.desired is Desired.UP for replica in workers)
             stay = [RolloutStep(model, label, spec, start=wanted, forced=forced) for label in spec.workers]
             gone = [RolloutStep(model, replica.label, None) for replica in workers if replica.label not in spec.workers]
             return stay + gone

@@ -1,4 +1,4 @@
-"""The record of one worker of a configured model, and what people and clients are told of it."""
+"""The record of one worker of a configured model, and what ``status`` and errors say about the worker."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -11,58 +11,63 @@ from supervisor.timers import Timer
 from supervisor.workers.exits import ExitReport
 from supervisor.workers.hang_detector import HangDetector
 from supervisor.workers.launcher import Launched
-from supervisor.workers.lifecycle import GOING_DOWN, ModelLife, WorkerState
-from supervisor.workers.restart import RestartHistory, RestartPolicy
-from supervisor.workers.stop_ladder import LadderTimes
+from supervisor.workers.lifecycle import GOING_DOWN, WorkerState
+from supervisor.workers.worker_life import Desired, RestartPolicy, WorkerLife
 
 ROOM_RETRY_S = 10.0
-"""How long requests for a lazy model are refused after it has found no room."""
+"""Seconds for which requests for a lazy model are refused after a start that found no room."""
 
 
 class Replica:
-    """One worker of a model: its state, and its present process if there is one.
+    """The record of one worker of a model: its life, and its present process if there is one.
 
-    name    its own alone, for good: "letters", or "letters:2" (the second of several workers); "letters~2" where there
-            was one of that name when it was made
-    label   what people call it, "letters" or "letters:2", once it is ``current``; two workers share one while the
-            one takes the other's place
+    ``life`` holds the state that is desired and the state that the worker is in. The specification of the next process
+    and the right to the label are other facts: an order to start or stop changes neither. All three are written by
+    methods of this class and of ``WorkerLife`` only.
+
+    name   identifies the worker for good: "letters", or "letters:2" for the second of several workers. It is
+           "letters~2" if another worker had the name "letters" when this one was made
+    label  the name that people use, "letters" or "letters:2". During a surge two workers have the same label, and
+           ``current`` says which of them the label means
+    now    monotonic seconds
     """
 
-    def __init__(self, name: str, label: str, spec: ModelSpec, policy: RestartPolicy, log_path: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        label: str,
+        spec: ModelSpec,
+        policy: RestartPolicy,
+        log_path: Path,
+        now: float,
+        *,
+        current: bool = True,
+        generation: int = 0,
+    ) -> None:
         self.name = name
         self.label = label
-        self.current = True
-        self.spec = spec
-        self.coming: ModelSpec | None = None
-        """What its next process is to be, where that differs."""
-        self.life = ModelLife(name)
-        self.history = RestartHistory(policy)
+        self.life = WorkerLife(name, now, policy)
+        self._spec = self._desired_spec = spec
+        self._current = current
         self.log_path = log_path
         self.log_begin = 0
         """Bytes that the log held before the present process."""
-        self.wanted = False
-        """An operator wants it up; a START that came while it went down is repeated when it is stopped."""
-        self.on_demand = False
-        """Once it is stopped it sleeps: a request may start it again."""
-        self.unload_cause: str | None = None
-        """Why it was sent to sleep, while it sleeps."""
-        self.generation = 0
+        self.generation = generation
         self.process: Launched | None = None
         self.routing_id = b""
         self.killed_for: str | None = None
-        """Why the supervisor itself killed the present process."""
+        """Why the supervisor killed the present process. None if it did not."""
         self.kill_reason = "killed"
-        """The reason of its exit then."""
+        """The reason in the exit report of a process that the supervisor has killed."""
         self.detector: HangDetector | None = None
-        """How the present process gets on; None if there is none, or it does not show that."""
+        """The progress of the present process. None if there is no process, or it does not show its progress."""
         self.last_exit: ExitReport | None = None
         self.restarts = 0
         self.progress: dict[str, Any] = {}
         self.info: dict[str, Any] = {}
-        """What READY said: context, max_jobs, device, attention, ..."""
+        """The contents of READY: context, max_jobs, device, attention, ..."""
         self.stats: dict[str, Any] = {}
         self.ladder: list[Timer] = []
-        self.ladder_times: LadderTimes | None = None
         self.drain_timer: Timer | None = None
         self.backoff_timer: Timer | None = None
         self.last_active = 0.0
@@ -70,17 +75,50 @@ class Replica:
         self.tokens_seen = 0
 
     @property
+    def spec(self) -> ModelSpec:
+        """The specification of the present process, or of the next one if there is none."""
+        return self._spec
+
+    @property
+    def desired_spec(self) -> ModelSpec:
+        """The specification of the next process. It differs from ``spec`` while a process of an older one runs."""
+        return self._desired_spec
+
+    def want_spec(self, spec: ModelSpec) -> None:
+        """Set the specification of the next process. The caller calls ``take_desired_spec`` before it starts that."""
+        self._desired_spec = spec
+
+    def apply_settings(self, spec: ModelSpec) -> None:
+        """Set a specification that differs only in keys that the supervisor reads. The present process goes on."""
+        self._spec = self._desired_spec = spec
+
+    def take_desired_spec(self) -> bool:
+        """Make the desired specification the present one, before a process starts. Return whether it was another."""
+        differs = self._desired_spec is not self._spec
+        self._spec = self._desired_spec
+        return differs
+
+    @property
+    def current(self) -> bool:
+        """Whether the label means this worker, and not another one that has the same label."""
+        return self._current
+
+    def give_label_to(self, successor: "Replica") -> None:
+        """Let the label mean another worker, which has been started to take this worker's place."""
+        self._current, successor._current = False, True
+
+    @property
     def model(self) -> str:
         return self.spec.name
 
     @property
     def shown(self) -> str:
-        """What it is called in ``status``; no two at once are called the same."""
+        """The worker's name in ``status``. No two workers have the same one at the same time."""
         return self.label if self.current else f"{self.label}~{self.generation}"
 
     @property
     def log_name(self) -> str:
-        """The name of its log: its label when it was started last."""
+        """The name of the worker's log, which is the label that it had at its last start."""
         return self.log_path.stem
 
     @property
@@ -88,13 +126,13 @@ class Replica:
         return self.life.state
 
     @property
-    def comes_again(self) -> bool:
-        """Whether requests may wait for it although it is on its way down."""
-        return (self.wanted or self.on_demand) and self.state is not WorkerState.FAILED
+    def desired(self) -> Desired:
+        """The state that the last order asked for."""
+        return self.life.desired
 
     @property
     def lacks_room(self) -> bool:
-        """It has failed for want of memory that others may give back: the next request but one may try again."""
+        """Whether the last start found no room for a lazy model. Others may make room, so it is tried again later."""
         return self.spec.config.lazy and self.last_exit is not None and self.last_exit.reason == "no room"
 
     @property
@@ -104,22 +142,22 @@ class Replica:
 
     @property
     def may_be_evicted(self) -> bool:
-        """Whether it may be unloaded for another model: it comes back with its next request."""
+        """Whether the worker may be unloaded to make room for another model. Its next request starts it again."""
         return self.spec.config.lazy and not self.spec.config.pinned
 
     @property
     def reason(self) -> str | None:
-        """Why the worker is in its state, in one line: the end of its last process, or the reason for its sleep. None
-        in states that need no reason."""
+        """Why the worker is in its state, in one line: how its last process ended, or why it was unloaded. None in
+        states that need no reason."""
         ended = self.last_exit.message if self.last_exit is not None else None
         if self.state in (WorkerState.FAILED, WorkerState.BACKOFF):
             return ended
         if self.state is not WorkerState.UNLOADED:
             return None
-        return self.unload_cause or (ended if self.lacks_room else "lazy: its first request starts it")
+        return self.life.unload_cause or (ended if self.lacks_room else "lazy: its first request starts it")
 
     def refusal(self) -> WireError:
-        """What a new request is told if no worker of the model takes any."""
+        """Return the error for new requests if no worker of the model takes any."""
         name = self.model
         if self.state is WorkerState.FAILED:
             why = self.last_exit.message if self.last_exit else "unknown"
@@ -136,7 +174,7 @@ class Replica:
         )
 
     def describe(self, scheduler: Scheduler, now: float) -> dict[str, Any]:
-        """The worker as ``status`` shows it. ``queued`` and ``totals`` are those of its model."""
+        """Return what ``status`` shows about the worker. ``queued`` and ``totals`` are those of its model."""
         running, _ = scheduler.work(self.name)
         _, waiting = scheduler.counts(self.model)
         config = self.spec.config
@@ -160,7 +198,7 @@ class Replica:
             "idle_s": round(now - self.last_active, 1) if idle else None,
             "until_s": round(max(0.0, config.ttl - now + self.last_active), 1) if idle and config.ttl else None,
             "lazy": config.lazy,
-            "unloaded": self.unload_cause,
+            "unloaded": self.life.unload_cause,
             "pid": self.process.pid if self.process else None,
             **(self.detector.describe() if self.process and self.detector else {"phase": None, "beat_s": None}),
             "generation": self.generation,

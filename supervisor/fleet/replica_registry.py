@@ -1,5 +1,6 @@
 """Which models and workers there are: the ones configured, and while one takes another's place, both."""
 
+import time
 from collections import Counter
 from itertools import count
 from pathlib import Path
@@ -41,7 +42,7 @@ class ReplicaRegistry:
         """Take over a new configuration. The caller starts, stops and exchanges the workers."""
         self._config = config
         for replica in self.replicas.values():
-            replica.history.policy = config.supervisor.restart_policy
+            replica.life.history.policy = config.supervisor.restart_policy
         self._sort()
 
     def add(self, label: str, spec: ModelSpec, *, replaces: Replica | None = None) -> Replica:
@@ -51,9 +52,16 @@ class ReplicaRegistry:
         """
         name = label if label not in self.replicas else f"{label}~{next(self._serial)}"
         log_path = logs.log_path(self._runtime_dir, label)
-        replica = Replica(name, label, spec, self._config.supervisor.restart_policy, log_path)
-        replica.current = replaces is None
-        replica.generation = self._generations[label] + (replaces is not None)  # by which it is told from the other
+        replica = Replica(
+            name,
+            label,
+            spec,
+            self._config.supervisor.restart_policy,
+            log_path,
+            time.monotonic(),
+            current=replaces is None,
+            generation=self._generations[label] + (replaces is not None),  # tells it from the worker that it replaces
+        )
         self.replicas[name] = replica
         self._sort()
         self._scheduler.add_worker(spec.name, name, replica.refusal())
@@ -76,13 +84,13 @@ class ReplicaRegistry:
 
     def respec(self, replica: Replica, spec: ModelSpec) -> None:
         """What its next process is to be."""
-        replica.coming = spec
+        replica.want_spec(spec)
         if replica.process is None:
             self._take_spec(replica)
 
     def hand_over(self, old: Replica, new: Replica) -> None:
         """From now on, ``new`` is the one that goes by their name."""
-        old.current, new.current = False, True
+        old.give_label_to(new)
         self._sort()
 
     def fits_surge(self, old: Replica, spec: ModelSpec) -> bool:
@@ -112,8 +120,7 @@ class ReplicaRegistry:
 
     def _take_spec(self, replica: Replica) -> None:
         replica.log_path = logs.log_path(self._runtime_dir, replica.label)
-        if replica.coming is not None:
-            replica.spec, replica.coming = replica.coming, None
+        if replica.take_desired_spec():
             self.vram.unwatch(replica.name)
             self._watch_vram(replica)
 

@@ -24,6 +24,7 @@ from supervisor.config import ModelSpec
 from supervisor.fleet.replica import Replica
 from supervisor.model_logs import about
 from supervisor.workers.lifecycle import AT_REST, WorkerState
+from supervisor.workers.worker_life import Desired
 
 KEPT = 16
 """Rollouts whose outcome can still be asked for."""
@@ -246,10 +247,10 @@ class Rollouts:
                 fleet.start(step.new.name, cause)
             elif step.spec.config.lazy:
                 fleet.rest(step.new.name, cause)
-        elif not step.forced and (old.coming or old.spec).process_key == step.spec.process_key:
+        elif not step.forced and old.desired_spec.process_key == step.spec.process_key:
             step.kind, step.start = "keep", False
             fleet.adopt_settings(old, step.spec)
-        elif not old.wanted:  # the worker is down, or goes down because somebody ordered it
+        elif old.desired is not Desired.UP:  # the worker is down, or goes down because somebody ordered it
             step.kind, step.start = "add", False
             fleet.respec(old, step.spec)  # used when somebody starts it
         elif old.state in _UP and self._may_surge(old, step, rollout.how):
@@ -269,7 +270,7 @@ class Rollouts:
         """Return whether the step is over."""
         match step.kind:
             case "retire":
-                if step.old is not None and step.old.wanted:  # somebody has started it meanwhile: end it all the same
+                if step.old is not None and step.old.desired is Desired.UP:  # started meanwhile: end it all the same
                     self._fleet.stop(step.old.name, cause)
                 return self._is_gone(step.old)
             case "add" | "keep":
@@ -295,16 +296,18 @@ class Rollouts:
         elif new.state in (*AT_REST, WorkerState.BACKOFF):
             # One try: the old worker is still there. Whoever ordered the model stopped meanwhile has stopped both
             # workers.
-            why = "it was stopped" if not new.wanted else new.last_exit.message if new.last_exit else "unknown"
+            why = new.last_exit.message if new.last_exit else "unknown"
+            if new.desired is not Desired.UP:
+                why = "it was stopped"
             step.failure = f"the new worker did not come up: {why}"
-            if old.wanted:
+            if old.desired is Desired.UP:
                 step.failure += "; the old one goes on"
             elif step.spec is not None:
                 self._fleet.respec(old, step.spec)
             self._fleet.stop(new.name, "it did not come up", now=True)
 
     def _is_up(self, step: RolloutStep, worker: Replica) -> bool:
-        if worker.state in AT_REST and (worker.state is WorkerState.FAILED or not worker.wanted):
+        if worker.state in AT_REST and (worker.state is WorkerState.FAILED or worker.desired is not Desired.UP):
             step.failure = worker.last_exit.message if worker.last_exit else "it was stopped"
             return True
         if worker.state is WorkerState.BACKOFF and worker.generation >= step.generation + TRIES:

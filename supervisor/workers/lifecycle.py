@@ -1,17 +1,15 @@
-"""A model's life as a pure transition table: events in, effects out, no clock, no process.
+"""The states of a worker and the table of transitions between them. Pure. ``worker_life`` applies the table.
 
-``(state, event)`` pairs that are not in the table are bugs and raise with the model's story. Pairs that can happen
-because two things race (a READY that was on the way when an operator stopped the model) have rows of their own.
+A pair of state and event that is not in the table is a bug, and raises IllegalTransition. A pair that can happen
+because two things race has a row of its own. Example: READY was on its way when an operator stopped the model.
 """
 
-from collections import deque
-from dataclasses import dataclass
 from enum import StrEnum
 
 
 class WorkerState(StrEnum):
     STOPPED = "stopped"
-    """No process, and none wanted until an operator starts the model."""
+    """No process until somebody starts the model."""
     STARTING = "starting"
     """The process has been spawned and has not said HELLO yet."""
     LOADING = "loading"
@@ -37,52 +35,55 @@ GOING_DOWN = (WorkerState.DRAINING, WorkerState.STOPPING)
 
 class Event(StrEnum):
     START = "start"
-    """An operator, or autostart, wants the model up."""
+    """An operator, autostart or a request orders the worker up."""
     STOP = "stop"
-    """An operator, or the supervisor's own end, wants it down after its requests are finished."""
+    """An operator, or the supervisor's own end, orders the worker down. Its requests finish first."""
     STOP_NOW = "stop now"
-    """The same without waiting for requests."""
+    """An operator, or the supervisor's own end, orders the worker down at once."""
     HELLO = "hello"
     """The worker process has connected."""
     LOADED = "loaded"
     """The worker said READY."""
     DRAINED = "drained"
-    """The last request of a draining model is over, or the drain's time is."""
+    """The last request of a draining worker is over, or the time for draining is."""
     DIED = "died"
     """The process is gone and may be started again."""
     DIED_FOR_GOOD = "died for good"
     """The process is gone, and its exit or the restart limit forbids another try."""
     ON_DEMAND = "on demand"
-    """It is at rest, and a request may start it."""
+    """The worker has no process, and a request may start one from now on."""
     UNLOAD = "unload"
-    """It is idle, and its time is over or its memory needed."""
+    """The worker is idle, and its ttl is over or another model needs its memory."""
     BACKOFF_OVER = "backoff over"
     """The pause before the next try has passed."""
 
 
 class LifecycleAction(StrEnum):
+    """What the fleet has to do after a transition."""
+
     SPAWN = "spawn"
     """Start a process of a new generation."""
     OPEN = "open"
-    """Give the worker its waiting requests."""
+    """Give the worker the requests that wait."""
     REFUSE_NEW = "refuse new"
-    """Answer new requests with the state's error; on the way down to being started again, let them wait instead."""
+    """Answer new requests with the error of the worker's state. ``WorkerLife`` returns HOLD_NEW in its place if the
+    worker will be started again."""
     ACCEPT_NEW = "accept new"
     """Queue new requests."""
     HOLD_NEW = "hold new"
-    """Queue new requests, which wait for the next process."""
+    """Queue new requests for the worker's next process."""
     REST = "rest"
-    """Queue new requests, the first of which wakes the model."""
+    """Queue new requests. The first one starts the worker."""
     WATCH_DRAIN = "watch drain"
-    """Report DRAINED when no request is left or the drain's time is over."""
+    """Report DRAINED when no request is left or the time for draining is over."""
     CLIMB = "climb"
     """Begin the stop ladder."""
     END_ACTIVE = "end active"
-    """End the requests the process held with worker_died."""
+    """Take the requests from the process that has ended."""
     END_WAITING = "end waiting"
-    """End the requests that wait for the model with its state's error."""
+    """End the requests that wait for the model, with the error of its state, if no worker of the model will serve."""
     ARM_BACKOFF = "arm backoff"
-    """Report BACKOFF_OVER after the restart policy's delay."""
+    """Report BACKOFF_OVER after the pause."""
     FORGIVE = "forgive"
     """Forget earlier failures and a pending retry."""
 
@@ -137,8 +138,8 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleA
     (_S.READY, _E.START): (_S.READY, ()),
     (_S.STOPPED, _E.STOP): (_S.STOPPED, ()),
     (_S.STOPPED, _E.STOP_NOW): (_S.STOPPED, ()),
-    # START while going down: the caller remembers the wish and repeats it when the state is STOPPED. Requests wait for
-    # that. STOP takes the wish back.
+    # START while going down: ``WorkerLife`` notes that the worker is desired up, and starts it when it is STOPPED.
+    # Requests wait for that. STOP changes what is desired again.
     (_S.DRAINING, _E.START): (_S.DRAINING, (_X.ACCEPT_NEW,)),
     (_S.STOPPING, _E.START): (_S.STOPPING, (_X.ACCEPT_NEW,)),
     (_S.DRAINING, _E.STOP): (_S.DRAINING, (_X.REFUSE_NEW, _X.END_WAITING)),
@@ -152,37 +153,5 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleA
 
 
 class IllegalTransition(Exception):
-    """An event that cannot happen in this state: a bug here. Holds the model's story."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """One line of a model's story. ``at`` is a monotonic time in seconds."""
-
-    at: float
-    before: WorkerState
-    event: Event
-    after: WorkerState
-    cause: str
-
-
-class ModelLife:
-    """One model's state and its recent story. Only ``apply`` changes it."""
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self.state = WorkerState.STOPPED
-        self.since = 0.0
-        self.story: deque[Transition] = deque(maxlen=50)
-
-    def apply(self, event: Event, now: float, cause: str = "") -> tuple[LifecycleAction, ...]:
-        """Move on, and say what has to be done. Raises IllegalTransition with the story."""
-        row = TRANSITIONS.get((self.state, event))
-        if row is None:
-            message = "\n".join(f"  {s.at:.3f} {s.before} -> {s.after} on {s.event} ({s.cause})" for s in self.story)
-            raise IllegalTransition(f"{self.model}: {event} in state {self.state}; its story:\n{message}")
-        after, effects = row
-        self.story.append(Transition(now, self.state, event, after, cause))
-        if after is not self.state:
-            self.state, self.since = after, now
-        return effects
+    """An event that cannot happen in this state, which is a bug in the supervisor or in a worker. The text tells the
+    worker's story."""

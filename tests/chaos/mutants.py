@@ -17,7 +17,7 @@ from supervisor.requests.worker_events import WorkerEvents
 from supervisor.workers import worker_process
 from supervisor.workers.guard import Guard
 from supervisor.workers.hang_detector import HangDetector, HangVerdict
-from supervisor.workers.restart import RestartHistory
+from supervisor.workers.worker_life import RestartHistory
 
 
 def _forget_resume() -> None:
@@ -131,7 +131,7 @@ def _tell_prompts() -> None:
 
 def _see_no_hang() -> None:
     """Nobody looks whether workers get on."""
-    HangDetector.look = lambda self, reading, passed_s: HangVerdict.FINE  # type: ignore[method-assign]
+    HangDetector.check = lambda self, reading, passed_s: HangVerdict.FINE  # type: ignore[method-assign]
 
 
 def _leave_orphans() -> None:

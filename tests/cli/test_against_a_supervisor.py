@@ -129,6 +129,15 @@ def test_ps_says_why_a_model_sleeps_or_is_tried_again(serve: Serve) -> None:
     assert rows["dying"].endswith("OSError: the disk hiccupped")
 
 
+def test_a_model_that_was_never_started_is_stopped_for_as_long_as_the_supervisor_runs(serve: Serve) -> None:
+    serving = serve({"a": engine(), "off": engine(autostart=False)})
+    with serving.client() as client:
+        status = client.status()
+    (off,) = (model for model in status["models"] if model["name"] == "off")
+    assert off["state"] == "stopped"
+    assert off["state_s"] <= status["supervisor"]["uptime_s"]
+
+
 def test_start_and_stop(serving: Serving) -> None:
     started = serving.modelctl("start", "b")
     assert started.returncode == 0

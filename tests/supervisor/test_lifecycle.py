@@ -2,7 +2,8 @@
 
 import pytest
 
-from supervisor.workers.lifecycle import TRANSITIONS, Event, IllegalTransition, LifecycleAction, ModelLife, WorkerState
+from supervisor.workers.lifecycle import TRANSITIONS, Event, IllegalTransition, LifecycleAction, WorkerState
+from supervisor.workers.worker_life import RestartPolicy, WorkerLife
 
 S, E, X = WorkerState, Event, LifecycleAction
 
@@ -20,8 +21,8 @@ ROADS: dict[WorkerState, list[Event]] = {
 }
 
 
-def in_state(state: WorkerState) -> ModelLife:
-    life = ModelLife("m")
+def in_state(state: WorkerState) -> WorkerLife:
+    life = WorkerLife("m", 0.0, RestartPolicy())
     for at, event in enumerate(ROADS[state]):
         life.apply(event, float(at), "on the way")
     assert life.state is state
@@ -34,7 +35,7 @@ def test_every_pair_has_a_row_or_raises_with_the_story(state: WorkerState, event
     life = in_state(state)
     if (state, event) in TRANSITIONS:
         after, effects = TRANSITIONS[state, event]
-        assert life.apply(event, 99.0, "the test") == effects
+        assert life.apply(event, 99.0, "the test").actions == effects
         assert life.state is after
         assert life.since == (99.0 if after is not state else max(0.0, len(ROADS[state]) - 1.0))
         assert (life.story[-1].event, life.story[-1].cause) == (event, "the test")
