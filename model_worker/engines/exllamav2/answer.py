@@ -12,19 +12,19 @@ from protocol.messages import FinishReason
 
 PAGE = 256
 COMPLETE, FAILED = "complete", "failed"
-"""Ways in which a constraint ends an AnswerJob: nothing can follow; it has become too costly."""
+"""Reasons for which a constraint ends an AnswerJob: nothing can follow; the constraint has become too costly."""
 
 Redraw = Callable[[Any, Sequence[int], Iterable[int]], Any | None]
-"""(AnswerJob, ids kept, ids blocked for the next draw) -> a new AnswerJob that goes on from there, first in line; None
-if no token is left to draw. The old one is cancelled."""
+"""Cancels an AnswerJob and returns a new one that goes on behind the kept ids, first in line, with the blocked ids
+barred from the next draw. Arguments: (AnswerJob, ids kept, ids blocked). Returns None if no token is left to draw."""
 NewStream = Callable[[Sequence[int]], TextStream]
-"""The detokenizer of what follows these ids."""
+"""Makes the stream of the text that follows these ids."""
 
 
 class Answer:
     """A job, its AnswerJob in the generator, and its text so far.
 
-    healing  of the prompt's last token (engines/healing): the first token drawn takes its place
+    healing  how to heal the prompt's last token (engines/healing): the first drawn token replaces that token
     """
 
     __slots__ = ("_delivered", "_first", "_healing", "_started", "_unstopped", "handle", "job", "text")
@@ -35,22 +35,22 @@ class Answer:
         self._delivered = 0
         self._started: float | None = None
         self._first: float | None = None
-        self._unstopped = job.min_new_tokens  # tokens in which no stop string is looked for
+        self._unstopped = job.min_new_tokens  # number of first tokens in which no stop string is looked for
         if not self._unstopped:
             text.stop_at(job.stop)
-        for token in job.resumed_ids:  # the text that they complete was delivered
+        for token in job.resumed_ids:  # the text of these tokens was delivered
             self._delivered += 1
             if self._push(token, self._delivered)[1]:
                 raise RequestError("resumed_ids hold a stop string: the answer had ended", field="resumed_ids")
 
     def begin(self, now: float) -> None:
-        """Its computation begins. Seconds of the monotonic clock."""
+        """Note that the computation begins. ``now`` is in seconds of the monotonic clock."""
         if self._started is None:
             self._started = now
 
     def take(self, now: float) -> Delta | Finished | Failed | None:
-        """What the step just made brought. If it is the last and ``handle.ended`` is None, the caller cancels the
-        handle."""
+        """Return the event of the last step. If it ends the answer and ``handle.ended`` is None, the caller must cancel
+        the handle."""
         handle = self.handle
         ids, logprobs = handle.fresh, handle.fresh_logprobs
         handle.fresh = []
@@ -81,7 +81,7 @@ class Answer:
                 break  # the end token has no text
             new, found = self._push(token, self._delivered + number)
             text += new
-            if found:  # what was speculated behind it is no part of the answer
+            if found:  # tokens that were speculated behind the stop string are not part of the answer
                 ids, logprobs = ids[:number], logprobs[:number]
         self._delivered += len(ids)
         if found:
@@ -91,7 +91,7 @@ class Answer:
         return self._finished(ids, text + self.text.finish(), ended, now, logprobs)
 
     def _push(self, token: int, number: int) -> tuple[str, bool]:
-        """(the text that the answer's ``number``-th token completes, whether a stop string does)."""
+        """Return (the text that the answer's ``number``-th token completes, whether a stop string ends in it)."""
         if self._unstopped and number > self._unstopped:
             self.text.stop_at(self.job.stop)
             self._unstopped = 0
@@ -108,7 +108,7 @@ class Answer:
             FinishReason.STOP if reason == COMPLETE else reason,
             prompt_tokens=len(self.job.prompt_ids),
             completion_tokens=self._delivered,
-            cached_tokens=min(cached, len(self.job.prompt_ids)),  # none of the answer's, where it goes on here
+            cached_tokens=min(cached, len(self.job.prompt_ids)),  # of a resumed answer, its own tokens do not count
             prefill_s=first - (self._started or first),
             decode_s=now - first,
             logprobs=logprobs,
@@ -118,7 +118,7 @@ class Answer:
 
 
 class GuardedAnswer(Answer):
-    """An answer that must not hold certain strings (engines/banned): it may go back and draw anew."""
+    """An answer that must not hold certain strings (engines/banned): it may go back and draw again."""
 
     __slots__ = (
         "_cached",
@@ -135,7 +135,7 @@ class GuardedAnswer(Answer):
     def __init__(
         self, job: Job, handle: Any, new_stream: NewStream, redraw: Redraw, healing: Healing | None = None
     ) -> None:
-        self._prefix_ids = healing.prompt_ids if healing else job.prompt_ids  # what stands before the first token drawn
+        self._prefix_ids = healing.prompt_ids if healing else job.prompt_ids  # ids before the first drawn token
         super().__init__(job, handle, new_stream(self._prefix_ids), healing)
         self.text.stop_at(())  # the judge looks for stop strings, too
         self._new_stream, self._redraw = new_stream, redraw
@@ -143,10 +143,10 @@ class GuardedAnswer(Answer):
             job.banned_strings, job.stop, minimum=job.min_new_tokens, limit=job.max_new_tokens,
             healed=healing is not None,
         )  # fmt: skip
-        self._kept: list[int] = []  # drawn and not taken back
-        self._silent: list[bool] = []  # which of these completed no text
-        self._logprobs: list[TokenLogprob] = []  # of those not delivered
-        self._unstopped = 1  # every step by way of _take
+        self._kept: list[int] = []  # drawn tokens that were not taken back
+        self._silent: list[bool] = []  # for each of them, whether it completed no text
+        self._logprobs: list[TokenLogprob] = []  # of those that are not delivered
+        self._unstopped = 1  # so that every step goes through _take
         self._cached: int | None = None
         self._speculated = (0, 0)
 
@@ -188,7 +188,7 @@ class GuardedAnswer(Answer):
         return self._event(final, text, None, now)
 
     def _release(self, verdict: Verdict) -> list[tuple[int, TokenLogprob | None]]:
-        """The tokens that a verdict makes final, but for a healed one."""
+        """Return the tokens that a verdict makes final, except a healed one."""
         begin, end = self._delivered, self._delivered + verdict.tokens
         self._delivered = end
         logprobs: list[TokenLogprob | None] = [*self._logprobs[: verdict.tokens]]
@@ -197,7 +197,8 @@ class GuardedAnswer(Answer):
         return released[1:] if self._healing is not None and begin == 0 else released
 
     def _go_back(self, kept: int) -> Verdict:
-        """Draw anew behind the first ``kept`` tokens. What ends the answer if that cannot be."""
+        """Draw again behind the first ``kept`` tokens. Return the verdict that ends the answer if that is
+        impossible."""
         handle = self.handle
         if self._cached is None:
             self._cached = (handle.cached_pages * PAGE + handle.cached_tokens) // len(handle.sequences)
@@ -217,7 +218,7 @@ class GuardedAnswer(Answer):
             complete -= 1
         self.text = self._new_stream((*self._prefix_ids, *self._kept[:complete]))
         for token in self._kept[complete:]:
-            self.text.push(token)  # the beginning of a character, whose end is drawn anew
+            self.text.push(token)  # the beginning of a character, whose end is drawn again
         return Verdict()
 
     def _event(

@@ -1,7 +1,7 @@
-"""Importing exllamav2, and which attention it gets.
+"""Import exllamav2, and choose the attention that it uses.
 
-What the package finds under the name flash_attn at that moment decides whether it can batch, so it is imported in here
-and nowhere else, late.
+When the package is imported, the module that it finds under the name flash_attn decides whether it can batch. So only
+this module imports the package, and late.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from protocol.process.engine_packages import install_command
 
 @dataclass(frozen=True)
 class Package:
-    """The imported package, and which attention it uses (for people)."""
+    """The imported package, and the name of the attention that it uses (for people)."""
 
     core: Any
     generator: Any
@@ -32,9 +32,10 @@ class Package:
 
 
 def import_package(progress: ProgressCallback = lambda *_: None) -> Package:
-    """Import exllamav2, with flash-attn where it works and PyTorch's attention in its place where it does not.
+    """Import exllamav2, with flash-attn where that works, and with PyTorch's attention in its place elsewhere.
 
-    Compiles the package's extension first if nobody has. Raises LoadError in one line for whatever is missing.
+    Compile the package's extension first if that has not been done. Raises LoadError in one line for whatever is
+    missing.
     """
     if not __debug__:
         raise LoadError("ExLlamaV2 checks its input with assertions: do not run Python with -O or PYTHONOPTIMIZE")
@@ -51,7 +52,7 @@ def import_package(progress: ProgressCallback = lambda *_: None) -> Package:
     try:
         core = importlib.import_module("exllamav2")
         generator = importlib.import_module("exllamav2.generator")
-    except ModuleNotFoundError as e:  # exllamav2 is there (check_installed): a package that it needs is not
+    except ModuleNotFoundError as e:  # exllamav2 is there (check_installed), but a package that it needs is not
         message = f"engine exllamav2 needs the package {e.name}: run {install_command('exllamav2')}"
         raise LoadError(message) from e
     except Exception as e:
@@ -60,7 +61,8 @@ def import_package(progress: ProgressCallback = lambda *_: None) -> Package:
 
 
 def _load_extension(progress: ProgressCallback) -> None:
-    """Put the compiled extension where the package looks first, so that it never compiles by itself."""
+    """Import the compiled extension under the name where the package looks first, so that the package never
+    compiles."""
     phases = {"waiting": "waiting for a compiler", "build": "compiling ExLlamaV2"}
     try:
         extension.ensure(lambda phase, done, total: progress(phases[phase], done, total))
@@ -83,8 +85,8 @@ def _load_extension(progress: ProgressCallback) -> None:
 
 
 def _choose_attention() -> str:
-    """Leave ``flash_attn`` as it is if it works here, else replace it. Which one it is, for people."""
-    # this variable makes the package do without any paged attention; here it only chooses
+    """Leave ``flash_attn`` unchanged if it works here, else replace it. Return which attention it is, for people."""
+    # With this variable the package uses no paged attention at all. Here the variable only chooses between two kinds.
     switched_off = os.environ.pop("EXLLAMA_NO_FLASH_ATTN", None) is not None
     old = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) < (8, 0)]
     if paged_attention.is_installed():
@@ -102,14 +104,14 @@ def _choose_attention() -> str:
             if [int(part) for part in version.split(".")[:3] if part.isdigit()] >= [2, 5, 7]:
                 return f"flash-attn {version}, paged"
             why = f"flash-attn {version} is older than 2.5.7"
-        except Exception as e:  # a build for another torch: the package would not survive the import
+        except Exception as e:  # a build for another torch: importing the package with it would fail
             why = f"flash-attn does not load: {one_line(e)}"
     paged_attention.install()
     return f"{paged_attention.NAME}; {why}"
 
 
 def check_attention(package: Package, directory: ModelDir, gpus: int, progress: ProgressCallback) -> str:
-    """Try the attention that this model will get on each GPU. What it is, and why it is not flash-attn, for people."""
+    """Try the attention of this model on each GPU. Return which one it is, and why it is not flash-attn, for people."""
     if not paged_attention.is_installed():
         return package.attention
     shape, config = read_shape(directory), directory.text_config

@@ -1,14 +1,14 @@
-"""Which jobs ExLlamaV2's generator computes: a waiting line of our own in front of its queue.
+"""Choose the jobs that ExLlamaV2's generator computes: a queue of our own before the generator's queue.
 
-The package starts whatever fits, computes a chunk of every new prompt in each step, and lets four small jobs pass a
-large one before all wait. Here
+The package starts every job that fits, computes a chunk of every new prompt in each step, and lets four small jobs pass
+a large one before all wait. This module changes three things:
 
-* new prompts are begun while those being read come to less than one chunk a step (one at least), so that a crowd of
-  long prompts slows running answers down by one chunk and not by one each;
-* pages are moved together when nothing waits, not whenever no job is active; and a text of a thousand pages in the
-  cache does not overflow the package's recursion over them, which would end the process;
-* jobs begin in the order in which they came. One that lacks pages is passed by later ones that do not, but by
-  PASSES at most; then all wait for it.
+* New prompts are begun while the prompts that are being read add up to less than one chunk per step (one prompt at
+  least). So many long prompts slow running answers down by one chunk, and not by one chunk each.
+* Pages are moved together when nothing waits, and not whenever no job is active. A text of a thousand pages in the
+  cache does not exceed Python's recursion limit while the package walks over them, which would end the process.
+* Jobs begin in the order in which they came. A job that lacks pages is passed by later ones that do not, but by at most
+  PASSES jobs; then all wait for it.
 """
 
 import sys
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 PASSES = 8
+"""How many later jobs may start before a job that lacks pages."""
 
 
 class Batch:
@@ -33,17 +34,17 @@ class Batch:
         generator.defrag_cache = self._defragment_when_idle
         self._line: list[Any] = []
         self._passed: dict[Any, int] = {}
-        self._opened = 0  # tokens read since no answer has begun
+        self._opened = 0  # prompt tokens read since the last time that an answer had begun
 
     def add(self, job: Any, *, first: bool = False) -> None:
-        """Put a job at the end of the line, or at its front."""
+        """Put a job at the end of the queue, or at its front."""
         generator = self._generator
         job.prepare_for_queue(generator, generator.job_serial)  # the first half of enqueue()
         generator.job_serial += 1
         self._line.insert(0 if first else len(self._line), job)
 
     def start(self) -> list[Any]:
-        """Hand to the generator what it can start now; it does so at its next step."""
+        """Give the generator the jobs that it can start now. It starts them at its next step."""
         if not self._line:
             return []
         generator, started = self._generator, []
@@ -59,19 +60,21 @@ class Batch:
             pages -= job.current_new_pages_required()
             reading += unread
             self._leave(job)
-            generator.pending_jobs.append(job)  # the second half
+            generator.pending_jobs.append(job)  # the second half of enqueue()
             started.append(job)
         return started
 
     @torch.inference_mode()
     def open(self, results: list[Any]) -> bool:
-        """Read the prompts of what ``start`` has handed over, and draw nothing yet; False if the time for that is over.
+        """Read the prompts of the jobs that ``start`` has given out, and draw nothing yet. Return False if drawing is
+        due.
 
-        Requests that are sent together arrive one by one. Where no answer has begun, the first draw waits for those
-        that came while prompts were read, instead of making each of them wait for a whole step: a chunk of tokens at
-        most, so that the first of many is not put off for long. Nothing is lost alone: drawing would come next.
+        Requests that are sent together arrive one by one. While no answer has begun, the first draw waits for jobs that
+        came while prompts were read. Otherwise each of these would wait for a whole step. The first draw waits for one
+        chunk of tokens at most, so that the first of many is not delayed for long. A single job loses nothing, because
+        its draw comes next.
 
-        results  takes what the generator reports
+        results  receives what the generator reports
         """
         generator = self._generator
         active = generator.active_jobs
@@ -89,10 +92,10 @@ class Batch:
         return True
 
     def _next(self, places: int, pages: int) -> Any | None:
-        """The first in line that fits, unless it may not pass those before it."""
+        """Return the first job in the queue that fits, unless it may not pass the jobs before it."""
         for job in self._line:
             if len(job.sequences) > places:
-                return None  # places come free with every answer that ends
+                return None  # every answer that ends frees places
             if job.current_new_pages_required() <= pages:
                 return job
             if self._passed.get(job, 0) >= PASSES:
@@ -107,7 +110,7 @@ class Batch:
         self._passed.pop(job, None)
 
     def cancel(self, job: Any) -> None:
-        """Forget a job wherever it is; its pages are free at once."""
+        """Forget a job wherever it is. Its pages are free at once."""
         if job in self._line:
             self._line.remove(job)
             self._passed.pop(job, None)
@@ -144,5 +147,5 @@ class Batch:
 
     @property
     def reading(self) -> int:
-        """Jobs whose prompt is being computed."""
+        """Return the number of jobs whose prompt is being computed."""
         return sum(not job.is_prefill_done() for job in self._generator.active_jobs)

@@ -1,5 +1,4 @@
-"""What ExLlamaV2 would refuse with an assertion, or load wrongly without a word: refused by name, before it starts.
-No torch."""
+"""Refuse models by name that ExLlamaV2 would refuse with an assertion, or would load wrongly and silently. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from protocol.process.worker_spec import EngineSpec
 if TYPE_CHECKING:
     from model_worker.engines.tokenizer import Tokenizer
 
-# The package loads an architecture that it does not know as Llama, after a line on stdout.
+# ExLlamaV2 loads an architecture that it does not know as Llama, after a line on stdout.
 ARCHITECTURES = frozenset(
     {
         "CohereForCausalLM",
@@ -50,7 +49,7 @@ ARCHITECTURES = frozenset(
     }
 )
 PARALLEL = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-"""Architectures that tensor parallelism computes rightly. The package takes more, but leaves out the norms of heads
+"""Architectures that tensor parallelism computes correctly. The package accepts more, but leaves out the norms of heads
 (Qwen3) and partial rotary embeddings (Glm4), and does not split experts (Qwen3Moe)."""
 _DTYPES = ("F16", "BF16", "F32", "I16", "I32")
 
@@ -59,7 +58,7 @@ _DTYPES = ("F16", "BF16", "F32", "I16", "I32")
 class Checked:
     """A model that passed every check.
 
-    tokenizer  None where the packages that read it are not installed
+    tokenizer  None if the packages that read it are not installed
     draft      None without a draft model
     """
 
@@ -71,7 +70,7 @@ class Checked:
 
 
 def check(spec: EngineSpec) -> Checked:
-    """Read the model's directory and check all that can be known before a load, but for the number of GPUs.
+    """Read the model's directory and check all that can be known before a load, except the number of GPUs.
 
     Raises LoadError with every fault that is found.
     """
@@ -135,8 +134,8 @@ def _check_gptq(directory: ModelDir) -> None:
         packed = directory.tensors.get(name.removesuffix("scales") + "qweight") if name.endswith(".scales") else None
         if packed is None or len(scales.shape) != 2 or scales.shape[0] <= 1:  # one group has all rows
             continue
-        # The package does not read the size: it takes the least power of two with which the groups hold all rows, and
-        # its kernels step by 32.
+        # The package does not read the group size. It takes the smallest power of two for which the groups hold all
+        # rows, and its kernels step by 32.
         rows, groups = packed.shape[0] * 8, scales.shape[0]
         guess = 1 << max(0, math.ceil(rows / groups) - 1).bit_length()
         if guess < 32 or guess * (groups - 1) >= rows or (isinstance(size, int) and size > 0 and size != guess):
@@ -182,7 +181,7 @@ def _check_rope(directory: ModelDir) -> None:
 
 
 def check_cache(directory: ModelDir, mode: str, key: str = "cache_mode") -> None:
-    """Raise LoadError for heads that a quantized cache cannot hold: it scales 32 elements at a time."""
+    """Raise LoadError for heads that a quantized cache cannot hold, because it scales 32 elements at a time."""
     head_dim = read_shape(directory).head_dim
     if mode != "FP16" and head_dim % 32:
         message = f"{key} {mode} needs heads of a multiple of 32 elements; {directory.path} has {head_dim}: set FP16"
@@ -190,7 +189,8 @@ def check_cache(directory: ModelDir, mode: str, key: str = "cache_mode") -> None
 
 
 def open_draft(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes) -> ModelDir | None:
-    """The draft model's directory, None without one. Raises LoadError for one that cannot speculate."""
+    """Return the draft model's directory, or None without one. Raises LoadError for a draft model that cannot be
+    used."""
     if options.draft_model is None:
         return None
     try:
@@ -222,7 +222,7 @@ def open_draft(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes) -> 
 
 
 def check_parallel(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes, gpus: int) -> None:
-    """Raise LoadError for splits that the package does not compute rightly, or not at all, on ``gpus`` GPUs."""
+    """Raise LoadError for splits over ``gpus`` GPUs that the package computes wrongly, or not at all."""
     for key, values in (("gpu_split", options.gpu_split), ("autosplit_reserve", options.autosplit_reserve)):
         if values is not None and len(values) != gpus:
             message = f"{key} has {len(values)} values, the worker has {gpus} GPUs: give one for each"

@@ -1,9 +1,10 @@
-"""top_k, top_p, top_a and min_p: how many of the likeliest tokens remain. In place of the kernels of ExLlamaV2 0.3.2.
+"""top_k, top_p, top_a and min_p: count how many of the likeliest tokens remain. Replaces kernels of ExLlamaV2 0.3.2.
 
-Its top_p drops a token that crosses the limit and goes on with less likely ones: of 0.55, 0.25, 0.1, 0.05, ... and a
-top_p of 0.7 it draws from the first, third and fourth (cpp/sampling.cpp, top_p_cpu). Its top_a and min_p keep one token
-too many where all pass, and then write behind their buffers (keep_threshold). Each of the four keeps some of the
-likeliest tokens, so their result is a number, and that is given to the kernel as top_k, which it does right.
+The package's top_p drops a token that crosses the limit and goes on with less likely ones. Of the probabilities 0.55,
+0.25, 0.1, 0.05, ... and a top_p of 0.7 it draws from the first, third and fourth (cpp/sampling.cpp, top_p_cpu). Its
+top_a and min_p keep one token too many if all pass, and then write behind their buffers (keep_threshold). Each of the
+four keeps some of the likeliest tokens, so their result is a number. That number is given to the kernel as top_k, which
+it computes correctly.
 """
 
 import math
@@ -20,22 +21,23 @@ from protocol.request import SamplingParams
 Array = np.ndarray[Any, Any]
 
 _LIKELY = 1e-4
-"""Share of the likeliest token's weight. What is less is sorted only if the rest does not make up top_p."""
+"""Share of the likeliest token's weight. Smaller weights are sorted only if the others do not add up to top_p."""
 
 
 def is_cut(sampling: SamplingParams) -> bool:
-    """Whether any of the four is on beyond top_k, which the kernel does by itself."""
+    """Return whether top_p, top_a or min_p is on. The kernel computes top_k alone by itself."""
     return not is_greedy(sampling) and (sampling.top_p < 1 or sampling.top_a > 0 or sampling.min_p > 0)
 
 
 class BeforeDraw:
-    """One job's DRY, and its top_k, top_p, top_a and min_p, in this order, each over what the one before has left.
+    """One job's DRY, and its top_k, top_p, top_a and min_p, in this order, each over the tokens that the one before has
+    left.
 
-    The package's sampler takes it for a filter: it calls ``mask_logits`` with the logits after penalties and biases.
-    ``settings`` is the package's, whose top_k is set anew at each draw.
+    The package's sampler takes this object for a filter: it calls ``mask_logits`` with the logits after penalties and
+    biases. ``settings`` is the package's object. Its top_k is set again at each draw.
 
     breakers  see exllamav2.dry; None without DRY
-    ids       prompt and answer so far
+    ids       returns prompt and answer so far
     vocab     ids below this can be drawn
     """
 
@@ -52,7 +54,7 @@ class BeforeDraw:
         return mask
 
     def mask_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [padded vocabulary], changed in place."""
+        """Change float32 logits [padded vocabulary] in place, and return them."""
         row = logits.numpy()[: self._vocab]
         if self._breakers is not None:
             penalize(row, self._ids(), self._sampling, self._breakers)
@@ -62,7 +64,8 @@ class BeforeDraw:
 
 
 def kept(logits: Array, sampling: SamplingParams) -> int:
-    """How many of the likeliest tokens remain, at least 1; all is len(logits). Raises RuntimeError for a NaN.
+    """Return how many of the likeliest tokens remain, at least 1 and at most len(logits). Raises RuntimeError for a
+    NaN.
 
     logits  float32 [vocabulary]
     """
@@ -78,7 +81,7 @@ def kept(logits: Array, sampling: SamplingParams) -> int:
             weights *= -weights
             temperature /= sampling.smoothing_factor
         weights /= np.float32(temperature)
-        np.exp(weights, out=weights)  # of the likeliest: 1
+        np.exp(weights, out=weights)  # the weight of the likeliest token is 1
     count, total = len(weights), float(weights.sum(dtype=np.float64))
     if 0 < sampling.top_k < count:
         count = sampling.top_k
@@ -95,7 +98,7 @@ def kept(logits: Array, sampling: SamplingParams) -> int:
 
 
 def _nucleus(weights: Array, share: float) -> tuple[int, float]:
-    """(size, sum) of the smallest set of weights that sums to ``share``."""
+    """Return (size, sum) of the smallest set of weights that sums to ``share``."""
     for candidates in (weights[weights >= _LIKELY], weights):
         sums = np.cumsum(np.sort(candidates)[::-1], dtype=np.float64)
         if len(sums) and sums[-1] >= share:

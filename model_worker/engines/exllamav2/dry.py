@@ -1,10 +1,11 @@
-"""DRY ("don't repeat yourself"): a penalty on tokens that would continue a sequence that has been there before.
+"""DRY ("don't repeat yourself"): a penalty on tokens that would continue a sequence that occurred before.
 
 By p-e-w (text-generation-webui, pull request 5677): a token that followed an earlier occurrence of the newest n tokens
-loses multiplier * base ** (n - allowed_length), n the longest of its occurrences and at least allowed_length.
+loses multiplier * base ** (n - allowed_length). n is the length of its longest occurrence, and at least allowed_length.
 
-In place of ExLlamaV2's, which builds a tree of all sequences of 20 tokens in Python (2 s for a prompt of 8,000 tokens,
-in which no answer goes on), and which penalizes nothing where the repeated sequence is longer than these.
+This replaces ExLlamaV2's own DRY, which builds a tree of all sequences of 20 tokens in Python. That takes 2 s for a
+prompt of 8,000 tokens, during which no answer goes on. It also penalizes nothing if the repeated sequence is longer
+than 20 tokens.
 """
 
 from typing import Any
@@ -16,18 +17,19 @@ from protocol.request import SamplingParams
 Array = np.ndarray[Any, Any]
 
 LONGEST = 20
-"""Tokens of a repeated sequence that count; more cost no more."""
+"""Tokens of a repeated sequence that count. Longer repetitions get no higher penalty."""
 
 
 def penalize(logits: Array, ids: Array, sampling: SamplingParams, breakers: Array) -> None:
-    """Lower ``logits`` (float32 [vocabulary], in place) of what would repeat ``ids`` (int64: prompt and answer).
+    """Lower ``logits`` (float32 [vocabulary], in place) of tokens that would repeat ``ids`` (int64: prompt and answer).
 
-    breakers  bool [vocabulary]: tokens that end a repeated sequence, and are not penalized. Ids beyond are, too
+    breakers  bool [vocabulary]: tokens that end a repeated sequence and are not penalized. Ids beyond count as such,
+              too
     """
     if sampling.dry_range:
         ids = ids[-sampling.dry_range :]
     size = len(ids)
-    ends = np.arange(size - 1)  # where an earlier occurrence of the newest tokens may end
+    ends = np.arange(size - 1)  # indices where an earlier occurrence of the newest tokens may end
     longest: dict[int, int] = {}
     for length in range(1, min(LONGEST, size) + 1):
         token = int(ids[size - length])

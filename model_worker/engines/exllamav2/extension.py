@@ -1,20 +1,20 @@
-"""The CUDA extension of exllamav2, compiled once, before workers need it. No torch here.
+"""Compile the CUDA extension of exllamav2 once, before workers need it. No torch in this module.
 
-The package's wheel on PyPI holds sources, which PyTorch compiles at the first import: minutes, by every worker at
-once, without a word, and behind a lock file that a killed build leaves for ever. Here
+The package's wheel on PyPI holds sources. PyTorch would compile them at the first import: for minutes, in every worker
+at once, silently, and with a lock file that a killed build leaves for ever. This module does it in another way:
 
-* ``needed()`` says, without importing torch, whether there is something to compile;
-* ``python -m model_worker.engines.exllamav2.extension`` compiles. Lines on stdout, each flushed:
+* ``needed()`` says, without importing torch, whether there is something to compile.
+* ``python -m model_worker.engines.exllamav2.extension`` compiles. It prints lines on stdout, each flushed:
       waiting            another process is compiling (once)
       build DONE TOTAL   steps of the compiler
-      ready              it can be imported; also if there was nothing to do
-  Exit code 0, or 1 with one line on stderr that says what is wrong and where the whole log is. With a process id as
-  argument, its parent's, it ends when that thread of the parent ends which has started it;
-* ``ensure()`` is the same inside a process, for a worker that was started without the above;
-* ``location()`` is the compiled file. A worker imports that file itself, so that PyTorch's own builder never runs.
+      ready              the extension can be imported; also if there was nothing to do
+  The exit code is 0, or 1 with one line on stderr that says what is wrong and where the whole log is. With the process
+  id of its parent as argument, the process ends when the parent's thread that has started it ends.
+* ``ensure()`` does the same inside a process, for a worker that was started without the above.
+* ``location()`` returns the compiled file. A worker imports that file itself, so PyTorch's own builder never runs.
 
-The lock is a flock, held by every process that compiles: the kernel frees it when the last of them is gone. PyTorch's
-lock file is removed under it, unless a living process has it open.
+The lock is a flock, which every process of a build holds. The kernel frees it when the last of them is gone. While
+holding it, a build removes PyTorch's lock file, unless a living process has that file open.
 """
 
 import fcntl
@@ -38,19 +38,20 @@ from model_worker.process_title import set_title
 
 NAME = "exllamav2_ext"
 Report = Callable[[str, int, int], None]
-"""(phase, done, total): phase "waiting" or "build"."""
+"""Called with (phase, done, total); the phase is "waiting" or "build"."""
 _STEP = re.compile(rb"^\[(\d+)/(\d+)\] ")
 _BYTES_PER_JOB = 2 << 30
-"""Memory that one run of nvcc over these sources may take."""
+"""Bytes of memory that one run of nvcc over these sources may take."""
 
 
 class ExtensionError(Exception):
-    """It cannot be compiled, or not be found. One line a person can act on."""
+    """The extension cannot be compiled or found. The message is one line that a person can act on."""
 
 
 def needed() -> bool:
-    """Whether a build has to run before a worker can import exllamav2. False where the package is not installed."""
-    if importlib.util.find_spec(NAME) is not None:  # installed from a wheel that holds it compiled
+    """Return whether exllamav2 must be compiled before a worker can import it. False if the package is not
+    installed."""
+    if importlib.util.find_spec(NAME) is not None:  # installed from a wheel with compiled code
         return False
     if importlib.util.find_spec("exllamav2") is None or importlib.util.find_spec("torch") is None:
         return False
@@ -63,7 +64,8 @@ def needed() -> bool:
 
 
 def location() -> Path | None:
-    """The compiled file, None where it is installed as a module. Raises ExtensionError if it has to be built first."""
+    """Return the compiled file, or None if it is installed as a module. Raises ExtensionError if it is not built
+    yet."""
     if importlib.util.find_spec(NAME) is not None:
         return None
     if needed():
@@ -72,7 +74,7 @@ def location() -> Path | None:
 
 
 def build_directory() -> Path:
-    """Where PyTorch puts the build (torch.utils.cpp_extension._get_build_directory)."""
+    """Return where PyTorch puts the build (torch.utils.cpp_extension._get_build_directory)."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root:
         return Path(root) / NAME
@@ -83,7 +85,7 @@ def build_directory() -> Path:
 
 
 def ensure(report: Report) -> None:
-    """Compile if that is needed; wait if another process does. Raises ExtensionError."""
+    """Compile if that is needed. Wait if another process compiles. Raises ExtensionError."""
     if not needed():
         return
     directory = build_directory()
@@ -102,7 +104,7 @@ def ensure(report: Report) -> None:
 
 
 def _stamp() -> dict[str, str]:
-    """What a build depends on; it is made again when that changes."""
+    """Return what a build depends on. If any of it changes, the build is made again."""
     version, cuda = _torch_version()
     return {
         "torch": version,
@@ -114,7 +116,7 @@ def _stamp() -> dict[str, str]:
 
 
 def _torch_version() -> tuple[str, str]:
-    """(version, CUDA version or "") of the torch that would be imported, read from its version.py."""
+    """Return (version, CUDA version or "") of the torch that would be imported, from its version.py."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return "", ""
@@ -128,13 +130,13 @@ def _torch_version() -> tuple[str, str]:
 
 @contextmanager
 def _locked(directory: Path, report: Report) -> Iterator[IO[Any]]:
-    # "a": never truncated, never removed, so that all who come see one inode
+    # Mode "a", and never truncated or removed, so that all processes lock one inode.
     with (directory / "modelctl.lock").open("ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             while True:
-                report("waiting", 0, 0)  # often: who watches a worker's progress must see that it lives
+                report("waiting", 0, 0)  # often, because the supervisor watches a worker's progress
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
@@ -144,7 +146,10 @@ def _locked(directory: Path, report: Report) -> Iterator[IO[Any]]:
 
 
 def _remove_stale_lock(directory: Path) -> None:
-    """PyTorch waits for this file to vanish, without end; only its maker removes it. The maker keeps it open."""
+    """Remove PyTorch's lock file if its maker is gone. PyTorch would wait for ever for its removal.
+
+    A living maker keeps the file open. Raises ExtensionError, which names the maker.
+    """
     lock = directory / "lock"
     if not lock.exists():
         return
@@ -154,7 +159,7 @@ def _remove_stale_lock(directory: Path) -> None:
 
 
 def _holder(file: Path) -> int | None:
-    """A living process of ours that has ``file`` open."""
+    """Return the pid of a living process of this user that has ``file`` open, or None."""
     wanted = file.stat()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
@@ -164,7 +169,7 @@ def _holder(file: Path) -> int | None:
                 found = descriptor.stat()
                 if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
                     return int(process.name)
-        except OSError:  # gone meanwhile, or another user's
+        except OSError:  # the process has gone meanwhile, or is another user's
             continue
     return None
 
@@ -173,7 +178,7 @@ def _compile(directory: Path, lock: IO[Any], report: Report) -> None:
     """Run the compiling process to its end. Its output is the log."""
     environment = _environment()
     log_path = directory / "modelctl.log"
-    # modules are found where they are here; -m alone would look into the current directory first
+    # Give the child this process's module path: -m alone would look into the current directory first.
     program = (
         f"import runpy, sys; sys.path[:] = {sys.path!r}; "
         "runpy.run_module('model_worker.engines.exllamav2.extension_build', run_name='__main__')"
@@ -186,7 +191,7 @@ def _compile(directory: Path, lock: IO[Any], report: Report) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # which ends as one
+            start_new_session=True,  # end_session kills all of it
             pass_fds=(lock.fileno(),),  # the lock is held until the last compiler is gone
         )
         assert process.stdout is not None
@@ -208,13 +213,13 @@ def _compile(directory: Path, lock: IO[Any], report: Report) -> None:
 
 
 def end_session(session: int) -> None:
-    """Kill every process of a session. Not of a group: ninja gives each of its compilers a group of its own."""
+    """Kill every process of a session. A group is not enough: ninja gives each of its compilers a group of its own."""
     again = True
-    while again:  # until none is found that might have started another meanwhile
+    while again:  # repeat: a process that was found late may have started another one
         again = False
         for process in Path("/proc").iterdir():
             try:
-                # pid (name) state parent group session ...; the name may hold anything
+                # The line is: pid (name) state parent group session ... The name may hold anything.
                 fields = (process / "stat").read_text().rpartition(")")[2].split() if process.name.isdigit() else []
                 if fields and int(fields[3]) == session and fields[0] != "Z" and int(process.name) != os.getpid():
                     os.kill(int(process.name), signal.SIGKILL)
@@ -224,9 +229,9 @@ def end_session(session: int) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The compiler's environment. Raises ExtensionError for a tool that is missing."""
+    """Return the compiler's environment. Raises ExtensionError for a tool that is missing."""
     environment = dict(os.environ)
-    # tools that pip installed, also where the environment was not activated
+    # Tools that pip installed are found even if the virtual environment was not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     environment["PATH"] = path
     if shutil.which("ninja", path=path) is None:
@@ -238,14 +243,16 @@ def _environment() -> dict[str, str]:
     if cuda:
         environment["CUDA_HOME"] = str(_cuda_home(environment, path, f"{cuda}, which torch {version} was built with"))
     environment.setdefault("MAX_JOBS", str(_jobs()))
-    # they could break the import that compiles, and are not needed for it
+    # These two packages could break the import that compiles, and the import does not need them.
     environment["EXLLAMA_NO_FLASH_ATTN"] = environment["EXLLAMA_NO_XFORMERS"] = "1"
     return environment
 
 
 def _cuda_home(environment: dict[str, str], path: str, which: str) -> Path:
-    """The CUDA toolkit: what the environment says, else what nvcc belongs to, else the usual place. Raises
-    ExtensionError if there is none. A link or wrapper of nvcc elsewhere is no toolkit."""
+    """Return the CUDA toolkit: that of the environment, else the one of nvcc, else the usual place.
+
+    A link to nvcc, or a wrapper of it, in another place is no toolkit. Raises ExtensionError if there is none.
+    """
     said = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     places = [Path(said)] if said else []
     if not said:
@@ -263,7 +270,7 @@ def _cuda_home(environment: dict[str, str], path: str, which: str) -> Path:
 
 
 def _jobs() -> int:
-    """Compilers at once: as many as there are cores, and memory for."""
+    """Return how many compilers may run at once: one per core, if the memory is enough for them."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo", encoding="ascii") as f:
@@ -274,7 +281,7 @@ def _jobs() -> int:
 
 
 def _reason(log: Path, code: int) -> str:
-    """The line of a log that says most."""
+    """Return the line of a log that explains the failure best."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     for pattern in (r"\b(fatal )?error\b( C?\d+)?:", r"^(OSError|RuntimeError|ModuleNotFoundError|ImportError): "):
         for line in lines:
@@ -286,24 +293,24 @@ def _reason(log: Path, code: int) -> str:
 
 
 def _tell(text: object, stream: IO[str]) -> None:
-    """Say it, if somebody listens: a build of minutes is not given up because nobody does."""
+    """Print a line. If nobody reads it any more, go on: a build of minutes must not fail for that reason."""
     try:
         print(text, file=stream, flush=True)
     except OSError:
-        null = os.open(os.devnull, os.O_WRONLY)  # also for what is still in the buffer
+        null = os.open(os.devnull, os.O_WRONLY)  # also takes what is still in the buffer
         os.dup2(null, stream.fileno())
         os.close(null)
 
 
 def _unwind_at_signals() -> None:
-    """SIGTERM and SIGHUP end this process by an exception, which takes the compilers along."""
+    """Turn SIGTERM and SIGHUP into an exception, which ends this process and its compilers."""
 
     def end(*_: object) -> None:
-        for number in caught:  # a second one would cut the ending of the compilers short
+        for number in caught:  # a second signal would interrupt the ending of the compilers
             signal.signal(number, signal.SIG_IGN)
         sys.exit(1)
 
-    # who was started by nohup goes on
+    # A process that was started by nohup ignores SIGHUP and goes on.
     caught = [
         n for n in (signal.SIGTERM, signal.SIGHUP) if n == signal.SIGTERM or signal.getsignal(n) != signal.SIG_IGN
     ]

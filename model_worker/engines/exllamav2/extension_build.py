@@ -1,7 +1,7 @@
-"""The process that compiles exllamav2's extension, started by ``extension`` with its own pid as argument.
+"""The process that compiles exllamav2's extension. ``extension`` starts it with its own pid as argument.
 
-The package's module exllamav2.ext is imported, which calls PyTorch's builder with the sources and flags that it wants;
-only the builder is made to say what it does.
+It imports the package's module exllamav2.ext, which calls PyTorch's builder with the right sources and flags. Only the
+builder is changed to print what it does.
 """
 
 import functools
@@ -18,7 +18,7 @@ from model_worker.process_title import set_title
 
 
 def _die_with(parent: int) -> None:
-    """When the parent ends, end this process's session: the compilers have no other way to know."""
+    """End this process's session when the parent ends, because the compilers would not notice."""
     signal.signal(signal.SIGTERM, _end)
     if not die_with(parent, signal.SIGTERM):
         sys.exit(1)
@@ -32,7 +32,7 @@ def _end(*_: object) -> None:
 def main() -> int:
     _die_with(int(sys.argv[1]))
     set_title("builder")
-    # ninja and its compilers inherit the lock: it is free when they are gone, whatever becomes of this process
+    # ninja and its compilers inherit the lock, so it is held until they are gone, even if this process dies earlier.
     subprocess.run = functools.partial(subprocess.run, close_fds=False)  # type: ignore[assignment]
     import torch
     from torch.utils import cpp_extension
@@ -53,7 +53,7 @@ def main() -> int:
     try:
         importlib.import_module("exllamav2.ext")
     except Exception:
-        if not built:  # what fails behind the build is not this program's business
+        if not built:  # an error after the build is not this program's concern
             raise
     if not built:
         print("RuntimeError: exllamav2.ext did not ask for a build")

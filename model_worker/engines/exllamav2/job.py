@@ -1,15 +1,15 @@
 """One answer inside ExLlamaV2's generator: its job, with bookkeeping of our own where the package's is wrong or slow.
 
-Importing this imports exllamav2: only after ``exllamav2.load`` has.
+Importing this module imports exllamav2, so ``exllamav2.load`` must have imported the package before.
 
-What the package does after each draw (text, held text, result dictionaries) is left out: the engine makes text from
-ids. What is kept is how a sequence owns its pages, with four repairs, each of which would otherwise give a later prompt
-keys and values of another place, or end the process:
+The package's work after each draw (text, held text, result dictionaries) is left out, because the engine makes text
+from ids. The way in which a sequence owns its pages is kept, with four repairs. Without each of them a later prompt
+would get keys and values of another place, or the process would end:
 
-* a page that a full cache hit leaves for the first new token did not know what comes before it;
-* what was speculated and not taken, when an answer ends, stayed claimed;
-* a page that loses its name when it is given back kept its claim without its past;
-* a page completed while another job is still going to compute the same one met an assertion.
+* A page that a full cache hit leaves for the first new token did not know the page before it.
+* At the end of an answer, speculated tokens that were not accepted were still counted as computed.
+* A page that loses its name when it is given back was still counted as computed, without the pages before it.
+* A page that is complete while another job is still going to compute the same page met an assertion.
 """
 
 import math
@@ -36,30 +36,31 @@ from protocol.request import SamplingParams
 PAGE = 256
 NOT_NUMBERS = "the model's logits are not numbers"
 UNLIKELY = 1e-30
-"""A token drawn with less than this was not drawn: probabilities were not numbers, or underflowed."""
+"""A token that was drawn with a lower probability is not valid: probabilities were not numbers, or underflowed."""
 
 
 class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
-    """See the module. After a step, what is new is in ``fresh`` and ``fresh_logprobs``; the engine empties them.
+    """One answer in the generator. After a step ``fresh`` and ``fresh_logprobs`` hold what is new; the engine empties
+    them.
 
     prompts      ids of the prompt, and of the negative prompt if there is guidance
     limit        tokens after which the answer ends
     minimum      tokens before which none of ``end_ids`` is drawn
-    drawn        tokens of the answer that are part of the prompts; -1: the first draw heals the prompt, and belongs to
-                 it: it cannot end the answer
+    drawn        tokens of the answer that are part of the prompts; -1: the first draw heals the prompt. That token
+                 belongs to the prompt and cannot end the answer
     returns      how often the answer has gone back (Draws.at)
-    draft        tokens speculated per step: pages are reserved for them
+    draft        tokens speculated per step, for which pages are reserved
     vocab        ids below this can be drawn
     first_bias   added to the logits of the first draw only, float32 [padded vocabulary]
-    top          None, or how many of the likeliest tokens are reported with each
-    sampling     parameters of which DRY, top_k, top_p, top_a and min_p are computed here
-    breakers     of DRY (bool [vocab]), None without it
+    top          None, or how many of the likeliest tokens are reported with each token
+    sampling     parameters; DRY, top_k, top_p, top_a and min_p are computed here
+    breakers     sequence breakers of DRY (bool [vocab]), None without DRY
     xtc          (probability, threshold, ids that are never left out, skew), or None
-    constraint   of the answer (engines/constraint), at the place where it goes on
-    begun        a token of the answer has been drawn here
-    ended        once the answer has ended: "stop" (by an end token), "length", or by its constraint: COMPLETE,
-                 FinishReason.BANNED where no token is left to draw, FAILED with ``failure``
-    shortcut     it is greedy, and nothing but a bias changes the logits: its draws take no sampler
+    constraint   the answer's constraint (engines/constraint), at the position where the answer goes on
+    begun        whether a token of the answer has been drawn here
+    ended        why the answer has ended: "stop" (an end token), "length", or because of the constraint: COMPLETE,
+                 FinishReason.BANNED if no token is left to draw, FAILED with ``failure``
+    shortcut     whether the draw is greedy and only a bias changes the logits, so that no sampler is needed
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             input_ids=[torch.tensor([ids], dtype=torch.long) for ids in prompts],
             max_new_tokens=limit - drawn + draft,
             min_new_tokens=0,
-            max_skips=1 << 30,  # the engine decides who goes first
+            max_skips=1 << 30,  # the engine decides which job goes first
             identifier=identifier,
             gen_settings=ExLlamaV2Sampler.Settings(**settings, token_bias=tensor),
         )
@@ -128,7 +129,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self._logprob: TokenLogprob | None = None
 
     def limit_draw(self, padded: int) -> None:
-        """Limit the next draw to what the constraint allows. Raises RequestError where that is too costly.
+        """Limit the next draw to the tokens that the constraint allows. Raises RequestError where that is too costly.
 
         padded  size of the padded vocabulary
         """
@@ -143,7 +144,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self.gen_settings.token_bias = self._limits
 
     def can_draw(self) -> bool:
-        """Whether the first draw has a token left."""
+        """Return whether the first draw has a token left."""
         bias = self.gen_settings.token_bias
         if bias is None:
             return True
@@ -153,7 +154,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             left[self.end_list] = NEVER
         return bool(left.max() > NEVER)
 
-    # drawing
+    # --- drawing
 
     def receive_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, None, None, None, bool]:
         """Draw from float32 logits [sequences, 1, padded vocabulary]. May run on a thread of the generator's pool."""
@@ -165,7 +166,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         return self._drawn_tensor, None, None, None, False
 
     def _likeliest(self, logits: torch.Tensor) -> int:
-        """The greedy token, where nothing but a bias changes the logits: a third of the sampler's time."""
+        """Return the greedy token where only a bias changes the logits. Takes a third of the sampler's time."""
         row = logits.numpy()[0, 0, : self.vocab]
         bias = self.gen_settings.token_bias
         if bias is not None:
@@ -180,7 +181,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     def _sampled(self, logits: torch.Tensor) -> int:
         if self.greedy and math.isnan(float(logits[:, :, : self.vocab].max())):
             raise RuntimeError(NOT_NUMBERS)  # the kernel would index with what is on its stack
-        # a greedy draw is the same at every point
+        # A greedy draw gives the same token at every point.
         point = 0.0 if self.greedy else self.draws.at(self.new_tokens, returns=self.returns)
         if self.xtc is not None and self.draws.at(self.new_tokens, which=1, returns=self.returns) < self.xtc[0]:
             _, threshold, protected, skew = self.xtc
@@ -204,8 +205,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         )
         token = int(drawn)
         if not float(prob) > UNLIKELY or token >= self.vocab:
-            # powers of probabilities underflow at low temperatures, penalties divide by next to nothing: what is left
-            # of the distribution is its top
+            # Powers of probabilities underflow at low temperatures, and penalties divide by almost nothing. Then only
+            # the top of the distribution is left.
             row, bias = logits[0, 0, : self.vocab], self.gen_settings.token_bias
             if bias is not None:
                 row = row.masked_fill(bias[: self.vocab] == NEVER, NEVER)
@@ -214,13 +215,14 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
                 raise RuntimeError(NOT_NUMBERS)
         return token, top_ids[0, 0].tolist() if top else [], top_probs[0, 0].tolist() if top else []
 
-    # what was drawn
+    # --- after a draw
 
     def receive_sample(
         self, logits: Any, next_token: torch.Tensor, k_tokens: Any, k_probs: Any, prob: Any, filter_eos: Any,
         results: list[Any], first_sample_in_sd_batch: bool = True,
     ) -> tuple[bool, torch.Tensor]:  # fmt: skip
-        """Take the token. (whether the answer has ended, the token). Puts the job itself into results, once a step."""
+        """Take the drawn token. Return (whether the answer has ended, the token). Once a step, add this job to
+        ``results``."""
         token = int(self._drawn[0, 0])
         if not self.fresh:
             results.append(self)
@@ -250,7 +252,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         return self.ended is not None, next_token
 
     def _constrained(self, constraint: Constraint, token: int) -> str | None:
-        """Why the answer ends behind its newest token. If it does not, the next draw is limited."""
+        """Return why the answer ends behind its newest token. If it does not end, limit the next draw and return
+        None."""
         try:
             constraint.push(token)
             if constraint.finished:
@@ -266,10 +269,11 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             return FAILED
 
     def _complete_page(self, sequence: Any) -> None:
-        """A page is full: name it by its tokens and all before them, so that others can use it; the next one follows.
+        """Name a full page by its tokens and all tokens before them, so that other jobs can use it. Begin the next
+        page.
 
-        As the package, but for a page of that name that another job holds and has not computed yet: there this one
-        keeps its own.
+        The package does the same, except where another job holds a page of that name that is not computed yet. There
+        this job keeps its own page.
         """
         generator = self.generator
         index = sequence.kv_position // PAGE - 1
@@ -291,10 +295,10 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         following.prev_hash = sequence.allocated_pages[index].phash
         following.can_revert = False
 
-    # what the generator asks at every step
+    # --- what the generator asks at every step
 
     def is_prefill_done(self) -> bool:
-        # asked five times a step, and a generator expression costs more
+        # Called five times a step; a generator expression would cost more.
         for sequence in self.sequences:  # noqa: SIM110
             if sequence.kv_position != sequence.sequence_ids.seq_len - 1:
                 return False
@@ -303,7 +307,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     def get_input_ids_list(
         self, draft_tokens: torch.Tensor | None = None, idx: int = 0, add_to_cache: bool = False
     ) -> list[torch.Tensor]:
-        """As the package, with fewer tensors where one token is added to one sequence."""
+        """Return the next input ids, with fewer tensors than the package where one sequence gets one token."""
         sequence = self.sequences[0]
         if draft_tokens is not None or len(self.sequences) > 1:
             inputs: list[torch.Tensor] = super().get_input_ids_list(draft_tokens, idx, add_to_cache)
@@ -314,18 +318,18 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             page.sequence.numpy()[0, page.kv_position] = self._drawn[0, 0]
             page.kv_position += 1
             page.can_revert = False
-        # the last token of the prompt, and from then on the last one drawn
+        # The last token of the prompt; after the first draw, the token drawn last.
         return [self._drawn_tensor]
 
-    # pages
+    # --- pages
 
     def prepare_for_queue(self, generator: Any, serial_number: int) -> None:
         super().prepare_for_queue(generator, serial_number)
-        # for text and results that are not made here: half a megabyte per thousand ids of vocabulary
+        # Tensors for text and results, which are not made here: half a megabyte per thousand ids of vocabulary.
         self.held_tokens = self.held_k_tokens = self.held_k_probs = self.held_probs = self.held_logits = None
 
     def unread(self) -> int:
-        """Tokens of the prompts that are still to be computed, those in the cache not counted."""
+        """Return how many tokens of the prompts have still to be computed, without those in the cache."""
         pages = self.generator.referenced_pages, self.generator.unreferenced_pages
         left = 0
         for sequence in self.sequences:
@@ -342,7 +346,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         super().allocate_pages()
         for sequence in self.sequences:
             full = len(sequence.page_hashes)
-            if full:  # stays None where all pages before are found in the cache, and None means the start of a text
+            if full:  # the package leaves None, the start of a text, where all pages before are in the cache
                 sequence.allocated_pages[full].prev_hash = sequence.page_hashes[-1]
 
     def deallocate_pages(self) -> None:
@@ -358,8 +362,11 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
 
 
 def _release(page: Any) -> None:
-    """Give one reference back. A page whose name another has taken is renamed by the package as if it began a text:
-    it must not be found by its tokens."""
+    """Give back one reference to a page.
+
+    If another page has taken the name of this one, the package renames it as if it began a text. It must not be found
+    by its tokens then.
+    """
     name = page.phash_revert if page.can_revert else page.phash
     page.sub_ref()
     if not page.ref_count and page.phash != name:

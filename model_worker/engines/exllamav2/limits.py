@@ -1,4 +1,4 @@
-"""Shapes and sizes that ExLlamaV2's kernels compute wrongly, and report nothing: refused by name. No torch.
+"""Refuse shapes and sizes by name that ExLlamaV2's kernels compute wrongly without an error. No torch.
 
 Each refusal names the kernel in the package's source (exllamav2_ext/cuda) that is the reason.
 """
@@ -11,15 +11,16 @@ from model_worker.engines.model_shape import ModelShape, read_shape
 INDICES = 1 << 31
 """Kernels count the elements of a matrix with 32-bit integers."""
 GRID_ROWS = 65535
-"""The most rows that CUDA accepts in the second dimension of a launch; head_norm.cu has one there for each token."""
+"""The most rows that CUDA accepts in the second dimension of a launch. head_norm.cu has one row there for each
+token."""
 WIDEST_NORM = 32768
 """rms_norm.cu and layer_norm.cu have no kernel for wider vectors, and launch none."""
 
 
 def check_limits(directory: ModelDir, sizes: Sizes, cache_mode: str, prefix: str = "") -> None:
-    """Raise LoadError for a model that the package computes wrongly, at all or with these sizes.
+    """Raise LoadError for a model that the package computes wrongly, always or with these sizes.
 
-    prefix  of the cache's option in the error: "draft_" for a draft model
+    prefix  prefix of the cache's option in the error: "draft_" for a draft model
     """
     shape = read_shape(directory)
     _check_widths(directory, shape)
@@ -31,9 +32,9 @@ def _check_widths(directory: ModelDir, shape: ModelShape) -> None:
     where = directory.path
     if shape.hidden > WIDEST_NORM:
         raise LoadError(f"{where}: hidden_size is {shape.hidden}: ExLlamaV2 has norms of up to {WIDEST_NORM} only")
-    inner = -(-shape.intermediate // 32) * 32  # the package fills the width up
+    inner = -(-shape.intermediate // 32) * 32  # the package pads the width
     if directory.is_quantized and inner % 64:
-        # q_mlp.cu: gridDim.x = DIVIDE(width, 32) / 2 blocks of 64 columns activate, and the division rounds down
+        # q_mlp.cu: gridDim.x = DIVIDE(width, 32) / 2 blocks of 64 columns activate, and the division rounds down.
         raise LoadError(
             f"{where}: the MLP's size is {shape.intermediate}: with quantized weights ExLlamaV2 does not activate the "
             "last 32 columns where the size is no multiple of 64; use 16-bit weights"
@@ -42,8 +43,8 @@ def _check_widths(directory: ModelDir, shape: ModelShape) -> None:
         shape.head_dim % 64 or shape.head_dim > 256
     ):
         # head_norm.cu: a warp sums 64 elements and exchanges them among all of its 32 threads. A head that does not
-        # fill its last warp exchanges with threads that do not exist, which CUDA leaves undefined (an H200 computed
-        # heads of 32 and 96 rightly). A head of more than 256 elements overflows the memory for 8 warps.
+        # fill its last warp exchanges with threads that do not exist, and CUDA leaves the result undefined (an H200
+        # computed heads of 32 and 96 correctly). A head of more than 256 elements overflows the memory for 8 warps.
         raise LoadError(
             f"{where}: heads of {shape.head_dim} have norms of their own: ExLlamaV2's kernel is made for heads of 64, "
             "128, 192 and 256 elements only"
@@ -63,7 +64,7 @@ def _check_routing(directory: ModelDir) -> None:
         experts = directory.config.get("ffn_config")
         key = "ffn_config.moe_normalize_expert_weights"
         given = experts.get("moe_normalize_expert_weights", 1) if isinstance(experts, dict) else 1
-    if key and given != 1:  # or true, which is equal
+    if key and given != 1:  # 1 and true are equal
         raise LoadError(
             f"{directory.path}/config.json: {key} is {given!r}: ExLlamaV2 always scales the weights of a token's "
             "experts to a sum of 1"

@@ -1,7 +1,7 @@
-"""Getting ExLlamaV2 and a model into memory.
+"""Load ExLlamaV2 and a model.
 
-Before that, ``exllamav2.check`` has refused every model that is known to fail. This module also checks the GPUs' free
-memory (``vram``).
+``exllamav2.check`` has refused every model that is known to fail before. This module also checks the GPUs' free memory
+(``vram``).
 """
 
 import contextlib
@@ -26,11 +26,13 @@ from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.vetting import understood
 
 DEFAULT_RESERVE_MB = 256
-"""Left free on each GPU by the automatic split: kernels that are loaded later, cuBLAS, attention, logits."""
+"""MB that the automatic split leaves free on each GPU, for kernels that are loaded later, cuBLAS, attention and
+logits."""
 MEGABYTE = 1 << 20
 
 _ALLOCATOR_SETTINGS = ((torch._C, "_accelerator_setAllocatorSettings"), (torch.cuda.memory, "_set_allocator_settings"))
-"""How PyTorch calls it, latest first. Without either it is left as it is: some per cent more memory."""
+"""The names of this function in PyTorch, newest first. Without any of them the allocator wastes some per cent more
+memory."""
 _CACHES = {
     "FP16": "ExLlamaV2Cache",
     "Q8": "ExLlamaV2Cache_Q8",
@@ -39,24 +41,24 @@ _CACHES = {
 }
 
 _NO_ROOM = "out of memory", "Insufficient VRAM", "ALLOC_FAILED"
-"""Parts of what CUDA, ExLlamaV2 and cuBLAS say when a GPU's memory is used up."""
+"""Parts of the messages of CUDA, ExLlamaV2 and cuBLAS when a GPU's memory is used up."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory, with what a generator is made of.
+    """A model in memory, with everything that a generator needs.
 
-    core, generator   the package's modules exllamav2 and exllamav2.generator
-    attention         how attention is computed, for people
-    model, cache, tokenizer  the package's objects
-    draft_model, draft_cache None without a draft model
-    draft_tokens      tokens speculated per step; 0: no speculation
-    ngram             speculate from n-grams of the text
-    loras             the package's adapters, loaded
-    context           tokens of prompt and answer together
-    chunk_size        prompt tokens computed at a time
-    cache_size        tokens of all sequences together, a multiple of 256
-    devices           GPUs used, as the process counts them
+    core, generator           the package's modules exllamav2 and exllamav2.generator
+    attention                 how attention is computed, for people
+    model, cache, tokenizer   the package's objects
+    draft_model, draft_cache  None without a draft model
+    draft_tokens              tokens speculated per step; 0: no speculation
+    ngram                     whether to speculate from n-grams of the text
+    loras                     the package's adapters, loaded
+    context                   tokens of prompt and answer together
+    chunk_size                prompt tokens computed at a time
+    cache_size                tokens of all sequences together, a multiple of 256
+    devices                   GPUs used, as the process counts them
     """
 
     core: Any
@@ -77,10 +79,10 @@ class Loaded:
 
 
 def load(checked: Checked, progress: ProgressCallback) -> Loaded:
-    """Load onto the visible GPUs: one as it is, several by layers or, if asked for, by tensors.
+    """Load a model onto the visible GPUs. Several GPUs share it by layers or, if the options say so, by tensors.
 
-    Raises LoadError. progress: phase "compiling ExLlamaV2" (steps) if nobody has, "compiling attention" (GPUs),
-    "loading draft" and "loading" (modules), "loading lora" (adapters).
+    Raises LoadError. ``progress`` gets the phases "compiling ExLlamaV2" (steps) if that is needed, "compiling
+    attention" (GPUs), "loading draft" and "loading" (modules), and "loading lora" (adapters).
     """
     options, directory, sizes, draft = checked.options, checked.directory, checked.sizes, checked.draft
     package = import_package(progress)
@@ -121,10 +123,10 @@ def load(checked: Checked, progress: ProgressCallback) -> Loaded:
         if any(sign in str(e) for sign in _NO_ROOM):
             raise refusal from None
         raise
-    # built at the first token otherwise, in the middle of the first answer
+    # Otherwise these lists are built at the first token, in the middle of the first answer.
     tokenizer.get_id_to_piece_list(True)
     tokenizer.get_id_to_piece_list(False)
-    torch.cuda.empty_cache()  # what was on its way to fp16, or to another order
+    torch.cuda.empty_cache()  # memory of tensors that were converted to fp16 or reordered
     return Loaded(
         core=core,
         generator=package.generator,
@@ -145,7 +147,7 @@ def load(checked: Checked, progress: ProgressCallback) -> Loaded:
 
 
 def make_generator(loaded: Loaded, max_batch_size: int) -> Any:
-    """The package's ExLlamaV2DynamicGenerator over what is loaded, with adapters set and an empty page table."""
+    """Return the package's ExLlamaV2DynamicGenerator for a loaded model, with adapters set and an empty page table."""
     generator = loaded.generator.ExLlamaV2DynamicGenerator(
         model=loaded.model,
         cache=loaded.cache,
@@ -156,19 +158,20 @@ def make_generator(loaded: Loaded, max_batch_size: int) -> Any:
         use_ngram_draft=loaded.ngram,
         max_batch_size=max_batch_size,  # the default takes a gigabyte of logits
         max_chunk_size=loaded.chunk_size,
-        max_q_size=loaded.draft_tokens + 1,  # of a step: the last token, and those speculated behind it
+        max_q_size=loaded.draft_tokens + 1,  # tokens of a step: the last one, and those speculated behind it
         paged=True,
     )
     if loaded.loras:
         generator.set_loras(loaded.loras)
-        generator.reset_page_table()  # cached pages would be taken for this adapter's
+        generator.reset_page_table()  # pages that were cached without the adapter must not be used with it
     return generator
 
 
 def expand_segments() -> None:
-    """Have PyTorch's allocator grow its segments, which wastes least; what the environment says goes first.
+    """Have PyTorch's allocator grow its segments, which wastes the least memory. The environment's setting has
+    precedence.
 
-    Only before anything is allocated.
+    Call this before anything is allocated.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
         return
@@ -181,7 +184,7 @@ def expand_segments() -> None:
 def _config(
     package: Package, directory: ModelDir, rope_scale: float | None, rope_alpha: float | None, sizes: Sizes
 ) -> Any:
-    """The package's configuration of a model. Raises LoadError."""
+    """Return the package's configuration of a model. Raises LoadError."""
     config = package.core.ExLlamaV2Config()
     config.model_dir = str(directory.path)
     with _assertions_named(directory):
@@ -195,18 +198,21 @@ def _config(
         config.scale_pos_emb = rope_scale
     if rope_alpha is not None:
         config.scale_alpha_value = rope_alpha
-    # the tables of positions have exactly this length and are read without a check: admission keeps to it
+    # The tables of positions have exactly this length, and are read without a check. Admission keeps to it.
     config.max_seq_len = sizes.positions
     config.modelctl_context = sizes.context
     config.max_input_len = sizes.chunk_size
     config.max_attention_size = sizes.chunk_size**2
-    config.max_output_len = max(sizes.rows, 16)  # tokens that logits are computed of at once
+    config.max_output_len = max(sizes.rows, 16)  # tokens whose logits are computed at once
     return config
 
 
 def _keep_rope_to_context() -> None:
-    """The package chooses the frequencies of some models by the length of its tables, which here goes a little beyond
-    the context; and it takes that length for the one that yarn's ramp was trained with."""
+    """Make the package choose rotary frequencies by the model's context.
+
+    For some models the package chooses the frequencies by the length of its tables, which is a little more than the
+    context here. It also takes that length for the one with which yarn's ramp was trained.
+    """
     rope: Any = importlib.import_module("exllamav2.rope")
     if hasattr(rope, "modelctl_original"):
         return
@@ -216,7 +222,8 @@ def _keep_rope_to_context() -> None:
         cfg = copy.copy(cfg)
         cfg.max_seq_len = getattr(cfg, "modelctl_context", cfg.max_seq_len)
         if cfg.alt_rope_method == "yarn":
-            # it scales beyond the original length only: as before, but ramped as in transformers (modeling_rope_utils)
+            # The package scales beyond the original length only. It still does so, but ramped as in transformers
+            # (modeling_rope_utils).
             cfg.max_seq_len = min(cfg.max_seq_len, cfg.yarn_rope_original_max_position_embeddings + 1)
         return original(device, cfg, base)
 
@@ -226,17 +233,17 @@ def _keep_rope_to_context() -> None:
 def _load_model(
     core: Any, model: Any, options: ExLlamaV2Options, sizes: Sizes, gpus: int, count: Callable[[int, int], None]
 ) -> Any:
-    """Load the weights, and make the cache, which is returned."""
+    """Load the weights, and make the cache. Return the cache."""
     kind = getattr(core, _CACHES[options.cache_mode])
     if options.tensor_parallel:
-        # without a split the package reads CUDA_VISIBLE_DEVICES as numbers, which may be UUIDs
+        # Without a split the package reads CUDA_VISIBLE_DEVICES as numbers, but it may hold UUIDs.
         split = options.gpu_split or [torch.cuda.mem_get_info(index)[0] / 2**30 for index in range(gpus)]
         model.load_tp(list(split), callback=count, expect_cache_tokens=sizes.cache_size, expect_cache_base=kind)
         return core.ExLlamaV2Cache_TP(model, base=kind, batch_size=1, max_seq_len=sizes.cache_size)
     if gpus > 1 and not options.gpu_split:
         cache = kind(model, batch_size=1, max_seq_len=sizes.cache_size, lazy=True)
         reserve = options.autosplit_reserve or (DEFAULT_RESERVE_MB,) * gpus
-        # every layer is tried out without pages, which the stand-in for flash-attn does not compute
+        # The package tries every layer without pages. Our replacement of flash-attn does not compute that.
         model.config.no_flash_attn = True
         try:
             model.load_autosplit(cache, reserve_vram=[mb * MEGABYTE for mb in reserve], callback=count)
@@ -248,7 +255,7 @@ def _load_model(
 
 
 def _devices(model: Any, cache: Any) -> list[int]:
-    """GPUs that hold a layer, or a part of the cache."""
+    """Return the GPUs that hold a layer, or a part of the cache."""
     layers = {module.device_idx for module in model.modules if isinstance(module.device_idx, int)}
     return sorted((layers | {tensor.device.index for tensor in cache.all_tensors()}) - {-1})
 
@@ -259,7 +266,7 @@ def _counted(progress: ProgressCallback, phase: str) -> Callable[[int, int], Non
 
 @contextlib.contextmanager
 def _assertions_named(directory: ModelDir) -> Iterator[None]:
-    """What the package says about a model, as a LoadError."""
+    """Turn the package's exceptions about a model into LoadError."""
     try:
         yield
     except (AssertionError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:

@@ -1,7 +1,8 @@
-"""LoRA adapters: what is refused before they are loaded, and how they are. They apply to every request.
+"""LoRA adapters: check them, then load them. They apply to every request.
 
-The package checks shapes with assertions, follows pointers of halves that are not there, leaves out what it does not
-know, prefers a pickled file, and forgets that it has reordered the MLPs of EXL2 models. No torch is imported here.
+The package checks shapes with assertions, follows null pointers where half of an adapter is missing, skips tensors that
+it does not know, prefers a pickled file, and forgets that it has reordered the MLPs of EXL2 models. So this module
+checks adapters first. It imports no torch.
 """
 
 import math
@@ -24,8 +25,8 @@ ARCHITECTURES = (
     "YiForCausalLM",
     "GraniteForCausalLM",
 )
-"""Those whose layers all pass adapters on. Others (parallel blocks, experts, 32-bit residuals, names with a prefix) are
-refused by the package, or leave a part of them out."""
+"""Architectures whose layers all pass adapters on. For others (parallel blocks, experts, 32-bit residuals, names with a
+prefix) the package refuses adapters, or leaves a part of them out."""
 WEIGHTS = "adapter_model.safetensors"
 _KEY = re.compile(r"model\.layers\.(\d+)\.(self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.lora_([AB])\.weight$")
 
@@ -33,7 +34,7 @@ _KEY = re.compile(r"model\.layers\.(\d+)\.(self_attn\.[qkvo]_proj|mlp\.(?:gate|u
 def check_adapter(adapter: Adapter, directory: ModelDir, number: int = 0) -> dict[str, Tensor]:
     """Return the tensors of an adapter. Raises LoadError, which names the adapter, if it does not fit the model.
 
-    number  the adapter's place among the model's adapters, from 0
+    number  the adapter's index among the model's adapters, from 0
     """
     try:
         return _check(Path(adapter.directory), directory)
@@ -80,7 +81,7 @@ def _check(path: Path, directory: ModelDir) -> dict[str, Tensor]:
 
 
 def _check_config(file: Path) -> int:
-    """The rank. Raises LoadError."""
+    """Return the rank. Raises LoadError."""
     config = read_json(file)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
@@ -94,7 +95,7 @@ def _check_config(file: Path) -> int:
 
 
 def _features(shape: ModelShape, projection: str) -> tuple[int, int]:
-    """(inputs, outputs) of a projection, as the package has them: outputs filled up to a multiple of 32."""
+    """Return (inputs, outputs) of a projection as the package has them: outputs are padded to a multiple of 32."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     hidden, inner = shape.hidden, shape.intermediate
     inputs, outputs = {
@@ -105,12 +106,12 @@ def _features(shape: ModelShape, projection: str) -> tuple[int, int]:
 
 
 def adapter_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of an adapter's tensors on the GPU: fp16."""
+    """Return the bytes of an adapter's tensors on the GPU, in fp16."""
     return sum(-(-2 * tensor.elements // 512) * 512 for tensor in tensors)
 
 
 def load_adapters(core: Any, model: Any, adapters: Iterable[Adapter], directory: ModelDir) -> list[Any]:
-    """The package's adapters, on the model's GPUs. They have been checked."""
+    """Load adapters that have been checked onto the model's GPUs. Return the package's objects."""
     loaded = []
     for adapter in adapters:
         path = Path(adapter.directory)
@@ -118,20 +119,20 @@ def load_adapters(core: Any, model: Any, adapters: Iterable[Adapter], directory:
             core.ExLlamaV2Lora(model, str(path / "adapter_config.json"), str(path / WEIGHTS), adapter.scaling)
         )
     if loaded and directory.quantization == "exl2":
-        import torch  # late: the check of a model reads adapters without it
+        import torch  # late, because the check of a model reads adapters without torch
 
-        with torch.inference_mode():  # they were made in it, and may be written in it only
+        with torch.inference_mode():  # tensors that were made in this mode can be written in this mode only
             _reorder(model, loaded, directory)
     return loaded
 
 
 def _reorder(model: Any, adapters: list[Any], directory: ModelDir) -> None:
-    """Put the inside of MLPs into the order in which EXL2 layers compute it.
+    """Reorder the inner neurons of adapters of MLPs as EXL2 layers compute them.
 
-    The package stores gate and up in the order in which down takes its inputs (mlp.py, ``unmap``), and leaves adapters
-    as they were: what they add would end up with other neurons. In place, since kernels hold addresses.
+    The package stores gate and up in the order in which down takes its inputs (mlp.py, ``unmap``), but does not reorder
+    adapters. Their values would be added to other neurons. This is done in place, because kernels hold addresses.
     """
-    import safetensors  # late, as torch
+    import safetensors  # late, as torch above
 
     for layer in range(read_shape(directory).layers):
         name = f"model.layers.{layer}.mlp."

@@ -1,4 +1,4 @@
-"""What the generator has been doing lately, for `status`: cheap enough for every step."""
+"""Figures about the generator's last steps, for `status`. Cheap enough for every step."""
 
 import statistics
 import time
@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 RECENT = 128
-"""Steps that the figures are about."""
+"""How many steps the figures cover."""
 
 
 class Meter:
@@ -17,23 +17,31 @@ class Meter:
         self._defragmented: float | None = None
 
     def step(self, seconds: float, jobs: int, tokens: int, read: bool) -> None:
-        """One step: its duration, jobs that got tokens, these tokens, whether part of a prompt was computed."""
+        """Note one step: its seconds, jobs that got tokens, these tokens, and whether part of a prompt was computed."""
         self.steps += 1
         self._recent.append((seconds, jobs, tokens, read))
 
     def defragmented(self) -> None:
-        """The generator has looked at its pages, and moved them together if more than a tenth were out of order."""
+        """Note that the generator has looked at its pages. It moves them together if more than a tenth are out of
+        order."""
         self._defragmented = time.monotonic()
 
     def reset(self) -> None:
-        """Forget the steps, not when pages were moved."""
+        """Forget the steps, but not when pages were last moved."""
         self.steps = 0
         self.draft_accepted = self.draft_rejected = 0
         self._recent.clear()
 
     def figures(self) -> dict[str, Any]:
-        """Flat: step_ms (median), jobs_per_step and tokens_per_step (means over steps that made any), prefill_share
-        (0 to 1, of steps), draft_accepted (share of those speculated), defragmented_s_ago."""
+        """Return the figures.
+
+        step_ms             median
+        jobs_per_step       mean over steps that made any tokens
+        tokens_per_step     mean over steps that made any tokens
+        prefill_share       share of steps that computed prompts, 0 to 1
+        draft_accepted      share of speculated tokens that were accepted
+        defragmented_s_ago  seconds since the generator looked at its pages
+        """
         figures: dict[str, Any] = {}
         if self._recent:
             seconds, jobs, tokens, read = zip(*self._recent, strict=True)

@@ -2,8 +2,8 @@
 
 The fused function (exllamav2_ext/cuda/q_mlp.cu, ``QMoEMLP::forward_``) copies the routing weights of row 0 to the host,
 and launches only the experts that row 0 chose. It skips the experts that only later rows chose, and reports nothing.
-The package calls the function for 2 to 4 rows (moe_mlp.py, ``forward``). Rows are all tokens of one forward pass: two
-concurrent streams, speculated tokens, the last tokens of a prompt.
+The package calls the function for 2 to 4 rows (moe_mlp.py, ``forward``). The rows are all tokens of one forward pass:
+those of two concurrent streams, speculated tokens, or the last tokens of a prompt.
 
 With one row the function is right. With 4, 8 or 16 experts it launches every expert, and is right for up to 4 rows.
 """
@@ -20,7 +20,7 @@ H200, one layer of Qwen3-30B-A3B takes 2.5 ms instead of 16 ms for 8 rows, and 2
 
 
 def keep_rows_apart() -> None:
-    """Make the package compute mixtures of 128 experts rightly, in all models of this process, draft models included.
+    """Make the package compute mixtures of 128 experts correctly in all models of this process, draft models included.
 
     A second call changes nothing.
     """

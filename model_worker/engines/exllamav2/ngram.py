@@ -1,6 +1,6 @@
-"""Guessing the next tokens of a sequence from its own past, for speculation without a draft model.
+"""Guess the next tokens of a sequence from its own past, for speculation without a draft model.
 
-The package's own guesser indexes beyond sequences of fewer than three tokens, which ends the process.
+The package's own code indexes beyond sequences of fewer than three tokens, which ends the process.
 """
 
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 LONGEST = 3
-"""Tokens looked back at."""
+"""Tokens of the longest run that is looked up."""
 
 
 class NGrams:
-    """What last followed each run of one to three tokens. Costs a microsecond per token."""
+    """The token that last followed each run of one to three tokens. Costs a microsecond per token."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._followed: dict[tuple[int, ...], int] = {}
@@ -28,7 +28,7 @@ class NGrams:
         self._last = (*last, token)[-LONGEST:]
 
     def propose(self, size: int) -> list[int]:
-        """The next tokens, as far as the past tells; the last token again where it does not. ``push`` comes first."""
+        """Return the next ``size`` tokens as the past suggests, or the last token again. Call ``push`` before."""
         last, tokens = self._last, []
         for _ in range(size):
             guess = last[-1]
@@ -43,7 +43,7 @@ class NGrams:
 
 
 def propose_for_all(generator: Any) -> torch.Tensor | None:
-    """The generator's step of guessing, in place of the package's: ids [jobs, draft tokens], None for no jobs."""
+    """Guess tokens for all jobs, in place of the package's code. Return ids [jobs, draft tokens], None for no jobs."""
     size = generator.num_draft_tokens
     rows = [job.past.propose(size) for job in generator.active_jobs if job.is_prefill_done()]
     return torch.tensor(rows, dtype=torch.long) if rows else None

@@ -39,7 +39,7 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: its directory, and a factor on what it adds."""
+    """A LoRA adapter: its directory, and a factor by which its contribution is multiplied."""
 
     directory: str
     scaling: float = 1.0
@@ -47,23 +47,25 @@ class Adapter:
 
 @dataclass(frozen=True)
 class ExLlamaV2Options:
-    """Sizes in tokens.
+    """The engine's own keys of models.yaml. Sizes are in tokens.
 
-    cache_size         all sequences together, a multiple of 256; None: room for one full context, and for a page of
-                       every request of a batch
-    cache_mode         FP16, Q8, Q6 or Q4
-    chunk_size         prompt tokens computed at a time, a multiple of 256; None: 2048, or the context if that is less
-    rope_scale         positions are divided by it; None: as the model says
-    rope_alpha         NTK scaling of the rotary base; None: 1
-    gpu_split          GB (2**30) of weights and buffers per GPU of the worker; None: split automatically, if several
-    autosplit_reserve  MB (2**20) per GPU that the automatic split leaves free; None: 256 each
-    tensor_parallel    split every layer over the GPUs, instead of the layers among them
-    draft_model        directory of a small model of the same vocabulary that speculates; None for none
-    draft_cache_mode   None: cache_mode
-    draft_rope_scale, draft_rope_alpha  as above, for the draft model
-    draft_tokens       tokens speculated per step
-    ngram_draft        speculate from repetitions in the text, without a model
-    loras              adapters applied to every request
+    cache_size                          all sequences together, a multiple of 256; None: room for one full context, and
+                                        at least a page for every request of a batch
+    cache_mode                          FP16, Q8, Q6 or Q4
+    chunk_size                          prompt tokens computed at a time, a multiple of 256; None: 2048, or the context
+                                        if that is less
+    rope_scale                          positions are divided by it; None: as the model says
+    rope_alpha                          NTK scaling of the rotary base; None: 1
+    gpu_split                           GB (2**30) of weights and buffers per GPU of the worker; None: several GPUs are
+                                        split automatically
+    autosplit_reserve                   MB (2**20) per GPU that the automatic split leaves free; None: 256 each
+    tensor_parallel                     split every layer over the GPUs, instead of giving whole layers to them
+    draft_model                         directory of a small model of the same vocabulary that speculates; None: none
+    draft_cache_mode                    None: cache_mode
+    draft_rope_scale, draft_rope_alpha  like rope_scale and rope_alpha, for the draft model
+    draft_tokens                        tokens speculated per step
+    ngram_draft                         speculate from repetitions in the text, without a model
+    loras                               adapters that are applied to every request
     """
 
     cache_size: int | None = None
@@ -97,13 +99,13 @@ def offered(speculates: bool) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a spec comes to, in tokens.
+    """The sizes of a model, in tokens.
 
     context     prompt and answer of one request together
     chunk_size  prompt tokens computed at a time
     cache_size  all requests together
-    rows        tokens that one step of a full batch computes: each request's last one, and those speculated behind it
-    positions   places that have to be known: speculation looks beyond the context, and loading computes a full chunk
+    rows        tokens that one step of a full batch computes: each request's last token, and those speculated behind it
+    positions   positions in the model's tables: speculation goes beyond the context, and loading computes a full chunk
     """
 
     context: int
@@ -114,7 +116,7 @@ class Sizes:
 
 
 def sizes_of(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir) -> Sizes:
-    """The sizes, with defaults filled in. Raises LoadError where they do not go together."""
+    """Return the sizes, with defaults filled in. Raises LoadError for sizes that contradict each other."""
     stretched = options.rope_scale is not None or options.rope_alpha is not None
     context, batch = directory.context(spec.max_seq_len, stretched=stretched), spec.max_batch_size
     speculated = options.draft_tokens if options.speculates else 0
@@ -143,8 +145,10 @@ def sizes_of(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir) -
 
 
 def read_options(spec: EngineSpec) -> ExLlamaV2Options:
-    """The options of a spec. Raises LoadError in one line for an unknown key, a wrong value, or two that exclude each
-    other."""
+    """Return the options of a spec.
+
+    Raises LoadError in one line for an unknown key, a wrong value, or two options that exclude each other.
+    """
     given = spec.options
     options = Options("exllamav2", given, _KEYS)
     if not spec.device.startswith("cuda"):
@@ -175,7 +179,7 @@ def read_options(spec: EngineSpec) -> ExLlamaV2Options:
 
 
 def _check_together(read: ExLlamaV2Options, given: Mapping[str, Any]) -> None:
-    """Raise LoadError for options that are fine alone and wrong together."""
+    """Raise LoadError for options that are valid alone but contradict each other."""
     if read.ngram_draft and read.draft_model:
         raise LoadError("draft_model and ngram_draft both speculate: keep one of them", key="ngram_draft")
     if read.draft_tokens > MAX_DRAFT_TOKENS:

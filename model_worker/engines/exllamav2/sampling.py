@@ -1,7 +1,7 @@
-"""From a request's sampling parameters to what ExLlamaV2's sampler is given. Does not import exllamav2.
+"""Translate a request's sampling parameters to settings of ExLlamaV2's sampler. Does not import exllamav2.
 
 The package's defaults are not neutral (temperature 0.8, top_k 50, top_p 0.8, repetition penalty 1.025), so every
-setting is written here. Its settings keep state (mirostat, DRY): each job has its own.
+setting is written here. Its settings object keeps state (mirostat, DRY), so each job has its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,19 +16,19 @@ from protocol.errors import ErrorCode, RequestError
 from protocol.request import SamplingParams
 
 XTC_LOWEST = 0.01
-"""Least xtc_threshold taken: as many tokens as could reach it are sorted at each draw."""
+"""The lowest xtc_threshold that is accepted. Each draw sorts as many tokens as could reach the threshold."""
 XTC_HIGHEST = 0.5
-"""Two tokens cannot both be likelier than this: nothing is ever left out."""
+"""Above this, XTC never leaves a token out, because two tokens cannot both be more likely than this."""
 
 NEVER = float("-inf")
-"""Bias of what must not be drawn."""
+"""Bias of a token that must not be drawn."""
 
 
 def settings_of(sampling: SamplingParams) -> dict[str, Any]:
-    """Arguments of ExLlamaV2Sampler.Settings, all but the bias.
+    """Return the arguments of ExLlamaV2Sampler.Settings, except the bias.
 
-    Frequency and presence penalty are not among them: the package counts the prompt too (see TokenBias). Nor are
-    top_p, top_a, min_p (exllamav2.cut), DRY (exllamav2.dry) and XTC (exllamav2.xtc), which are wrong in 0.3.2.
+    Frequency and presence penalty are left out: the package would count the prompt, too (see TokenBias). top_p, top_a,
+    min_p (exllamav2.cut), DRY (exllamav2.dry) and XTC (exllamav2.xtc) are left out, because they are wrong in 0.3.2.
     """
     greedy = is_greedy(sampling)
     dynamic = not greedy and sampling.max_temp > sampling.min_temp
@@ -65,7 +65,8 @@ def xtc_is_on(sampling: SamplingParams) -> bool:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raise RequestError for what the package would assert in the middle of a step, or what is not computed here."""
+    """Raise RequestError for parameters that the package would assert in the middle of a step, or that are not
+    computed."""
     if xtc_is_on(sampling) and sampling.xtc_threshold < XTC_LOWEST:
         raise RequestError(
             f"xtc_threshold is {sampling.xtc_threshold}: this model's engine takes {XTC_LOWEST} or more",
@@ -80,9 +81,9 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 class TokenBias:
-    """What is added to a job's logits: its biases and exclusions, and the penalties that count the answer alone.
+    """The value added to a job's logits: biases, exclusions, and the penalties that count only the answer.
 
-    ``tensor`` is float32 [padded vocabulary]; excluded ids are -inf in it, and stay that.
+    ``tensor`` is float32 [padded vocabulary]. Excluded ids stay -inf in it.
     """
 
     def __init__(self, sampling: SamplingParams, padded: int, eos_ids: Iterable[int]) -> None:
@@ -97,11 +98,11 @@ class TokenBias:
         if sampling.ignore_eos:
             bias[[token for token in eos_ids if token < padded]] = NEVER
         self.tensor = bias
-        self._values = bias.numpy()  # the same memory: a tenth of the time for one of them
+        self._values = bias.numpy()  # the same memory: an access takes a tenth of the time
 
     @staticmethod
     def of(sampling: SamplingParams, padded: int, eos_ids: Iterable[int]) -> "TokenBias | None":
-        """None where nothing would ever be added."""
+        """Return the bias of a request, or None if nothing would ever be added."""
         used = (
             sampling.frequency_penalty, sampling.presence_penalty, sampling.logit_bias, sampling.banned_tokens,
             sampling.allowed_tokens, sampling.ignore_eos,
@@ -109,13 +110,13 @@ class TokenBias:
         return TokenBias(sampling, padded, eos_ids) if any(used) else None
 
     def count(self, token: int) -> None:
-        """One more token of the answer."""
+        """Count one more token of the answer."""
         seen = self._count.get(token, 0)
         self._count[token] = seen + 1
         self._values[token] -= self._frequency if seen else self._frequency + self._presence
 
     def count_only(self, tokens: Iterable[int]) -> None:
-        """The answer is ``tokens``: others were taken back."""
+        """Set the answer to ``tokens``, because other tokens were taken back."""
         if not self.counts:
             return
         for token, seen in self._count.items():
@@ -126,7 +127,8 @@ class TokenBias:
 
 
 class PieceSearch:
-    """Which tokens' text holds a string: a look at all of them at once, a millisecond or two for a large vocabulary."""
+    """Finds the tokens whose text holds a string. It searches all at once: a millisecond or two for a large
+    vocabulary."""
 
     def __init__(self, pieces: Sequence[str]) -> None:
         self._text = np.frombuffer("\0".join(pieces).encode("utf-32-le", "surrogatepass"), np.uint32)
@@ -135,7 +137,7 @@ class PieceSearch:
         self.holding = lru_cache(maxsize=256)(self._holding)
 
     def _holding(self, text: str) -> frozenset[int]:
-        """Ids of the tokens in whose text ``text`` occurs."""
+        """Return the ids of the tokens whose text contains ``text``."""
         at = np.arange(len(self._text) - len(text) + 1)
         for offset, character in enumerate(text):
             at = at[self._text[at + offset] == ord(character)]

@@ -1,4 +1,4 @@
-"""What a model will take of a GPU's memory under ExLlamaV2, before anything of it is read. No torch.
+"""Estimate the GPU memory that a model will take under ExLlamaV2, before any of its weights is read. No torch.
 
 ``estimate(spec)`` reads config.json and the headers of the safetensors files, as ExLlamaV2 0.3.2 would, and adds up
 
@@ -8,9 +8,10 @@
     workspace  everything else: the package's scratch memory, tables of positions, activations of a full chunk, logits,
                cuBLAS, attention
 
-It is what the process holds, by NVML, once a full chunk and a full batch have been computed, less what a process holds
-that has only created a CUDA context (torch.zeros(1, device="cuda"); measure that once on a box: 612 MiB on an H200 with
-torch 2.11). The allocator's segments are expandable, as ``exllamav2.load`` asks for.
+The estimate is what the process holds, by NVML, once a full chunk and a full batch have been computed, minus what a
+process holds that has only created a CUDA context. (Measure that once on a machine with torch.zeros(1, device="cuda"):
+612 MiB on an H200 with torch 2.11.) The allocator's segments are expandable, as ``exllamav2.load`` sets them.
+
 Sources: model.py, linear.py, attn.py, mlp.py, moe_mlp.py, cache.py, device.py of the package (``scratch_space_fixed``
 and ``create_state_tensors``), and the rounding of PyTorch's allocator.
 """
@@ -26,15 +27,15 @@ from model_worker.engines.model_shape import ModelShape, read_shape
 from protocol.process.worker_spec import EngineSpec
 
 MAX_DEQUANTIZED = 512 << 20
-"""Elements of a matrix that the package unpacks at once (config.max_dq_size)."""
+"""The most elements of a matrix that the package unpacks at once (config.max_dq_size)."""
 CUBLAS_WORKSPACE = 32 << 20
-"""Bytes that PyTorch gives cuBLAS for each stream, on Hopper; earlier GPUs take 8 MiB."""
+"""Bytes that PyTorch gives cuBLAS for each stream on Hopper; earlier GPUs take 8 MiB."""
 KERNELS = 152 << 20
-"""Bytes of code loaded at first use, on each GPU; the same for every model. Measured on an H200 with torch 2.11."""
+"""Bytes of code loaded at first use on each GPU, for every model. Measured on an H200 with torch 2.11."""
 SLACK = 32 << 20
-"""Bytes that the allocator holds and cannot use, on each GPU: measured, 30 to 38 MiB."""
+"""Bytes that the allocator holds and cannot use, on each GPU. Measured: 30 to 38 MiB."""
 BYTES_PER_ELEMENT = {"FP16": (2.0, 2.0), "Q8": (1.0, 1.0), "Q6": (1.0, 0.5), "Q4": (0.5, 0.5)}
-"""Of keys and of values, by cache mode, without scales."""
+"""Bytes per element of keys and of values, by cache mode, without scales."""
 _SMALL, _LARGE = 1 << 20, 10 << 20
 
 
@@ -62,7 +63,7 @@ def estimate(spec: EngineSpec, gpus: int = 1) -> Estimate:
 def estimate_of(
     options: ExLlamaV2Options, sizes: Sizes, directory: ModelDir, draft: ModelDir | None, gpus: int = 1
 ) -> Estimate:
-    """Return the memory that a model takes on ``gpus`` GPUs together. The arguments are those that ``check`` has
+    """Return the memory that a model takes on ``gpus`` GPUs together. The other arguments are those that ``check`` has
     read."""
     shape = read_shape(directory)
     per_gpu = _shared_bytes(directory, shape, sizes)
@@ -70,7 +71,7 @@ def estimate_of(
     for adapter in options.loras:
         tensors = check_adapter(adapter, directory)
         workspace += adapter_bytes(tensors.values())
-        # what comes between the halves; quantized layers allot it for the largest rank
+        # The intermediate result between the two halves. Quantized layers allocate it for the largest rank.
         workspace += 2 * sizes.chunk_size * max(min(tensor.shape) for tensor in tensors.values())
     draft_bytes = 0
     if draft is not None:
@@ -93,7 +94,7 @@ def weight_bytes(directory: ModelDir) -> int:
     embedding = {name for name in tensors if _is_embedding(name)}
     total = sum(_kept_bytes(name, tensor, tensors) for name, tensor in tensors.items() if name not in embedding)
     if not any(".lm_head." in f".{name}" or name.startswith("output.") for name in tensors):
-        # tied: the head is the embedding once more
+        # Tied weights: the head is a second copy of the embedding.
         total += sum(_kept_bytes(name, tensors[name], tensors) for name in embedding if "wpe" not in name)
     return total
 
@@ -103,34 +104,34 @@ def _is_embedding(name: str) -> bool:
 
 
 def _kept_bytes(name: str, tensor: Tensor, tensors: dict[str, Tensor]) -> int:
-    """Bytes that the package keeps on the GPU of one tensor of a file."""
+    """Return the bytes that the package keeps on the GPU of one tensor of a file."""
     stem, _, part = name.rpartition(".")
     elements = tensor.elements
     if part == "q_invperm":
         if ".mlp.down_proj" in stem and "experts" not in stem:
             return 0  # gate and up are stored in this order instead
-        # int32 in the file; it and its inverse are kept as int16
+        # In the file it is int32. It and its inverse are kept as int16.
         return 2 * _block(2 * elements)
     if part == "q_weight":
         rows = tensors.get(f"{stem}.q_invperm")
         return _block(tensor.bytes) + (_block(4 * rows.elements) if rows else 0)  # q_group_map, made while loading
     if part == "g_idx":
-        # GPTQ: beside it the order of its groups and the inverse, int16, made while loading
+        # GPTQ: the order of its groups and the inverse are made while loading, as int16, and kept beside it.
         return _block(tensor.bytes) + 2 * _block(2 * elements)
     if part in ("q_scale", "q_scale_max", "q_groups", "qweight", "qzeros"):
         return _block(tensor.bytes)
-    return _block(2 * _padded(name, tensor))  # fp16, whatever it is in the file
+    return _block(2 * _padded(name, tensor))  # fp16, whatever type it has in the file
 
 
 def _padded(name: str, tensor: Tensor) -> int:
-    """Elements of a weight [out, in] whose rows are filled up to a multiple of 32."""
+    """Return the elements of a weight [out, in] whose rows are padded to a multiple of 32."""
     if len(tensor.shape) != 2 or not name.endswith(".weight"):
         return tensor.elements
     return -(-tensor.shape[0] // 32) * 32 * tensor.shape[1]
 
 
 def cache_bytes(shape: ModelShape, mode: str, tokens: int, gpus: int = 1) -> int:
-    """Bytes of a cache of ``tokens``, the layer that quantized modes compute with (on each GPU) included."""
+    """Return the bytes of a cache of ``tokens``, including the layer on each GPU that quantized modes compute with."""
     elements = tokens * shape.kv_heads * shape.head_dim
     of_keys, of_values = BYTES_PER_ELEMENT[mode]
     layer = _block(int(elements * of_keys)) + _block(int(elements * of_values))
@@ -140,7 +141,7 @@ def cache_bytes(shape: ModelShape, mode: str, tokens: int, gpus: int = 1) -> int
 
 
 def _shared_bytes(directory: ModelDir, shape: ModelShape, sizes: Sizes) -> int:
-    """What every GPU that computes layers needs beside weights and cache."""
+    """Return the bytes that every GPU with layers needs beside weights and cache."""
     return (
         _scratch_bytes(directory, shape, sizes)
         + _position_bytes(shape, sizes)
@@ -152,12 +153,14 @@ def _shared_bytes(directory: ModelDir, shape: ModelShape, sizes: Sizes) -> int:
 
 
 def _scratch_bytes(directory: ModelDir, shape: ModelShape, sizes: Sizes) -> int:
-    """The buffer that quantized layers share (max of scratch_space_fixed over the modules); none for plain weights."""
+    """Return the bytes of the buffer that quantized layers share (max of scratch_space_fixed over the modules); else
+    0."""
     return _block(scratch_space(shape, sizes.chunk_size)) if directory.is_quantized else 0
 
 
 def scratch_space(shape: ModelShape, chunk: int) -> int:
-    """Bytes, the maximum over attention, MLP and head (attn.py:370, mlp.py:270, moe_mlp.py:146, linear.py:270)."""
+    """Return the maximum over attention, MLP and head, in bytes (attn.py:370, mlp.py:270, moe_mlp.py:146,
+    linear.py:270)."""
 
     def unpacked(inputs: int, outputs: int) -> int:
         return 2 * min(inputs * (-(-outputs // 32) * 32), MAX_DEQUANTIZED)
@@ -175,34 +178,34 @@ def scratch_space(shape: ModelShape, chunk: int) -> int:
 
 
 def _position_bytes(shape: ModelShape, sizes: Sizes) -> int:
-    """Sines and cosines of every position, fp16 [positions, head_dim] each."""
+    """Return the bytes of the sines and cosines of every position, fp16 [positions, head_dim] each."""
     return shape.rotary_tables * 2 * _block(2 * sizes.positions * shape.rotary_dim)
 
 
 def _activation_bytes(shape: ModelShape, sizes: Sizes, quantized: bool) -> int:
-    """Most that is alive at once while a chunk of a prompt is computed, fp16."""
+    """Return the most bytes that are alive at once while a chunk of a prompt is computed, in fp16."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # residual and its norm; q and output; k and v. Keys and values of one sequence may be gathered from their pages
+    # Residual and its norm; q and output; k and v. Keys and values of one sequence may be gathered from their pages.
     attention = sizes.chunk_size * 2 * (2 * shape.hidden + 2 * queries + 2 * keys) + 2 * 2 * sizes.positions * keys
-    # plain weights: gate, its activation and up beside what goes in and comes out
+    # Plain weights: gate, its activation and up, beside input and output.
     mlp = 0 if quantized else sizes.chunk_size * 2 * (5 * shape.hidden + 3 * shape.intermediate)
     return max(attention, mlp)
 
 
 def _logits_bytes(shape: ModelShape, sizes: Sizes) -> int:
-    """The head's output for a step, fp16."""
+    """Return the bytes of the head's output for a step, in fp16."""
     return _block(2 * sizes.rows * (-(-shape.vocab // 32) * 32))
 
 
 def _page_buffers(shape: ModelShape, mode: str) -> int:
-    """One page to move others through, for each kind of tensor of the cache."""
+    """Return the bytes of one page for each kind of tensor of the cache. Pages are moved through it."""
     elements = PAGE * shape.kv_heads * shape.head_dim
     kinds = set(BYTES_PER_ELEMENT[mode])
     return sum(_block(int(elements * kind)) for kind in kinds) + (0 if mode == "FP16" else _block(elements // 16))
 
 
 def _block(size: int) -> int:
-    """Bytes that PyTorch's allocator takes for a tensor: multiples of 512, of 2 MiB from 10 MiB on."""
+    """Return the bytes that PyTorch's allocator takes for a tensor: multiples of 512, or of 2 MiB from 10 MiB on."""
     unit = 512 if size < _LARGE else 2 << 20
     return -(-size // unit) * unit
 
@@ -210,7 +213,7 @@ def _block(size: int) -> int:
 def refusal(
     needs: Estimate, free: int, total: int, options: ExLlamaV2Options, sizes: Sizes, gpus: int = 1
 ) -> LoadError:
-    """The arithmetic of a model that does not fit, in one line."""
+    """Return the error for a model that does not fit, with the arithmetic in one line."""
     mode = f"{options.cache_mode}, {sizes.cache_size} tokens"
     parts = f"weights {_gib(needs.weights)}, cache {_gib(needs.cache)} ({mode})"
     if needs.draft:

@@ -1,24 +1,25 @@
-"""XTC ("exclude top choices") on top of ExLlamaV2's sampler, whose own kernel in 0.3.2 is mis-indexed.
+"""XTC ("exclude top choices") with ExLlamaV2's sampler, whose own XTC kernel in 0.3.2 uses wrong indices.
 
 By p-e-w (text-generation-webui, pull request 6335): with a given probability, every token at least as likely as the
-threshold is left out, except the least likely of them. Newlines and special tokens are never left out (as there).
+threshold is left out, except the least likely of these. As in that implementation, newlines and special tokens are
+never left out.
 """
 
 import math
 from collections.abc import Callable, Collection, Sequence
 
 Draw = Callable[[float, int], tuple[int, Sequence[int], Sequence[float]]]
-"""(random, n) -> (the token drawn at ``random`` of the cumulated probabilities, likeliest first; the n likeliest ids
-and their probabilities, after all other filters). May be called twice for the same logits."""
+"""(random, n) -> (the token at ``random`` of the cumulated probabilities, likeliest first; the n likeliest ids and
+their probabilities, after all other filters). May be called twice for the same logits."""
 SCALE = 0.9998
-"""The sampler's own factor on the random number."""
+"""The factor by which the sampler itself multiplies the random number."""
 
 
 def draw_excluding_top(draw: Draw, random: float, threshold: float, protected: Collection[int], skew: float) -> int:
-    """One token, at ``random`` in [0, 1) of what XTC leaves.
+    """Draw one token, at ``random`` in [0, 1) of the tokens that XTC leaves.
 
-    The sampler adds probabilities up from the likeliest on. So a draw among the tokens that are left is its draw at a
-    number from which the share of the excluded ones has been kept away.
+    The sampler adds up probabilities from the likeliest token on. So a draw among the remaining tokens is the sampler's
+    draw at a number that skips the share of the excluded tokens.
     """
     most = math.ceil(1 / threshold)
     _, ids, probs = draw(0.0, most)

@@ -1,12 +1,12 @@
-"""Paged attention for ExLlamaV2 without flash-attn: stand-ins for the modules of flash-attn.
+"""Paged attention for ExLlamaV2 without flash-attn: replacements for the modules of flash-attn.
 
-ExLlamaV2 batches only if flash-attn is there. It asks the package for a version, two signatures and one function that
+ExLlamaV2 batches only if flash-attn is there. It asks that package for a version, two signatures and one function that
 computes: ``flash_attn_with_kvcache`` over pages of 256 tokens (tensor parallel: ``flash_attn_2_cuda.fwd_kvcache``).
-Without it, its own fallback takes one request at a time and does not mask the future while it reads a prompt.
-``install`` puts modules of these names in place, which must happen before exllamav2 is imported.
+Without flash-attn, ExLlamaV2's own fallback takes one request at a time, and does not mask the future while it reads a
+prompt. ``install`` puts modules of these names in place. It must be called before exllamav2 is imported.
 
-How it is computed is chosen for each kind of call, the first that can do it in ``WAYS``. ``check`` compares what would
-be used on a device with plain SDPA and leaves out what fails or differs; ``describe`` says what is used.
+For each kind of call, the first entry of ``WAYS`` that can compute it is chosen. ``check`` compares the chosen ways on
+a device with plain SDPA, and leaves out ways that fail or differ. ``describe`` returns which ways are used.
 """
 
 import importlib.machinery
@@ -30,7 +30,7 @@ SDPA = "PyTorch SDPA over gathered pages"
 
 @dataclass(frozen=True)
 class Way:
-    """One way of computing attention. ``plan`` gives None for what it cannot do."""
+    """One way of computing attention. ``plan`` returns None for a shape that the way cannot compute."""
 
     name: str
     plan: Callable[[Step, Shape], Attend | None]
@@ -40,17 +40,17 @@ WAYS = (
     Way("Triton kernels that read the pages in place", paged_triton.plan),
     Way("PyTorch varlen_attn over the pages in place", paged_flash.plan_in_place),
     Way("PyTorch flash attention over gathered pages", paged_flash.plan_gathered),
-    Way(SDPA, paged_sdpa.plan),  # does everything, everywhere
+    Way(SDPA, paged_sdpa.plan),  # computes every shape on every device
 )
 
 _installed = False
-_steps: dict[torch.device, Step] = {}  # of each device, the latest
-_left_out: dict[torch.device, dict[str, str]] = {}  # name of a way: why
-_found: dict[torch.device, tuple[str, str]] = {}  # names for decoding and for prompts, as checked
+_steps: dict[torch.device, Step] = {}  # the latest step of each device
+_left_out: dict[torch.device, dict[str, str]] = {}  # by name of a way: why it is not used
+_found: dict[torch.device, tuple[str, str]] = {}  # names of the checked ways for decoding and for prompts
 
 
 def choose(step: Step, shape: Shape) -> tuple[str, Attend]:
-    """The name of the way taken for this shape on this device, and its attention for this step."""
+    """Return the name of the way for this shape on this device, and its attention for this step."""
     left_out = _left_out.get(step.table.device, {})
     for way in WAYS:
         if way.name not in left_out and (attend := way.plan(step, shape)) is not None:
@@ -72,9 +72,9 @@ def flash_attn_with_kvcache(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """flash-attn's function of this name, as far as paged generation calls it (always causal, no rotary embedding).
+    """Compute flash-attn's function of this name, as far as paged generation needs it.
 
-    Shapes as in ``step.Shape``; softmax_scale is head_dim ** -0.5 by default.
+    Shapes are those of ``step.Shape``. softmax_scale is head_dim ** -0.5 by default. There is no rotary embedding.
     Raises NotImplementedError unless causal.
     """
     device = q.device
@@ -130,7 +130,8 @@ def fwd_kvcache(
     softcap: float,
     *_: Any,
 ) -> None:
-    """``flash_attn_2_cuda.fwd_kvcache`` as the package's tensor parallel attention calls it: the result is in out."""
+    """Compute ``flash_attn_2_cuda.fwd_kvcache`` as the package's tensor parallel attention calls it. The result is in
+    out."""
     out.copy_(
         flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v,
@@ -150,12 +151,15 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Never called by paged generation; ExLlamaV2 reads the names of its parameters to see what flash-attn can do."""
+    """Raise NotImplementedError, since paged generation never calls this.
+
+    ExLlamaV2 reads the names of the parameters to see what flash-attn can do.
+    """
     raise NotImplementedError("attention outside of paged generation")
 
 
 def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Never called by paged generation."""
+    """Raise NotImplementedError, since paged generation never calls this. ExLlamaV2 imports it."""
     raise NotImplementedError("attention outside of paged generation")
 
 
@@ -169,10 +173,10 @@ def check(
     softcap: float = 0.0,
     dtype: torch.dtype = torch.float16,
 ) -> str:
-    """Compare what would be used on ``device`` for a model of this shape with SDPA, on random pages.
+    """Compare the ways that a model of this shape would use on ``device`` with SDPA, on random pages.
 
-    What cannot be compiled or gives another result is not used from here on, and is named in the text that is returned
-    (``describe``). Compiles what decoding and prompts need, seconds at the first time.
+    A way that cannot be compiled or gives another result is not used from here on. The returned text names it
+    (``describe``). This compiles what decoding and prompts need, which takes seconds at the first time.
     """
     shape = Shape(3, 1, heads, kv_heads, head_dim, 256, True, window, head_dim**-0.5, softcap, dtype)
     names = []
@@ -184,7 +188,7 @@ def check(
 
 
 def _check(device: torch.device, shape: Shape) -> str:
-    """The name of the first way that gives what SDPA gives."""
+    """Return the name of the first way with the same result as SDPA."""
     generator = torch.Generator(device).manual_seed(shape.q_len)
     options: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
     past = torch.tensor([700, 3, 255][: shape.batch], dtype=torch.int32, device=device)
@@ -219,21 +223,21 @@ def _check(device: torch.device, shape: Shape) -> str:
                 attend = way.plan(step, shape)
                 if attend is None:
                     continue
-                for _ in range(2):  # the second call of a kernel goes another way than the first
+                for _ in range(2):  # the second call of a kernel takes another path than the first
                     out = attend(q, mine[0], mine[1], new[0], new[1])
                 error = float((out.float() - expected.float()).abs().max())
                 written = all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
                 if written and error < 2e-2 and math.isfinite(error):
                     return name
                 reason = f"differs from SDPA by {error:.1e}" if written else "writes other pages than SDPA"
-            except Exception as e:  # whatever a compiler raises
+            except Exception as e:  # a compiler may raise anything
                 reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
             break
         left_out[name] = reason
 
 
 def describe(device: torch.device | None = None) -> str:
-    """What computes attention on a device (by default the first that was checked), for people."""
+    """Return what computes attention on a device (by default the first that was checked), for people."""
     if device is None:
         device = next(iter(_found), None)
     if device is None or device not in _found:
@@ -244,23 +248,23 @@ def describe(device: torch.device | None = None) -> str:
 
 
 def is_installed() -> bool:
-    """Whether ``flash_attn`` means the stand-in in this process."""
+    """Return whether ``flash_attn`` means this module's replacement in this process."""
     return _installed
 
 
 def install() -> None:
-    """Put stand-ins for ``flash_attn`` and ``flash_attn_2_cuda`` into ``sys.modules``, replacing what is there."""
+    """Put replacements for ``flash_attn`` and ``flash_attn_2_cuda`` into ``sys.modules``, whatever is there."""
     global _installed
     _installed = True
     for name in [n for n in sys.modules if n == "flash_attn" or n.startswith("flash_attn.")]:
         del sys.modules[name]
     for name in ("flash_attn", "flash_attn_2_cuda"):
         module = types.ModuleType(name, "Stand-in: paged attention without flash-attn.")
-        # a module without a spec makes importlib.util.find_spec raise, which other libraries call
+        # Other libraries call importlib.util.find_spec, which raises for a module without a spec.
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         sys.modules[name] = module
     stand_in: Any = sys.modules["flash_attn"]
-    stand_in.__version__ = "2.5.7"  # the least that ExLlamaV2 takes for paged attention
+    stand_in.__version__ = "2.5.7"  # the lowest version that ExLlamaV2 accepts for paged attention
     for function in (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache):
         setattr(stand_in, function.__name__, function)
     extension: Any = sys.modules["flash_attn_2_cuda"]

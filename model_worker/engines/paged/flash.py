@@ -1,6 +1,7 @@
-"""Attention over pages from PyTorch's own flash attention: over the pages in place from torch 2.12 on, else gathered.
+"""Attention over pages with PyTorch's own flash attention: from torch 2.12 on over the pages in place, else gathered.
 
-Needs an Ampere GPU or later, 16-bit numbers and head_dim up to 256 in steps of 8; knows windows, not soft-capping.
+It needs an Ampere GPU or later, 16-bit numbers, and a head_dim of up to 256 in steps of 8. It supports windows, but no
+soft-capping.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from model_worker.engines.paged.step import Attend, Shape, Step
 
 
 def varlen() -> Callable[..., Any] | None:
-    """``torch.nn.attention.varlen.varlen_attn`` if it reads pages by a block table."""
+    """Return ``torch.nn.attention.varlen.varlen_attn`` if it reads pages by a block table, else None."""
     try:
         import inspect
 
@@ -27,7 +28,7 @@ def varlen() -> Callable[..., Any] | None:
 
 
 def reads_gathered() -> bool:
-    """Whether the operator underneath takes the lengths in use (torch 2.9 and later)."""
+    """Return whether the operator below it accepts the lengths in use (torch 2.9 and later)."""
     try:
         arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
     except AttributeError:
@@ -47,7 +48,7 @@ def _fits(shape: Shape, device: torch.device) -> bool:
 
 
 def plan_in_place(step: Step, shape: Shape) -> Attend | None:
-    """``varlen_attn`` over the pages; None if it cannot do this shape."""
+    """Return ``varlen_attn`` over the pages for this step; None if it cannot compute this shape."""
     attention = varlen()
     if attention is None or shape.page_size % 256 or not _fits(shape, step.table.device):
         return None
@@ -84,13 +85,14 @@ def plan_in_place(step: Step, shape: Shape) -> Attend | None:
 
 
 def plan_gathered(step: Step, shape: Shape) -> Attend | None:
-    """Flash attention over gathered pages, or over a view of them where they follow one another; None if it cannot."""
+    """Return flash attention over gathered pages, or over a view of consecutive ones; None if it cannot compute this
+    shape."""
     if not reads_gathered() or not _fits(shape, step.table.device):
         return None
     where, ends = Slots(step, shape), step.ends(shape)
     width, page_size = step.table.shape[1], shape.page_size
     first: int | None = None
-    if shape.q_len > 1 and shape.batch == 1:  # once per chunk of a prompt, whose length is worth the wait
+    if shape.q_len > 1 and shape.batch == 1:  # once per chunk of a prompt, which is long enough to wait for the device
         used = -(-int(ends.max()) // page_size)
         numbers = step.table[0, :used].tolist()
         width, first = used, numbers[0] if numbers == list(range(numbers[0], numbers[0] + used)) else None

@@ -1,16 +1,16 @@
 # mypy: ignore-errors
 # ruff: noqa: SIM102
-# (Triton's language is not Python: types and the difference between a choice when compiling and one when running)
-"""Attention over pages as Triton kernels: the pages are read where they lie.
+# (Triton's language is not Python: it has other types, and separates choices at compile time from those at run time)
+"""Attention over pages as Triton kernels, which read the pages in place.
 
-``split`` is for few queries per sequence (decoding, speculation): the keys of a sequence are shared out over programs,
-as ``schedule`` planned for the whole step, and the last program of a row to finish merges the parts. It also writes the
-step's new keys and values into the pages. ``prompt`` is for many queries: one program per tile of queries.
-All query heads that share a key head are rows of one tile, row r being query r // GROUP of head r % GROUP.
+``split`` is for few queries per sequence (decoding, speculation). The keys of a sequence are distributed over programs
+as ``schedule`` has planned for the whole step. The last program of a row to finish merges the parts. ``split`` also
+writes the step's new keys and values into the pages. ``prompt`` is for many queries: one program per tile of queries.
+All query heads that share a key head are rows of one tile: row r is query r // GROUP of head r % GROUP.
 
-Softmax online and in base 2 (Milakov and Gimelshein 2018; Dao 2023), the split over keys as in flash-decoding (2023).
-Shapes are those of ``launch``. In every kernel ``scale`` multiplies q @ k, ``window`` is how many keys before its
-own a query sees, ``softcap`` bounds scores by softcap * tanh(score / softcap).
+The softmax is online and in base 2 (Milakov and Gimelshein 2018; Dao 2023). The split over keys is that of
+flash-decoding (2023). Shapes are those of ``launch``. In every kernel ``scale`` multiplies q @ k, ``window`` is the number of keys
+before its own that a query sees, and ``softcap`` limits scores to softcap * tanh(score / softcap).
 """
 
 import triton
@@ -22,7 +22,7 @@ FIELDS = tl.constexpr(8)
 
 @triton.jit
 def _fold(q, k, v, visible, acc, top, total, scale, softcap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
-    """One block of keys [D, N] and values [N, D] into the running softmax of the rows q [M, D]."""
+    """Add one block of keys [D, N] and values [N, D] to the running softmax of the rows q [M, D]."""
     LOG2E: tl.constexpr = 1.4426950408889634
     scores = tl.dot(q, k, input_precision="ieee")
     if CAPPED:
@@ -49,9 +49,10 @@ def schedule(
     lengths, work, batch, q_len, window, parts, least,
     APPENDS: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """Share out the keys of all sequences into about ``parts`` equal items of at least ``least`` keys, of one sequence.
+    """Distribute the keys of all sequences over about ``parts`` equal items, each of one sequence and of ``least`` keys
+    or more.
 
-    Without a look at the lengths from the host; ``work`` has room for parts + batch items.
+    The host does not read the lengths for this. ``work`` has room for parts + batch items.
     """
     row = tl.arange(0, BLOCK_B)
     inside = row < batch
@@ -69,7 +70,7 @@ def schedule(
     splits = tl.where(inside, tl.maximum(tl.cdiv(keys, size), 1), 0)
     behind = tl.cumsum(splits)
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    sequence = tl.sum((behind[None, :] <= item[:, None]).to(tl.int32), 1)  # how many sequences lie before the item
+    sequence = tl.sum((behind[None, :] <= item[:, None]).to(tl.int32), 1)  # number of sequences before the item
     mine = row[None, :] == sequence[:, None]
     its_keys = tl.sum(tl.where(mine, keys[None, :], 0), 1)
     its_splits = tl.maximum(tl.sum(tl.where(mine, splits[None, :], 0), 1), 1)
@@ -93,7 +94,7 @@ def _merge(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile's result from the parts of all its items, of which only the first MERGE_ROWS rows are in use."""
+    """Write one tile's result from the parts of all its items. Only the first MERGE_ROWS rows are in use."""
     r = tl.arange(0, MERGE_ROWS)
     row = tile * BLOCK_M + r
     query = row // GROUP
@@ -109,7 +110,7 @@ def _merge(
         exists = (part_0 + s < splits)[:, None] & there[None, :]
         parts = ((first_item + part_0 + s) * KV_HEADS + kv) * tiles + tile
         cell = parts[:, None] * BLOCK_M + r[None, :]
-        # past the first-level cache, which other programs do not write through to
+        # Bypass the first-level cache, which the writes of other programs do not reach.
         tops = tl.load(part_top + cell, mask=exists, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(part_total + cell, mask=exists, other=0.0, cache_modifier=".cg")
         accs = tl.load(
@@ -140,7 +141,7 @@ def split(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_NEW: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: work items, key heads, tiles of BLOCK_M rows."""
+    """Compute attention of few queries. Grid: work items, key heads, tiles of BLOCK_M rows."""
     item = tl.program_id(0)
     kv = tl.program_id(1)
     tile = tl.program_id(2)
@@ -214,10 +215,10 @@ def split(
             tl.store(part_acc + (part * BLOCK_M + r)[:, None] * BLOCK_D + d[None, :], acc, mask=there[:, None])
             tl.store(part_top + part * BLOCK_M + r, top, mask=there)
             tl.store(part_total + part * BLOCK_M + r, total, mask=there)
-            tl.debug_barrier()  # the stores of all threads before the count
+            tl.debug_barrier()  # all threads must have stored before the count
             count = done + (sequence * KV_HEADS + kv) * tiles + tile
             if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:
-                tl.store(count, 0)  # as the next layer finds it
+                tl.store(count, 0)  # the next layer expects zero
                 _merge(
                     out, part_acc, part_top, part_total, sequence, first_item, splits, q_len, kv, tile,
                     KV_HEADS, GROUP, DIM, BLOCK_M, BLOCK_D, MERGE_ROWS, MERGE_PARTS,
@@ -229,7 +230,7 @@ def append(
     k_pages, v_pages, k_new, v_new, table, lengths, q_len, table_stride,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write new keys and values, WIDTH numbers a token, behind the first lengths[b] of each sequence.
+    """Write new keys and values, WIDTH numbers per token, behind the first lengths[b] tokens of each sequence.
 
     Grid: q_len, sequences.
     """
@@ -252,9 +253,12 @@ def prompt(
     APPENDS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: key heads times sequences, tiles of BLOCK_M rows. The pages already hold the new keys and values."""
+    """Compute attention of many queries. The pages already hold the new keys and values.
+
+    Grid: key heads times sequences, tiles of BLOCK_M rows.
+    """
     pair = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the tiles with most keys first
     sequence = pair // KV_HEADS
     kv = pair % KV_HEADS
     past = tl.load(lengths + sequence)
@@ -276,7 +280,7 @@ def prompt(
     last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
     stop = past + last_query + 1
     begin = 0
-    free = (past + first_query + 1) // BLOCK_N * BLOCK_N  # all rows see all keys before this one
+    free = (past + first_query + 1) // BLOCK_N * BLOCK_N  # every row sees all keys before this one
     if WINDOWED:
         begin = tl.maximum(past + first_query - window, 0) // BLOCK_N * BLOCK_N
         free = begin

@@ -1,8 +1,8 @@
-"""Attention over pages with the Triton kernels of ``kernels``: what is decided on the host, and the launches.
+"""Attention over pages with the Triton kernels of ``kernels``: the decisions of the host, and the launches.
 
-Nothing here waits for the device: how keys are shared out over programs is planned by a kernel, once per step.
-A launch goes past Triton's look-ups for arguments (tens of microseconds a call) to the kernel compiled for this shape;
-tensors that are not aligned to 16 bytes, for which that kernel was not compiled, take the long way.
+Nothing here waits for the device: a kernel plans, once per step, how keys are distributed over programs. A launch skips
+Triton's look-ups for arguments, which take tens of microseconds per call, and calls the kernel compiled for this shape.
+That kernel was compiled for tensors aligned to 16 bytes. Other tensors take the way through Triton.
 """
 
 import importlib
@@ -22,7 +22,8 @@ _LOG2_ITEMS = 13  # work items times sequences that one program of the planning 
 
 @cache
 def kernels() -> ModuleType | None:
-    """The kernels, or None where there is no Triton, or none that launches as it is done here (3.3, of PyTorch 2.7)."""
+    """Return the kernels; None without Triton, or with a Triton before 3.3 (of PyTorch 2.7), which launches
+    differently."""
     try:
         triton = importlib.import_module("triton")
         if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3):
@@ -39,7 +40,7 @@ def _interpreted() -> bool:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tile sizes of a kernel: rows, keys; warps and pipeline stages."""
+    """Tile sizes of a kernel in rows (m) and keys (n); warps and pipeline stages."""
 
     m: int
     n: int
@@ -58,17 +59,17 @@ def _multiprocessors(device: torch.device) -> int:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
+    """Return the bytes of shared memory that one program may have."""
     if device.type != "cuda":
         return 1 << 30
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def _fitting(blocks: Blocks, shape: Shape, device: torch.device) -> Blocks:
-    """Fewer stages, then fewer keys, until keys and values of all stages fit with the queries."""
+    """Reduce the stages, then the keys, until keys and values of all stages fit together with the queries."""
     dim, size = _power(shape.head_dim), shape.dtype.itemsize
     m, n, stages = blocks.m, min(blocks.n, shape.page_size), blocks.stages
-    # of the stages, every second one holds keys and values: pages are looked up in one and read in the next
+    # Every second stage holds keys and values: pages are looked up in one stage and read in the next.
     while (2 * ((stages - 1) // 2 + 1) * n + m) * dim * size > _shared_memory(device) - 4096:
         if stages > 3:
             stages -= 2
@@ -91,15 +92,16 @@ def prompt_blocks(shape: Shape, device: torch.device) -> Blocks:
 
 
 def split_parts(shape: Shape, device: torch.device, tiles: int) -> tuple[int, int]:
-    """Work items per key head aimed at, and the fewest keys worth one.
+    """Return the number of work items per key head to aim at, and the fewest keys that are worth an item.
 
-    Two programs for each multiprocessor; where there are many sequences, enough to even out their lengths.
+    The number is two programs for each multiprocessor. With many sequences it is enough to even out their lengths.
     """
     return max(1, 2 * _multiprocessors(device) // (shape.kv_heads * tiles), 2 * shape.batch), 256
 
 
 def scratch_bytes(shape: Shape, device: torch.device) -> int:
-    """Most bytes of GPU memory kept for merging the parts of a step of few queries (``_Scratch``), the pages aside."""
+    """Return the most bytes of GPU memory for merging the parts of a step of few queries (``_Scratch``), without the
+    pages."""
     blocks = split_blocks(shape, device)
     tiles = -(-shape.q_len * shape.group // blocks.m)
     cells = (split_parts(shape, device, tiles)[0] + shape.batch) * shape.kv_heads * tiles * blocks.m
@@ -107,7 +109,7 @@ def scratch_bytes(shape: Shape, device: torch.device) -> int:
 
 
 class _Scratch:
-    """Memory that one device's launches share, as they run one after another on its stream."""
+    """Memory that all launches of one device share, because they run one after another on its stream."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.device, str], torch.Tensor] = {}
@@ -115,7 +117,7 @@ class _Scratch:
     def get(self, device: torch.device, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
         found = self._kept.get((device, name))
         if found is None or found.numel() < count:
-            # never used at its start's content but for the counters, which every use leaves at zero
+            # Only the counters depend on the initial zeros, and every use leaves them at zero.
             found = self._kept[device, name] = torch.zeros(count, dtype=dtype, device=device)
         return found
 
@@ -125,9 +127,9 @@ _compiled: dict[tuple[object, ...], Any] = {}
 
 
 class _Launch:
-    """A kernel with all its arguments but the tensors that differ from layer to layer, which come first.
+    """A kernel with all its arguments except the tensors that differ between layers, which come first.
 
-    shared   tensors that are the same for the whole step, kept alive here
+    shared   tensors of the whole step, which are kept alive here
     scalars  numbers
     meta     the kernel's constants in their order, num_warps, num_stages
     """
@@ -167,7 +169,7 @@ class _Launch:
 
 
 def plan(step: Step, shape: Shape) -> Attend | None:
-    """The attention of this shape for this step; None if the kernels cannot do it."""
+    """Return the attention of this shape for this step; None if the kernels cannot compute it."""
     found, device = kernels(), step.table.device
     if found is None or shape.head_dim > 256 or shape.page_size % 16 or shape.page_size & (shape.page_size - 1):
         return None
@@ -181,7 +183,7 @@ def plan(step: Step, shape: Shape) -> Attend | None:
     make = _plan_split if shape.q_len <= MOST_SPLIT_QUERIES else _plan_prompt
     if device.type != "cuda" or torch.cuda.device_count() == 1:
         return make(found, step, shape)
-    with torch.cuda.device(device):  # kernels run on the current device; ExLlamaV2 leaves that at the first
+    with torch.cuda.device(device):  # kernels run on the current device, and ExLlamaV2 leaves that at the first
         attend = make(found, step, shape)
 
     def on_its_device(*tensors: Any) -> torch.Tensor:
@@ -197,7 +199,7 @@ def _plan_split(found: Any, step: Step, shape: Shape) -> Attend:
     tiles = -(-shape.q_len * shape.group // blocks.m)
     parts, least = split_parts(shape, device, tiles)
     width = step.table.shape[1] * shape.page_size
-    # one sequence has no more parts than its pages can fill
+    # One sequence has no more parts than its pages can fill.
     parts = max(1, min(parts, batch * -(-width // least)))
     items = parts + batch
     work = torch.empty(items * 8, dtype=torch.int32, device=device)

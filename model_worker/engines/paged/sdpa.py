@@ -1,4 +1,4 @@
-"""Attention over pages from ``scaled_dot_product_attention`` alone: on every device, and what all else is checked with.
+"""Attention over pages with ``scaled_dot_product_attention`` alone. It works on every device and is the reference.
 
 The pages of each sequence are gathered into one tensor and attended under a mask.
 """
@@ -10,10 +10,10 @@ from model_worker.engines.paged.step import Attend, Shape, Step
 
 
 class Slots:
-    """Where new keys go and where all keys are.
+    """The places of new keys and of all keys.
 
     pages      int64 [b, pages]
-    slots      int64 [b * q_len], of the queries' own tokens in the cache seen as one row
+    slots      int64 [b * q_len], indices of the queries' own tokens in the cache as one row
     positions  int64 [b, q_len]
     """
 
@@ -30,14 +30,14 @@ class Slots:
 
 
 def plan(step: Step, shape: Shape) -> Attend:
-    """The attention of this shape for this step."""
+    """Return the attention of this shape for this step."""
     where = Slots(step, shape)
     keys = torch.arange(step.table.shape[1] * shape.page_size, device=step.table.device)
     visible = keys <= where.positions[:, :, None]
     if shape.window >= 0:
         visible &= keys >= where.positions[:, :, None] - shape.window
     hidden = torch.full((), -torch.inf, dtype=shape.dtype, device=step.table.device)
-    # additive, as the kernels turn a boolean mask into one at every call
+    # An additive mask, because the kernels would turn a boolean mask into an additive one at every call.
     mask = torch.where(visible, hidden.new_zeros(()), hidden)[:, None]  # [b, 1, q_len, keys]
 
     def attend(
@@ -57,11 +57,11 @@ def plan(step: Step, shape: Shape) -> Attend:
 def _attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, shape: Shape
 ) -> torch.Tensor:
-    """keys, values [b, keys, kv_heads, head_dim]."""
+    """Compute attention. ``keys`` and ``values`` are [b, keys, kv_heads, head_dim]."""
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     queries = q.transpose(1, 2)
     if shape.q_len == 1:
-        # the query heads that share a key head become its queries: nothing is copied
+        # The query heads that share a key head become its queries, so nothing is copied.
         queries = q.reshape(shape.batch, shape.kv_heads, shape.group, shape.head_dim)
     elif shape.group > 1:
         keys = keys.repeat_interleave(shape.group, dim=1)
@@ -76,7 +76,7 @@ def _attend(
 def _attend_capped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
 ) -> torch.Tensor:
-    """Attention whose scores are capped, which SDPA cannot do: all scores are held in memory."""
+    """Compute attention with capped scores, which SDPA cannot do. All scores are held in memory."""
     scores = (q @ k.transpose(-1, -2)).float() * scale
     scores = softcap * torch.tanh(scores / softcap) + mask
     return scores.softmax(-1).to(v.dtype) @ v

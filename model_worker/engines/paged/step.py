@@ -1,11 +1,11 @@
-"""What is the same for all layers of a step: the shape of its attention calls, and what was made for them once."""
+"""The data that all layers of a step share: the shape of its attention calls, and what was made for them once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-# (q, k_cache, v_cache, k, v) -> out, shaped as in Shape
+# (q, k_cache, v_cache, k, v) -> out, with the shapes of Shape.
 Attend = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     torch.Tensor,
@@ -14,13 +14,13 @@ Attend = Callable[
 
 @dataclass(frozen=True)
 class Shape:
-    """One kind of attention call: causal, over the last tokens of sequences whose keys and values lie in pages.
+    """One kind of attention call: causal, over the last tokens of sequences whose keys and values are in pages.
 
-    q                 [batch, q_len, heads, head_dim], contiguous, as the result is
+    q                 [batch, q_len, heads, head_dim], contiguous; the result has the same shape
     k_cache, v_cache  [pages, page_size, kv_heads, head_dim], contiguous; written in place
     k, v              [batch, q_len, kv_heads, head_dim] to append behind ``lengths`` first (``appends``), or None if
                       the caches already hold them and ``lengths`` counts them
-    window            how many keys before its own position a query sees, -1 for all
+    window            the number of keys before its own position that a query sees, -1 for all
     scale             multiplies q @ k
     softcap           scores become softcap * tanh(score / softcap); 0.0 is off
     """
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Query heads per key head."""
+        """Return the number of query heads per key head."""
         return self.heads // self.kv_heads
 
 
@@ -49,8 +49,8 @@ class Step:
     lengths  int32 [b], tokens in the pages before the step appends
     table    int32 [b, pages], page numbers of each sequence in order; entries beyond its length are not read
 
-    ExLlamaV2 passes the very same tensors to all layers of a step. They are kept here, so that their identity cannot be
-    taken over by the next step's. On the CPU, where the package changes the tensors themselves, contents are compared.
+    ExLlamaV2 passes the same tensor objects to all layers of a step. They are kept here, so that the next step's
+    tensors cannot have their identity. On the CPU the package changes the tensors in place, so contents are compared.
     """
 
     def __init__(self, lengths: torch.Tensor, table: torch.Tensor) -> None:
@@ -66,5 +66,5 @@ class Step:
         )
 
     def ends(self, shape: Shape) -> torch.Tensor:
-        """int32 [b], tokens in the pages after the step has appended."""
+        """Return int32 [b]: the tokens in the pages after the step has appended."""
         return self.lengths + shape.q_len if shape.appends else self.lengths
