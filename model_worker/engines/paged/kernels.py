@@ -9,8 +9,8 @@ writes the step's new keys and values into the pages. ``prompt`` is for many que
 All query heads that share a key head are rows of one tile: row r is query r // GROUP of head r % GROUP.
 
 The softmax is online and in base 2 (Milakov and Gimelshein 2018; Dao 2023). The split over keys is that of
-flash-decoding (2023). Shapes are those of ``launch``. In every kernel ``scale`` multiplies q @ k, ``window`` is the number of keys
-before its own that a query sees, and ``softcap`` limits scores to softcap * tanh(score / softcap).
+flash-decoding (2023). Shapes are those of ``launch``. In every kernel ``scale`` multiplies q @ k, ``window`` is the
+number of keys before its own that a query sees, and ``softcap`` limits scores to softcap * tanh(score / softcap).
 """
 
 import triton
