@@ -1,8 +1,9 @@
-"""The ``modelctl`` command. Imports nothing here: spawned workers import this module again as their ``__main__``."""
+"""The ``modelctl`` command. Imports nothing at module level: spawned workers import this module again as
+``__main__``."""
 
 
 def main() -> int:
-    """Entry point of the console script. Returns the exit code (see ``supervisor.cli.exit_codes``)."""
+    """Run the command line. Return the exit code (see ``supervisor.cli.exit_codes``)."""
     clash = _clashing_distribution()
     if clash is not None:
         import sys
@@ -16,21 +17,21 @@ def main() -> int:
         return 78
     import os
 
-    # Plugins of pydantic are looked for among all that is installed, and run in whoever imports it. None is wanted
-    # where requests and keys pass, and looking for them takes longer the more is installed.
+    # pydantic searches all installed packages for plugins, and runs them in every process that imports it. Requests and
+    # keys pass through modelctl, so it allows no plugins. The search also takes longer the more packages are installed.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         from supervisor.cli.root import run
 
         return run()
-    except KeyboardInterrupt:  # outside of run: still importing, or on the way out
+    except KeyboardInterrupt:  # outside of run: during the import, or at the end
         return 130
 
 
 def _clashing_distribution() -> str | None:
-    """Where a distribution named ``supervisor`` is installed, None if it is not.
+    """Return where a distribution named ``supervisor`` is installed, or None.
 
-    Looks at directory names instead of importlib.metadata, whose import alone takes a fifth of a command's time.
+    Read directory names instead of importing importlib.metadata, because that import takes a fifth of a command's time.
     """
     import os
     import sys

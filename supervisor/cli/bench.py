@@ -20,10 +20,10 @@ from supervisor.cli.options import as_json, runtime_dir_option
 from supervisor.cli.tables import LiveLines, table, terminal_width
 
 USUAL_STREAMS = (1, 8, 32)
-"""How many are asked for at once, as far as a model computes so many together."""
+"""Numbers of requests at once. Those that are more than a model computes together are left out."""
 MOST_STREAMS = 4096
 WARM_TOKENS = 8
-"""Of each answer of a run that is not counted."""
+"""Tokens of each answer in a run that is not counted."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _counts(context: click.Context, option: click.Parameter, given: str | None) 
 
 
 def _writable(context: click.Context, option: click.Parameter, given: Path | None) -> Path | None:
-    """Known before minutes of measuring, not after."""
+    """Check the path of the result file now, and not after minutes of measuring."""
     if given is not None and not given.absolute().parent.is_dir():
         raise click.BadParameter(f"there is no directory {given.absolute().parent}")
     return given
@@ -89,7 +89,7 @@ _TOKENS = click.IntRange(1, 1_000_000)
     help="How often each number of streams is measured.",
 )  # fmt: skip
 @click.option("--warmups", "--num-warmups", type=click.IntRange(0, 100), default=1, show_default=True,
-              help="Runs before, of short answers, that do not count.")  # fmt: skip
+              help="Runs before, with short answers, that are not counted.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random prompts.")
 @click.option(
     "-o",
@@ -106,21 +106,21 @@ def bench(models: tuple[str, ...], out: Path | None, as_json: bool, runtime_dir:
     Several MODELs are measured one after the other.
 
     In each run as many requests are sent at once as there are streams, over one connection, greedy, all of the same
-    length. Ctrl-C cancels them and shows what was measured until then.
+    length. Ctrl-C cancels them and shows the results so far.
     """
     report = _Report(out, as_json)
     try:
         with asyncio.Runner() as runner:
             runner.run(_measure(list(dict.fromkeys(models)), _Load(**load), runtime_dir, report))
     finally:
-        report.show()  # also what was measured before Ctrl-C, or before the supervisor went
+        report.show()  # also after Ctrl-C, or after the supervisor has gone
     if report.errors:
         raise Failure(exit_codes.FAILED, "requests_failed", *report.errors)
     return exit_codes.OK
 
 
 class _Report:
-    """What has been measured so far, and on what."""
+    """The results so far, and the devices that were measured."""
 
     def __init__(self, out: Path | None, as_json: bool) -> None:
         self._out, self._as_json = out, as_json
@@ -128,7 +128,7 @@ class _Report:
         self.rows: list[bench_figures.Row] = []
         self.errors: list[str] = []
         self.devices: dict[str, None] = {}
-        """What the models are computed on, each once."""
+        """The devices that compute the models, each once."""
 
     def progress(self, model: str, text: str, more: str = "") -> None:
         self._live.show({model: f"{model}: {text}{more}"}, {model: f"{model}: {text}"})
@@ -146,19 +146,19 @@ class _Report:
 async def _measure(models: Sequence[str], load: _Load, runtime_dir: Path, report: _Report) -> None:
     draw = random.Random(load.seed)
     async with AsyncClient(runtime_dir=runtime_dir, reconnect=False) as client:
-        for model in models:  # one that is unknown, or too short, ends this before anything is measured
+        for model in models:  # stop before any measurement if a model is unknown or its context is too short
             _check_context(load, model, (await client.status(model))["models"])
         for model in models:
             ids = await usable_ids(client, model, lambda text, model=model: report.progress(model, text))  # type: ignore[misc]
             workers = (await client.status(model))["models"]
-            _check_context(load, model, workers)  # by now it is known for certain
+            _check_context(load, model, workers)  # once a model is loaded, its context is certain
             report.devices |= {worker["device"]: None for worker in workers if worker["device"]}
             for streams in load.streams or _usual_streams(workers):
                 await _measure_streams(client, model, streams, ids, load, draw, report)
 
 
 def _check_context(load: _Load, model: str, workers: list[dict[str, Any]]) -> None:
-    """Raises Failure for lengths that do not fit the model's context."""
+    """Raise Failure for lengths that do not fit the model's context."""
     context = min((worker["context"] for worker in workers if worker["context"]), default=None)
     wanted = load.prompt_tokens + load.output_tokens
     if context is not None and wanted > context:

@@ -1,6 +1,6 @@
-"""What ``bench`` makes of the answers that came: a row of its table, and entries of a result file. Pure.
+"""Turn the answers that ``bench`` received into a row of its table and entries of a result file. Pure.
 
-All times are seconds since the beginning of a run, in which as many requests are sent together as there are streams.
+All times are seconds since the beginning of a run. In a run as many requests are sent together as there are streams.
 """
 
 import itertools
@@ -15,8 +15,12 @@ HEADER = (
 
 @dataclass
 class Answer:
-    """One request. ``deltas``: (when, tokens) of each that brought any; ``accepted``: whether it was taken; ``error``:
-    how it ended, if badly."""
+    """The answer to one request.
+
+    deltas    (seconds, number of tokens) of each delta that brought tokens
+    accepted  whether the supervisor accepted the request
+    error     why the answer failed, None if it did not
+    """
 
     deltas: list[tuple[float, int]] = field(default_factory=list)
     accepted: bool = False
@@ -25,11 +29,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Row:
-    """One model with so many streams. Times in milliseconds; None where nothing came that could be measured.
+    """The result of one model with a number of streams. Times are in milliseconds; None where nothing could be
+    measured.
 
-    rate    tokens per second from the first request to the last token: the median of the runs
-    first   from a request to its first token, (median, 99th percentile) of all requests
-    gap     between deltas of a stream, the same of all pairs
+    rate   tokens per second from the first request to the last token, the median of the runs
+    first  time from a request to its first token, (median, 99th percentile) of all requests
+    gap    time between two deltas of a stream, (median, 99th percentile) of all pairs
     """
 
     model: str
@@ -42,13 +47,13 @@ class Row:
 
     @property
     def cells(self) -> tuple[object, ...]:
-        """See HEADER."""
+        """Return the cells of the row, in the order of HEADER."""
         times = (None if value is None else round(value, 1) for value in (*self.first, *self.gap))
         rate = None if self.rate is None else round(self.rate, 1)
         return (self.model, self.streams, rate, *times, self.refused, self.failed)
 
     def results(self) -> list[dict[str, object]]:
-        """As ``benchmarks/results`` has them: {name, value, unit, target, meets}, of what was measured."""
+        """Return what was measured as in ``benchmarks/results``: {name, value, unit, target, meets}."""
         label = f"{self.model}, {self.streams} streams"
         figures = (
             ("tokens/s", self.rate, "tok/s"),
@@ -67,7 +72,7 @@ class Row:
 
 
 def row(model: str, streams: int, runs: Sequence[Sequence[Answer]]) -> Row:
-    """Of runs with so many streams each. Answers that failed count for the times of what they brought before."""
+    """Return the row of runs with ``streams`` requests each. Failed answers count with the tokens that they brought."""
     answers = [answer for run in runs for answer in run]
     firsts = [answer.deltas[0][0] for answer in answers if answer.deltas]
     gaps = [later[0] - earlier[0] for answer in answers for earlier, later in itertools.pairwise(answer.deltas)]
@@ -85,7 +90,7 @@ def row(model: str, streams: int, runs: Sequence[Sequence[Answer]]) -> Row:
 
 
 def errors(runs: Sequence[Sequence[Answer]]) -> list[str]:
-    """What went wrong, each kind once and how often, the most frequent first."""
+    """Return each kind of error once with its number, the most frequent first."""
     counts: dict[str, int] = {}
     for run in runs:
         for answer in run:
@@ -101,7 +106,7 @@ def _rate(run: Sequence[Answer]) -> float | None:
 
 
 def _middle_and_tail(seconds: Sequence[float]) -> tuple[float | None, float | None]:
-    """(median, 99th percentile) in milliseconds; of one value, that; of none, None."""
+    """Return (median, 99th percentile) in milliseconds. One value is both; without values both are None."""
     if len(seconds) < 2:
         return (1000 * seconds[0], 1000 * seconds[0]) if seconds else (None, None)
     return 1000 * statistics.median(seconds), 1000 * statistics.quantiles(seconds, n=100, method="inclusive")[98]

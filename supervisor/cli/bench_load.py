@@ -1,4 +1,4 @@
-"""The requests of ``bench``: random prompts of an exact length, answers of an exact length, many at once."""
+"""The requests of ``bench``: many at once, with random prompts and answers of an exact length."""
 
 import asyncio
 import random
@@ -15,16 +15,16 @@ TEXT = (
     "several metres in a few days. People have built towns on its banks, mills, bridges and harbours: 3 of 4 large "
     "cities lie on one. Who wants to know how much water passes measures the width, the depth and the speed!"
 )
-"""Whose tokens prompts are drawn from: what any model has tokens for."""
+"""Prompts are drawn from the tokens of this text, which any model has tokens for."""
 POLL_S = 0.1
 
 
 async def usable_ids(client: AsyncClient, model: str, show: Callable[[str], None]) -> list[int]:
-    """Token ids for prompts, once the model is loaded; a model that sleeps is woken by being asked.
+    """Return token ids for prompts, once the model is loaded. This request also starts a model that is unloaded.
 
-    show  told what is waited for
+    show  called with what the command waits for
 
-    Raises WireError for a model that is not there, or not going to be.
+    Raises WireError for a model that is not loaded and will not be.
     """
     while True:
         try:
@@ -37,14 +37,14 @@ async def usable_ids(client: AsyncClient, model: str, show: Callable[[str], None
 
 
 def prompts(ids: Sequence[int], tokens: int, count: int, draw: random.Random) -> list[list[int]]:
-    """Prompts of so many tokens, no two of which share a beginning that a cache could save to compute."""
+    """Return ``count`` prompts of ``tokens`` tokens, drawn so that no cache can save work for a common beginning."""
     return [draw.choices(ids, k=tokens) for _ in range(count)]
 
 
 async def run_once(client: AsyncClient, model: str, asked: Sequence[list[int]], tokens: int) -> list[Answer]:
-    """Ask for answers of exactly ``tokens`` tokens to all of these at once, over one connection, and read them.
+    """Send all prompts at once over one connection, and read answers of exactly ``tokens`` tokens.
 
-    Cancelling it cancels every request. Raises ConnectionLost; other errors are their answers'.
+    Cancelling this cancels every request. Raises ConnectionLost. Other errors are noted in the answers.
     """
     begun = time.perf_counter()
 
@@ -65,6 +65,6 @@ async def run_once(client: AsyncClient, model: str, asked: Sequence[list[int]], 
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(prompt)) for prompt in asked]
-    except ExceptionGroup as e:  # one connection: what one of them lost, all have lost
+    except ExceptionGroup as e:  # all requests use one connection, so all have lost it
         raise e.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -1,4 +1,4 @@
-"""What ``bench`` measured, as a result file: the schema of ``benchmarks/results``, for users' own comparisons."""
+"""The results of ``bench`` as a result file, in the schema of ``benchmarks/results``, for users' own comparisons."""
 
 import os
 import platform
@@ -15,9 +15,9 @@ from supervisor.cli.bench_figures import Row
 
 
 def report(devices: Iterable[str], rows: Sequence[Row]) -> dict[str, Any]:
-    """{machine, commit, command, date, results: [{name, value, unit, target, meets}]}.
+    """Return {machine, commit, command, date, results: [{name, value, unit, target, meets}]}.
 
-    devices  what the models are computed on
+    devices  names of the devices that compute the models
     """
     return {
         "machine": _machine(devices),

@@ -1,4 +1,4 @@
-"""check: can the models of this models.yaml be served?"""
+"""The command check: can the models of this models.yaml be served?"""
 
 import json
 from collections.abc import Collection
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option(
     "--elsewhere",
     is_flag=True,
-    help="The file is for another machine: this one's GPUs, and the packages installed here, are not looked at.",
+    help="The file is for another machine: do not check this machine's GPUs and installed packages.",
 )
 @as_json
 def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
@@ -85,7 +85,7 @@ class _Models:
     of_file     problems of the models
     of_machine  problems of this machine: a GPU or a package that it lacks
     unknown     models that only their own engine can check
-    unchecked   what of a model cannot be checked here, by model
+    unchecked   what cannot be checked here, by model
     """
 
     of_file: "list[Problem]"

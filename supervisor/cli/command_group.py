@@ -1,10 +1,11 @@
-"""How a group of commands lists them in its help."""
+"""How the help of a group lists its commands."""
 
 import click
 
 
 class CommandGroup(click.Group):
-    """Lists each command with the whole first sentence of its help, which click itself cuts at the line's end."""
+    """Lists each command with the whole first sentence of its help. click itself would cut it at the end of the
+    line."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]

@@ -1,10 +1,10 @@
-"""Before serve: ExLlamaV2's CUDA code compiled, once and visibly, in a process of its own.
+"""Compile ExLlamaV2's CUDA code before serving, once and visibly, in a process of its own.
 
-Workers would do it, too, under the same lock, but then one compiles for minutes while models seem to hang in loading.
-What the process prints is said in its module, ``model_worker.engines.exllamav2.extension``.
+Workers would compile it, too, under the same lock. But then one worker compiles for minutes while all models seem to
+hang in loading. The module ``model_worker.engines.exllamav2.extension`` describes what the process prints.
 
-The builder has a session of its own, so that a terminal's Ctrl-C and hangup reach serve alone, which ends it. Where
-serve can end nothing any more (SIGKILL), the kernel sends the builder a signal.
+The builder has a session of its own. So a terminal's Ctrl-C and hangup reach only serve, which then ends the builder.
+If serve is killed (SIGKILL), the kernel sends the builder a signal.
 """
 
 import os
@@ -21,17 +21,17 @@ from supervisor.cli.streams import drop_unwritten
 
 ENGINE = "exllamav2"
 END_S = 0.5
-"""How long the builder is given to end its compilers. After that they end by themselves, because it is gone."""
-# -P, because a torch.py in the directory where the user happens to be is not PyTorch
+"""Seconds that the builder has to end its compilers. Later they end by themselves, because the builder is gone."""
+# -P, because a torch.py in the user's current directory is not PyTorch.
 _BUILDER = (sys.executable, "-P", "-m", "model_worker.engines.exllamav2.extension")
 
 
 def compile_for(engines: Iterable[str], *, quiet: bool) -> None:
-    """Wait until the extension is there, if one of the engines needs it; the steps are shown on stderr.
+    """Compile the extension if one of the engines needs it. Show the steps on stderr, and wait until it is done.
 
-    A failure is said, and is not the end of serving: models of other engines are served, and those of this one say in
-    ``status`` why they cannot be. Ctrl-C ends the builder (KeyboardInterrupt); SIGTERM and SIGHUP end it and then, as
-    anywhere before serving, this process. Only in the main thread (ValueError).
+    A failure is reported, but does not end serving: models of other engines are served, and ``status`` says why those
+    of this engine cannot be. Ctrl-C ends the builder (KeyboardInterrupt). SIGTERM and SIGHUP end the builder, and then
+    this process, as always before serving. Call this in the main thread only (ValueError).
     """
     if ENGINE not in engines:
         return
@@ -39,14 +39,14 @@ def compile_for(engines: Iterable[str], *, quiet: bool) -> None:
         with _raised(signal.SIGTERM, signal.SIGHUP):
             _compile(_Line(quiet))
     except _Signalled as e:
-        # who waits for this process sees what has ended it; to a service manager that is a clean end
+        # A parent that waits for this process sees which signal ended it. A service manager takes that for a clean end.
         signal.raise_signal(e.number)
 
 
 def _compile(shown: "_Line") -> None:
-    from supervisor.cli.detach import child_environment  # a third of what `serve` imports, for those who compile
+    from supervisor.cli.detach import child_environment  # a third of the imports of `serve`, needed only to compile
 
-    # from the main thread: the builder lives as long as the thread that starts it (PR_SET_PDEATHSIG)
+    # From the main thread, because the builder ends with the thread that starts it (PR_SET_PDEATHSIG).
     with subprocess.Popen(
         [*_BUILDER, str(os.getpid())],
         stdin=subprocess.DEVNULL,
@@ -74,7 +74,7 @@ def _compile(shown: "_Line") -> None:
 
 
 def _end(builder: "subprocess.Popen[str]") -> None:
-    builder.terminate()  # it takes its compilers along
+    builder.terminate()  # the builder ends its compilers, too
     try:
         builder.wait(END_S)
     except subprocess.TimeoutExpired:
@@ -84,7 +84,7 @@ def _end(builder: "subprocess.Popen[str]") -> None:
 
 
 class _Signalled(BaseException):
-    """A signal has come that is to end this process."""
+    """A signal that has to end this process."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -93,7 +93,7 @@ class _Signalled(BaseException):
 
 @contextmanager
 def _raised(*numbers: signal.Signals) -> Iterator[None]:
-    """Within, these signals raise _Signalled, unless whoever started this process had them ignored (nohup)."""
+    """Let these signals raise _Signalled in the body, unless the parent process had them ignored (nohup)."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
         raise _Signalled(number)
@@ -110,7 +110,7 @@ def _raised(*numbers: signal.Signals) -> Iterator[None]:
 
 
 class _Line:
-    """The present step on stderr: one line that is redrawn on a terminal, a line for each elsewhere."""
+    """The present step on stderr: on a terminal one line that is redrawn, elsewhere a line per step."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -131,7 +131,7 @@ class _Line:
 def _say(text: str) -> None:
     try:
         click.echo(text, err=True, nl=False)
-    except OSError:  # nobody reads it any more: no reason to give up a build of minutes
+    except OSError:  # nobody reads stderr any more; that is no reason to give up a build of minutes
         drop_unwritten()
 
 

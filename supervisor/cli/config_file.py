@@ -1,4 +1,4 @@
-"""Which models.yaml is meant."""
+"""Find the models.yaml that a command uses."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ NAME = "models.yaml"
 
 
 def find_config(given: Path | None) -> Path:
-    """The file given, else ``$MODELCTL_CONFIG``, ``./models.yaml``, ``~/.config/modelctl/models.yaml``.
+    """Return the given file, else ``$MODELCTL_CONFIG``, ``./models.yaml`` or ``~/.config/modelctl/models.yaml``.
 
     Raises ConfigError if there is none.
     """
@@ -32,7 +32,7 @@ def find_config(given: Path | None) -> Path:
 
 
 def _user_directory() -> Path | None:
-    """``$XDG_CONFIG_HOME``, else ``~/.config``; None for a user who has no home."""
+    """Return ``$XDG_CONFIG_HOME``, else ``~/.config``; None for a user without a home directory."""
     if chosen := os.environ.get("XDG_CONFIG_HOME"):
         return Path(chosen)
     try:

@@ -1,4 +1,4 @@
-"""Questions of ``run`` and their answers: shown as they come, ended by Ctrl-C, remembered for the next question."""
+"""Questions of ``run`` and their answers: printed as they come, ended by Ctrl-C, remembered for the next question."""
 
 import asyncio
 import signal
@@ -16,22 +16,22 @@ from supervisor.cli.options import way_to
 from supervisor.cli.tables import bar
 
 HINT_AFTER_S = 2.0
-"""An answer that was cancelled and has not ended by then: say that there is another way out."""
+"""Seconds after which a cancelled answer that has not ended gets a hint about another way out."""
 
 SHOW_PROGRESS_AFTER_S = 0.3
-"""An answer that begins sooner is not worth a line about where it is."""
+"""Seconds within which an answer begins without a line of progress."""
 
 
 class Conversation:
-    """Turns of one user with one model over one connection.
+    """The turns of one user with one model over one connection.
 
     context   tokens of the model's context; None if that is not known
     chat      whether the model has a chat template. Without one each question is sent as it is, and nothing is
               remembered
     sampling  fields of every request
 
-    The asynchronous client is used for the sake of Ctrl-C: its handler runs between two steps of the event loop, never
-    inside the client's code, where an exception could lose a frame that was just being taken in.
+    The asynchronous client is used because of Ctrl-C: its handler runs between two steps of the event loop. Inside the
+    client's code an exception could lose a frame that is just being received.
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class Conversation:
         self._runner.run(self._client.close())
 
     def ask(self, text: str, *, left_out: int = 0, quiet: bool = False) -> tuple[AsyncStream, bool]:
-        """Print the answer to a question as it comes. Returns its stream, which is over, and whether Ctrl-C came.
+        """Print the answer to a question as it comes. Returns its stream, which has ended, and whether the user pressed
+        Ctrl-C.
 
-        left_out  how many of the oldest turns are not sent with it
+        left_out  how many of the oldest turns are not sent
         """
         request: dict[str, Any] = {"prompt": text}
         if self.chat:
@@ -73,10 +74,10 @@ class Conversation:
         return stream, interrupted
 
     def take_turn(self, text: str) -> bool:
-        """Ask a question and remember it with its answer. Returns whether Ctrl-C came.
+        """Ask a question and remember it with its answer. Returns whether the user pressed Ctrl-C.
 
-        If the conversation is too long for the model, the question is asked again without the oldest turns. Raises what
-        the request ended with; the question is then not remembered.
+        If the conversation is too long for the model, the question is asked again without the oldest turns. Raises the
+        error of the request; the question is not remembered then.
         """
         left_out = 0
         while True:
@@ -126,7 +127,7 @@ class Conversation:
                 raise
         except WireError:
             if stream.text and not quiet:
-                _end_line()  # the error comes on a line of its own
+                _end_line()  # the error gets a line of its own
             raise
         finally:
             interrupts.close()
@@ -156,7 +157,7 @@ def _may_be_too_long(error: WireError) -> bool:
 
 
 class _Waiting:
-    """Where a request is that has no token yet: one line on a terminal, gone when the answer begins."""
+    """The state of a request that has no token yet: one line on a terminal, removed when the answer begins."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -186,9 +187,9 @@ class _Waiting:
 
 
 class _Interrupts:
-    """Ctrl-C while an answer comes: the first asks for its end, the second leaves it, for a model that hangs.
+    """Ctrl-C while an answer comes. The first cancels the answer. The second leaves it, for a model that hangs.
 
-    Made by the task that reads the stream, which the second one cancels.
+    The task that reads the stream must make this object. The second Ctrl-C cancels that task.
     """
 
     def __init__(self, stream: AsyncStream, quiet: bool) -> None:

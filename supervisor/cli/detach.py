@@ -1,4 +1,4 @@
-"""serve --detach: a supervisor in a session of its own, and a command that returns when its models are up."""
+"""serve --detach: start a supervisor in a session of its own, and return when its models are up."""
 
 import os
 import subprocess
@@ -20,20 +20,20 @@ from supervisor.cli.waiting import settled_up, wait_for, why_not_ready
 from supervisor.logs import log_path
 
 WAIT_S = 10.0
-"""How long a new supervisor is given to answer."""
+"""Seconds that a new supervisor has to answer."""
 _DIRECTORIES = (ENVIRONMENT_VARIABLE, "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
 
 
 def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
-    """Start a supervisor and wait until its models are up (or are not going to be). Returns the exit code.
+    """Start a supervisor and wait until its models are up, or will not come up. Returns the exit code.
 
     Raises Failure, with the reason of each model that is not ready.
 
-    It lives in "/": in a directory that can be removed it could start no worker any more (multiprocessing asks for its
-    name).
+    The supervisor runs in "/". In a directory that somebody removes it could start no more workers, because
+    multiprocessing asks for the name of the current directory.
     """
     process = subprocess.Popen(
-        # -P, because a module in "/" is nobody's
+        # -P, because no module in "/" may be imported.
         [
             sys.executable,
             "-P",
@@ -72,7 +72,7 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
             with connect(runtime_dir, admin=True) as client:
                 answer = client.status()
                 if answer["supervisor"]["pid"] != process.pid:
-                    process.wait()  # another supervisor holds the lock; ours is about to say so and leave
+                    process.wait()  # another supervisor holds the lock; ours is about to report that and end
                     break
                 answered = True
                 models = wait_for(client, autostart, settled_up)
@@ -94,18 +94,20 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
 
 
 def _account_for(process: "subprocess.Popen[bytes]", log: Path) -> int:
-    """Hand on what a supervisor said that ended before its models were up, and its exit code."""
+    """Print what a supervisor wrote that ended before its models were up. Return its exit code."""
     assert process.stderr is not None
     output = process.stderr.read().decode(errors="replace").rstrip()
     click.echo(output or f"modelctl: the supervisor ended with code {process.returncode}; see {log}", err=True)
     if process.returncode == 0:
-        return exit_codes.UNAVAILABLE  # it was told to
+        return exit_codes.UNAVAILABLE  # somebody ordered it to shut down
     return process.returncode if process.returncode > 0 else exit_codes.SOFTWARE
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment for an interpreter that is started with -P, maybe in another directory: modules and
-    logs are found where they are here, by absolute paths."""
+    """Return the environment for an interpreter that is started with -P, perhaps in another directory.
+
+    Its paths are absolute, so that the interpreter finds the modules and logs that this process finds.
+    """
     environment = dict(os.environ)
     for name in _DIRECTORIES:
         if value := environment.get(name):
@@ -116,7 +118,7 @@ def child_environment() -> dict[str, str]:
         here = os.getcwd()
     except FileNotFoundError:
         here = None
-    if here is not None and sys.path[:1] in ([here], [""]):  # as `python -m supervisor` has it
+    if here is not None and sys.path[:1] in ([here], [""]):  # as with `python -m supervisor`
         path.insert(0, here)
     if path:
         environment["PYTHONPATH"] = os.pathsep.join(path)

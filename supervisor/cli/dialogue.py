@@ -1,4 +1,4 @@
-"""A conversation in the terminal: lines typed become questions or commands."""
+"""Hold a conversation in the terminal: each line is a question or a command."""
 
 import click
 
@@ -46,7 +46,7 @@ def hold(conversation: Conversation) -> int:
 
 
 def _one_turn(conversation: Conversation) -> None:
-    """Read one question or command, and see to it. Raises EOFError, _Bye, and what the request ended with."""
+    """Read one question or command, and carry it out. Raises EOFError, _Bye, and the error of the request."""
     line = input(">>> ")
     begin = line.lstrip()
     if begin.startswith(QUOTES):
@@ -63,7 +63,7 @@ def _one_turn(conversation: Conversation) -> None:
 
 
 def _read_quoted(first: str) -> str:
-    """Read a text of several lines up to the quotes that close it. ``first`` follows the ones that opened it."""
+    """Read a text of several lines up to the closing quotes. ``first`` is the text behind the opening ones."""
     lines = [first]
     while not lines[-1].rstrip().endswith(QUOTES):
         try:

@@ -1,4 +1,4 @@
-"""How an error ends a command: one line on stderr, or with ``--json`` one object, and an exit code."""
+"""How an error ends a command: with one line on stderr, or with one object for ``--json``, and an exit code."""
 
 import json
 import os
@@ -12,15 +12,15 @@ from supervisor.cli import exit_codes
 from supervisor.cli.hints import completed, say
 
 DEBUG_VARIABLE = "MODELCTL_DEBUG"
-"""Set, errors come with their traceback."""
+"""If this variable is set, errors are printed with their traceback."""
 
 
 class Failure(Exception):
-    """A command's own error.
+    """An error of a command.
 
     exit_code  see ``exit_codes``
-    name       what ``--json`` calls it
-    lines      for people, one each
+    name       the name in the output of ``--json``
+    lines      lines for people
     """
 
     def __init__(self, exit_code: int, name: str, *lines: str) -> None:
@@ -31,7 +31,7 @@ class Failure(Exception):
 
 
 def report(error: BaseException, *, as_json: bool) -> int:
-    """Say what ended the command. Returns the exit code."""
+    """Print what ended the command. Return the exit code."""
     code, fields, lines = _judge(error)
     try:
         if os.environ.get(DEBUG_VARIABLE) and lines:
@@ -49,7 +49,7 @@ def report(error: BaseException, *, as_json: bool) -> int:
 
 
 def _judge(error: BaseException) -> tuple[int, dict[str, Any] | None, tuple[str, ...]]:
-    """Exit code, what ``--json`` shows, and the lines for people. None and no lines: there is nothing to say."""
+    """Return exit code, fields for ``--json``, and lines for people. None and no lines if there is nothing to print."""
     match error:
         case click.exceptions.Exit():
             return error.exit_code, None, ()
@@ -58,7 +58,7 @@ def _judge(error: BaseException) -> tuple[int, dict[str, Any] | None, tuple[str,
         case click.Abort() | KeyboardInterrupt():
             return exit_codes.INTERRUPTED, None, ()
         case BrokenPipeError():
-            return exit_codes.OK, None, ()  # `modelctl ps | head`: the reader has had enough
+            return exit_codes.OK, None, ()  # `modelctl ps | head`: the reader has closed the pipe
         case click.ClickException():
             return error.exit_code, {"name": "usage", "message": error.format_message()}, ()
         case Failure():
@@ -69,7 +69,7 @@ def _judge(error: BaseException) -> tuple[int, dict[str, Any] | None, tuple[str,
             return exit_codes.NOPERM, error.to_wire(), (str(error),)
         case WireError():
             return exit_codes.FAILED, error.to_wire(), (str(error),)
-        case TimeoutError():  # an OSError by birth, but what the client raises for a supervisor that does not answer
+        case TimeoutError():  # an OSError in Python; the client raises it if the supervisor does not answer
             return _plain(exit_codes.UNAVAILABLE, "timeout", _line(error))
         case OSError() | ValueError():
             return _plain(exit_codes.CONFIG, "not_usable", _line(error))
@@ -84,7 +84,7 @@ def _plain(code: int, name: str, line: str) -> tuple[int, dict[str, Any], tuple[
 
 
 def _line(error: BaseException) -> str:
-    """The message in one line, without the number that an OSError begins with."""
+    """Return the message in one line, without the number at the beginning of an OSError."""
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename is not None else ""
         return f"{place}{error.strerror}"

@@ -1,4 +1,5 @@
-"""What `status` knows, in words and units for people. Pure. Programs read ``--json``, which stays as it came."""
+"""The values of `status` as text with units, for people. Pure. Programs read ``--json``, which has the values
+unchanged."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ Values = Mapping[str, Any]
 
 
 def size(count: int) -> str:
-    """Bytes in the unit that people read: ``2.7 GiB``, ``120 MiB``, ``0 bytes``."""
+    """Return bytes in a readable unit: ``2.7 GiB``, ``120 MiB``, ``0 bytes``."""
     if count >= 2**30:
         return f"{count / 2**30:.1f} GiB"
     if count >= 2**20:
@@ -18,7 +19,7 @@ def size(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``0.2 s``, ``45 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    """Return a duration as text: ``0.2 s``, ``45 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -40,25 +41,27 @@ def progress(values: Values) -> str:
 
 
 def percent(share: float) -> str:
-    """``12.5 %`` of a share from 0 to 1."""
+    """Return a share from 0 to 1 as text: ``12.5 %``."""
     return f"{share * 100:.3g} %"
 
 
 def counted(count: float, what: str) -> str:
-    """``1 request``, ``2 requests``."""
+    """Return a count with its noun: ``1 request``, ``2 requests``."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def lines(values: Values) -> list[tuple[str, list[str]]]:
-    """The entries of a part of `status`, in its order: label and one or more lines of text; ``-`` for what is unknown.
+    """Return the entries of a part of `status` in order: a label and one or more lines of text; ``-`` for an unknown
+    value.
 
-    The label is the name in ``--json`` without its unit, which stands with the value.
+    The label is the name in ``--json`` without its unit. The unit is written with the value.
     """
     return [_entry(key, value) for key, value in values.items()]
 
 
 def engine_lines(stats: Values) -> list[str]:
-    """What an engine reports of itself. What is not known here is shown under its own name, after the rest."""
+    """Return the lines about an engine's own figures. Figures that are unknown here come last, under their own
+    names."""
     rest = dict(stats)
     lines = []
     for needed, optional, render in _ENGINE:
@@ -177,7 +180,7 @@ def _requests(stats: Values) -> str:
     return f"requests: {stats['active']} active{reading}; {stats['pending']} waiting in the engine"
 
 
-# what must be there; what is told along with it, if it is there; how
+# Required figures; optional figures of the same line; the function that makes the line.
 _ENGINE: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Values], str]], ...] = (
     (("active", "pending"), ("prefilling",), _requests),
     (("steps",), ("step_ms",), _steps),

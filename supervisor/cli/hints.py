@@ -1,8 +1,8 @@
-"""Commands that messages tell people to type, with the options that such a command needs to reach the same supervisor.
+"""Complete the commands in messages with the options that they need to reach the same supervisor.
 
 A message may come from the command itself, from the client library or, over the wire, from the supervisor. None of them
-knows how this command was called. So the options are added in one place: here, when a message is shown. A hint is what
-a message has between backquotes: `modelctl start letters`.
+knows how this command was called. So the options are added in one place: here, when a message is shown. A hint is a
+command between backquotes: `modelctl start letters`.
 """
 
 import re
@@ -22,18 +22,20 @@ _needed: dict[str, str] = {}
 
 
 def need(option: str, value: object) -> None:
-    """Make hints repeat an option. Do not call this for a default or for a value from the environment: the next command
-    finds these by itself."""
+    """Make hints repeat an option.
+
+    Do not call this for a default or for a value from the environment, because the next command finds these by itself.
+    """
     _needed[option] = str(value)
 
 
 def completed(message: str) -> str:
-    """Return the message with the options added that its hints need."""
+    """Return the message with the options that its hints need."""
     return _HINT.sub(_complete, message)
 
 
 def say(message: str) -> None:
-    """Print a message to stderr, its hints completed."""
+    """Print a message to stderr, with its hints completed."""
     click.echo(completed(message), err=True)
 
 

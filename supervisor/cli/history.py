@@ -1,4 +1,4 @@
-"""What ``run`` remembers of a conversation, and which turns of it are still sent. Pure."""
+"""The turns of a conversation that ``run`` remembers, and those that are still sent. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ Message = dict[str, str]
 ROOM_SHARE = 8
 """Without --max-tokens, the context divided by this number is kept free for the next answer."""
 KEPT_SHARE = 0.75
-"""When turns are dropped, so many are dropped that the rest takes this share of the allowed tokens. If only the excess
-were dropped, each later prompt would begin differently from the one before. The worker could then not use its cache,
-and would compute the whole prompt anew each time."""
+"""When turns are dropped, the remaining ones take this share of the allowed tokens. If only the excess were dropped,
+each later prompt would begin differently from the one before. Then the worker could not use its cache, and would
+compute the whole prompt again each time."""
 
 
 @dataclass(frozen=True, slots=True)

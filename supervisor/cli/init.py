@@ -1,4 +1,4 @@
-"""init: write a first models.yaml."""
+"""The command init: write a first models.yaml."""
 
 import json
 import os
@@ -20,15 +20,15 @@ from supervisor.cli.options import as_json
 SAMPLE = Path(__file__).with_name("models.yaml")
 DEMO_MODELS = ("letters", "stories")
 CONTEXT = 16384
-"""Tokens of context that an entry asks for where the model has more. The cache grows with it: the 131072 tokens of a
+"""Tokens of context that an entry gets if the model has more. The cache grows with the context: the 131072 tokens of a
 Llama 3.1 8B take 16 GiB, more than its weights in EXL2."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One model of the file to be written.
+    """One model of the file.
 
-    keys  what its entry in models.yaml says
+    keys  the keys of its entry in models.yaml
     """
 
     name: str
@@ -72,9 +72,9 @@ def init(directory: Path | None, force: bool, as_json: bool) -> int:
 
 
 def _write(file: Path, text: str, force: bool) -> None:
-    """Write the whole file or nothing. Raises FileExistsError if it exists, unless ``force``; OSError."""
+    """Write the whole file or nothing. Raises OSError, and FileExistsError if the file exists and not ``force``."""
     if not force:
-        file.open("x").close()  # now nobody else makes it
+        file.open("x").close()  # now no other process can create it
     written = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         written.write_text(text, encoding="utf-8")
@@ -120,7 +120,7 @@ def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
         reasons = [f"{_printable(path)}: {why}" for path, why in left_out.items()]
         message = "none of them can be loaded" if reasons else "a model's directory has config.json and *.safetensors"
         raise Failure(exit_codes.CONFIG, "no_models", f"no model found in {root}: {message}", *reasons)
-    if len(entries) > 1:  # together they may not fit: each is loaded when it is asked for
+    if len(entries) > 1:  # together they may not fit, so each is loaded by its first request
         for entry in entries:
             entry.keys["lazy"] = True
     return entries, left_out
@@ -129,7 +129,8 @@ def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
 def _choose(directories: Sequence[Path]) -> dict[Path, dict[str, Any] | str]:
     """Return the keys that suit each model, or why no engine can load it.
 
-    On a machine with a GPU, engine exllamav2 goes before engine transformers. On another one it is the other way round.
+    On a machine with a GPU, engine exllamav2 is tried before engine transformers. On other machines transformers is
+    first.
     """
     from protocol.process.worker_spec import EngineSpec
     from supervisor.placement.estimates import Question, ask_now
@@ -150,7 +151,7 @@ def _choose(directories: Sequence[Path]) -> dict[Path, dict[str, Any] | str]:
                 if not estimated.faults:
                     chosen[path] = engine if context is None else {**engine, "max_seq_len": context}
                 elif context is not None and all(fault.key == "max_seq_len" for fault in estimated.faults):
-                    left.append(path)  # it has less: then its own context
+                    left.append(path)  # the model has less context: try with its own
                 else:
                     own = [fault.message for fault in estimated.faults if context is None or fault.key != "max_seq_len"]
                     reasons[path][engine["engine"]] = own[0]
@@ -158,7 +159,7 @@ def _choose(directories: Sequence[Path]) -> dict[Path, dict[str, Any] | str]:
 
 
 def _in_words(reasons: Mapping[str, str]) -> str:
-    """Return why no engine can load a model. Engines often find the same fault, which is then told once."""
+    """Return why no engine can load a model. If all engines find the same fault, it is named once."""
     if len({*reasons.values()}) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"engine {engine}: {why}" for engine, why in reasons.items())
@@ -191,7 +192,7 @@ def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str]
         "models:",
     ]
     for entry in entries:
-        lines.append(f"  {yaml.safe_dump(entry.name).splitlines()[0]}:")  # quoted, if YAML took it for a date, say
+        lines.append(f"  {yaml.safe_dump(entry.name).splitlines()[0]}:")  # quoted if YAML would read a date
         for key, value in entry.keys.items():
             line = yaml.safe_dump({key: value}, allow_unicode=True, width=1 << 20).rstrip()
             lines.append(f"    {line:<24} # {_COMMENTS[key]}" if key in _COMMENTS else f"    {line}")
@@ -216,5 +217,6 @@ def _tell(file: Path, entries: Sequence[Entry], left_out: Mapping[str, str], as_
 
 
 def _printable(text: str) -> str:
-    """Names of directories may hold anything. This ends in a comment of the file, or on a terminal."""
+    """Return a directory's name without control characters, because it ends in a comment of the file or on a
+    terminal."""
     return repr(text)[1:-1]

@@ -1,4 +1,4 @@
-"""keys: who may connect over TCP. Works on files; a running supervisor sees the change by itself."""
+"""The command keys: who may connect over TCP. It works on files; a running supervisor sees changes by itself."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ HEADER = ("NAME", "RIGHTS", "IN FLIGHT", "TOKENS/MIN", "CREATED", "PUBLIC KEY")
 
 
 def _store(context: click.Context, option: click.Parameter, given: Path | None) -> "KeyStore":
-    """Of --keys, else of the models.yaml that ``serve`` would take, else the default one."""
+    """Return the store of --keys, else that of the models.yaml that ``serve`` would use, else the default store."""
     from supervisor.cli.config_file import find_config
     from supervisor.keys.store import KeyStore, default_keys_dir
     from supervisor.yaml_source import ConfigError

@@ -1,4 +1,5 @@
-"""logs: what a model's worker, or the supervisor, has written. Works also when no supervisor runs."""
+"""The command logs: show the log of a model's worker, or of the supervisor. It works without a running supervisor,
+too."""
 
 import json
 import os
@@ -38,7 +39,7 @@ def logs(model: str, follow: bool, lines: int, as_json: bool, runtime_dir: Path)
     """
     name, colon, number = model.partition(":")  # NAME:2, the second of several workers
     if not re.fullmatch(MODEL_NAME_PATTERN, name) or (colon and not re.fullmatch("[1-9][0-9]?", number)):
-        # never joined into a path unchecked
+        # An unchecked name must never become part of a path.
         raise click.UsageError(f"{model!r} is no model name: {_there_are(runtime_dir)}")
     path = log_path(runtime_dir, model)
     if not path.exists():
@@ -66,7 +67,7 @@ def _as_object(line: str) -> str:
 
 
 def _follow(path: Path, position: int, as_json: bool) -> None:
-    """Print what is added, also across the rotation that a new start may bring. Ends by Ctrl-C."""
+    """Print lines that are added to the log, also after a new start has rotated it. Ctrl-C ends this."""
     unfinished = ""
     file = open(path, errors="replace")  # noqa: SIM115
     file.seek(position)
@@ -83,7 +84,7 @@ def _follow(path: Path, position: int, as_json: bool) -> None:
         try:
             rotated = path.stat().st_ino != _inode(file.fileno())
         except FileNotFoundError:
-            rotated = False  # being rotated right now: the next look finds the new file
+            rotated = False  # the log is being rotated right now: the next look finds the new file
         if rotated:
             if unfinished:
                 click.echo(_as_object(unfinished))

@@ -1,6 +1,6 @@
-"""Find the directories of models below a directory, and give each model a name. Looks at names of files only.
+"""Find the directories of models below a directory, and give each model a name. Only names of files are read.
 
-What is in a model's directory may be hostile. A separate process reads it, see ``supervisor.placement.estimates``.
+The content of a model's directory may be hostile. A separate process reads it, see ``supervisor.placement.estimates``.
 """
 
 import os
@@ -12,9 +12,9 @@ from pathlib import Path
 from protocol.limits import MODEL_NAME_PATTERN, SUPERVISOR_NAME
 
 MOST_DIRECTORIES = 20_000
-"""Directories that one search looks into."""
+"""Directories that one search reads, at most."""
 _SNAPSHOT = re.compile(r"models--(?:.*--)?(.+)/snapshots/[0-9a-f]{40}$")
-"""A model in the cache of Hugging Face's hub: its own directory is called by a hash."""
+"""A model in the cache of Hugging Face's hub. The name of its own directory is a hash."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the way to the running supervisor."""
+"""Options that several commands share, and the connection to the running supervisor."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +41,7 @@ def config_file(command: F) -> F:
 
 
 def runtime_dir_option(command: F) -> F:
-    """Adds ``--runtime-dir``, handed on as an absolute path."""
+    """Add the option ``--runtime-dir`` to a command, which gets an absolute path."""
 
     def absolute(_: click.Context, __: click.Parameter, value: Path | None) -> Path:
         usual = default_runtime_dir()
@@ -62,7 +62,8 @@ def runtime_dir_option(command: F) -> F:
 
 
 def supervisor_options(command: F) -> F:
-    """Adds ``--runtime-dir``, and ``--connect`` with ``--key-file`` for a supervisor elsewhere: see ``way_to``."""
+    """Add ``--runtime-dir``, and ``--connect`` with ``--key-file`` for a supervisor on another machine: see
+    ``way_to``."""
 
     def keep(context: click.Context, option: click.Parameter, value: object) -> None:
         context.meta[f"modelctl.{option.name}"] = value
@@ -90,7 +91,7 @@ def supervisor_options(command: F) -> F:
 
 
 def way_to(runtime_dir: Path) -> dict[str, Any]:
-    """What Client and AsyncClient take to find the supervisor that the command is about. Raises UsageError."""
+    """Return the arguments by which Client and AsyncClient find the command's supervisor. Raises UsageError."""
     context = click.get_current_context(silent=True)
     endpoint = context.meta.get("modelctl.connect") if context is not None else None
     if context is None or endpoint is None:
@@ -104,14 +105,14 @@ def way_to(runtime_dir: Path) -> dict[str, Any]:
 
 
 def is_remote() -> bool:
-    """Whether the command is about a supervisor elsewhere."""
+    """Return whether the command's supervisor is on another machine."""
     context = click.get_current_context(silent=True)
     return context is not None and context.meta.get("modelctl.connect") is not None
 
 
 def connect(runtime_dir: Path, *, admin: bool = False) -> "Client":
-    """A client of the running supervisor. Raises ConnectionLost, which ends the command with exit code 69."""
-    from protocol.client.sync_client import Client  # not for `check` and `logs`: a third of what they take
+    """Return a client of the running supervisor. Raises ConnectionLost, which ends the command with exit code 69."""
+    from protocol.client.sync_client import Client  # not imported for `check` and `logs`: a third of their time
 
-    # a command is about the supervisor that it began with
+    # No reconnection: a command is about the supervisor with which it began.
     return Client(**way_to(runtime_dir), admin=admin, reconnect=False)

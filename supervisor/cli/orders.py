@@ -1,4 +1,4 @@
-"""start, stop, restart, shutdown."""
+"""The commands start, stop, restart and shutdown."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runti
 def restart(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop models and start them again; requests wait meanwhile.
 
-    Of a model with several workers one is restarted after the other.
+    If a model has several workers, they are restarted one after the other.
     """
     with connect(runtime_dir, admin=True) as client:
         _check_known(client, models)
@@ -128,15 +128,18 @@ def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
 
 
 def _order(client: Client, verb: str, models: tuple[str, ...], **params: Any) -> dict[str, dict[str, Any]]:
-    """Give an order for each model, once. Returns what it came to, by worker: which ones it concerns (of two that take
-    each other's place, say) only the supervisor knows."""
+    """Give an order for each model, once. Return the replies by worker.
+
+    Only the supervisor knows which workers an order concerns, for example during a rollout with an old and a new
+    worker.
+    """
     _check_known(client, models)
     replies = [client.call(verb, model=name, **params) for name in dict.fromkeys(models)]
     return {name: worker for reply in replies for name, worker in reply["workers"].items()}
 
 
 def _check_known(client: Client, given: tuple[str, ...]) -> None:
-    """Raises the supervisor's own error for a model that it does not know, before any order."""
+    """Raise the supervisor's own error for a model that it does not know, before any order is given."""
     known = {name for model in client.status()["models"] for name in (model["name"], model["model"])}
     for name in given:
         if name not in known:
@@ -146,7 +149,8 @@ def _check_known(client: Client, given: tuple[str, ...]) -> None:
 def _watch(
     client: Client, names: list[str], done: Callable[[ModelStatus], bool], no_wait: bool, as_json: bool
 ) -> list[ModelStatus]:
-    """Show the models until they are done, or just as they are now. Returns, and with ``--json`` prints, the last."""
+    """Show the models until they are done, or once with ``no_wait``. Return their last status, and print it as JSON if
+    asked."""
     models = wait_for(client, names, (lambda _: True) if no_wait else done, for_people=not as_json)
     if as_json:
         click.echo(json.dumps(models, indent=2))
@@ -154,7 +158,7 @@ def _watch(
 
 
 def _see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool) -> None:
-    """Watch models of these generations come up. Raises Failure if one does not."""
+    """Wait until models of these generations are up. Raises Failure if one does not come up."""
     models = _watch(client, list(wanted), lambda m: settled_up(m, wanted[m["name"]]), no_wait, as_json)
     failed = [why_not_ready(m) for m in models if m["state"] != "ready"]
     there = [m["name"] for m in models]
@@ -164,7 +168,7 @@ def _see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool
 
 
 def _wait_for_silence(client: Client) -> None:
-    """Until the supervisor's machine says that nobody listens any more."""
+    """Wait until the supervisor's machine reports that nobody listens any more."""
     with suppress(ConnectionLost):
         while True:
             client.status()

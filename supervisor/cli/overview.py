@@ -71,8 +71,7 @@ def _state(m: Values) -> str:
 
 
 def _last_exit(m: Values) -> str | None:
-    """Return how the last process ended; None if it was stopped by order. Leave out a message that the reason
-    repeats."""
+    """Return how the last process ended, without a message that the reason repeats; None if it was stopped by order."""
     last = m.get("last_exit")
     if not last or last["reason"] == "asked":
         return None

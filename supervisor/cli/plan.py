@@ -1,4 +1,4 @@
-"""plan: do the models fit on the GPUs, and where would each go?"""
+"""The command plan: do the models fit on the GPUs, and where would each go?"""
 
 import json
 import os
@@ -83,7 +83,7 @@ def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: 
 
 
 def _candidates(examined: "Examined", *, installed: bool) -> "list[PlacementCandidate]":
-    """Every worker with what it needs, or with its faults and their lines. Raises Failure for a file that is wrong."""
+    """Return every worker with its needs, or with its faults and their lines. Raises Failure for an invalid file."""
     from supervisor.placement.fit import PlacementCandidate
     from supervisor.placement.gpu_requests import gpu_request_of
     from supervisor.placement.vetting import problems_of, vet_models
@@ -114,7 +114,7 @@ def _made_up(sizes: Sequence[int]) -> "list[Gpu]":
 
 
 def _this_box(candidates: "Sequence[PlacementCandidate]", runtime_dir: Path) -> "list[Gpu]":
-    """This box's GPUs, without what the models of a running supervisor hold. Raises Failure."""
+    """Return this machine's GPUs as if the models of a running supervisor held no memory. Raises Failure."""
     from supervisor.placement.gpu_reader import read_once
     from supervisor.placement.gpus import GpusUnknown
 
@@ -178,7 +178,7 @@ def _lines(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> list[str]:
 
 
 def _in_words(outcome: "Outcome") -> str | None:
-    """What the tables do not show; None for nothing."""
+    """Return the information about a worker that the tables do not show; None if there is none."""
     candidate = outcome.candidate
     later = "" if candidate.autostart else "does not start with the supervisor; "
     if outcome.why_not is not None:

@@ -1,4 +1,4 @@
-"""Where the prompt of ``run`` comes from: the command line, standard input, or both."""
+"""Read the prompt of ``run`` from the command line, standard input, or both."""
 
 import os
 import select
@@ -7,17 +7,17 @@ import sys
 import click
 
 HINT_AFTER_S = 2.0
-"""Standard input that brings nothing for so long may be one that nobody meant, such as that of ssh."""
+"""Seconds without standard input after which a hint is shown. The user may not know of it, for example with ssh."""
 
 
 def read_prompt(given: str | None, *, converses: bool) -> str | None:
     """Return the text to ask. None means: hold a conversation in the terminal.
 
     given      the argument PROMPT; "-" stands for standard input
-    converses  whether a conversation is possible, which --json rules out
+    converses  whether a conversation is possible; with --json it is not
 
-    What is piped in is one prompt, however many lines it has. With a PROMPT as well it comes first, then an empty line,
-    then PROMPT: a document, and what to do with it. Raises UsageError if there is nothing to ask.
+    Piped input is one prompt, however many lines it has. If there is also a PROMPT, the input comes first, then an
+    empty line, then PROMPT: a document, and what to do with it. Raises UsageError if there is nothing to ask.
     """
     if sys.stdin is None:
         if given in (None, "-"):
@@ -42,7 +42,7 @@ def read_prompt(given: str | None, *, converses: bool) -> str | None:
 def _read_all(*, hint: bool = False) -> bytes:
     """Read standard input to its end.
 
-    hint  say so if nothing comes for a while, since the end may never come
+    hint  print a hint if nothing comes for a while, since the end may never come
     """
     descriptor, parts = sys.stdin.fileno(), list[bytes]()
     if hint and not select.select([descriptor], [], [], HINT_AFTER_S)[0]:
@@ -56,7 +56,8 @@ def _read_all(*, hint: bool = False) -> bytes:
 
 
 def _as_text(data: bytes) -> str:
-    """Return the text without the line end that ``echo`` and editors add: it would change what some models answer."""
+    """Return the text without the final line end of ``echo`` and editors, which would change the answers of some
+    models."""
     try:
         text = data.decode()
     except UnicodeDecodeError as e:

@@ -1,4 +1,4 @@
-"""reload: models.yaml as it is now, or one model anew, without losing a request."""
+"""The command reload: apply the present models.yaml, or replace the workers of one model, without losing a request."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from supervisor.cli.options import as_json, connect, is_remote, supervisor_optio
 from supervisor.cli.waiting import wait_for_rollouts
 
 _APPLIED = dict.fromkeys(("vram_limit", "watch"), "applied to workers that are started from now on")
-"""How keys of the section ``supervisor`` are applied that do not change running workers."""
+"""How a changed key of the section ``supervisor`` is applied if running workers keep its old value."""
 
 
 @click.command(
@@ -35,13 +35,13 @@ _APPLIED = dict.fromkeys(("vram_limit", "watch"), "applied to workers that are s
 def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, runtime_dir: Path) -> int:
     """Apply models.yaml as it is now; no request is lost.
 
-    Models that have not changed keep their processes. With MODEL, only that model is looked at, and its workers are
-    exchanged in any case; the section supervisor is left as it was. A new worker is started beside the old one where
-    both fit; else requests wait meanwhile.
-    A file with anything wrong in it changes nothing.
+    Models that have not changed keep their processes. With MODEL, only that model is reloaded: its workers are replaced
+    even if nothing has changed, and the section supervisor is not applied. A new worker is started beside the old one
+    if both fit. Otherwise requests wait while the worker is replaced.
+    A file with an error changes nothing.
     """
     with connect(runtime_dir, admin=True) as client:
-        # elsewhere, the supervisor itself says what is wrong with its file
+        # A supervisor on another machine reports the errors of its file itself.
         if not is_remote() and (code := _prepare(client, quiet=as_json)) != exit_codes.OK:
             return code
         params: dict[str, Any] = {k: v for k, v in (("model", model), ("how", how)) if v is not None}
@@ -70,7 +70,7 @@ def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, run
 
 
 def _prepare(client: Client, *, quiet: bool) -> int:
-    """Problems of the file line by line, and ExLlamaV2 compiled if it is the first time. The supervisor looks again."""
+    """Print the errors of the file, and compile ExLlamaV2 if that is needed. The supervisor checks the file again."""
     from supervisor.config import load_config
     from supervisor.yaml_source import ConfigError
 

@@ -1,4 +1,4 @@
-"""The command group: commands are imported when they are called, so that each pays only for itself."""
+"""The group of all commands. A command's module is imported when it is called, so that no command pays for others."""
 
 import importlib
 import sys
@@ -72,9 +72,9 @@ def cli() -> None:
 
 
 def run() -> int:
-    """Run the command line. Errors become one line on stderr and an exit code."""
+    """Run the command line. Return the exit code. An error becomes one line on stderr."""
     open_missing()
-    forbid_core_dumps()  # of the supervisor and what it starts, and of commands with a prompt or a key in memory
+    forbid_core_dumps()  # for the supervisor and its children, and for commands with a prompt or a key in memory
     try:
         code = _call()
         sys.stdout.flush()
@@ -91,13 +91,15 @@ def _call() -> int:
     except SystemExit:
         if sys.stdout is streams[0]:
             raise  # the shell's completion
-        # click's answer to a closed pipe, whatever the mode: streams that swallow the error, and exit code 1.
+        # click reacts to a closed pipe in any mode: it replaces the streams by ones that swallow the error, and exits
+        # with 1.
         sys.stdout, sys.stderr = streams
         raise BrokenPipeError from None
     return result if isinstance(result, int) else exit_codes.OK
 
 
 def _json_wanted() -> bool:
-    """Whether errors are to be JSON. Looked up by hand, for the errors of the command line itself."""
+    """Return whether errors must be JSON. This reads sys.argv, so that it works for errors of the command line
+    itself."""
     options = sys.argv[1:]
     return "--json" in (options[: options.index("--")] if "--" in options else options)

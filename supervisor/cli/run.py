@@ -1,4 +1,4 @@
-"""run: one answer, or a conversation, in the terminal."""
+"""The command run: print one answer, or hold a conversation in the terminal."""
 
 import asyncio
 import json
@@ -21,11 +21,11 @@ from supervisor.cli.prompt import read_prompt
 from supervisor.cli.tables import LiveLines, bar
 
 _OWN_FIELDS = {"prompt", "messages", "token_ids", "model", "timeout", "on_progress"}
-"""What the command itself gives to the client's ``generate``."""
+"""Fields that the command itself gives to the client's ``generate``."""
 
 
 def _fields(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
-    """The values of --set by name. What they mean, and whether they are right, is the worker's to say."""
+    """Return the values of --set by name. The worker checks them."""
     fields: dict[str, Any] = {}
     for each in given:
         name, equals, text = each.partition("=")
@@ -45,7 +45,7 @@ def _fields(context: click.Context, option: click.Parameter, given: tuple[str, .
 def _milliseconds(context: click.Context, option: click.Parameter, given: str | None) -> int | None:
     if given is None:
         return None
-    from supervisor.config_values import parse_duration  # a third of what `run` takes, for an option few give
+    from supervisor.config_values import parse_duration  # a third of the time of `run`, for an option that few use
 
     try:
         return round(parse_duration(_number(given)) * 1000)
@@ -54,7 +54,7 @@ def _milliseconds(context: click.Context, option: click.Parameter, given: str | 
 
 
 def _number(text: str) -> float | str:
-    """Return a number (of seconds) as a number, other text as it is. The command line gives every value as a string."""
+    """Return a number (of seconds) as a float, other text unchanged. The command line gives every value as a string."""
     try:
         return float(text)
     except ValueError:
@@ -62,7 +62,7 @@ def _number(text: str) -> float | str:
 
 
 def _schema(context: click.Context, option: click.Parameter, given: Path | None) -> str | None:
-    """The file's text. Whether it is a schema, and one that is offered, is the worker's to say."""
+    """Return the file's text. The worker checks whether it is a schema that is offered."""
     if given is None:
         return None
     try:
@@ -204,7 +204,8 @@ def _loaded(client: Client, model: str, *, quiet: bool) -> dict[str, Any]:
         if status["state"] in ("ready", "draining", "stopped", "failed", "stopping"):
             return status
         if status["state"] == "unloaded":
-            with suppress(WireError):  # what it says is that the model is being loaded; that is what we ask it for
+            # the error says that the model is being loaded, which is the purpose of this call
+            with suppress(WireError):
                 client.tokenize(model, "")
         progress = status["progress"]
         moving = f"{progress['phase']} {bar(progress['done'], progress['total'])}" if progress else ""
@@ -215,14 +216,14 @@ def _loaded(client: Client, model: str, *, quiet: bool) -> dict[str, Any]:
 
 
 def _seen(client: Client, model: str) -> dict[str, Any]:
-    """Its status, as far as we may see it."""
+    """Return the model's status, as far as the key may see it."""
     try:
         seen: dict[str, Any] = client.status(model)["models"][0]
         return seen
     except WireError as e:
         if e.code is not ErrorCode.FORBIDDEN:
             raise
-    for listed in client.models()["models"]:  # a key with infer alone
+    for listed in client.models()["models"]:  # for a key with only the right infer
         if listed["name"] == model:
             return {**listed, "progress": None}
     raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {model!r} is configured", field="model")

@@ -1,4 +1,4 @@
-"""serve: the supervisor itself, in the foreground or detached."""
+"""The command serve: the supervisor itself, in the foreground or detached."""
 
 import os
 import sys
@@ -65,7 +65,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
     from supervisor.runtime_dir import AlreadyRunning, RuntimeDir, RuntimeDirError
 
     try:
-        admin_endpoint(runtime_dir)  # the longest of the socket paths; too long is a ValueError that says so
+        admin_endpoint(runtime_dir)  # raises ValueError if the longest socket path is too long
         runtime = RuntimeDir(runtime_dir)
     except AlreadyRunning as e:
         raise Failure(exit_codes.TEMPFAIL, "already_running", str(e)) from None
@@ -81,15 +81,15 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
         code = Supervisor(loaded, runtime, log, opening).run()
     except ListenError as e:
         log.error("%s", e)
-        if quiet:  # else that was said here, too
+        if quiet:  # otherwise the log goes to stderr, too
             say(f"modelctl: {e}")
         code = exit_codes.CONFIG
-    except KeyboardInterrupt:  # so early that it is not caught yet
+    except KeyboardInterrupt:  # before the supervisor handles SIGINT
         code = exit_codes.INTERRUPTED
     except BaseException:
         log.exception("the supervisor stops because of a fault of its own")
-    # Not a return: an interpreter's own exit would wait for the workers (multiprocessing joins its children). Whoever
-    # is still there after a fault is killed by the kernel and by the guard.
-    with suppress(OSError, ValueError):  # closed, or a full disk
+    # Not a return: the interpreter's own exit would wait for the workers (multiprocessing joins its children). After a
+    # fault the kernel and the guard kill workers that still run.
+    with suppress(OSError, ValueError):  # stderr is closed, or its disk is full
         sys.stderr.flush()
     os._exit(code)

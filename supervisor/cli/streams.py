@@ -1,20 +1,20 @@
-"""The standard streams at both ends of a command: closed ones replaced, unwritable ones emptied."""
+"""The standard streams at the beginning and the end of a command: replace closed ones, and empty unwritable ones."""
 
 import os
 import sys
 
 
 def open_missing() -> None:
-    """Put /dev/null where the caller has closed a standard stream.
+    """Open /dev/null in place of standard streams that the caller has closed.
 
-    Otherwise the next socket would get its number, and be printed into. ``sys.stdin`` stays None, so that a command
-    that would read it can say so.
+    Otherwise the next socket would get the stream's number, and output would go into it. ``sys.stdin`` stays None, so
+    that a command that would read it can report that.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number, which is this one
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
@@ -22,7 +22,8 @@ def open_missing() -> None:
 
 
 def drop_unwritten() -> None:
-    """Let go of what cannot be written (a closed pipe, a full disk): the interpreter would complain of it at exit."""
+    """Drop output that cannot be written (closed pipe, full disk), so that the interpreter does not complain at
+    exit."""
     for number, stream in enumerate((sys.stdout, sys.stderr), start=1):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""What people read: tables and progress bars."""
+"""Tables and progress bars for people."""
 
 import shutil
 import sys
@@ -11,15 +11,15 @@ GAP = "  "
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that standard output is; None if it is something else, which has no width."""
+    """Return the columns of the terminal; None if standard output is no terminal and so has no width."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> str:
     """Return the rows as text: columns padded to their widest cell, None as '-', numbers right-aligned.
 
-    width  columns of the terminal. A table that is wider goes on below, with its first column again, since a terminal
-           would break the lines in the midst of a cell. None never divides a table: programs read a line a row
+    width  columns of the terminal. A wider table is divided: the next part repeats the first column, because a terminal
+           would break lines in the middle of a cell. None never divides a table: programs read one line per row
     """
     cells = [[("-" if cell is None else str(cell)) for cell in row] for row in rows]
     right = [
@@ -49,7 +49,7 @@ def _divided(widths: Sequence[int], width: int | None) -> list[list[int]]:
 
 
 def bar(done: int, total: int, width: int = 24) -> str:
-    """``[######------]  50%``."""
+    """Return a progress bar: ``[######------]  50%``."""
     share = min(1.0, done / total) if total > 0 else 0.0
     filled = int(share * width)
     return f"[{'#' * filled}{'-' * (width - filled)}] {int(share * 100):3d}%"
@@ -58,7 +58,7 @@ def bar(done: int, total: int, width: int = 24) -> str:
 class LiveLines:
     """Lines on stderr that are redrawn in place on a terminal, and printed once per change elsewhere.
 
-    for_people  false: a program reads what the command prints, so a terminal is the only place for them
+    for_people  false if a program reads the command's output; then lines are shown on a terminal only
     """
 
     def __init__(self, *, for_people: bool = True) -> None:
@@ -68,15 +68,17 @@ class LiveLines:
         self._silent = not (for_people or self._live)
 
     def show(self, lines: dict[str, str], steady: dict[str, str]) -> None:
-        """lines   label → text with what moves, for a terminal
-        steady  label → text without what moves, printed elsewhere when it changes
+        """Show lines.
+
+        lines   label → text with changing figures, for a terminal
+        steady  label → text without them, which is printed elsewhere when it changes
         """
         if self._silent:
             return
         lines, steady = ({label: completed(text) for label, text in texts.items()} for texts in (lines, steady))
         if self._live:
             if self._drawn:
-                # A line longer than the terminal is wide takes several of its rows: all of them are cleared.
+                # A line that is longer than the terminal's width takes several rows. All of them are cleared.
                 width = shutil.get_terminal_size().columns
                 rows = sum(max(1, -(-len(text) // width)) for text in self._drawn)
                 sys.stderr.write(f"\x1b[{rows}A\x1b[J")

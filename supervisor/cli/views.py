@@ -1,4 +1,4 @@
-"""ps and status."""
+"""The commands ps and status."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from supervisor.cli.tables import GAP, table, terminal_width
 
 PS_HEADER = ("NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "UNTIL", "PID", "REASON")
 SHORTEST_REASON = 30
-"""Columns that a reason has at least, however narrow the terminal is."""
+"""Columns that a reason gets at least, however narrow the terminal is."""
 
 
 @click.command(
@@ -54,7 +54,7 @@ def ps(as_json: bool, runtime_dir: Path) -> None:
 def status(model: str | None, verbose: bool, as_json: bool, runtime_dir: Path) -> None:
     """Show the supervisor and its models, or one MODEL.
 
-    Without --verbose, what is unknown or as it should be takes no line.
+    Without --verbose, unknown values and values without a problem take no line.
     """
     with connect(runtime_dir, admin=True) as client:
         answer = client.status(model)
@@ -75,16 +75,19 @@ def status(model: str | None, verbose: bool, as_json: bool, runtime_dir: Path) -
 
 
 def warn_of_lost_lines(answer: dict[str, Any]) -> None:
-    """Say on stderr if the supervisor's log takes no lines, by this answer to ``status``."""
+    """Warn on stderr if the supervisor's log loses lines, by this answer to ``status``."""
     if trouble := answer["supervisor"].get("log_trouble"):
         click.echo(f"modelctl: the log {trouble}", err=True)
 
 
 def _ps_row(m: dict[str, Any], longest: int | None = None) -> tuple[object, ...]:
-    """The cells of a model. longest: characters of the reason that fit on the terminal; None: all of them."""
+    """Return the cells of a model.
+
+    longest  characters of the reason that fit on the terminal; None: all of them
+    """
     reason = completed(m.get("reason") or "-")
     if longest is not None and len(reason) > (room := max(longest, SHORTEST_REASON)):
-        reason = f"{reason[: room - 3]}..."  # `status` shows it whole
+        reason = f"{reason[: room - 3]}..."  # `status` shows all of it
     return (
         m["name"], m["state"], _where(m), _vram(m), m["context"], m["active"], m["queued"],
         m["tokens_per_s"], _age(m["idle_s"]), _until(m), m["pid"], reason,
@@ -92,20 +95,20 @@ def _ps_row(m: dict[str, Any], longest: int | None = None) -> tuple[object, ...]
 
 
 def _where(m: dict[str, Any]) -> str:
-    """The pin, and for ``auto`` where that has come to."""
+    """Return the configured GPU, and for ``auto`` also where the model was placed."""
     placed = m.get("placed")
     return f"auto:{','.join(map(str, placed))}" if m["gpu"] == "auto" and placed else str(m["gpu"])
 
 
 def _vram(m: dict[str, Any]) -> str | None:
-    """What it holds, and in brackets what was estimated."""
+    """Return the memory that the model holds, and in brackets the estimate."""
     held, estimated = m.get("vram_bytes"), m.get("vram_estimate_bytes")
     text = "-" if held is None else figures.size(held)
     return f"{text} ({figures.size(estimated)})" if estimated else None if held is None else text
 
 
 def _until(m: dict[str, Any]) -> str | None:
-    """What ends the state that a model is in, where that is known: a request, `modelctl start`, or its ttl."""
+    """Return what ends the model's present state, if that is known: a request, `modelctl start`, or its ttl."""
     if m["state"] == "unloaded":
         return "request"
     if m["state"] in ("stopped", "failed"):
@@ -127,7 +130,8 @@ def _age(seconds: float | None) -> str:
 
 
 def _print_part(title: str, entries: list[tuple[str, list[str]]]) -> None:
-    """A heading, and under it labels with their values; a value of several lines goes on under its first."""
+    """Print a heading, and under it labels with their values. A value of several lines continues under its first
+    line."""
     click.echo(title)
     width = max((len(label) for label, _ in entries), default=0)
     for label, texts in entries:

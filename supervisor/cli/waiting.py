@@ -1,4 +1,4 @@
-"""Waiting for models to reach a state, with progress."""
+"""Wait for models to reach a state, and show progress meanwhile."""
 
 import time
 from collections.abc import Callable, Collection
@@ -33,8 +33,7 @@ def wait_for(
 
 
 def wait_for_rollouts(client: Client, numbers: Collection[int], *, for_people: bool = True) -> list[RolloutReport]:
-    """Show the workers of orders that concern several (reload, restart in turns) until the orders are carried out.
-    Returns what has become of them.
+    """Show the workers of rollouts (reload, rolling restart) until the rollouts are done. Return their reports.
 
     Raises ConnectionLost if the supervisor ends meanwhile.
     """
@@ -55,23 +54,27 @@ def _show(live: LiveLines, models: list[ModelStatus]) -> None:
 
 
 def _steady(model: ModelStatus) -> str:
-    """Return a line about a model without progress. In backoff it has the reason, because the command goes on waiting.
-    The reason of a failed model is not in it: the command prints that at its end."""
+    """Return a line about a model without progress.
+
+    In backoff the line has the reason, because the command goes on waiting. The reason of a failed model is left out,
+    because the command prints it at its end.
+    """
     text = f"{model['name']}: {model['state']}"
     return f"{text}: {model['reason']}" if model["state"] == "backoff" and model.get("reason") else text
 
 
 def coming_generation(reply: dict[str, Any]) -> int:
-    """The generation that an order to start has asked for, from its reply: a model on its way down gets another."""
+    """Return the generation that an order to start leads to, from its reply. A model on its way down gets another
+    one."""
     generation: int = reply["generation"]
     return generation + (reply["state"] in GOING_DOWN)
 
 
 def settled_up(model: ModelStatus, wanted: int = 0) -> bool:
-    """Ready, or will not become ready by itself: what an order to start has come to.
+    """Return whether a model is ready, or will not become ready by itself.
 
-    wanted  the generation ordered. An older one on its way down is only making room; this one on its way down, or any
-            at rest, has had an order from somebody else meanwhile.
+    wanted  the ordered generation. An older one on its way down is only making room. If this generation goes down, or
+            if the model is at rest, somebody else has given another order meanwhile
     """
     if model["state"] in AT_REST:
         return True
@@ -79,8 +82,10 @@ def settled_up(model: ModelStatus, wanted: int = 0) -> bool:
 
 
 def settled_down(model: ModelStatus, stopped: int) -> bool:
-    """Whether the generation that was ordered to stop is gone and its VRAM back, or given up; somebody may have started
-    the next meanwhile."""
+    """Return whether the generation that was ordered to stop is gone, and its VRAM is back or was given up.
+
+    Somebody may have started the next generation meanwhile.
+    """
     if model["generation"] > stopped:
         return True
     return model["state"] in AT_REST and model.get("vram_return") != "awaited"
@@ -97,7 +102,7 @@ def _line(model: ModelStatus) -> str:
 
 
 def why_not_ready(model: ModelStatus) -> str:
-    """Return why a model that was to be started is not ready, in a line that begins with its name."""
+    """Return a line that says why a model that was to be started is not ready. It begins with the model's name."""
     name, state = model["name"], model["state"]
     if state in (*GOING_DOWN, WorkerState.STOPPED):
         return f"{name}: somebody else's order stopped it before it was ready"
