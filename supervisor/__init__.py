@@ -1,1 +1,2 @@
-"""Config, lifecycle, scheduling, processes, the loop, the command line. Never imports torch, never unpickles."""
+"""Configuration, life cycle, scheduling, processes, the loop, the command line. Never imports torch, never
+unpickles."""

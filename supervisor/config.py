@@ -1,7 +1,7 @@
-"""models.yaml: what may stand in it, what it means, and how it is refused.
+"""Read and check models.yaml, and work out what its keys mean.
 
 Unknown keys, wrong types, missing directories and combinations that cannot work are all found before anything is
-started, each with its line. Nothing is clamped and nothing is ignored.
+started, each with its line. No value is clamped, and none is ignored.
 """
 
 import re
@@ -27,7 +27,7 @@ DEMO_DIR = Path(__file__).resolve().parent.parent / "model_worker" / "demo_model
 class ModelSpec:
     """One model as configured: its name, its keys, and what follows from them.
 
-    draft_model, lora  directories of these keys
+    draft_model, lora  the directories that these keys name
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class ModelSpec:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Names of its workers: its own, or NAME:1, NAME:2, ... (no model can be called so)."""
+        """Return the names of the model's workers: the model's own name, or NAME:1, NAME:2, ... No model can have such
+        a name."""
         count = self.config.replicas
         return (self.name,) if count == 1 else tuple(f"{self.name}:{i + 1}" for i in range(count))
 
@@ -56,8 +57,7 @@ class ModelSpec:
 
     @property
     def visible_devices(self) -> str:
-        """The pinned devices, as CUDA_VISIBLE_DEVICES has them; "auto" for one that is yet to be chosen, "" for the
-        CPU."""
+        """Return the pinned devices as for CUDA_VISIBLE_DEVICES; "auto" if they are chosen later, "" for the CPU."""
         gpu = self.config.gpu
         if gpu in (None, "cpu"):
             return ""
@@ -65,12 +65,12 @@ class ModelSpec:
 
     @property
     def autostart(self) -> bool:
-        """Whether it starts with the supervisor."""
+        """Return whether the model starts with the supervisor."""
         return not self.config.lazy if self.config.autostart is None else self.config.autostart
 
     @property
     def process_key(self) -> tuple[object, ...]:
-        """What a worker is told at its start: where this differs, it takes another process."""
+        """Return the settings that a worker gets at its start. If they change, the worker must be replaced."""
         config = self.config
         return self.engine_spec, config.gpu, config.sampling, config.limits, config.step_timeout
 
@@ -105,12 +105,12 @@ class Config:
 
     @property
     def worker_count(self) -> int:
-        """How many workers all models have when all of them run."""
+        """Return how many workers all models have together."""
         return sum(len(model.workers) for model in self.models.values())
 
     @property
     def keys_dir(self) -> Path:
-        """Directory of the keys. Raises KeysProblem where it is in a home that there is not."""
+        """Return the directory of the keys. Raises KeysProblem if it is in a home directory that does not exist."""
         given = self.supervisor.keys
         try:
             return default_keys_dir() if given is None else self.file.parent / Path(given).expanduser()
@@ -122,9 +122,9 @@ class Config:
 class Examined:
     """The result of reading and checking a models.yaml.
 
-    problems  every problem of the file; ``config`` may be used only if there is none
-    config    the correct part of the file. Wrong keys are left out, so that the rest can be checked further
     source    finds the line of a key
+    config    the correct part of the file. Wrong keys are left out, so that the rest can be checked further
+    problems  every problem of the file; ``config`` may be used only if there is none
     """
 
     source: YamlSource
@@ -138,7 +138,7 @@ class Examined:
 
 
 def load_config(file: Path) -> Config:
-    """Read and check a models.yaml. Raises ConfigError with every problem found; starts nothing, changes nothing."""
+    """Read and check a models.yaml. Raises ConfigError with every problem found. Starts nothing and changes nothing."""
     examined = examine_config(file)
     if examined.problems:
         raise ConfigError(examined.problems)
@@ -146,7 +146,7 @@ def load_config(file: Path) -> Config:
 
 
 def examine_config(file: Path) -> Examined:
-    """Read and check a models.yaml as far as it can be understood. Raises ConfigError if nothing of it can be."""
+    """Read and check a models.yaml as far as possible. Raises ConfigError if nothing of it can be understood."""
     source = YamlSource(file)
     parsed, flaws = _fit(source.data)
     problems = [*source.problems, *(source.problem(flaw.path, flaw.message) for flaw in flaws)]
@@ -159,7 +159,7 @@ def examine_config(file: Path) -> Examined:
         path: KeyPath = ("models", name)
         if problem := _name_problem(name):
             problems.append(source.problem(path, problem))
-        if name not in flawed:  # a wrong key was left out, and other keys may need it
+        if name not in flawed:  # otherwise a wrong key was left out that other keys may need
             problems += [source.problem((*path, key), message) for key, message in combination_problems(config)]
             wrong = sampling_problems(config)
             problems += [source.problem((*path, *key), message) for key, message in wrong]
@@ -174,7 +174,7 @@ def examine_config(file: Path) -> Examined:
 
 
 def _fit(data: Any) -> tuple[FileConfig, list[Flaw]]:
-    """Return the file's values in their types, without those that do not fit, and the flaws of these."""
+    """Return the file's values in their types, without values that do not fit, and the flaws of these values."""
     try:
         return fit(FileConfig, data), []
     except Unfit as e:
@@ -213,7 +213,8 @@ def _find(name: str, config: ModelConfig, base: Path) -> tuple[ModelSpec | None,
     for key, given in paths:
         try:
             found[key] = _resolve(given, base)
-        except (ValueError, RuntimeError, OSError) as e:  # no such user in ~user, a loop of links, a name too long
+        # ~user without that user, a loop of links, or a name that is too long
+        except (ValueError, RuntimeError, OSError) as e:
             missing.append((key, str(e)))
     if missing:
         return None, missing
@@ -222,7 +223,7 @@ def _find(name: str, config: ModelConfig, base: Path) -> tuple[ModelSpec | None,
 
 
 def _resolve(model_dir: str, base: Path) -> Path:
-    """The directory of a model or adapter. Raises ValueError if there is none."""
+    """Return the directory of a model or adapter. Raises ValueError if there is none."""
     if model_dir.startswith(DEMO_PREFIX):
         # Looked up, never joined into a path: demo:../../x must not leave the package.
         shipped = {path.parent.name: path.parent for path in DEMO_DIR.glob("*/config.json")}

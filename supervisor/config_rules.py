@@ -10,7 +10,7 @@ PAGE = 256
 
 
 def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
-    """Return (key, message) for keys that are right alone and wrong together."""
+    """Return (key, message) for keys that are valid alone but contradict each other."""
     problems = []
     custom = ":" in config.engine
     if not custom and config.engine not in ENGINE_KEYS:
@@ -51,7 +51,7 @@ def sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
     name = "sampling"
     try:
         check_sampling(sampling)
-        name = "limits"  # limits are compared with the defaults, which are right
+        name = "limits"  # the limits are compared with the defaults, which are valid now
         check_limits(limits, sampling)
     except DefaultsProblem as e:
         return [((name,) if e.key is None else (name, e.key), e.problem)]
@@ -73,7 +73,7 @@ def _demand_problems(config: ModelConfig) -> list[tuple[str, str]]:
 
 
 def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:
-    """Return (key, message) for keys of engine exllamav2 that are wrong together."""
+    """Return (key, message) for keys of engine exllamav2 that contradict each other."""
     problems = []
     for key in ("cache_size", "chunk_size"):
         value = getattr(config, key)

@@ -1,6 +1,6 @@
-"""The keys of models.yaml outside of ``models``, and the whole file. ``supervisor.config`` works out what follows.
+"""The keys of models.yaml outside of ``models``, and the whole file. ``supervisor.config`` interprets them.
 
-``supervisor.config_model`` has the keys of a model, and says how the text below each key is read.
+``supervisor.config_model`` has the keys of a model, and describes how the text below each key is read.
 """
 
 from dataclasses import dataclass, field

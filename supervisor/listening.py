@@ -1,4 +1,4 @@
-"""``supervisor.listen`` of a models.yaml: whether its port may be opened, and if not, the line that asks for it."""
+"""Decide whether the port of ``supervisor.listen`` may be opened. A refusal names the line of models.yaml."""
 
 from supervisor.config import Config
 from supervisor.keys.opening import Opening, check_opening
@@ -7,7 +7,7 @@ from supervisor.yaml_source import ConfigError, YamlSource
 
 
 def opening_of(config: Config) -> Opening | None:
-    """None where nothing is to listen. Raises ConfigError."""
+    """Return the port to open; None if the file names none. Raises ConfigError."""
     listen = config.supervisor.listen
     if listen is None:
         return None

@@ -1,4 +1,5 @@
-"""The supervisor's log file: kept small, reopened when somebody moves it, honest about a disk that takes no lines."""
+"""The supervisor's log file: kept small, opened again when somebody moves it, and with a note of lines that were
+lost."""
 
 import logging
 import os
@@ -13,13 +14,13 @@ from protocol.process.private_paths import make_private, open_private
 class LogFile(logging.Handler):
     """Append each record to a file that only its owner can read.
 
-    Each record goes to the file that has the name at that moment. So a log that logrotate has moved, or that somebody
-    has removed, is made anew with the next record.
+    Each record goes to the file that has the log's name at that moment. So if logrotate has moved the log, or somebody
+    has removed it, the next record creates it again.
 
-    A write that fails loses the record, never the supervisor. The first failure is reported by ``tell``. The first
-    record that can be written again comes behind a line that says how many are missing.
+    A failed write loses the record, but does not stop the supervisor. ``tell`` reports the first failure. When writing
+    works again, a line before the next record says how many records are missing.
 
-    path       of the log; its directory is made, mode 0700
+    path       path of the log; its directory is made with mode 0700
     max_bytes  size beyond which the log is renamed to ``NAME.log.1``
     tell       called with one line for people when the log begins to lose records
     """
@@ -35,7 +36,7 @@ class LogFile(logging.Handler):
 
     @property
     def trouble(self) -> str | None:
-        """Why records are missing, and how many; None while all of them are written."""
+        """Return why records are missing, and how many; None while all of them are written."""
         if self._failure is None:
             return None
         message = f"{self.path} cannot be written: {self._failure}; lines lost: {self._missing}"
@@ -67,7 +68,7 @@ class LogFile(logging.Handler):
         self._failure, self._missing = None, 0
 
     def _open(self, more: int) -> None:
-        """Have the file open that has the log's name now, with room for ``more`` bytes."""
+        """Open the file that has the log's name now, with room for ``more`` bytes."""
         there = self._named()
         if there is not None and stat.S_ISREG(there.st_mode) and there.st_size + more > self._max_bytes:
             self.path.rename(self.path.with_name(self.path.name + ".1"))

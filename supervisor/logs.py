@@ -1,4 +1,4 @@
-"""Where logs are, and how they are kept small. Logs hold no prompts, no answers and no keys."""
+"""The places of logs, and how logs are kept small. Logs hold no prompts, no answers and no keys."""
 
 import logging
 import os
@@ -13,11 +13,15 @@ from supervisor.log_file import LogFile
 from supervisor.model_logs import ModelLogs
 
 MAX_LOG_BYTES = 8 << 20
-"""A log larger than this is set aside as NAME.log.1, a worker's when it starts, the supervisor's at once."""
+"""A larger log is renamed to NAME.log.1: a worker's log when the worker starts, the supervisor's at once."""
 
 
 def log_dir(runtime_dir: Path) -> Path:
-    """``$XDG_STATE_HOME/modelctl/logs`` (it survives a logout) for the default runtime directory, else its ``logs``."""
+    """Return the directory of logs.
+
+    For the default runtime directory it is ``$XDG_STATE_HOME/modelctl/logs``, which survives a logout. For any other
+    one it is the ``logs`` in it.
+    """
     if runtime_dir != default_runtime_dir() or "MODELCTL_RUNTIME_DIR" in os.environ:
         return runtime_dir / "logs"
     if state := os.environ.get("XDG_STATE_HOME"):
@@ -29,14 +33,15 @@ def log_dir(runtime_dir: Path) -> Path:
 
 
 def log_path(runtime_dir: Path, name: str) -> Path:
-    """The log of a model, or of the supervisor itself (SUPERVISOR_NAME). ``name`` is a checked model name."""
+    """Return the path of the log of a model, or of the supervisor (SUPERVISOR_NAME). ``name`` is a checked model
+    name."""
     return log_dir(runtime_dir) / f"{name}.log"
 
 
 def prepare(path: Path) -> int:
-    """Make a log's directory, and set a log that has grown too large aside as ``NAME.log.1``. Bytes that it holds then.
+    """Make a log's directory, and rename a log that is too large to ``NAME.log.1``. Return the log's bytes afterwards.
 
-    A full or read-only disk must not keep a model from starting: whatever fails here is left for the log to miss.
+    A full or read-only disk must not keep a model from starting, so errors are ignored; the log then misses lines.
     """
     try:
         make_private(path.parent)
@@ -49,8 +54,10 @@ def prepare(path: Path) -> int:
 
 
 def tail(path: Path, size: int = 8192, since: int = 0) -> list[str]:
-    """The last lines of a log, as far as the last ``size`` bytes hold them; only what follows the first ``since``
-    bytes, unless the log has become shorter than that."""
+    """Return the last lines of a log, as far as they are in its last ``size`` bytes.
+
+    since  leave out the first ``since`` bytes, unless the log has become shorter than that
+    """
     try:
         with open(path, "rb") as f:
             end = os.fstat(f.fileno()).st_size
@@ -61,8 +68,10 @@ def tail(path: Path, size: int = 8192, since: int = 0) -> list[str]:
 
 
 def set_up_logging(runtime_dir: Path, *, quiet: bool) -> logging.Logger:
-    """Return the supervisor's logger. It writes to the supervisor's log file, and to stderr unless ``quiet``. Records
-    about a worker go to that worker's log, too."""
+    """Return the supervisor's logger. It writes to the supervisor's log file, and to stderr unless ``quiet``.
+
+    Records about a worker go to that worker's log, too.
+    """
     logger = logging.getLogger("modelctl")
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -78,7 +87,7 @@ def set_up_logging(runtime_dir: Path, *, quiet: bool) -> logging.Logger:
         handler.setFormatter(formatter)
         logger.addHandler(handler)
     logger.addHandler(ModelLogs(partial(log_path, runtime_dir)))
-    logging.raiseExceptions = False  # a screen that has gone must not stop the supervisor
+    logging.raiseExceptions = False  # a terminal that has gone must not stop the supervisor
     return logger
 
 

@@ -1,7 +1,7 @@
-"""What a peak of load has left of memory goes back to the system.
+"""Give memory back to the system that a peak of load has left unused.
 
-The C library keeps what is freed below what is still in use: a moment in which clients did not read, or a flood, stays
-resident for ever. Giving it back takes 0.1 ms where there is little, and 1 ms for 10 MB.
+The C library keeps freed memory that lies below memory in use. So memory from a moment in which clients did not read,
+or from a flood, would stay resident for ever. Giving it back takes 0.1 ms where there is little, and 1 ms for 10 MB.
 """
 
 import ctypes
@@ -9,14 +9,14 @@ import os
 from collections.abc import Callable
 
 TRIM_S = 60.0
-"""Between two times."""
+"""Seconds between two calls."""
 _malloc_trim: Callable[[ctypes.c_size_t], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""Where the C library is not GNU's, there is none."""
+"""None if the C library is not GNU's."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _STATM = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-"""Held open, because it is also read while the process has no descriptor left."""
+"""Held open, because it must be readable while the process has no descriptor left."""
 _KEEP = ctypes.c_size_t(0)
-"""Bytes at its end that it need not ask for again."""
+"""Bytes to keep at the end of the heap."""
 
 
 def resident() -> int:
@@ -25,6 +25,6 @@ def resident() -> int:
 
 
 def trim() -> None:
-    """Give back whole pages that nobody uses."""
+    """Give back whole pages that are unused."""
     if _malloc_trim is not None:
         _malloc_trim(_KEEP)

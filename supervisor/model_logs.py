@@ -1,6 +1,6 @@
-"""A model's log tells its life: what the supervisor says about a worker stands in that worker's own log, too.
+"""Copy what the supervisor logs about a worker to the worker's own log, so that this log tells the worker's whole life.
 
-The worker process itself writes there what it and its libraries print. In a normal life that is nothing.
+The worker process writes the output of itself and its libraries there. In a normal life it writes nothing.
 """
 
 import logging
@@ -28,10 +28,10 @@ def without_ours(lines: Iterable[str]) -> list[str]:
 class ModelLogs(logging.Handler):
     """Append each record that is ``about`` a worker to that worker's log.
 
-    The file is opened for each record, which are a few in a worker's life: a log that somebody has moved is made anew.
-    A record that cannot be written is lost here; it stands in the supervisor's log.
+    The file is opened for each record. There are only a few in a worker's life. So a log that somebody has moved is
+    created again. A record that cannot be written is lost here, but is in the supervisor's log.
 
-    path_of  gives the path of the log of a name
+    path_of  returns the path of the log of a name
     """
 
     def __init__(self, path_of: Callable[[str], Path]) -> None:
@@ -43,7 +43,7 @@ class ModelLogs(logging.Handler):
         worker = getattr(record, "worker", None)
         if worker is None:
             return
-        # "letters~2" takes the place of "letters", and writes to its log
+        # "letters~2" replaces "letters" in a rollout, and writes to its log.
         path = self._path_of(worker.partition("~")[0])
         line = self.format(record).replace("\n", " ") + "\n"
         try:

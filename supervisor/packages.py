@@ -14,7 +14,7 @@ def directory_of(package: str) -> str | None:
 
 
 def directory_of_titles() -> str:
-    """Return the directory of setproctitle. Raises ModuleNotFoundError, which says what to do."""
+    """Return the directory of setproctitle. Raises ModuleNotFoundError with a remedy."""
     found = directory_of("setproctitle")
     if found is None:
         raise ModuleNotFoundError("the package setproctitle is missing: install modelctl with its dependencies")

@@ -1,4 +1,4 @@
-"""The directory with the sockets and the lock: private, and one supervisor's at a time."""
+"""The private directory with the sockets and the lock. Only one supervisor at a time may have it."""
 
 import fcntl
 import os
@@ -8,12 +8,12 @@ from protocol.process.private_paths import NotPrivate, check_place, check_privat
 from protocol.process.runtime_paths import PAUSED
 
 LOCK = "lock"
-"""The file that names the pid of the supervisor whose directory this is."""
+"""The file that holds the pid of the supervisor that has the directory."""
 SOCKETS = ("front", f"front{PAUSED}", "admin", f"admin{PAUSED}", "back")
 
 
 class RuntimeDirError(Exception):
-    """The directory cannot be used, or somebody else uses it. One line that says what to do."""
+    """The directory cannot be used, or another supervisor uses it. The message is one line that says what to do."""
 
 
 class AlreadyRunning(RuntimeDirError):
@@ -21,9 +21,10 @@ class AlreadyRunning(RuntimeDirError):
 
 
 class RuntimeDir:
-    """An acquired runtime directory. Binding an ipc socket silently takes over a path in use, hence the lock first.
+    """An acquired runtime directory.
 
-    The directory is held open. The checks and the lock apply to the open directory, so nobody can exchange it between.
+    The lock comes first, because binding an ipc socket silently takes over a path that is in use. The directory is held
+    open. The checks and the lock apply to the open directory, so nobody can exchange it in between.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,13 +40,14 @@ class RuntimeDir:
             return False
 
     def make_again(self) -> None:
-        """Make and lock the directory once more, because it was removed. Raises as the first time."""
+        """Make and lock the directory again, because it was removed. Raises RuntimeDirError, OSError."""
         new = _acquire(self.path)
         os.close(self._directory)
         self._directory = new
 
     def release(self) -> None:
-        """Remove the sockets and give the directory up. The lock file stays: removing it would race with the next."""
+        """Remove the sockets and give up the directory. The lock file stays: removing it would race with the next
+        supervisor."""
         _remove_sockets(self.path, self._directory)
         os.close(self._directory)
 
@@ -55,7 +57,7 @@ def _acquire(path: Path) -> int:
     directory = _open_private(path)
     try:
         _lock(path, directory)
-        _remove_sockets(path, directory)  # left by a killed supervisor; the lock says that nobody listens
+        _remove_sockets(path, directory)  # left by a killed supervisor; because of the lock nobody listens
     except BaseException:
         os.close(directory)
         raise
@@ -88,8 +90,8 @@ def _lock(path: Path, directory: int) -> None:
         message = f"cannot open {path / LOCK}: {e.strerror}; remove it or give --runtime-dir"
         raise RuntimeDirError(message) from None
     try:
-        # The directory itself is locked, not the file. Cleaners of /tmp remove a file that is not locked itself, and
-        # systemd-tmpfiles leaves a directory alone, with all that is in it, while somebody else has it locked.
+        # The directory itself is locked, and not the file. Cleaners of /tmp remove a file that is not locked.
+        # systemd-tmpfiles skips a directory with all its content while another process has it locked.
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(file, 0)
         os.pwrite(file, f"{os.getpid()}\n".encode(), 0)

@@ -1,4 +1,4 @@
-"""Keeps a running supervisor reachable when its runtime directory, or a socket in it, is removed."""
+"""Keep a running supervisor reachable when somebody removes its runtime directory, or a socket in it."""
 
 import logging
 import os
@@ -14,10 +14,10 @@ CHECK_S = 1.0
 
 
 class RuntimeWatch:
-    """Looks whether the directory and the sockets are in their places, and makes them again if not.
+    """Checks that the directory and the sockets are in their places, and makes missing ones again.
 
-    files      the files of the sockets that are bound in the directory
-    made_again called after the directory was made again, to write the other files that belong into it
+    files       the files of the sockets that are bound in the directory
+    made_again  called after the directory was made again, to write the other files that belong into it
     """
 
     def __init__(

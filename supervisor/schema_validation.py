@@ -1,11 +1,11 @@
-"""Plain data made into frozen dataclasses: what may stand in a field is what its type says. Pure.
+"""Turn plain data into frozen dataclasses whose types say which values a field may have. Pure.
 
-Types are str, int, float, bool, Any, ``X | None``, Literal, list[X], dict[str, X], other such dataclasses, and what
-``Annotated`` says with ``Within`` (bounds of a number) or ``Read`` (a function that reads the value). Nothing is
-converted, except that a whole number may stand for a float; nothing is ignored.
+Types are str, int, float, bool, Any, ``X | None``, Literal, list[X], dict[str, X], other such dataclasses, and
+``Annotated`` with ``Within`` (limits of a number) or ``Read`` (a function that reads the value). No value is converted,
+except that a whole number is accepted for a float. No value is ignored.
 
-pydantic can do this, too. It would take 11 MB of the supervisor for as long as that runs, and a tenth of a second of
-every start, to read a file of some lines.
+pydantic can do this, too. But for a file of some lines it would take 11 MB of memory as long as the supervisor runs,
+and a tenth of a second at each start.
 """
 
 import difflib
@@ -23,7 +23,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """Of a number: least and most. ``above``: the least itself is not allowed."""
+    """The lowest and highest value of a number. With ``above`` the lowest value itself is not allowed."""
 
     least: float
     most: float
@@ -38,10 +38,10 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """How a value is read, whatever its type.
+    """How to read a value of any type.
 
-    how   returns the value; raises ValueError saying what it must be
-    name  what the documentation calls such a value
+    how   returns the value; raises ValueError that says what the value must be
+    name  the name of such a value in the documentation
     """
 
     how: Callable[[object], Any]
@@ -50,14 +50,14 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """Something that does not fit. ``path``: the keys and places that lead there."""
+    """A value that does not fit. ``path`` has the keys and list indices that lead to it."""
 
     path: Path
     message: str
 
 
 class Unfit(Exception):
-    """``flaws``: all that was found."""
+    """Raised with ``flaws``: everything that does not fit."""
 
     def __init__(self, flaws: list[Flaw]) -> None:
         super().__init__("; ".join(flaw.message for flaw in flaws))
@@ -65,7 +65,7 @@ class Unfit(Exception):
 
 
 def fit(kind: type[T], value: object) -> T:
-    """An instance of a dataclass from a mapping. Raises Unfit."""
+    """Return an instance of a dataclass made from a mapping. Raises Unfit."""
     flaws: list[Flaw] = []
     made = _mapping(kind, value, (), flaws)
     if flaws:
@@ -74,7 +74,7 @@ def fit(kind: type[T], value: object) -> T:
 
 
 def _fit(hint: Any, value: Any, path: Path, flaws: list[Flaw], within: Within | None = None) -> Any:
-    """The value as the type has it. What does not fit is added to ``flaws``; what is returned then means nothing."""
+    """Return a value in its type. Add whatever does not fit to ``flaws``; the returned value has no meaning then."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         inner, rule = parts
@@ -122,7 +122,7 @@ def _mapping(hint: Any, value: Any, path: Path, flaws: list[Flaw]) -> Any:
 def _plain(hint: Any, value: Any, path: Path, flaws: list[Flaw], within: Within | None) -> Any:
     if hint is Any or hint is type(value) is bool or (hint is type(value) is str and _is_text(value)):
         return value
-    # bool is an int in Python, not in a file
+    # In Python bool is an int. In a file it is not.
     if type(value) in (hint, int) and hint in (int, float) and (within is None or within.holds(value)):
         return hint(value)
     return _refuse(value, path, flaws, f"must be {_NAMES[hint]}{'' if within is None else f' {within}'}")
@@ -134,7 +134,7 @@ _NAMES: Mapping[type, str] = {str: "text", bool: "true or false", int: "a whole 
 def _is_text(value: str) -> bool:
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a pair of surrogates, which a file can write as an escape
+    except UnicodeEncodeError:  # one half of a pair of surrogates, which a file can contain as an escape
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Signals become bytes on a socket: what they mean is decided in the loop, not in a handler."""
+"""Turn signals into bytes on a socket, so that the loop decides what they mean, and not a handler."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ import socket
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP of this process, from here on. To be made on the main thread, once."""
+    """SIGINT, SIGTERM and SIGHUP of this process, from now on. Make one object only, on the main thread."""
 
     def __init__(self) -> None:
         self.receiver, self._sender = socket.socketpair()
@@ -16,16 +16,17 @@ class Signals:
         self._had_terminal = _has_terminal()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             ignored = signal.getsignal(number) is signal.SIG_IGN
-            if not (number == signal.SIGHUP and ignored):  # nohup: it is to outlive its terminal
+            if not (number == signal.SIGHUP and ignored):  # nohup: the supervisor must outlive its terminal
                 signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
     def arrived(self) -> list[signal.Signals]:
-        """Those that came since the last call."""
+        """Return the signals that have come since the last call."""
         return [signal.Signals(number) for number in self.receiver.recv(64)]
 
     def terminal_is_gone(self) -> bool:
-        """The terminal's end sends the same signal (SIGHUP) as an operator who wants models.yaml read again."""
+        """Return whether the terminal has gone. Its end sends SIGHUP, as does an operator who wants models.yaml read
+        again."""
         return self._had_terminal and not _has_terminal()
 
 
@@ -33,5 +34,5 @@ def _has_terminal() -> bool:
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError as e:
-        return e.errno in (errno.EMFILE, errno.ENFILE)  # not known, then: it counts as being there
+        return e.errno in (errno.EMFILE, errno.ENFILE)  # unknown, so the terminal counts as being there
     return True

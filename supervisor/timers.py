@@ -1,16 +1,17 @@
-"""One heap of deadlines for the whole loop. Times are monotonic seconds, handed in."""
+"""One heap of deadlines for the whole loop. Times are monotonic seconds, and arguments."""
 
 import heapq
 import itertools
 from collections.abc import Callable
 
 CLEAR_AT = 256
-"""Pending calls from which on those that were cancelled are thrown out, whenever there are twice as many as were left.
-One would stay until its time else, which may be a day; and each short deadline cancels the call at a longer one."""
+"""Number of pending calls at which cancelled ones are removed for the first time. Later this happens when the number
+has doubled. Otherwise a cancelled call would stay until its time, perhaps for a day, and each short deadline cancels
+the call at a longer one."""
 
 
 class Timer:
-    """A pending call. ``cancel`` is idempotent, and works also between becoming due and being run."""
+    """A pending call. ``cancel`` may be called twice, and also after the call has become due and before it runs."""
 
     __slots__ = ("at", "callback", "cancelled")
 
@@ -24,7 +25,7 @@ class Timer:
 
 
 class Timers:
-    """Calls at times. Equal times run in the order in which they were set."""
+    """Calls at given times. Calls with equal times run in the order in which they were set."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
@@ -48,7 +49,7 @@ class Timers:
         return timers
 
     def wait_s(self, now: float) -> float | None:
-        """Seconds until the next one; None if there is none."""
+        """Return the seconds until the next call; None if there is none."""
         while self._heap and self._heap[0][2].cancelled:
             heapq.heappop(self._heap)
         return max(0.0, self._heap[0][0] - now) if self._heap else None

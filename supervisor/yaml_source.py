@@ -1,4 +1,5 @@
-"""A YAML file as plain data, remembering where each value stood, so that an error can name file, line and key path."""
+"""Read a YAML file as plain data and remember the line of each value, so that an error can name file, line and key
+path."""
 
 import os
 import stat
@@ -10,11 +11,11 @@ import yaml
 
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 100_000
-"""Values in a file, aliases expanded: what a few nested aliases can multiply into is bounded here."""
+"""Values in a file, with aliases expanded. This limits what a few nested aliases can multiply into."""
 MAX_MERGED = 100
-"""Mappings that one ``<<`` may name, ..."""
+"""Mappings that one ``<<`` may name."""
 MAX_MERGED_KEYS = 1000
-"""... and keys that it may bring."""
+"""Keys that one ``<<`` may bring."""
 _PLAIN_TAGS: dict[type[yaml.Node], str] = {
     yaml.MappingNode: "tag:yaml.org,2002:map",
     yaml.SequenceNode: "tag:yaml.org,2002:seq",
@@ -25,7 +26,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a file. ``path`` is the dotted key path, ``line`` counts from 1 (0: the file itself)."""
+    """One error in a file. ``path`` is the dotted key path, ``line`` counts from 1 (0: the file itself)."""
 
     file: str
     line: int
@@ -38,7 +39,7 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """A configuration that is not used. ``problems`` holds everything that was found."""
+    """A configuration that is not used. ``problems`` holds all errors that were found."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))
@@ -46,7 +47,7 @@ class ConfigError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's own, with merge keys that cannot multiply without end: each level is checked before the next."""
+    """PyYAML's safe loader, with merge keys that cannot multiply without end: each level is checked before the next."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         for key, value in node.value:
@@ -59,10 +60,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class YamlSource:
-    """Data and lines of one file. Raises ConfigError if it cannot be read or parsed.
+    """Data and lines of one file. Raises ConfigError if the file cannot be read or parsed.
 
-    data      the values of the file; of a key that stands twice, the second value
-    problems  the keys that stand twice. A file that has any must not be used
+    data      the values of the file; if a key occurs twice, its second value
+    problems  the keys that occur twice. A file with any must not be used
     """
 
     def __init__(self, file: Path) -> None:
@@ -71,7 +72,7 @@ class YamlSource:
         self.problems: list[Problem] = []
         self._nodes = 0
         try:
-            # not waiting: a running supervisor reads it again, and a pipe in its place would hold everything up
+            # O_NONBLOCK: a running supervisor reads the file again, and a pipe in its place would block the supervisor.
             descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
@@ -85,7 +86,7 @@ class YamlSource:
         self.data = self._parse(raw)
 
     def problem(self, path: KeyPath, message: str) -> Problem:
-        """A problem at a key path, with the line of the path or of its nearest existing parent."""
+        """Return a problem at a key path, with the line of the path or of its nearest existing parent."""
         line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), 0)
         return Problem(self.file, line, ".".join(map(str, path)), message)
 
@@ -99,7 +100,7 @@ class YamlSource:
             mark = e.problem_mark or e.context_mark
             line = mark.line + 1 if mark else 0
             raise ConfigError([Problem(self.file, line, "", f"is not YAML: {e.problem or e.context}")]) from None
-        except Exception as e:  # PyYAML lets through whatever its parsing of odd scalars runs into
+        except Exception as e:  # PyYAML may raise anything while it parses unusual scalars
             message = " ".join(str(e).split()) or type(e).__name__
             raise ConfigError([Problem(self.file, 0, "", f"is not YAML: {message}")]) from None
         finally:

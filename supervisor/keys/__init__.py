@@ -1,1 +1,1 @@
-"""Who may connect over TCP, and what they may do there: keys, their rights and their limits."""
+"""Keys of clients that connect over TCP: their rights and their limits."""

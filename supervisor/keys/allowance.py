@@ -1,11 +1,11 @@
-"""How much a key may use: requests at once, and tokens a minute as a token bucket. Pure: times are handed in.
+"""Limits of a key: requests at once, and tokens per minute as a token bucket. Pure: times are arguments.
 
-The bucket holds one minute's tokens at most and fills evenly. Each request takes its prompt's tokens (estimated at four
-bytes each, as the queue does), and each token of an answer is taken as it comes, which may leave a debt: nobody knows
-beforehand how long an answer will be, and a stream that was begun is not slowed. A new request is admitted while
-anything is left; so over time a key gets no more than its rate, and at once no more than a minute's tokens and what its
-requests in flight go on to say. A constraint that a worker compiles for the key takes tokens, too, once that is done
-(``supervisor.requests.parking``).
+The bucket holds one minute's tokens at most and fills evenly. Each request takes its prompt's tokens, estimated at four
+bytes each, as the queue does. Each token of an answer is taken when it comes. That may leave a debt, because nobody
+knows in advance how long an answer will be, and a running stream is not slowed. A new request is admitted while any
+tokens are left. So over time a key gets no more than its rate. In a short time it gets no more than one minute's tokens
+plus the remaining answers of its running requests. A constraint that a worker compiles for the key takes tokens, too,
+once it is compiled (``supervisor.requests.parking``).
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from protocol.errors import ErrorCode, WireError
 from supervisor.keys.rights import Identity
 
 BUSY_RETRY_MS = 1000
-"""When to try again where only the end of another request helps, which nobody can foretell."""
+"""When to try again if only the end of another request helps. Nobody can predict that end."""
 MINUTE_S = 60.0
 
 
 @dataclass(slots=True)
 class Bucket:
-    """``left`` tokens at the time ``at``; negative is a debt."""
+    """A token bucket with ``left`` tokens at the time ``at``. A negative number is a debt."""
 
     per_minute: int
     left: float
@@ -31,12 +31,12 @@ class Bucket:
         self.at = now
 
     def wait_s(self) -> float:
-        """Seconds until one token is left."""
+        """Return the seconds until one token is left."""
         return max(0.0, (1 - self.left) * MINUTE_S / self.per_minute)
 
 
 class Allowance:
-    """What one key has left, over all its connections."""
+    """What one key may still use, over all its connections."""
 
     def __init__(self, identity: Identity, now: float) -> None:
         self.identity = identity
@@ -45,7 +45,7 @@ class Allowance:
         self.adopt(identity, now)
 
     def adopt(self, identity: Identity, now: float) -> None:
-        """Its limits may have changed. What was used up stays so."""
+        """Take over limits that may have changed. Tokens that were used stay used."""
         self.identity, before = identity, self._bucket
         rate = identity.tokens_per_minute
         if rate is None:
@@ -57,9 +57,9 @@ class Allowance:
             self._bucket = Bucket(rate, min(before.left, float(rate)), now)
 
     def check(self, in_flight: int, now: float) -> None:
-        """Raises RATE_LIMITED unless there may be another request.
+        """Raise RATE_LIMITED if the key may not send another request now.
 
-        in_flight  the key's requests that are unfinished
+        in_flight  the key's unfinished requests
         """
         identity = self.identity
         if identity.max_in_flight is not None and in_flight >= identity.max_in_flight:
@@ -80,13 +80,13 @@ class Allowance:
             raise WireError(ErrorCode.RATE_LIMITED, message, retry_after_ms=max(1, round(1000 * wait)))
 
     def charge(self, tokens: int, now: float) -> None:
-        """So many tokens of a prompt were accepted, or of an answer have come."""
+        """Take tokens of a prompt that was accepted, or of an answer that has come."""
         if self._bucket is not None:
             self._bucket.refill(now)
             self._bucket.left -= tokens
 
     def tokens_left(self, now: float) -> int | None:
-        """For people; None where there is no limit."""
+        """Return the tokens that are left, for people; None without a limit."""
         if self._bucket is None:
             return None
         self._bucket.refill(now)

@@ -1,4 +1,4 @@
-"""``supervisor.listen``: an endpoint over TCP, checked. Pure."""
+"""Check ``supervisor.listen``, an endpoint over TCP. Pure."""
 
 import ipaddress
 import re
@@ -8,7 +8,7 @@ _FORM = "must be tcp://ADDRESS:PORT, such as tcp://192.168.1.5:5570 or tcp://[::
 
 
 def parse_listen(value: object) -> str | None:
-    """The endpoint as it is to be bound, None for none. Raises ValueError saying what to write instead."""
+    """Return the endpoint as it is bound, None for none. Raises ValueError that says what to write instead."""
     if value is None:
         return None
     if not isinstance(value, str):

@@ -1,28 +1,28 @@
-"""How often each key may connect over TCP. Pure: times are handed in.
+"""How often each key may connect over TCP. Pure: times are arguments.
 
-Every connection that shakes hands is given libzmq's next routing number, and a peer that guesses a number ahead of its
-turn makes libzmq abort the process (see ``supervisor.ports.tcp_port``). So handshakes are limited, and each key has a
-budget of its own: a key that connects again and again keeps nobody else out.
+Every connection that completes its handshake gets libzmq's next routing number. A peer that guesses a number before it
+is given out makes libzmq abort the process (see ``supervisor.ports.tcp_port``). So handshakes are limited. Each key has
+a budget of its own, so a key that connects again and again does not keep other keys out.
 """
 
 from typing import Final
 
 AT_ONCE: Final = 256
-"""Handshakes of one key that may come together: as many as it may have connections."""
+"""Handshakes of one key that may come together: as many as the key may have connections."""
 PER_S: Final = 20.0
-"""How many more each second."""
+"""Further handshakes of one key per second."""
 
 
 class Handshakes:
-    """What each key has left, by public key. ``refused`` counts handshakes that were too many."""
+    """The budget of each public key. ``refused`` counts handshakes that were too many."""
 
     def __init__(self) -> None:
         self._left: dict[str, tuple[float, float]] = {}
-        """(handshakes, at this time)"""
+        """(handshakes left, at this time) by public key."""
         self.refused = 0
 
     def admit(self, public_key: str, now: float) -> bool:
-        """Whether this key may connect now. If so, that is one handshake of its budget."""
+        """Return whether this key may connect now. If so, take one handshake from its budget."""
         left, at = self._left.get(public_key, (float(AT_ONCE), now))
         left = min(float(AT_ONCE), left + (now - at) * PER_S)
         enough = left >= 1
@@ -31,5 +31,5 @@ class Handshakes:
         return enough
 
     def forget(self, public_key: str) -> None:
-        """The key is on the list no more."""
+        """Forget a key that is no longer on the list."""
         self._left.pop(public_key, None)

@@ -1,4 +1,4 @@
-"""Whether the port that models.yaml asks for may be opened: everything that is unsafe refuses, and says what to do."""
+"""Decide whether the port of models.yaml may be opened. A refusal of an unsafe port says what to do."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ class Opening:
 
 
 def check_opening(endpoint: str, directory: Path) -> Opening:
-    """Raises KeysProblem."""
+    """Return the port that may be opened. Raises KeysProblem."""
     store = KeyStore(directory)
     if not directory.exists():
         raise KeysProblem(f"listens on {endpoint}, and there are no keys in {directory}: {_TRY}")

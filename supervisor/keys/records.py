@@ -1,7 +1,7 @@
-"""The allow-list as it stands in a file: public keys, their rights and limits. Pure.
+"""The allow-list as a file has it: public keys, their rights and limits. Pure.
 
-``clients.json``: ``{"clients": [{name, public_key, rights, max_in_flight?, tokens_per_minute?, created}]}``. It holds
-no secret; but whoever can write it admits whom he likes.
+``clients.json``: ``{"clients": [{name, public_key, rights, max_in_flight?, tokens_per_minute?, created}]}``. The file
+holds no secret. But anybody who can write it can admit any key.
 """
 
 import json
@@ -20,11 +20,11 @@ _LIMITS = {"max_in_flight": MAX_IN_FLIGHT, "tokens_per_minute": MAX_TOKENS_PER_M
 
 
 class KeysProblem(ValueError):
-    """Keys cannot be used as they are. One line that says what to do; it holds no secret."""
+    """The keys cannot be used. The message is one line that says what to do, and holds no secret."""
 
 
 def check_name(name: str) -> str:
-    """Raises KeysProblem."""
+    """Return a valid name of a key. Raises KeysProblem for any other."""
     if not KEY_NAME.fullmatch(name):
         raise KeysProblem(
             f"{name[:64]!r} is no name of a key: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a "
@@ -34,7 +34,7 @@ def check_name(name: str) -> str:
 
 
 def parse_rights(text: str) -> frozenset[Right]:
-    """Of ``infer,status``. Raises KeysProblem."""
+    """Return the rights that a text such as ``infer,status`` names. Raises KeysProblem."""
     names = [part.strip() for part in text.split(",")]
     known = ", ".join(Right)
     for name in names:
@@ -44,7 +44,7 @@ def parse_rights(text: str) -> frozenset[Right]:
 
 
 def check_limit(name: str, value: Any) -> int | None:
-    """Raises KeysProblem."""
+    """Return a valid limit; None for no limit. Raises KeysProblem."""
     if value is None:
         return None
     if type(value) is not int or not 1 <= value <= _LIMITS[name]:
@@ -53,7 +53,7 @@ def check_limit(name: str, value: Any) -> int | None:
 
 
 def parse_clients(text: str) -> dict[str, Identity]:
-    """Public key → identity. Raises KeysProblem for anything that is not as ``format_clients`` writes it."""
+    """Return public key → identity. Raises KeysProblem for a text that ``format_clients`` cannot have written."""
     try:
         content = json.loads(text, object_pairs_hook=_once)
     except KeysProblem:
@@ -84,7 +84,7 @@ def format_clients(entries: list[dict[str, Any]]) -> str:
 
 
 def entry_of(identity: Identity, created: str) -> dict[str, Any]:
-    """How a key stands in the file. ``created``: ISO 8601."""
+    """Return the entry of a key in the file. ``created`` is in ISO 8601."""
     entry: dict[str, Any] = {
         "name": identity.name,
         "public_key": identity.public_key,
@@ -98,7 +98,8 @@ def entry_of(identity: Identity, created: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a field that stands there twice, one reader takes the first and another the last."""
+    """Return the fields of an object. Raises KeysProblem for a field that occurs twice, because readers disagree which
+    counts."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise KeysProblem("a field stands twice in one entry")
@@ -109,7 +110,7 @@ def _identity(entry: Any) -> Identity:
     if not isinstance(entry, dict):
         raise KeysProblem("is no object")
     for name in entry:
-        if name not in _REQUIRED and name not in _LIMITS:  # a limit that is misspelt would be none
+        if name not in _REQUIRED and name not in _LIMITS:  # a misspelt limit would be no limit
             raise KeysProblem(f"unknown field {name[:32]!a}")
     for name in _REQUIRED:
         if name not in entry:
@@ -121,7 +122,8 @@ def _identity(entry: Any) -> Identity:
         raise KeysProblem("public_key is no key: 40 characters of Z85")
     if not isinstance(rights, list) or not all(isinstance(right, str) for right in rights) or not rights:
         raise KeysProblem("rights must be a list that names at least one right")
-    if not isinstance(entry["created"], str) or not _TIME.fullmatch(entry["created"]):  # it is shown on terminals
+    # it is shown on terminals
+    if not isinstance(entry["created"], str) or not _TIME.fullmatch(entry["created"]):
         raise KeysProblem("created is no time such as 2026-01-31T12:00:00Z")
     limits = {limit: check_limit(limit, entry.get(limit)) for limit in _LIMITS}
     return Identity(check_name(name), public_key, parse_rights(",".join(rights)), **limits)

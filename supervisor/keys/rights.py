@@ -1,6 +1,6 @@
-"""What a key may do. Pure; the one place where it is decided.
+"""What a key may do. Pure, and the only module that decides it.
 
-Whoever comes over ipc is the supervisor's own user (see ``supervisor.ports.zap``) and may do everything.
+A client over ipc is the supervisor's own user (see ``supervisor.ports.zap``) and may do everything.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from protocol.messages import Call, Cancel, Credit, Generate, Hello, Message, Pi
 
 
 class Right(StrEnum):
-    """No right includes another, but whoever may give orders may also see what they come to."""
+    """A right of a key. No right includes another one. But a key that may give orders may also see their results."""
 
     INFER = "infer"
     """Send requests, and ask a model's tokenizer."""
@@ -37,7 +37,7 @@ _OF_VERB = {
     "reload": _ADMIN,
     "shutdown": _ADMIN,
 }
-"""Verb of CALL → rights of which one is enough. A verb that does not stand here takes admin."""
+"""Verb of CALL → rights of which one is enough. Any other verb needs admin."""
 _OF_KIND = {
     Hello.kind: _ANY,
     Ping.kind: _ANY,
@@ -46,16 +46,16 @@ _OF_KIND = {
     Cancel.kind: _INFER,
     Credit.kind: _INFER,
 }
-"""The same of the other messages."""
+"""Kind of any other message → rights of which one is enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whom a connection belongs to.
+    """The owner of a connection.
 
-    name               of its key; None for the supervisor's own user
+    name               the name of its key; None for the supervisor's own user
     public_key         Z85, which no other key has had; "" for the supervisor's own user
-    max_in_flight      requests of all its connections that may be unfinished; None: no limit
+    max_in_flight      how many requests of all its connections may be unfinished; None: no limit
     tokens_per_minute  tokens of prompts and answers; None: no limit
     """
 
@@ -70,7 +70,7 @@ OWNER = Identity(None)
 
 
 def check_right(identity: Identity, message: Message) -> None:
-    """Raises FORBIDDEN, naming the right that is missing, unless this identity may send this message."""
+    """Raise FORBIDDEN, naming the missing right, unless this identity may send this message."""
     if isinstance(message, Call):
         what, enough = f"verb {message.verb!r}", _OF_VERB.get(message.verb, _ADMIN)
     else:

@@ -1,11 +1,12 @@
-"""The allow-list of a running supervisor, as it is now.
+"""The allow-list of a running supervisor, always up to date.
 
-The list is a file, and looking at it is a ``stat``: at every handshake, so that a key works from the moment that
-`modelctl keys new` returns and no longer than until `keys revoke` does, and twice a second, for connections that are
-there. An order over a socket would do neither where the supervisor was started from another directory, or the file
-comes from elsewhere (a backup, configuration management), and would be one more thing to authorise.
+The list is a file, and looking for changes is one ``stat``. The supervisor looks at every handshake: so a key works as
+soon as `modelctl keys new` returns, and stops working as soon as `keys revoke` returns. The supervisor also looks twice
+a second, for existing connections. An order over a socket would not reach a supervisor that was started from another
+directory. It would miss a file that comes from elsewhere (a backup, configuration management). And it would be one more
+order to authorise.
 
-A list that cannot be read, or that others could have written, admits nobody: whoever was to be kept out might be on it.
+A list that cannot be read, or that others could have written, admits nobody, because it might admit an intruder.
 """
 
 import logging
@@ -20,7 +21,7 @@ from supervisor.keys.store import KeyStore
 
 
 class Admission(Enum):
-    """What becomes of a handshake."""
+    """The decision about a handshake."""
 
     ADMITTED = "admitted"
     UNKNOWN = "unknown"
@@ -34,7 +35,7 @@ MOST_NAMED = 20
 
 
 class KeyRing:
-    """Times are monotonic seconds."""
+    """The keys that are admitted, with what each has used. Times are monotonic seconds."""
 
     def __init__(self, store: KeyStore, log: logging.Logger) -> None:
         self._store = store
@@ -45,18 +46,18 @@ class KeyRing:
         self._handshakes = Handshakes()
 
     def find(self, public_key: str) -> Identity | None:
-        """Whose key it is, by the list as last read; None: nobody's."""
+        """Return the owner of a key, by the list as last read; None if the key is not on it."""
         return self._identities.get(public_key)
 
     def admit(self, public_key: str, now: float) -> Admission:
-        """Whether a connection with this key may come, by the list as it is now and by the key's own budget."""
+        """Decide about a connection with this key, by the present list and by the key's own budget."""
         self.refresh()
         if public_key not in self._identities:
             return Admission.UNKNOWN
         return Admission.ADMITTED if self._handshakes.admit(public_key, now) else Admission.TOO_OFTEN
 
     def refresh(self) -> bool:
-        """Read the list again if it has changed. Whether it has."""
+        """Read the list again if it has changed. Return whether it has."""
         stamp = self._store.stamp()
         if stamp == self._stamp:
             return False
@@ -64,7 +65,7 @@ class KeyRing:
         before = self._identities
         try:
             self._identities = self._store.clients()
-        except KeysProblem as e:  # what keys have used is not forgotten for that
+        except KeysProblem as e:  # what keys have used is not forgotten, though
             self._identities = {}
             self._log.error("no key is admitted: %s", e)
             return bool(before)
@@ -82,7 +83,7 @@ class KeyRing:
         return True
 
     def allowance(self, identity: Identity, now: float) -> Allowance:
-        """What is left of a key's limits; of all its connections, also those to come."""
+        """Return what a key may still use, over all its present and later connections."""
         found = self._allowances.get(identity.public_key)
         if found is None:
             found = self._allowances[identity.public_key] = Allowance(identity, now)
@@ -92,11 +93,11 @@ class KeyRing:
 
     @property
     def refused_handshakes(self) -> int:
-        """Handshakes of keys that connected too often."""
+        """Return the number of handshakes that were refused because the key connected too often."""
         return self._handshakes.refused
 
     def describe(self, connections: dict[str, int], now: float) -> list[dict[str, Any]]:
-        """Each key, for people. ``connections``: by public key."""
+        """Describe each key for people. ``connections`` is by public key."""
         described = []
         for public_key, identity in self._identities.items():
             allowance = self._allowances.get(public_key)

@@ -1,7 +1,7 @@
-"""The directory of keys: ``server.json`` (the supervisor's own pair) and ``clients.json`` (who is admitted).
+"""The directory of keys: ``server.json`` (the supervisor's own pair) and ``clients.json`` (the allow-list).
 
-Only public keys of clients are kept. Files are written whole, beside the old one, and renamed: whoever reads sees
-one or the other.
+Of clients only public keys are kept. A file is written completely beside the old one and then renamed, so every reader
+sees either the old or the new content.
 """
 
 import fcntl
@@ -25,8 +25,10 @@ ENVIRONMENT_VARIABLE = "MODELCTL_KEYS"
 
 
 def default_keys_dir() -> Path:
-    """``$MODELCTL_KEYS``, else ``$XDG_CONFIG_HOME/modelctl/keys``, else ``~/.config/modelctl/keys``. Raises KeysProblem
-    for a user without a home."""
+    """Return ``$MODELCTL_KEYS``, else ``$XDG_CONFIG_HOME/modelctl/keys``, else ``~/.config/modelctl/keys``.
+
+    Raises KeysProblem for a user without a home directory.
+    """
     if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
         return Path(chosen).absolute()
     if chosen := os.environ.get("XDG_CONFIG_HOME"):
@@ -38,7 +40,8 @@ def default_keys_dir() -> Path:
 
 
 class KeyStore:
-    """Every method raises KeysProblem for what cannot be read or must not be used, saying what to do."""
+    """The keys in one directory. Every method raises KeysProblem, with a remedy, for files that cannot or must not be
+    used."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -46,7 +49,7 @@ class KeyStore:
     # --- what the supervisor reads ------------------------------------------------------------------------------
 
     def server_pair(self) -> tuple[str, str]:
-        """Public and secret key of the supervisor, Z85."""
+        """Return public and secret key of the supervisor, in Z85."""
         self._check_directory()
         path = self.directory / SERVER
         text = _read(path)
@@ -60,7 +63,7 @@ class KeyStore:
         return pair
 
     def clients(self) -> dict[str, Identity]:
-        """Public key → identity."""
+        """Return public key → identity."""
         self._check_directory()
         path = self.directory / CLIENTS
         text = _read(path)
@@ -70,7 +73,7 @@ class KeyStore:
             raise KeysProblem(f"{path}: {e}") from None
 
     def stamp(self) -> tuple[int, ...]:
-        """Another whenever the list may be another, or may have become one that must not be used."""
+        """Return a value that changes whenever the list may have changed, or may have become unsafe to use."""
         try:
             directory, file = os.stat(self.directory), os.stat(self.directory / CLIENTS)
         except OSError as e:
@@ -81,7 +84,7 @@ class KeyStore:
     # --- what `modelctl keys` does ------------------------------------------------------------------------------
 
     def entries(self) -> list[dict[str, Any]]:
-        """As they stand in the file; none if there is no directory yet."""
+        """Return the entries of the file; none if there is no directory yet."""
         if not (self.directory / CLIENTS).exists():
             return []
         self.clients()
@@ -104,7 +107,8 @@ class KeyStore:
             entries = self.entries()
             if any(entry["name"] == name for entry in entries):
                 raise KeysProblem(f"there is a key {name!r} already; revoke it first, or choose another name")
-            if out.absolute() in (self.directory / CLIENTS, self.directory / SERVER):  # which may not be there yet
+            # these files may not exist yet
+            if out.absolute() in (self.directory / CLIENTS, self.directory / SERVER):
                 raise KeysProblem(f"{out} is the supervisor's own file; give another --out")
             own_public, own_secret = _new_pair()
             key = ClientKey(name, public, own_public, own_secret)
@@ -114,7 +118,7 @@ class KeyStore:
             try:
                 _replace(self.directory / CLIENTS, format_clients(entries))
             except BaseException:
-                out.unlink(missing_ok=True)  # it admits to nothing
+                out.unlink(missing_ok=True)  # the key was not admitted
                 raise
         return key
 
@@ -156,7 +160,7 @@ class KeyStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One command at a time reads, changes and writes."""
+        """Hold the lock of the directory, so that only one command at a time reads, changes and writes."""
         try:
             make_private(self.directory)
             descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -171,7 +175,7 @@ class KeyStore:
 
 
 def _new_pair() -> tuple[str, str]:
-    import zmq  # not for `keys list`
+    import zmq  # not imported for `keys list`
 
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
@@ -192,7 +196,7 @@ def _read(path: Path) -> str:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Raises KeysProblem where a file is already."""
+    """Write a new file. Raises KeysProblem if the file exists already."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
@@ -212,8 +216,8 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whole, or not at all; kept by a crash of the machine."""
-    beside = path.with_name(f".{path.name}.new")  # one that was left by a kill is ours: the directory is locked
+    """Replace a file completely or not at all, and so that a crash of the machine does not lose it."""
+    beside = path.with_name(f".{path.name}.new")  # a file left by a killed command is ours: the directory is locked
     beside.unlink(missing_ok=True)
     _write_new(beside, text)
     try:

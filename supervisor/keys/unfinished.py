@@ -1,14 +1,20 @@
-"""The unfinished requests of one key, without being told of each one's end. Pure."""
+"""Count the unfinished requests of one key without a report of each request's end. Pure."""
 
 from collections.abc import Callable
 
 CLEAR_AT = 64
-"""Requests from which on those that have ended are looked for, whenever there are twice as many as were left."""
+"""Number of requests at which ended ones are removed for the first time. Later this happens when the number has
+doubled."""
 
 
 class Unfinished:
-    """``holds``: whether a request (connection, number) is unfinished. Those that ended stay until they are looked for:
-    at most CLEAR_AT are kept, or twice as many as were left the last time."""
+    """The requests of one key that may be unfinished.
+
+    holds  whether a request (connection, number) is unfinished
+
+    Ended requests stay until they are looked for: at most CLEAR_AT are kept, or twice as many as remained the last
+    time.
+    """
 
     def __init__(self, holds: Callable[[int, int], bool]) -> None:
         self._holds = holds
@@ -24,7 +30,7 @@ class Unfinished:
             self._clear()
 
     def count(self, limit: int) -> int:
-        """How many there are, exactly if that is ``limit`` or more, else at most."""
+        """Return the number of unfinished requests. It is exact if it is ``limit`` or more, else it may be too high."""
         if len(self._keys) >= limit:
             self._clear()
         return len(self._keys)
