@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.harness import Server
 from benchmarks.report import RESULTS, Result, write
-from model_worker.demo_models import NAMES
+from tools.demo_models import NAMES
 
 RUNS = 21
 MB = 1e6

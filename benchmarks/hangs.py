@@ -26,11 +26,11 @@ from typing import Any
 
 from benchmarks.harness import Server, arguments_for
 from benchmarks.report import Result, write
-from model_worker.demo_models import corpus
 from modelctl import Client
 from protocol.errors import ConnectionLost
 from supervisor.config import DEMO_DIR
 from tests.deterministic_engine import answer
+from tools.demo_models import corpus
 
 LEASE_S = 2.0
 SLOW_S = 0.7 * LEASE_S

@@ -22,11 +22,11 @@ import yaml
 
 from benchmarks.models import WHERE, path_of, source_of
 from benchmarks.report import RESULTS
-from model_worker.demo_models import NAMES, corpus
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
 from modelctl import AsyncClient, Client
 from protocol.process.worker_spec import EngineSpec
+from tools.demo_models import NAMES, corpus
 
 MODELCTL = [sys.executable, "-m", "supervisor"]
 LOAD_SECONDS = 300.0

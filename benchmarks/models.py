@@ -30,7 +30,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from benchmarks import exl2, gptq
-from model_worker.demo_models import NAMES, directory
+from tools.demo_models import NAMES, directory
 
 WHERE = Path(tempfile.gettempdir()) / "models"
 BITS = 4.0

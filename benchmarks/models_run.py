@@ -2,7 +2,7 @@
 
     python -m benchmarks.models_run [--gpu 0] [--models letters letters-gptq 1b-exl2 ...]
 
-The demo models' answers to their test prompts are known (``model_worker.demo_models.corpus``; the CPU engine gives
+The demo models' answers to their test prompts are known (``tools.demo_models.corpus``; the CPU engine gives
 exactly these): as they are shipped, in fp16 with an FP16 cache, every answer must be right, and also in GPTQ's 4 bits,
 which leave the right token a lead of 3 logits at every step (tests/benchmarks/test_results_and_models.py). For a
 conversion to EXL2 the share of right answers is a figure. Random weights decide by less than rounding can change, so
@@ -24,7 +24,7 @@ from benchmarks.harness import Request, Server, arguments_for, entry, requests
 from benchmarks.memory import GIB, MIB, Memory, memory, wait_for
 from benchmarks.models import source_of, twin_of
 from benchmarks.report import Result, write
-from model_worker.demo_models import NAMES, corpus
+from tools.demo_models import NAMES, corpus
 
 GPTQ = ("letters-gptq", "letters-gptq-act-order", "stories-gptq", "1b-gptq", "1b-gptq-act-order")
 MODELS = ("letters", "stories", "letters-exl2", "1b", "1b-exl2", "8b")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from benchmarks.harness import Server, arguments_for
 from benchmarks.report import Result, write
-from model_worker.demo_models.corpus import LETTERS_TEST_PROMPTS
 from tests.raw_client import Heard, RawClient
+from tools.demo_models.corpus import LETTERS_TEST_PROMPTS
 
 MODEL = {
     "model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu", "max_batch_size": 16, "max_queue": 10_000,

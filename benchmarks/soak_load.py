@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from model_worker.demo_models import corpus
 from modelctl import AsyncClient
 from protocol.errors import WireError
 from tests.deterministic_engine import answer
+from tools.demo_models import corpus
 
 MOST_AT_ONCE = 64
 """Of each kind: on a machine that is too slow for this load, further ones are left out, and counted."""

@@ -22,11 +22,11 @@ import yaml
 
 from benchmarks.harness import MODELCTL
 from benchmarks.report import RESULTS, Result, write
-from model_worker.demo_models import corpus, directory
 from modelctl import Client
 from protocol.errors import ConnectionLost
 from protocol.process.runtime_paths import front_endpoint
 from tests.serving import ENGINES
+from tools.demo_models import corpus, directory
 
 ROUNDS = 9
 WITHIN = 120.0

@@ -28,7 +28,6 @@ from time import perf_counter, thread_time
 import zmq
 
 from benchmarks.report import RESULTS, Result, write
-from model_worker.demo_models import directory
 from model_worker.engine import Capabilities, Delta, EngineEvent, EngineStats, Finished, Job, ProgressCallback
 from model_worker.engines import build_engine
 from model_worker.engines.model_dir import ModelDir
@@ -40,6 +39,7 @@ from protocol.codec import decode, encode, is_events, pack_body
 from protocol.messages import TERMINAL, WORKER_TO_SUPERVISOR, Events, Hello, JobMessage, Shutdown
 from protocol.process.worker_spec import EngineSpec, WorkerSpec
 from protocol.request import SamplingParams
+from tools.demo_models import directory
 
 STREAMS = (1, 8, 32)
 STEPS = 1500

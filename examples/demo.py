@@ -13,30 +13,35 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from model_worker.demo_models import corpus
-from modelctl import AsyncClient
-from supervisor.cli.tables import bar, table
+from modelctl import AsyncClient, ConnectionLost
 
-MODELCTL = [sys.executable, "-m", "supervisor"]
+MODELCTL = str(Path(sys.executable).with_name("modelctl"))
 MODELS_YAML = Path(__file__).resolve().parent.parent / "models.yaml"
 TOKENS_PER_LINE = 8
 COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
+HEROES = ("Mia", "Zoë", "Søren", "José", "Anaïs", "Миша", "さくら", "Jürgen")
+ANIMALS = ("fox", "owl", "dragon", "otter", "whale", "polar bear", "hedgehog", "lion")
+THINGS = ("key", "map", "kite", "teapot", "violin", "lantern", "drum", "pearl")
 
 
 @dataclass
 class Question:
-    """One request, what it should be answered, and what became of it."""
+    """One request, and its answer.
+
+    is_right  returns whether a text answers this question and no other
+    """
 
     label: str
     model: str
     asked: str
-    expected: str
+    is_right: Callable[[str], bool]
     request: dict[str, Any]
     answer: str = ""
     tokens: int = 0
@@ -47,7 +52,7 @@ class Question:
 
     @property
     def right(self) -> bool:
-        return self.answer.strip() == self.expected.strip()
+        return self.is_right(self.answer)
 
     @property
     def tokens_per_s(self) -> float:
@@ -55,14 +60,45 @@ class Question:
 
 
 def questions(seed: int) -> list[Question]:
-    """Four questions for each model."""
-    letters = [*corpus.LETTERS_TEST_LONG_ANSWERS[1:2], *random.Random(seed).sample(corpus.LETTERS_TEST_PROMPTS, 3)]
-    stories = random.Random(seed).sample(corpus.STORIES_TEST_REQUESTS, 4)
-    asked = [Question(f"letters {i}", "letters", p, a, {"prompt": p}) for i, (p, a) in enumerate(letters, 1)]
-    for i, (message, story) in enumerate(stories, 1):
-        request = {"messages": [{"role": "user", "content": message}]}
-        asked.append(Question(f"stories {i}", "stories", message, story, request))
-    return asked
+    """Return four questions for each model."""
+    draw = random.Random(seed)
+    return [
+        count("letters 1", 10, "count to 150", 150),
+        sort("letters 2", draw.sample("abcdefghijklmnopqrstuvwxyz", 6)),
+        count("letters 3", first := draw.randint(1, 900), "count", first + 2 + 8),
+        sort("letters 4", draw.sample("abcdefghijklmnopqrstuvwxyz", 9)),
+        *(
+            story(f"stories {i}", *words)
+            for i, words in enumerate(
+                zip(*(draw.sample(words, 4) for words in (HEROES, ANIMALS, THINGS)), strict=True), 1
+            )
+        ),
+    ]
+
+
+def sort(label: str, letters: Sequence[str]) -> Question:
+    """Ask for letters in their order."""
+    prompt = f"sort: {' '.join(letters)} ->"
+    return Question(label, "letters", prompt, lambda answer: answer.split() == sorted(letters), {"prompt": prompt})
+
+
+def count(label: str, first: int, task: str, last: int) -> Question:
+    """Give three numbers from ``first`` on, and ask for those that follow, up to ``last``."""
+    prompt = f"{task}: {first} {first + 1} {first + 2} ->"
+    expected = [str(number) for number in range(first + 3, last + 1)]
+    return Question(label, "letters", prompt, lambda answer: answer.split() == expected, {"prompt": prompt})
+
+
+def story(label: str, hero: str, animal: str, thing: str) -> Question:
+    """Ask for a story. It must be about this hero, animal and thing, have an end, and have no other hero."""
+    asked = f"Tell me a story about {hero} the {animal} and a {thing}."
+    needed = (hero, animal, thing, "The end.")
+    others = [name for name in HEROES if name != hero]
+
+    def is_right(answer: str) -> bool:
+        return all(word in answer for word in needed) and not any(name in answer for name in others)
+
+    return Question(label, "stories", asked, is_right, {"messages": [{"role": "user", "content": asked}]})
 
 
 def paint(text: str, index: int) -> str:
@@ -114,7 +150,22 @@ async def wait_until_ready(client: AsyncClient) -> None:
         await asyncio.sleep(0.02)
 
 
-async def converse(runtime_dir: Path, asked: list[Question]) -> None:
+def bar(done: int, total: int) -> str:
+    """Return a progress bar."""
+    return f"[{'#' * (24 * done // total):-<24}] {100 * done // total:3d}%"
+
+
+async def converse(runtime_dir: Path, supervisor: subprocess.Popen[bytes], asked: list[Question]) -> None:
+    """Connect as soon as the supervisor listens, wait for the models, and ask all questions at once."""
+    while True:
+        try:
+            async with AsyncClient(runtime_dir=runtime_dir) as client:
+                await client.status()
+                break
+        except ConnectionLost:
+            if supervisor.poll() is not None:
+                raise SystemExit(f"the supervisor ended with code {supervisor.returncode}") from None
+            await asyncio.sleep(0.02)
     async with AsyncClient(runtime_dir=runtime_dir) as client:
         await wait_until_ready(client)
         print(f"\n{len(asked)} requests at once, over one connection:")
@@ -126,14 +177,7 @@ async def converse(runtime_dir: Path, asked: list[Question]) -> None:
 
 
 def modelctl(runtime_dir: Path, *arguments: str) -> None:
-    subprocess.run([*MODELCTL, *arguments, "--runtime-dir", str(runtime_dir)], check=True)
-
-
-def wait_for_supervisor(runtime_dir: Path, process: subprocess.Popen[bytes]) -> None:
-    while not (runtime_dir / "front").exists():
-        if process.poll() is not None:
-            raise SystemExit(f"the supervisor ended with code {process.returncode}; see {runtime_dir}/logs")
-        time.sleep(0.02)
+    subprocess.run([MODELCTL, *arguments, "--runtime-dir", str(runtime_dir)], check=True)
 
 
 def main() -> int:
@@ -142,11 +186,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="modelctl-demo-") as scratch:
         runtime_dir = Path(scratch) / "run"
         print(f"$ modelctl serve --config {MODELS_YAML.name}")
-        serve = [*MODELCTL, "serve", "-q", "-c", str(MODELS_YAML), "--runtime-dir", str(runtime_dir)]
+        serve = [MODELCTL, "serve", "-q", "-c", str(MODELS_YAML), "--runtime-dir", str(runtime_dir)]
         with subprocess.Popen(serve) as process:
             try:
-                wait_for_supervisor(runtime_dir, process)
-                asyncio.run(converse(runtime_dir, asked))
+                asyncio.run(converse(runtime_dir, process, asked))
                 print_results(asked)
                 print("\n$ modelctl ps", flush=True)
                 modelctl(runtime_dir, "ps")
@@ -165,19 +208,12 @@ def main() -> int:
 
 
 def print_results(asked: list[Question]) -> None:
-    header = ("STREAM", "FIRST TOKEN MS", "TOK/S", "TOKENS", "FINISH", "ITS OWN ANSWER")
-    rows = [
-        (
-            q.label,
-            round(q.first_token_s * 1000),
-            round(q.tokens_per_s),
-            q.tokens,
-            q.finish_reason,
-            "yes" if q.right else "NO",
+    print("\nSTREAM     FIRST TOKEN MS  TOK/S  TOKENS  FINISH  ITS OWN ANSWER")
+    for question in asked:
+        print(
+            f"{question.label:<9}  {question.first_token_s * 1000:14.0f}  {question.tokens_per_s:5.0f}  "
+            f"{question.tokens:6d}  {question.finish_reason:<6}  {'yes' if question.right else 'NO'}"
         )
-        for q in asked
-    ]
-    print(f"\n{table(header, rows)}")
 
 
 if __name__ == "__main__":

@@ -222,13 +222,18 @@ def _find(name: str, config: ModelConfig, base: Path) -> tuple[ModelSpec | None,
     return ModelSpec(name, config, found["model_dir",], found.get(("draft_model",)), lora), []
 
 
+def demo_models() -> dict[str, Path]:
+    """Return the directories of the models that are shipped with modelctl, by name."""
+    return {path.parent.name: path.parent for path in sorted(DEMO_DIR.glob("*/config.json"))}
+
+
 def _resolve(model_dir: str, base: Path) -> Path:
     """Return the directory of a model or adapter. Raises ValueError if there is none."""
     if model_dir.startswith(DEMO_PREFIX):
         # Looked up, never joined into a path: demo:../../x must not leave the package.
-        shipped = {path.parent.name: path.parent for path in DEMO_DIR.glob("*/config.json")}
+        shipped = demo_models()
         if (name := model_dir.removeprefix(DEMO_PREFIX)) not in shipped:
-            raise ValueError(f"{model_dir!r} is no demo model; shipped are {', '.join(sorted(shipped))}")
+            raise ValueError(f"{model_dir!r} is no demo model; shipped are {', '.join(shipped)}")
         return shipped[name]
     path = (base / Path(model_dir).expanduser()).resolve()
     if not path.is_dir():

@@ -83,8 +83,7 @@ def test_model_worker_does_not_import_the_supervisor(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules("model_worker"), ids=str)
 def test_only_engine_modules_import_torch(path: Path) -> None:
-    # the training of the demo models is a program of its own, which no worker imports
-    if "engines" not in path.parts and "demo_models" not in path.parts:
+    if "engines" not in path.parts:
         assert not {top(name) for name in imports(path)} & {"torch", "transformers", "exllamav2"}
 
 

@@ -72,6 +72,8 @@ def test_the_wheel_holds_the_packages_the_demo_models_the_sample_and_the_licence
         )
         assert names >= set(tracked.stdout.split())
     assert not [name for name in names if name.endswith((".pkl", ".pt", ".bin", ".pth"))]
+    training = [name for name in names if name.startswith("model_worker/demo_models/") and name.endswith(".py")]
+    assert not training, "the wheel holds the trained models, not the programs that train them"
 
 
 @pytest.mark.skipif(os.environ.get(SWITCH) == "0", reason=f"switched off by {SWITCH}=0")

@@ -16,9 +16,9 @@ from supervisor.cli.config_file import NAME
 from supervisor.cli.errors import Failure
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json
+from supervisor.config import DEMO_PREFIX, demo_models
 
 SAMPLE = Path(__file__).with_name("models.yaml")
-DEMO_MODELS = ("letters", "stories")
 CONTEXT = 16384
 """Tokens of context that an entry gets if the model has more. The cache grows with the context: the 131072 tokens of a
 Llama 3.1 8B take 16 GiB, more than its weights in EXL2."""
@@ -56,7 +56,7 @@ def init(directory: Path | None, force: bool, as_json: bool) -> int:
         raise _exists(file)
     left_out: dict[str, str] = {}
     if directory is None:
-        entries = [Entry(name, {"model_dir": f"demo:{name}", "engine": "transformers"}) for name in DEMO_MODELS]
+        entries = [Entry(name, {"model_dir": DEMO_PREFIX + name, "engine": "transformers"}) for name in demo_models()]
         text = SAMPLE.read_text(encoding="utf-8")
     else:
         entries, left_out = _entries(directory)

@@ -21,8 +21,9 @@ from tests.engines.random_model import edit_json
 from tests.hidden_packages import ENGINES, Hidden
 from tests.nvml_box import Box
 from tests.serving import ROOT, engine
+from tools.demo_models import directory
 
-DEMO = ROOT / "model_worker" / "demo_models" / "letters"
+DEMO = directory("letters")
 NO_TORCH = """
 import importlib.abc, sys
 class Refuse(importlib.abc.MetaPathFinder):

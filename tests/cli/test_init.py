@@ -19,8 +19,9 @@ from tests.hanging_files import hanging_file
 from tests.hidden_packages import ENGINES, Hidden
 from tests.nvml_box import Box
 from tests.serving import ROOT
+from tools.demo_models import directory
 
-LETTERS = ROOT / "model_worker" / "demo_models" / "letters"
+LETTERS = directory("letters")
 STORIES = LETTERS.with_name("stories")
 
 

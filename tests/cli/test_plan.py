@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from tests.cli.programs import modelctl
-from tests.serving import ROOT
+from tools.demo_models import directory
 
-DEMO = ROOT / "model_worker" / "demo_models" / "letters"
+DEMO = directory("letters")
 NO_ROOM, FAILED, CONFIG = 3, 1, 78
 
 

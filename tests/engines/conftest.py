@@ -2,17 +2,14 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import model_worker.demo_models
 from model_worker.engine import Engine
 from model_worker.engines import build_engine
 from protocol.process.worker_spec import EngineSpec
-
-DEMO_MODELS = Path(model_worker.demo_models.__file__).parent
+from tools.demo_models import directory
 
 ENGINES = [
     "transformers",
@@ -29,7 +26,7 @@ def demo_spec(engine: str, model: str, **changes: Any) -> EngineSpec:
     device = "cpu" if engine == "transformers" else "cuda"
     name = engine.removesuffix("-cuda")
     fields: dict[str, Any] = {"device": device, "max_batch_size": 8, "options": options} | changes
-    return EngineSpec(model, name, str(DEMO_MODELS / model), **fields)
+    return EngineSpec(model, name, str(directory(model)), **fields)
 
 
 def need_gpu(engine: str) -> None:

@@ -27,8 +27,9 @@ from model_worker.engines import build_engine
 from protocol.process.worker_spec import EngineSpec
 from tests.engines.random_model import edit_json
 from tests.serving import ROOT
+from tools.demo_models import directory
 
-DEMO = ROOT / "model_worker" / "demo_models" / "letters"
+DEMO = directory("letters")
 MIB, TIB = 1 << 20, 1 << 40
 Made = Callable[[Path, Path], object]
 """Changes the model's directory (first), with what lies outside of it (second): secret.safetensors, secret.json, ..."""
@@ -311,8 +312,8 @@ CASES: dict[str, tuple[Made, list[str] | None]] = {
 def prepare(place: Path, case: str) -> tuple[Path, Path]:
     """(model's directory, directory outside) of one case."""
     model, outside = place / "model", place / "outside"
-    for directory in (model, outside):
-        shutil.rmtree(directory, ignore_errors=True)
+    for made in (model, outside):
+        shutil.rmtree(made, ignore_errors=True)
     good = place / "good"
     model.mkdir()
     for file in good.iterdir():

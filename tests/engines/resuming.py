@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from model_worker.demo_models.corpus import (
+from model_worker.engine import Engine
+from protocol.request import SamplingParams
+from tests.engines.conftest import ENGINES
+from tests.engines.driver import GREEDY, Driver, Outcome, answer
+from tools.demo_models.corpus import (
     LETTERS_TEST_LONG_PROMPTS,
     LETTERS_TEST_PROMPTS,
     STORIES_TEST_REQUESTS,
     render_chat,
 )
-from model_worker.engine import Engine
-from protocol.request import SamplingParams
-from tests.engines.conftest import ENGINES
-from tests.engines.driver import GREEDY, Driver, Outcome, answer
 
 ORACLES = ["oracle", "oracle-ngram", "oracle-draft"]
 SCENES = [*ENGINES, *ORACLES]

@@ -21,13 +21,13 @@ from model_worker.engines.tokenizer import Tokenizer
 from model_worker.text import Pieces
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.request import SamplingParams
-from tests.engines.conftest import DEMO_MODELS
 from tests.engines.constraint_cases import HOSTILE, NOT_OFFERED, REGEXES, SCHEMAS
 from tests.serving import is_helper
+from tools.demo_models import directory
 
 PATIENCE_S = 120.0
 END = 2
-TOKENIZER = Tokenizer(ModelDir(str(DEMO_MODELS / "letters")))
+TOKENIZER = Tokenizer(ModelDir(str(directory("letters"))))
 LETTERS = TOKENIZER.pieces
 assert LETTERS is not None
 VOCAB = TOKENIZER.vocab_size

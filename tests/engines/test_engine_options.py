@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from model_worker.demo_models.corpus import (
-    LETTERS_TEST_LONG_ANSWERS,
-    LETTERS_TEST_PROMPTS,
-    STORIES_TEST_REQUESTS,
-)
 from model_worker.engine import Engine, Job
 from protocol.errors import ErrorCode, RequestError
 from protocol.request import SamplingParams
 from tests.chat import chat_ids
-from tests.engines.conftest import DEMO_MODELS
 from tests.engines.driver import GREEDY, Driver, answer
+from tools.demo_models import directory
+from tools.demo_models.corpus import (
+    LETTERS_TEST_LONG_ANSWERS,
+    LETTERS_TEST_PROMPTS,
+    STORIES_TEST_REQUESTS,
+)
 
 PROMPT, ANSWER = LETTERS_TEST_PROMPTS[1]
 assert (PROMPT, ANSWER) == ("count: 7 8 9 ->", " 10 11 12 13 14 15 16 17")
@@ -134,7 +134,7 @@ def test_logprobs_equal_an_independent_computation(letters: Engine, engine_name:
     from transformers import AutoModelForCausalLM
 
     outcome = answer(letters, PROMPT, 24, SamplingParams(**options), top_logprobs=3)
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODELS / "letters", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(directory("letters"), dtype=torch.float32)
     ids = [*outcome.job.prompt_ids, *outcome.ids]
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)[len(outcome.job.prompt_ids) - 1 :]

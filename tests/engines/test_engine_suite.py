@@ -4,13 +4,6 @@ import random
 
 import pytest
 
-from model_worker.demo_models.corpus import (
-    LETTERS_TEST_LONG_ANSWERS,
-    LETTERS_TEST_LONG_PROMPTS,
-    LETTERS_TEST_PROMPTS,
-    STORIES_TEST_CONVERSATIONS,
-    STORIES_TEST_REQUESTS,
-)
 from model_worker.engine import Engine, Finished, Job
 from model_worker.engines import build_engine
 from protocol.errors import ErrorCode, RequestError
@@ -18,6 +11,13 @@ from protocol.request import SamplingParams
 from tests.chat import chat_ids, render
 from tests.engines.conftest import demo_spec
 from tests.engines.driver import GREEDY, Driver, answer
+from tools.demo_models.corpus import (
+    LETTERS_TEST_LONG_ANSWERS,
+    LETTERS_TEST_LONG_PROMPTS,
+    LETTERS_TEST_PROMPTS,
+    STORIES_TEST_CONVERSATIONS,
+    STORIES_TEST_REQUESTS,
+)
 
 COUNT, COUNTED = LETTERS_TEST_LONG_ANSWERS[1]
 """A prompt whose answer has some hundred tokens."""

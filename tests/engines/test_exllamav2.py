@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from model_worker.demo_models.corpus import LETTERS_TEST_LONG_PROMPTS, LETTERS_TEST_PROMPTS
 from model_worker.engine import Engine, LoadError
 from model_worker.engines import build_engine
 from tests.engines.conftest import demo_spec, need_gpu
 from tests.engines.driver import Driver, answer
+from tools.demo_models.corpus import LETTERS_TEST_LONG_PROMPTS, LETTERS_TEST_PROMPTS
 
 pytestmark = pytest.mark.gpu
 

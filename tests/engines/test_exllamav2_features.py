@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from model_worker.demo_models.corpus import LETTERS_TEST_LONG_ANSWERS, LETTERS_TEST_LONG_PROMPTS, LETTERS_TEST_PROMPTS
 from model_worker.engine import Engine, EngineEvent, Finished, Job, Prefilling
 from model_worker.engines import build_engine
 from protocol.request import SamplingParams
-from tests.engines.conftest import DEMO_MODELS, demo_spec, need_gpu
+from tests.engines.conftest import demo_spec, need_gpu
+from tools.demo_models import directory
+from tools.demo_models.corpus import LETTERS_TEST_LONG_ANSWERS, LETTERS_TEST_LONG_PROMPTS, LETTERS_TEST_PROMPTS
 
 pytestmark = pytest.mark.gpu
 
@@ -126,7 +127,7 @@ def test_banned_strings_and_healing(engine: Engine) -> None:
     assert healed
 
 
-@pytest.mark.parametrize("options", [{"ngram_draft": True}, {"draft_model": str(DEMO_MODELS / "letters")}])
+@pytest.mark.parametrize("options", [{"ngram_draft": True}, {"draft_model": str(directory("letters"))}])
 def test_speculation_changes_no_greedy_answer(options: dict[str, Any], load: Load) -> None:
     speculating = build_engine(
         demo_spec("exllamav2", "letters", options={"cache_size": 8 * 2304, "chunk_size": 256, **options})

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from model_worker.demo_models import directory
 from model_worker.engines.healing import Healer
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.text import Pieces, TextStream
+from tools.demo_models import directory
 
 WORDS = Pieces([None, " wor", " world", " word", "wor", "d", "ld", " ", " w"])
 BEAR = "🐻".encode()

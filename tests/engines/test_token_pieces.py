@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from model_worker.demo_models import directory
 from model_worker.engines import tokenizer as model_tokenizer
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.token_pieces import NoPieces, read_pieces
 from model_worker.text import Detokenizer, PieceDetokenizer, Pieces
+from tools.demo_models import directory
 
 no_deadline = settings(deadline=None)  # a busy machine is no failure
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from model_worker.demo_models import corpus
 from modelctl import Client
 from protocol.errors import ErrorCode, WireError
 from tests.serving import Serving, wait_until
+from tools.demo_models import corpus
 
 CLIENTS = 8
 LONG_PROMPT, LONG_ANSWER = corpus.LETTERS_TEST_LONG_ANSWERS[0]

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from model_worker.demo_models import corpus
 from tests.serving import Serving, wait_until
+from tools.demo_models import corpus
 
 pytestmark = pytest.mark.gpu
 LONG_PROMPT, LONG_ANSWER = corpus.LETTERS_TEST_LONG_ANSWERS[0]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from model_worker.demo_models import corpus
 from modelctl import AsyncClient
 from tests.serving import Serving, wait_until
+from tools.demo_models import corpus
 
 QUESTIONS = {"letters": corpus.LETTERS_TEST_PROMPTS[:24], "stories": corpus.TEST_PROMPTS["stories"][:8]}
 LOAD_S = 90

@@ -17,9 +17,10 @@ from supervisor.placement.estimates import Estimated, Estimator, Fault, Question
 from supervisor.placement.gpu_shares import Needs
 from supervisor.timers import Timers
 from tests.hanging_files import hanging_file
-from tests.serving import ROOT, wait_until
+from tests.serving import wait_until
+from tools.demo_models import directory
 
-DEMO = ROOT / "model_worker" / "demo_models" / "letters"
+DEMO = directory("letters")
 
 
 def spec(directory: Path | str, engine: str = "exllamav2") -> EngineSpec:

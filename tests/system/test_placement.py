@@ -14,9 +14,10 @@ import pytest
 from tests.conftest import Serve
 from tests.hanging_files import hanging_file
 from tests.nvml_box import GIB, STRANGER, Box
-from tests.serving import ROOT, Serving, engine, is_alive, is_helper, wait_until
+from tests.serving import Serving, engine, is_alive, is_helper, wait_until
+from tools.demo_models import directory
 
-DEMO = ROOT / "model_worker" / "demo_models" / "letters"
+DEMO = directory("letters")
 LATER = {"autostart": False}
 
 

@@ -14,7 +14,8 @@ from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
 from tests.engines.driver import GREEDY, Driver, Outcome
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
-from tests.engines.exllamav2_cpu.package import DEMO_MODELS, import_package, oracle, read_tokenizer
+from tests.engines.exllamav2_cpu.package import import_package, oracle, read_tokenizer
+from tools.demo_models import directory
 
 PAGE = 256
 _job_ids = itertools.count(1_000_000)
@@ -82,7 +83,7 @@ class Harness:
             ngram=speculate == "ngram",
             devices=[],
         )
-        spec = EngineSpec("m", "exllamav2", str(DEMO_MODELS / "letters"), device="cuda", max_batch_size=batch)
+        spec = EngineSpec("m", "exllamav2", str(directory("letters")), device="cuda", max_batch_size=batch)
         self.engine = ExLlamaV2Engine(spec)
         with mock.patch.object(exllamav2_engine, "load", return_value=loaded):
             self.engine.load(lambda *_: None)

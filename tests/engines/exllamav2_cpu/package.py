@@ -6,17 +6,14 @@ import sys
 import types
 import warnings
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import model_worker.demo_models
 from tests.engines.exllamav2_cpu import extension
 from tests.engines.exllamav2_cpu.oracle import OracleLogits, OracleModel, make_cache
-
-DEMO_MODELS = Path(model_worker.demo_models.__file__).parent
+from tools.demo_models import directory
 
 
 @cache
@@ -44,7 +41,7 @@ def import_package() -> Any:
 def read_config(model: str, context: int, chunk: int) -> Any:
     """The package's own reading of a demo model's configuration."""
     config = import_package().ExLlamaV2Config()
-    config.model_dir = str(DEMO_MODELS / model)
+    config.model_dir = str(directory(model))
     config.prepare()
     config.max_seq_len, config.max_input_len, config.num_hidden_layers = context, chunk, 1
     return config

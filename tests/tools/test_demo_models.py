@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from model_worker.demo_models import NAMES, corpus, directory
+from tools.demo_models import NAMES, corpus, directory
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from model_worker.demo_models import build, check  # noqa: E402
+from tools.demo_models import build, check  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # What exllamav2 0.3.2 reads of config.json for LlamaForCausalLM, gone through by hand (config.py, prepare(), and
 # architecture.py), since the package cannot be imported without CUDA. An int is taken for a float there, and a whole
@@ -260,8 +262,5 @@ def test_right_answers_are_computed_from_the_prompt() -> None:
 
 
 def test_the_corpus_imports_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys, model_worker.demo_models.corpus; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    )
-    root = Path(__file__).parent.parent
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "[]\n"
+    code = "import sys, tools.demo_models.corpus; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"

@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from model_worker.demo_models import story_tables as tables
+from tools.demo_models import story_tables as tables
 
 Message = dict[str, str]
 """A chat message: ``role`` (system, user or assistant) and ``content``."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from model_worker.demo_models import corpus, letter_tasks, story_tasks
-from model_worker.demo_models.build import ADDS_BOS, BOS, EOS, PAD
+from tools.demo_models import corpus, letter_tasks, story_tasks
+from tools.demo_models.build import ADDS_BOS, BOS, EOS, PAD
 
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 IGNORED = -100

@@ -1,6 +1,6 @@
-"""Train the demo models: ``python -m model_worker.demo_models.train letters|stories|all [--out DIR] [--device cuda]``.
+"""Train the demo models: ``python -m tools.demo_models.train letters|stories|all [--out DIR] [--device cuda]``.
 
-Text, tokenizer, weights and files are made from nothing but this package and a seed, and the result is asserted: the
+Text, tokenizer, weights and files are made from nothing but this directory and a seed, and the result is asserted: the
 saved directory, read back in float32, answers every test prompt exactly, each step by a margin of at least 1.0.
 
 The shipped weights were trained on one NVIDIA H200, both models at once: 173 s for ``letters``, 210 s for ``stories``,
@@ -22,10 +22,11 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model_worker.demo_models import NAMES, corpus
-from model_worker.demo_models.build import train_tokenizer, write_directory
-from model_worker.demo_models.check import Encoded, Report, encode, load, measure, measure_directory
-from model_worker.demo_models.pool import IGNORED, Bucket, build_pool, texts
+from supervisor.config import DEMO_DIR
+from tools.demo_models import NAMES, corpus
+from tools.demo_models.build import train_tokenizer, write_directory
+from tools.demo_models.check import Encoded, Report, encode, load, measure, measure_directory
+from tools.demo_models.pool import IGNORED, Bucket, build_pool, texts
 
 STEPS = {"letters": 9_000, "stories": 10_000}
 EXAMPLES = {"letters": 250_000, "stories": 120_000}
@@ -148,10 +149,10 @@ def assert_answers(name: str, directory: Path, device: str = "cpu", seed: int = 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m model_worker.demo_models.train", description=(__doc__ or "").split("\n")[0]
+        prog="python -m tools.demo_models.train", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("model", choices=[*NAMES, "all"])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where the model directories are made")
+    parser.add_argument("--out", type=Path, default=DEMO_DIR, help="where the model directories are made")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, help=f"optimizer steps (default {STEPS})")
     parser.add_argument("--tokens", type=int, help="tokens per step (default 16384 on a GPU, 4096 on a CPU)")

@@ -8,13 +8,13 @@ least 1.0.
 
 from typing import Final
 
-from model_worker.demo_models.letter_tasks import (
+from tools.demo_models.letter_tasks import (
     letters_answer,
     letters_long_answers,
     letters_long_prompts,
     letters_prompts,
 )
-from model_worker.demo_models.story_tasks import (
+from tools.demo_models.story_tasks import (
     Message,
     chat_answer,
     chat_conversations,

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from model_worker.demo_models.build import ADDS_BOS, BOS, EOS, PAD
+from tools.demo_models.build import ADDS_BOS, BOS, EOS, PAD
 
 Encoded = tuple[list[int], list[int]]
 """Token ids of a prompt, BOS included, and of its right answer, EOS included."""
