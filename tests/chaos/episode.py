@@ -94,7 +94,7 @@ class Episode:
         self._admin.drain()
         for each in self._parties:
             each.drain()
-            if self._faults.flooded:
+            if self._faults.may_turn_away:
                 each.try_again()
         self._happened.stalled_s = max(self._happened.stalled_s, time.monotonic() - began - wait)
 

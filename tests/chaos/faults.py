@@ -53,8 +53,9 @@ class Faults:
 
     closed = False
     """Nobody may connect."""
-    flooded = False
-    """Who connects may be turned away."""
+    may_turn_away = False
+    """A client that connects may be turned away, after a flood and while descriptors were short. The supervisor counts
+    its descriptors once a second, so it turns clients away for a second more."""
 
     def __init__(
         self,
@@ -109,15 +110,15 @@ class Faults:
             target.close()
 
     def turns_away(self) -> bool:
-        """Whether nobody can connect yet, after a flood."""
-        if self.flooded:
+        """Return whether nobody can connect yet, after a flood or a shortage of descriptors."""
+        if self.may_turn_away:
             for port in ("front", "admin"):
                 with socket.socket(socket.AF_UNIX) as connection:
                     try:
                         connection.connect(str(self._serving.runtime_dir / port))
                     except OSError:
                         return True
-        self.flooded = False
+        self.may_turn_away = False
         return False
 
     def aim(self, fault: FaultPlan, *, ready: bool = False) -> Target | None:
@@ -197,10 +198,11 @@ class Faults:
         system lowers that below what is in use.
         """
         states = set() if self._paused else {m["state"] for m in self._serving.overview()["models"]}
-        if self._connecting() or self.flooded or not states or not states <= {"ready", "unloaded", "stopped", "failed"}:
+        at_rest = bool(states) and states <= {"ready", "unloaded", "stopped", "failed"}
+        if self._connecting() or self.may_turn_away or not at_rest:
             self._log("  not now: somebody is about to connect")
             return
-        self.closed = True
+        self.closed = self.may_turn_away = True
         self._undo.append(lambda: setattr(self, "closed", False))
         self._limit(resource.RLIMIT_NOFILE, len(os.listdir(f"/proc/{self._serving.pid}/fd")), self._undo)
         self._kill(fault)
@@ -233,7 +235,7 @@ class Faults:
         if self.closed:
             self._later(AGAIN_S, lambda: self._flood(fault))
             return
-        self.flooded = True
+        self.may_turn_away = True
         flood: list[socket.socket] = []
         self._undo.append(lambda: [connection.close() for connection in flood] and None)
         try:
