@@ -57,7 +57,7 @@ def device_times(calls: list[Call], replays: int = 9) -> list[float]:
     times: list[list[float]] = [[] for _ in calls]
     for replay in range(replays + 2):
         for graph, found in zip(graphs, times, strict=True):
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             before.record()
             graph.replay()
             after.record()

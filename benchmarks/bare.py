@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from benchmarks.harness import Request, Run, spec_of
-from model_worker.engine import Finished, Job, Prefilling
+from model_worker.engine import Failed, Finished, Job, Prefilling
 from model_worker.engines import build_engine
 from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
@@ -104,6 +104,8 @@ class BareEngine:
             now = time.perf_counter()
             going_on = 0
             for event in events:
+                if isinstance(event, Failed):
+                    raise event.error
                 if isinstance(event, Prefilling):
                     continue
                 going_on += bool(streams[event.job])

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,12 @@ def hang_all(scratch: Path, count: int) -> list[Result]:
 
         def rounds(model: str, how: Callable[[Hanger, int], None], tally: Tally, times: int) -> Callable[[], None]:
             hanger = Hanger(server, model, tally)
-            return lambda: [how(hanger, number) for number in range(times)] and None
+
+            def run() -> None:
+                for number in range(times):
+                    how(hanger, number)
+
+            return run
 
         def bystander() -> None:
             with server.client() as client:
@@ -243,7 +249,7 @@ def be_slow(server: Server, seconds: float, slow_loads: list[str], prompts: dict
             os.kill(pid, signal.SIGCONT)
             pauses[0] += 1
 
-    works = [lambda m=m: load(m) for m in slow_loads] + [lambda m=m: ask(m) for m in prompts]  # type: ignore[misc]
+    works = [partial(load, model) for model in slow_loads] + [partial(ask, model) for model in prompts]
     together([*works, pause])
     output = log.read_text()
     return [

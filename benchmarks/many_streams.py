@@ -132,7 +132,7 @@ class ManyStreams:
     def _send(self, line: _Line, frame: bytes) -> None:
         line.socket.send(frame, zmq.NOBLOCK)
         # sending can use up the descriptor's edge: what has come meanwhile would wait for the next message
-        if line.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if int(line.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._drain(line)
 
     def _take(self, line: _Line, frame: bytes) -> None:

@@ -35,7 +35,7 @@ class GpuMemory:
     """Counts GPUs as nvidia-smi does. ``used`` looks at one of them."""
 
     def __init__(self, gpu: int) -> None:
-        import pynvml  # type: ignore[import-untyped]
+        import pynvml
 
         pynvml.nvmlInit()
         self._nvml = pynvml

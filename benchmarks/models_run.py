@@ -101,7 +101,8 @@ def like_its_twin(server: Server, model: str, twin: str, made: dict[str, Any], q
         server.wait_state(name, "ready")
         said.append(answers(server, name, fields, ENOUGH if demo else TOKENS, BATCH if demo else 1))
         server.modelctl("stop", name)
-    return compare(model, "its dequantised fp16 twin's", *said, must_equal=demo)
+    own, of_twin = said
+    return compare(model, "its dequantised fp16 twin's", own, of_twin, must_equal=demo)
 
 
 def cancelled(server: Server, model: str, request: Request, story: Story) -> Result:

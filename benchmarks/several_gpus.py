@@ -119,7 +119,8 @@ def over_two(made: dict[str, Any], model: str, keys: dict[str, Any], held: Memor
         print(f"{label}: on {status['device']}; {status['attention']}; holds {places} (bytes by GPU)", flush=True)
     results = [Result(f"{label}: loaded in", float(status["load_seconds"]), "s")] if parallel else []
     results += [Result(f"{label}: memory on GPU {gpu}", places.get(gpu, 0) / GIB, "GiB", ">= 0.8") for gpu in (0, 1)]
-    results += compare(label, "one GPU's", *answers, must_equal=not parallel)
+    of_two, of_one = answers
+    results += compare(label, "one GPU's", of_two, of_one, must_equal=not parallel)
     for streams, two, one in zip(PARALLEL_STREAMS, *rates, strict=True) if parallel else ():
         results += [
             Result(f"{label}: {streams} streams", two, "tok/s"),

@@ -75,7 +75,7 @@ async def left(client: AsyncClient, runtime_dir: Path, number: int) -> bool:
 async def bad(client: AsyncClient, runtime_dir: Path, number: int) -> bool:
     model, fields, code = _BAD[number % len(_BAD)]
     try:
-        await client.complete(model, **fields)  # type: ignore[arg-type]
+        await client.complete(model, **fields)
     except WireError as e:
         return e.code.wire_name == code
     return False

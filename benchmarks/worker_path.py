@@ -76,6 +76,8 @@ class PacedEngine:
 
     chat_template = None
 
+    constraints = None
+
     def encode_rendered(self, text: str) -> list[int]:
         raise NotImplementedError
 

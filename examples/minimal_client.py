@@ -40,7 +40,7 @@ def connect(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], endpoint: str
 
 
 def main(model: str, prompt: str, max_tokens: str = "200") -> None:
-    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     for option, value in {**OPTIONS, **HEARTBEATS}.items():
         dealer.setsockopt(option, value)
     monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED)

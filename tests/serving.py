@@ -35,7 +35,7 @@ def engine(kind: str = "DeterministicEngine", *, step_s: float = 0.002, **keys: 
     return {"model_dir": ".", "engine": f"{ENGINES}:{kind}", "options": {"step_s": step_s, **options}, **keys}
 
 
-def wait_until(condition: Callable[[], T], within: float = WITHIN, what: str = "") -> T:
+def wait_until(condition: Callable[[], T | None], within: float = WITHIN, what: str = "") -> T:
     """The first true value of ``condition``. After ``within`` seconds fails, saying ``what`` was waited for."""
     deadline = time.monotonic() + within
     while True:

@@ -31,11 +31,13 @@ def to_message(kind: Kind, fields: dict[str, Any]) -> Message:
         bodies = [pack_event(event["token_ids"], event["map"]) for event in values["events"]]
         index = [EventEntry(*entry) for entry in values["index"]]
         return Events(values["channel"], values["generation"], index, b"".join(bodies))
-    return MESSAGE_CLASSES[kind](**{n: pack_body(v) if n == "body" else v for n, v in values.items()})
+    arguments: dict[str, Any] = {n: pack_body(v) if n == "body" else v for n, v in values.items()}
+    return MESSAGE_CLASSES[kind](**arguments)
 
 
 def to_fields(message: Message) -> dict[str, Any]:
     """Return a message as the ``fields`` of a vector."""
+    fields: dict[str, Any]
     if isinstance(message, Events):
         events = [unpack_event(entry, event) for entry, event in split_events(message)]
         fields = {
@@ -45,7 +47,7 @@ def to_fields(message: Message) -> dict[str, Any]:
             "events": [{"token_ids": ids, "map": fields} for ids, fields in events],
         }
     else:
-        fields = {name: getattr(message, name) for name in type(message).__annotations__ if name != "kind"}
+        fields = {n: getattr(message, n) for n in type(message).__annotations__ if n != "kind"}
         fields = {name: unpack_body(value) if name == "body" else value for name, value in fields.items()}
     marked: dict[str, Any] = to_json(fields)
     return marked
