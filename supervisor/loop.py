@@ -69,10 +69,10 @@ from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import Reactor
 from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.in_flight import ToClient, ToWorker
-from supervisor.requests.parking import TOKENS_PER_MS
 from supervisor.requests.pending_queries import Asker, PendingQueries
 from supervisor.requests.refusals import refusal
 from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.worker_events import TOKENS_PER_MS
 from supervisor.requests.worker_slots import WorkerSlot
 from supervisor.runtime_dir import RuntimeDir
 from supervisor.runtime_watch import CHECK_S as RUNTIME_CHECK_S

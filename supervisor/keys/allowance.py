@@ -5,7 +5,7 @@ bytes each, as the queue does. Each token of an answer is taken when it comes. T
 knows in advance how long an answer will be, and a running stream is not slowed. A new request is admitted while any
 tokens are left. So over time a key gets no more than its rate. In a short time it gets no more than one minute's tokens
 plus the remaining answers of its running requests. A constraint that a worker compiles for the key takes tokens, too,
-once it is compiled (``supervisor.requests.parking``).
+once it is compiled (``supervisor.requests.worker_events``).
 """
 
 from dataclasses import dataclass

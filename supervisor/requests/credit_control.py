@@ -69,7 +69,23 @@ class CreditControl:
         self._holding.pop(request, None)
 
     def release(self, request: InFlight, now: float, *, all_of_it: bool = False) -> tuple[list[ToClient], int]:
-        """Held events that may go, in order: a terminal event needs no credit. (frame, flags of the last event)."""
+        """Take out held events in order, as far as credit goes. A terminal event needs no credit.
+
+        all_of_it  take out all events, whatever the credit
+
+        Returns the frames to send, PINGs for credit in advance included, and the flags of the last event; 0 if none.
+        """
+        frames, last = self._take_held(request, now, all_of_it=all_of_it)
+        while request.holds:
+            pings = self.advances.use(request)
+            if request.credit <= 0:
+                break
+            more, last = self._take_held(request, now)
+            frames += [*more, *pings]
+        return frames, last
+
+    def _take_held(self, request: InFlight, now: float, *, all_of_it: bool = False) -> tuple[list[ToClient], int]:
+        """Take out held events as far as the present credit goes."""
         held = len(request.held)
         count = held if all_of_it else min(held, max(0, request.credit))
         if count == held - 1 and not all_of_it and request.held_terminal:

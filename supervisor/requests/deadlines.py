@@ -4,11 +4,17 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
+from protocol.errors import ErrorCode, WireError
 from supervisor.requests.in_flight import InFlight
+
+LIMITS = ("queue_ms", "ttft_ms", "deadline_ms")
+"""The time limits that a request's route may have."""
+CANCEL = "cancel"
+"""The time until which a worker has to confirm that it has let a cancelled request go."""
 
 
 class Deadlines:
-    """(when, what, whose), earliest first.
+    """Entries (when, which limit, whose), earliest first. Times are monotonic seconds.
 
     is_live  whether an entry of this request still matters
     """
@@ -19,9 +25,15 @@ class Deadlines:
         self._ties = count()
         self._clear_at = 1024
 
-    def add(self, when: float, what: str, request: InFlight) -> None:
-        """what: "queue_ms", "ttft_ms" or "deadline_ms"."""
-        heapq.heappush(self._heap, (when, next(self._ties), what, request))
+    def add_limits(self, request: InFlight) -> None:
+        """Watch the limits that a new request has."""
+        for limit in LIMITS:
+            if (milliseconds := getattr(request.route, limit)) is not None:
+                self.add(request.accepted + milliseconds / 1000, limit, request)
+
+    def add(self, when: float, limit: str, request: InFlight) -> None:
+        """limit: one of ``LIMITS``, or ``CANCEL``."""
+        heapq.heappush(self._heap, (when, next(self._ties), limit, request))
         if len(self._heap) > self._clear_at:
             self._heap = [entry for entry in self._heap if self._is_live(entry[3])]
             heapq.heapify(self._heap)
@@ -29,16 +41,34 @@ class Deadlines:
 
     @property
     def earliest(self) -> float | None:
-        """When to ask next, monotonic seconds; None: there is nothing to wait for."""
+        """When ``take`` next returns something, at the earliest. None if there is nothing to wait for."""
         while self._heap and not self._is_live(self._heap[0][3]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def take(self, now: float) -> list[tuple[str, InFlight]]:
-        """Everything that is due."""
+        """Remove and return everything that is due: (which limit, whose)."""
         due = []
         while self._heap and self._heap[0][0] <= now:
-            _, _, what, request = heapq.heappop(self._heap)
+            _, _, limit, request = heapq.heappop(self._heap)
             if self._is_live(request):
-                due.append((what, request))
+                due.append((limit, request))
         return due
+
+
+def is_met(limit: str, request: InFlight) -> bool:
+    """Return whether a request has got in time what this limit is about."""
+    if limit == "queue_ms":
+        return request.started is not None
+    return limit == "ttft_ms" and request.has_tokens
+
+
+def too_late(limit: str, request: InFlight) -> WireError:
+    """Return the error that ends a request which has exceeded this limit of its route."""
+    milliseconds = getattr(request.route, limit)
+    if limit == "queue_ms":
+        message = f"the request waited for a worker for {milliseconds} ms, which is its queue_ms"
+        return WireError(ErrorCode.QUEUE_TIMEOUT, message, field="route.queue_ms")
+    awaited = "its first token" if limit == "ttft_ms" else "the end of its answer"
+    message = f"{awaited} did not come within {milliseconds} ms, which is the request's {limit}"
+    return WireError(ErrorCode.DEADLINE_EXCEEDED, message, field=f"route.{limit}")

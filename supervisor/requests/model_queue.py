@@ -80,12 +80,18 @@ class ModelQueue:
         return any(worker_slot.refusal is None for worker_slot in self.worker_slots.values())
 
     @property
-    def sleeps(self) -> bool:
-        """Whether those who wait need somebody to be woken: no other is on the way, and those that are up are full."""
+    def needs_load(self) -> bool:
+        """Whether an unloaded worker has to be loaded for the requests that wait. It has not while another worker is
+        being loaded, or while all workers are loaded."""
         return any(worker_slot.unloaded for worker_slot in self.worker_slots.values()) and not any(
             worker_slot.refusal is None and not worker_slot.unloaded and not worker_slot.capacity
             for worker_slot in self.worker_slots.values()
         )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model's workers have generated since the supervisor's start, former workers included."""
+        return self.totals.tokens_before + sum(worker_slot.tokens for worker_slot in self.worker_slots.values())
 
     @property
     def running(self) -> int:

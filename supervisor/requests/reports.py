@@ -1,10 +1,40 @@
-"""How far a request is, as its client is told. Pure."""
+"""Report to clients that wait how far their requests are. Pure."""
+
+from collections.abc import Iterator
+from itertools import islice
 
 from protocol.codec import encode, pack_body
 from protocol.messages import Report
-from supervisor.requests.in_flight import InFlight, ToClient
+from supervisor.requests.in_flight import Effect, InFlight, ToClient
+from supervisor.requests.model_queue import ModelQueue
+
+MOST_REPORTS = 256
+"""Reports that are made at once, of each model: counting the places of n requests takes n² steps."""
 
 
 def report(request: InFlight, fields: dict[str, object]) -> ToClient:
     """Return the effect that sends REPORT to the client of a request."""
     return ToClient(request.channel, encode(Report(request.request, pack_body(fields))))
+
+
+def loading(queue: ModelQueue, part: str, done: int, total: int) -> list[Effect]:
+    """Report how far the load of a model is to the clients that wait for it."""
+    if any(worker_slot.capacity for worker_slot in queue.worker_slots.values()):
+        return []  # another worker is up: they wait for room
+    fields = {"phase": "loading", "part": part, "done": done, "total": total}
+    return [report(request, fields) for request in _interested(queue)]
+
+
+def positions(queue: ModelQueue) -> list[Effect]:
+    """Report the place in the queue to each client whose request has moved on since the last report."""
+    effects: list[Effect] = []
+    for request in _interested(queue):
+        if (position := queue.position(request)) != request.reported:
+            request.reported = position
+            effects.append(report(request, {"phase": "queued", "queue_position": position}))
+    return effects
+
+
+def _interested(queue: ModelQueue) -> Iterator[InFlight]:
+    """Yield the waiting requests with ``progress``, except those that only go on behind their first token."""
+    return islice((r for r in queue.all_waiting() if r.route.progress and not r.has_tokens), MOST_REPORTS)

@@ -1,160 +1,215 @@
 """Requests from acceptance to their one terminal event. Pure: messages and times in, effects out; no sockets, no clock.
 
-Every accepted request ends in exactly one terminal event. Four modules see to that: this one handles what clients ask
-and which workers there are, ``deaths`` the ends of workers, ``worker_events`` what workers say, and ``request_table``
-what all of these do to the table of requests.
+Every accepted request ends in exactly one terminal event. These classes see to that. Each calls only those below it:
 
-A request whose worker dies goes back into its model's line with the ids that were delivered, and on in the next worker
-that is free. The modules beside these decide about it: ``model_queue`` (which request is next, and where),
-``credit_control`` (numbers of events, credit), ``poison`` (which payloads deaths are blamed on).
+* ``Scheduler`` handles what clients ask, which workers there are, and deadlines.
+* ``WorkerEvents`` handles what workers say about their jobs, and ``WorkerEnds`` how workers end.
+* ``RequestTable`` has the requests. It gives them to workers and ends them. It asks ``ModelQueue`` (which request is
+  next, and where), ``CreditControl`` (numbers of events, credit) and ``PoisonTracker`` (which payloads deaths are
+  blamed on).
+
+When a worker dies, its requests go back into their model's queue with the token ids that were delivered. The next
+worker that is free goes on with them.
 """
 
-from itertools import islice
-
+from protocol import limits
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Accepted, Generate
-from supervisor.requests.credit_control import SendBufferLimits
-from supervisor.requests.deaths import Deaths
+from supervisor.requests import reports
+from supervisor.requests.credit_control import CreditControl, SendBufferLimits
+from supervisor.requests.deadlines import CANCEL, is_met, too_late
 from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
-from supervisor.requests.poison import PoisonPolicy
+from supervisor.requests.poison import PoisonPolicy, PoisonTracker
 from supervisor.requests.refusals import refusal
-from supervisor.requests.reports import report
 from supervisor.requests.request_phase import RequestPhase
+from supervisor.requests.request_table import RequestTable
 from supervisor.requests.route import read_route
 from supervisor.requests.send_buffer import SendBuffer
+from supervisor.requests.worker_ends import WorkerEnds
+from supervisor.requests.worker_events import WorkerEvents
 from supervisor.requests.worker_slots import Affinity, WorkerSlot
 
 UNLIMITED = 1 << 32
 """Credit for everything that a stream may still hold."""
 CONFIRM_S = 1.0
 """How long a worker is given to confirm a cancel, before the client is told without it."""
-MOST_REPORTS = 256
-"""Queue positions that are reported at once, of each model: counting them is quadratic."""
 
 
-class Scheduler(Deaths):
-    """The table of requests of all models and connections. One writer: the supervisor's loop.
+class Scheduler:
+    """The requests of all models and connections. One writer: the supervisor's loop.
 
     Times are monotonic seconds. A worker is known by its name, which is one model's.
+
+    window   events that a stream may be ahead of its client's grants
+    holds    how much may be held for clients that read slowly
+    strikes  when a payload is refused because workers died of it
     """
 
+    def __init__(
+        self,
+        *,
+        window: int = limits.STREAM_WINDOW,
+        holds: SendBufferLimits | None = None,
+        strikes: PoisonPolicy | None = None,
+    ) -> None:
+        self._credit = CreditControl(window, holds)
+        self._poison = PoisonTracker(strikes or PoisonPolicy())
+        self._table = RequestTable(self._credit, self._poison)
+        self._worker_events = WorkerEvents(self._table)
+        # What workers say and how they end does not concern this class. Callers reach the classes that handle it
+        # without a detour.
+        self.events = self._worker_events.events
+        self.prefill = self._worker_events.prefill
+        self.parked = self._worker_events.parked
+        self.compiled = self._worker_events.compiled
+        worker_ends = WorkerEnds(self._table)
+        self.worker_gone = worker_ends.worker_gone
+        self.finds_culprit = worker_ends.finds_culprit
+        self.end_running = worker_ends.end_running
+        self.end_waiting = worker_ends.end_waiting
+        self.release_held = worker_ends.release_held
+
     def leave(self, error: WireError) -> None:
-        """Take no new requests from now on, whatever becomes of the models: the supervisor is shutting down.
+        """Accept no new requests, whatever becomes of the models: the supervisor is shutting down.
 
         error  what new requests are told, and those that still wait when the last worker of their model goes
         """
-        self._leaving = error
+        self._table.leaving = error
+
+    # --- counts ---------------------------------------------------------------------------------------------------
+
+    def counts(self, model: str) -> tuple[int, int]:
+        """Return how many requests of a model (run, wait). Requests whose worker has yet to confirm a cancel run."""
+        queue = self._table.queues[model]
+        return queue.running, queue.waiting
+
+    def work(self, worker: str) -> tuple[int, int]:
+        """Return (requests that a worker has, tokens that it and its predecessors have generated)."""
+        worker_slot = self._table.slot_of(worker)
+        return len(worker_slot.running), worker_slot.tokens
+
+    def worker_slot(self, worker: str) -> WorkerSlot | None:
+        """Return the worker slot for the fast path, which does not call ``events``.
+
+        Return None where a waiting request may depend on each single event, and for a worker that was removed.
+        """
+        queue = self._table.queue_of_worker.get(worker)
+        return None if queue is None or queue.needs_every_event else queue.worker_slots.get(worker)
+
+    def totals(self, model: str) -> dict[str, int]:
+        """Return counts since the supervisor's start: tokens generated; requests finished, ended with an error, and
+        resumed."""
+        queue = self._table.queues[model]
+        return {
+            "tokens": queue.tokens,
+            "finished": queue.totals.finished,
+            "errors": queue.totals.errors,
+            "resumed": queue.totals.resumed,
+        }
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of events that wait for clients to read."""
+        return self._credit.held_bytes
+
+    @property
+    def dropped_frames(self) -> int:
+        """EVENTS frames of former generations of workers, and events of requests that are over: dropped, counted."""
+        return self._worker_events.dropped
+
+    def channels(self) -> set[int]:
+        """Return the connections with unfinished requests."""
+        return {channel for channel, _ in self._table.live}
+
+    def holds(self, channel: int, request: int) -> bool:
+        """Return whether a request is unfinished, or its worker has yet to let it go."""
+        return (channel, request) in self._table.live
 
     # --- models and their workers ---------------------------------------------------------------------------------
 
     def add_model(self, name: str, limits: QueueLimits | None = None) -> None:
-        """A model without workers."""
-        before = self._models.get(name)
+        """Add a model without workers."""
+        before = self._table.queues.get(name)
         if before is not None:  # it was removed once; requests of then may still be held
             before.limits, before.removed = limits or QueueLimits(), False
         else:
-            self._models[name] = ModelQueue(name, limits or QueueLimits(), {})
+            self._table.queues[name] = ModelQueue(name, limits or QueueLimits(), {})
 
     def add_worker(self, model: str, worker: str, refusal: WireError) -> None:
-        """Another worker of a model, not up."""
-        queue = self._of_worker[worker] = self._models[model]
+        """Add a worker of a model, which is not up.
+
+        refusal  what new requests are told while none of the model's workers takes any
+        """
+        queue = self._table.queue_of_worker[worker] = self._table.queues[model]
         queue.worker_slots[worker] = WorkerSlot(worker, refusal)
 
     def remove_worker(self, worker: str) -> None:
-        """A worker that is stopped will not come back."""
-        queue = self._of_worker.pop(worker)
+        """Remove a worker that is stopped and will not come back."""
+        queue = self._table.queue_of_worker.pop(worker)
         queue.totals.tokens_before += queue.worker_slots.pop(worker).tokens
 
     def remove_model(self, name: str) -> None:
-        """A model whose workers are all removed is not configured any more."""
-        queue = self._models[name]
+        """Refuse requests for a model that is not configured any more. All its workers must have been removed."""
+        queue = self._table.queues[name]
         queue.removed, queue.affinity = True, Affinity()  # the latter may take megabytes
 
     def set_limits(self, model: str, limits: QueueLimits) -> None:
-        """From the next request on."""
-        self._models[model].limits = limits
+        """Replace the limits of a model's queue. Requests that wait already stay."""
+        self._table.queues[model].limits = limits
 
     def set_policies(self, holds: SendBufferLimits, strikes: PoisonPolicy) -> None:
-        """From now on."""
+        """Replace the limits of held events and the poison policy. What is held or remembered already stays."""
         self._credit.bounds, self._poison.policy = holds, strikes
 
     def accept_new(self, worker: str) -> None:
-        """Requests may wait for this worker from now on (it is, or soon will be, running)."""
-        worker_slot = self._of_worker[worker].worker_slots[worker]
+        """Let requests wait for this worker, which is running or soon will be."""
+        worker_slot = self._table.slot_of(worker)
         worker_slot.refusal, worker_slot.unloaded = None, False
 
     def rest(self, worker: str, now: float) -> list[Effect]:
-        """Requests may wait for this worker, which has to be woken for them: there is a ``Wake`` when it is needed."""
-        queue = self._of_worker[worker]
-        worker_slot = queue.worker_slots[worker]
-        worker_slot.refusal, worker_slot.capacity, worker_slot.unloaded = None, 0, True
-        return self._dispatch(queue, now)
+        """Let requests wait for this worker, which has no process: the effect ``Wake`` asks for one when needed."""
+        return self._stop_giving(worker, None, now, unloaded=True)
 
     def pause(self, worker: str, now: float) -> list[Effect]:
-        """The worker gets no other requests and finishes those it has; its successor is to come, and new ones wait."""
-        queue = self._of_worker[worker]
-        worker_slot = queue.worker_slots[worker]
-        worker_slot.refusal, worker_slot.capacity, worker_slot.unloaded = None, 0, False
-        return self._dispatch(queue, now)  # what it was kept free for goes elsewhere
+        """Give the worker no other requests. It finishes those it has. New ones wait, since its successor will come."""
+        return self._stop_giving(worker, None, now)
 
     def refuse_new(self, worker: str, error: WireError, now: float) -> list[Effect]:
-        """Requests do not wait for this worker any more, and it gets no others; those it has it finishes. If none of
-        the model's takes any, this is what new ones are told."""
-        queue = self._of_worker[worker]
-        worker_slot = queue.worker_slots[worker]
-        worker_slot.refusal, worker_slot.capacity, worker_slot.unloaded = error, 0, False
-        return self._dispatch(queue, now)  # what it was kept free for goes elsewhere
+        """Let no requests wait for this worker, and give it no others. It finishes those it has.
+
+        error  what new requests are told if none of the model's workers takes any
+        """
+        return self._stop_giving(worker, error, now)
+
+    def _stop_giving(
+        self, worker: str, refusal: WireError | None, now: float, *, unloaded: bool = False
+    ) -> list[Effect]:
+        worker_slot = self._table.slot_of(worker)
+        worker_slot.refusal, worker_slot.capacity, worker_slot.unloaded = refusal, 0, unloaded
+        # The worker may have been kept free for a request, which now goes to another worker.
+        return self._table.dispatch(self._table.queue_of_worker[worker], now)
 
     def open(
         self, worker: str, generation: int, capacity: int, now: float, *, batch_size: int | None = None
     ) -> list[Effect]:
-        """A worker is ready: give it what waits.
+        """Give requests that wait to a worker that is ready.
 
-        capacity  jobs that it takes at once
-        slots     jobs that it computes at once, the others wait in the worker; None: all of them
+        generation  which of the worker's processes this is
+        capacity    jobs that the worker takes at once
+        batch_size  jobs that it computes at once; the others wait in the worker. None: all of them
         """
-        queue = self._of_worker[worker]
+        queue = self._table.queue_of_worker[worker]
         queue.worker_slots[worker].open(generation, capacity, capacity if batch_size is None else batch_size)
-        return self._dispatch(queue, now)
+        return self._table.dispatch(queue, now)
 
-    def end_waiting(self, worker: str, error: WireError) -> list[Effect]:
-        """This worker will not serve: if none of the model's will, end everything that waits."""
-        queue = self._of_worker[worker]
-        if queue.accepts:
-            return []
-        effects: list[Effect] = []
-        for request in list(queue.all_waiting()):
-            effects += self._withdraw(queue, request)
-            effects += self._end(request, self._leaving or error)
-        return effects
-
-    def release_held(self, worker: str | None, now: float) -> list[Effect]:
-        """The worker is stopped (None: all are): send what requests that it finished still hold. Their end does not
-        wait for credit."""
-        effects: list[Effect] = []
-        for request in [r for r in self._live.values() if r.phase is RequestPhase.HELD and worker in (None, r.worker)]:
-            effects += self._release(request, now, all_of_it=True)
-        return effects
-
-    def end_running(self, worker: str) -> list[Effect]:
-        """The drain's time is over. What cannot go on in another worker ends with DRAINING."""
-        queue = self._of_worker[worker]
-        effects: list[Effect] = []
-        message = f"model {queue.name!r} is being stopped; the request was ended before its time"
-        for request in queue.worker_slots[worker].running.values():
-            if request.phase is RequestPhase.RUNNING and not (queue.accepts and request.resumable):
-                effects += self._abandon(request)
-                effects += self._end_running(request, WireError(ErrorCode.DRAINING, message))
-        return effects
-
-    # --- clients ------------------------------------------------------------------------------------------------
+    # --- clients --------------------------------------------------------------------------------------------------
 
     def submit(self, channel: int, message: Generate, now: float, party: int | None = None) -> list[Effect]:
-        """A new request: ACCEPTED (and JOB, if a worker has room), or ERROR.
+        """Accept a new request: ACCEPTED, and JOB if a worker has room. Or refuse it: ERROR.
 
-        party  whose turn it is when its constraint is compiled; None: the connection's own
+        party  who takes turns with others when the request's constraint is compiled; None: the connection
         """
         try:
             queue, request = self._admit(channel, message, now)
@@ -162,37 +217,34 @@ class Scheduler(Deaths):
         except WireError as e:
             runs = self.holds(channel, message.request)
             return [ToClient(channel, encode(refusal(e, message.kind, message.request, runs=runs)))]
-        self._live[request.key] = request
-        queue.push(request)
-        route = request.route
-        for what, limit in ("queue_ms", route.queue_ms), ("ttft_ms", route.ttft_ms), ("deadline_ms", route.deadline_ms):
-            if limit is not None:
-                self._due.add(now + limit / 1000, what, request)
+        self._table.add(queue, request)
         request.reported = queue.position(request)
         body = pack_body({"model": message.model, "queue_position": request.reported})
-        return [ToClient(channel, encode(Accepted(message.request, body))), *self._dispatch(queue, now)]
+        return [ToClient(channel, encode(Accepted(message.request, body))), *self._table.dispatch(queue, now)]
 
     def _admit(self, channel: int, message: Generate, now: float) -> tuple[ModelQueue, InFlight]:
+        """Return a new request and the queue for it. Raises WireError for one that is refused."""
         if message.request == 0:
             raise RequestError("request is 0: ids start at 1 (0 is the connection itself)", field="request")
         if self.holds(channel, message.request):
             text = f"request {message.request} is in use on this connection and goes on: give each request its own id"
             raise WireError(ErrorCode.DUPLICATE_REQUEST, text, field="request")
         route = read_route(message.route)
-        queue = self._models.get(message.model)
+        queues = self._table.queues
+        queue = queues.get(message.model)
         if queue is None or queue.removed:
-            known = ", ".join(sorted(name for name, queue in self._models.items() if not queue.removed))
+            known = ", ".join(sorted(name for name, queue in queues.items() if not queue.removed))
             raise WireError(
                 ErrorCode.MODEL_NOT_FOUND, f"no model {message.model!r} is configured: there is {known}", field="model"
             )
-        if self._leaving is not None:
-            raise self._leaving.again()
+        if self._table.leaving is not None:
+            raise self._table.leaving.again()
         if not queue.accepts:
             raise queue.refusal.again()
         cost = 1 + len(message.body) // BYTES_PER_TOKEN
         queue.check_room(cost)
         if self._poison.poisons(self._poison.find(message.model, message.body, now)):
-            raise self._poisoned()
+            raise self._poison.error()
         request = InFlight(
             channel,
             message.request,
@@ -208,139 +260,104 @@ class Scheduler(Deaths):
         return queue, request
 
     def cancel(self, channel: int, request_id: int, now: float) -> list[Effect]:
-        """The client no longer wants an answer. Idempotent; the terminal event says what it came to."""
-        request = self._live.get((channel, request_id))
+        """End a request that its client wants no answer for any more. Cancelling it again does nothing."""
+        request = self._table.live.get((channel, request_id))
         if request is None or request.phase is RequestPhase.ENDED or request.cancelled:
             return []
         if request.phase is RequestPhase.WAITING:
-            queue = self._models[request.model]
-            withdrawn = self._withdraw(queue, request)
-            # and then the others: they may have waited for one that had to be tried alone
-            return withdrawn + self._end_cancelled(request) + self._dispatch(queue, now)
-        # Whoever cancels may not go on granting credit: what is held, and the terminal event behind it, must not wait.
+            queue = self._table.queues[request.model]
+            withdrawn = self._table.withdraw(queue, request)
+            # Other requests may have waited for this one, which had to be tried alone.
+            return withdrawn + self._table.end_cancelled(request) + self._table.dispatch(queue, now)
+        # A client that cancels need not go on granting credit. What is held, and the terminal event behind it, is sent.
         request.cancelled = True
-        self._due.add(now + CONFIRM_S, "cancelled", request)
+        self._table.deadlines.add(now + CONFIRM_S, CANCEL, request)
         request.credit += UNLIMITED
-        abandon = self._abandon(request) if request.phase is RequestPhase.RUNNING else []
-        return self._release(request, now) + abandon
+        abandon = self._table.abandon(request) if request.phase is RequestPhase.RUNNING else []
+        return self._table.release(request, now) + abandon
 
     def credit(self, channel: int, request_id: int, events: int, now: float) -> list[Effect]:
-        """The client has consumed events of a stream: send what was held back for it."""
-        request = self._live.get((channel, request_id))
+        """Grant a stream credit for events that its client has consumed. Send what was held back for want of it."""
+        request = self._table.live.get((channel, request_id))
         if request is None:
             return []
         self._credit.grant(request, events)
-        return self._release_in_advance(request, now) if request.holds else []
+        return self._table.release(request, now) if request.holds else []
 
     def pong(self, channel: int, nonce: int, now: float) -> list[Effect]:
-        """The client has answered a PING: send what was held back until it was known to read."""
+        """The client has answered a PING, so it reads. Send what was held back until that was known."""
         pings, waiting = self._credit.advances.answered(channel, nonce)
         effects: list[Effect] = list(pings)
         for request in waiting:
             self._credit.has_read(request)
-            effects += self._release_in_advance(request, now)
+            effects += self._table.release(request, now)
         return effects
-
-    def _release_in_advance(self, request: InFlight, now: float) -> list[Effect]:
-        """Send held events, as far as credit goes and credit in advance may be used."""
-        effects = self._release(request, now)
-        while request.holds and (pings := self._use_advance(request)) is not None:
-            effects += [*self._release(request, now), *pings]
-        return effects
-
-    def _use_advance(self, request: InFlight) -> list[Effect] | None:
-        """Use a window of credit in advance: the PING that is due. None if no credit came of it."""
-        pings = self._credit.advances.use(request)
-        return list(pings) if request.credit > 0 else None
 
     def reject(self, channel: int, error: WireError, now: float) -> list[Effect]:
-        """The connection may have no requests any more: end those it has."""
+        """End all requests of a connection that may have none any more."""
         effects: list[Effect] = []
-        for request in [r for r in self._live.values() if r.channel == channel and r.phase is not RequestPhase.ENDED]:
-            effects += self._give_up(request, error)
-        for queue in self._models.values():
-            effects += self._dispatch(queue, now)
+        live = self._table.live.values()
+        for request in [r for r in live if r.channel == channel and r.phase is not RequestPhase.ENDED]:
+            effects += self._table.give_up(request, error)
+        for queue in self._table.queues.values():
+            effects += self._table.dispatch(queue, now)
         return effects
 
     def gone(self, channel: int, now: float) -> list[Effect]:
-        """The connection has ended: nobody waits for its answers."""
+        """End all requests of a connection that has ended. Nobody reads their terminal events."""
         self._credit.advances.gone(channel)
         effects: list[Effect] = []
         touched = set()
-        for request in [r for r in self._live.values() if r.channel == channel]:
+        for request in [r for r in self._table.live.values() if r.channel == channel]:
             touched.add(request.model)
             if request.phase is RequestPhase.RUNNING:
-                effects += self._abandon(request)
+                effects += self._table.abandon(request)
                 request.phase = RequestPhase.ENDED
                 self._credit.drop(request)
             elif request.phase is not RequestPhase.ENDED:
                 if request.phase is RequestPhase.WAITING:
-                    effects += self._withdraw(self._models[request.model], request)
-                self._leave(request)
-        for queue in self._models.values():
+                    effects += self._table.withdraw(self._table.queues[request.model], request)
+                self._table.leave(request)
+        for queue in self._table.queues.values():
             queue.fair_queue.forget(channel)
-            if queue.name in touched:  # others may have waited for one that had to be tried alone
-                effects += self._dispatch(queue, now)
+            if queue.name in touched:  # other requests may have waited for one that had to be tried alone
+                effects += self._table.dispatch(queue, now)
         return effects
 
-    # --- time ---------------------------------------------------------------------------------------------------
+    # --- time -----------------------------------------------------------------------------------------------------
 
     @property
     def next_due(self) -> float | None:
-        """When ``expire`` has something to do; None: it has not."""
-        return self._due.earliest
+        """When ``expire`` has something to do, at the earliest. None if it has not."""
+        return self._table.deadlines.earliest
 
     def expire(self, now: float) -> list[Effect]:
         """End requests whose time is over, whatever their worker is doing."""
         effects: list[Effect] = []
-        for what, request in self._due.take(now):
+        for limit, request in self._table.deadlines.take(now):
             if request.phase not in (RequestPhase.WAITING, RequestPhase.RUNNING):
                 continue
-            if request.cancelled:  # its worker has not confirmed that
-                self._models[request.model].totals.finished += 1
-                request.phase = RequestPhase.ENDED
-                effects.append(self._credit.end_cancelled(request))
-                continue
-            if (what == "queue_ms" and request.started is not None) or (what == "ttft_ms" and request.has_tokens):
-                continue
-            effects += self._give_up(request, _too_late(what, request))
-            effects += self._dispatch(self._models[request.model], now)
+            if request.cancelled:
+                effects += self._table.end_unconfirmed(request)
+            elif not is_met(limit, request):
+                effects += self._give_up(request, too_late(limit, request), now)
         return effects
 
     def end_stalled(self, now: float) -> list[Effect]:
         """End streams whose clients have stopped reading."""
         effects: list[Effect] = []
         for request, error in self._credit.stalled(now):
-            effects += self._give_up(request, error)
-            effects += self._dispatch(self._models[request.model], now)
+            effects += self._give_up(request, error, now)
         return effects
+
+    def _give_up(self, request: InFlight, error: WireError, now: float) -> list[Effect]:
+        queue = self._table.queues[request.model]
+        return self._table.give_up(request, error) + self._table.dispatch(queue, now)
 
     def report_loading(self, model: str, part: str, done: int, total: int) -> list[Effect]:
-        """REPORT to those that wait for a model while it is loaded."""
-        if any(worker_slot.capacity for worker_slot in self._models[model].worker_slots.values()):
-            return []  # they wait for room: another worker is up
-        wanted = (r for r in self._models[model].all_waiting() if r.route.progress and not r.has_tokens)
-        fields = {"phase": "loading", "part": part, "done": done, "total": total}
-        return [report(request, fields) for request in islice(wanted, MOST_REPORTS)]
+        """Report how far the load of a model is to the clients that asked for it and wait."""
+        return reports.loading(self._table.queues[model], part, done, total)
 
     def report_positions(self) -> list[Effect]:
-        """REPORT to those that asked for it and have moved on in the line."""
-        effects: list[Effect] = []
-        for queue in self._models.values():
-            # not to those that go on behind their first token
-            wanted = (r for r in queue.all_waiting() if r.route.progress and not r.has_tokens)
-            for request in islice(wanted, MOST_REPORTS):
-                if (at := queue.position(request)) != request.reported:
-                    request.reported = at
-                    effects.append(report(request, {"phase": "queued", "queue_position": at}))
-        return effects
-
-
-def _too_late(what: str, request: InFlight) -> WireError:
-    limit = getattr(request.route, what)
-    if what == "queue_ms":
-        message = f"the request waited for a worker for {limit} ms, which is its queue_ms"
-        return WireError(ErrorCode.QUEUE_TIMEOUT, message, field="route.queue_ms")
-    awaited = "its first token" if what == "ttft_ms" else "the end of its answer"
-    message = f"{awaited} did not come within {limit} ms, which is the request's {what}"
-    return WireError(ErrorCode.DEADLINE_EXCEEDED, message, field=f"route.{what}")
+        """Report places in the queues to the clients that asked for it and whose requests have moved on."""
+        return [effect for queue in self._table.queues.values() for effect in reports.positions(queue)]

@@ -1,21 +1,40 @@
-"""What workers say of their jobs: events that go on to clients, or wait for them. Pure. See ``scheduler``."""
+"""Handle what workers say about their jobs: events for clients, progress, and constraints that they compile. Pure.
+
+A worker gives a job back (PARKED) if it has to compile the job's constraint first. The request then waits beside the
+queue, and its slot is given to another request. When the worker has compiled the constraint (COMPILED), the request
+goes back to its place at the head of its client's requests, and takes its turn again. It counts as waiting all the
+time. The time that a compilation takes is charged as tokens to the client that caused it: here to the client's account
+in the queue, and over TCP to the budget of its key (``RequestAuthorizer.charge_party``).
+"""
 
 from protocol.codec import encode
 from protocol.errors import ErrorCode, FrameError
 from protocol.messages import TERMINAL, EventEntry, Events
 from supervisor.requests.in_flight import Effect, InFlight, ToClient
-from supervisor.requests.parking import Parking
 from supervisor.requests.reports import report
 from supervisor.requests.request_phase import RequestPhase
+from supervisor.requests.request_table import RequestTable
 from supervisor.requests.worker_slots import WorkerSlot
 
+TOKENS_PER_MS = 1
+"""What a millisecond of compilation counts as: a costly constraint is worth an answer of a thousand tokens."""
+LONGEST_MS = 3_600_000
+"""A compilation takes a second or two. A worker that says that one took longer than this is out of its mind."""
 
-class WorkerEvents(Parking):
-    """The road of every token."""
+
+class WorkerEvents:
+    """Handles the messages of workers that concern requests.
+
+    dropped  EVENTS frames of a former generation, and events of requests that are over
+    """
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self.dropped = 0
 
     def prefill(self, worker: str, key: tuple[int, int], done: int, total: int) -> list[Effect]:
-        """A worker has computed part of a prompt."""
-        request = self._of_worker[worker].worker_slots[worker].running.get(key)
+        """A worker has computed part of a prompt. Report it if the client asked for that."""
+        request = self._table.slot_of(worker).running.get(key)
         if (
             request is None
             or request.phase is not RequestPhase.RUNNING
@@ -25,14 +44,60 @@ class WorkerEvents(Parking):
             return []
         return [report(request, {"phase": "prefill", "done": done, "total": total})]
 
+    def parked(self, worker: str, key: tuple[int, int], now: float) -> list[Effect]:
+        """A worker gives a job back until its constraint is compiled. Let the request wait beside the queue."""
+        table = self._table
+        queue = table.queue_of_worker[worker]
+        worker_slot = queue.worker_slots[worker]
+        request = worker_slot.running.get(key)
+        if request is None:
+            return []
+        table.leave_slot(worker_slot, request)
+        effects: list[Effect] = []
+        if request.phase is RequestPhase.ENDED:
+            table.leave(request)
+        elif request.cancelled:
+            effects += table.end_cancelled(request)
+        else:
+            request.phase, request.started = RequestPhase.WAITING, None
+            request.parkings += 1
+            request.compiler = worker_slot.process
+            queue.parked[key] = request
+            request.reported = 0
+            if request.route.queue_ms is not None:  # it may have passed while the worker had the job
+                table.deadlines.add(request.accepted + request.route.queue_ms / 1000, "queue_ms", request)
+            if request.route.progress and not request.has_tokens:
+                effects.append(report(request, {"phase": "compiling"}))
+        return effects + table.dispatch(queue, now)
+
+    def compiled(self, worker: str, key: tuple[int, int], milliseconds: int, now: float) -> list[Effect]:
+        """A worker has compiled the constraint of a request, or given up. Let the request take its turn again.
+
+        milliseconds  processor time of the compilation, which the client pays for. Raises FrameError if it cannot be
+        """
+        if milliseconds > LONGEST_MS:
+            raise FrameError(ErrorCode.BAD_FRAME, f"a constraint took {milliseconds} ms of processor time")
+        queue = self._table.queue_of_worker[worker]
+        queue.fair_queue.charge(key[0], TOKENS_PER_MS * milliseconds)
+        request = queue.parked.get(key)
+        if request is None or request.compiler != queue.worker_slots[worker].process:
+            return []
+        del queue.parked[key]
+        queue.push(request)
+        return self._table.dispatch(queue, now)
+
     def events(self, worker: str, frame: bytes, message: Events, now: float) -> list[Effect]:
-        """What one engine step brought for one connection. ``frame`` is the message as it came: where every stream in
-        it has credit, it is passed on whole, which is what makes the router cheap. Raises FrameError, nothing changed,
-        if an event has another number than the one that is due."""
-        queue = self._of_worker[worker]
+        """Pass on what one engine step brought for one connection.
+
+        frame  the message as it came. Where every stream in it has credit, the frame is passed on whole, which is what
+               makes the router cheap
+
+        Raises FrameError, nothing changed, if an event has another number than the one that is expected.
+        """
+        queue = self._table.queue_of_worker[worker]
         worker_slot = queue.worker_slots[worker]
         if message.generation != worker_slot.generation:
-            self.dropped_frames += 1
+            self.dropped += 1
             return []
         ended = False
         requests = self._all_pass(worker_slot, message) or self._passes_whole(worker_slot, message)
@@ -56,9 +121,9 @@ class WorkerEvents(Parking):
                 request.credit -= 1
                 if flags & TERMINAL:
                     ended = True
-                    self._finish(worker_slot, request, flags, now)
+                    self._table.finish(worker_slot, request, flags, now)
             worker_slot.tokens += tokens_in_all
-        return effects + self._dispatch(queue, now) if ended or queue.needs_every_event else effects
+        return effects + self._table.dispatch(queue, now) if ended or queue.needs_every_event else effects
 
     @staticmethod
     def _note_tokens(request: InFlight, tokens: int, ids: bytes) -> None:
@@ -130,27 +195,27 @@ class WorkerEvents(Parking):
             at += entry.length
             request = worker_slot.running.get((message.channel, entry.request))
             if request is None:
-                self.dropped_frames += 1
+                self.dropped += 1
                 continue
             ended = ended or bool(entry.flags & TERMINAL)
             if request.phase is RequestPhase.ENDED:
                 if entry.flags & TERMINAL:  # the worker has let go
-                    self._leave_seat(worker_slot, request)
-                    self._leave(request)
+                    self._table.leave_slot(worker_slot, request)
+                    self._table.leave(request)
                 continue
             if entry.tokens:
                 worker_slot.tokens += entry.tokens
                 self._note_tokens(request, entry.tokens, event[: 4 * entry.tokens])
             if request.credit <= 0 and not request.holds:
-                effects += self._credit.advances.use(request)
+                effects += self._table.credit.advances.use(request)
             if request.holds or (request.credit <= 0 and not entry.flags & TERMINAL):
                 effects += self._hold(worker_slot, request, entry, event, now)
                 continue
-            self._credit.count_sent(request, entry)
+            self._table.credit.count_sent(request, entry)
             index.append(entry)
             chunks.append(event)
             if entry.flags & TERMINAL:
-                self._finish(worker_slot, request, entry.flags, now)
+                self._table.finish(worker_slot, request, entry.flags, now)
         if index:
             frame = encode(Events(message.channel, message.generation, index, b"".join(chunks)))
             effects.insert(0, ToClient(message.channel, frame))
@@ -159,12 +224,12 @@ class WorkerEvents(Parking):
     def _hold(
         self, worker_slot: WorkerSlot, request: InFlight, entry: EventEntry, event: bytes, now: float
     ) -> list[Effect]:
-        self._credit.hold(request, entry, event, now)
+        self._table.credit.hold(request, entry, event, now)
         if entry.flags & TERMINAL:
             request.phase = RequestPhase.HELD
-            self._leave_seat(worker_slot, request)
-            self._note_served(request, entry.flags, now)
-        if excess := self._credit.excess(request):
+            self._table.leave_slot(worker_slot, request)
+            self._table.note_served(request, entry.flags, now)
+        if excess := self._table.credit.excess(request):
             ended, error = excess
-            return self._give_up(ended, error) + self._dispatch(self._models[ended.model], now)
+            return self._table.give_up(ended, error) + self._table.dispatch(self._table.queues[ended.model], now)
         return []

@@ -13,6 +13,7 @@ from supervisor.ports.client_port import ClientPort
 from supervisor.requests import request_table
 from supervisor.requests.in_flight import InFlight
 from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.worker_ends import WorkerEnds
 from supervisor.requests.worker_events import WorkerEvents
 from supervisor.workers import worker_process
 from supervisor.workers.guard import Guard
@@ -22,16 +23,16 @@ from supervisor.workers.worker_life import RestartHistory
 
 def _forget_resume() -> None:
     """Who was computed in a worker that died is out of the table, and waits for ever."""
-    original = Scheduler._after_death
+    original = WorkerEnds._after_death
 
-    def broken(self: Any, queue: Any, request: Any, *rest: Any, **how: Any) -> Any:
-        if effects := original(self, queue, request, *rest, **how):
+    def broken(self: Any, request: Any, *rest: Any, **how: Any) -> Any:
+        if effects := original(self, request, *rest, **how):
             return effects
-        queue.remove(request)
-        self._leave(request)
+        self._table.queues[request.model].remove(request)
+        self._table.leave(request)
         return []
 
-    Scheduler._after_death = broken  # type: ignore[method-assign]
+    WorkerEnds._after_death = broken  # type: ignore[method-assign]
 
 
 def _repeat_end() -> None:

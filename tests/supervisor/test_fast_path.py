@@ -46,7 +46,7 @@ def state(scheduler: Scheduler) -> Any:
     assert worker_slot is not None
     streams = {
         key: (r.phase, r.sent, r.credit, r.holds, r.has_tokens, r.unpaid, r.delivered_tokens, bytes(r.ids), len(r.held))
-        for key, r in scheduler._live.items()
+        for key, r in scheduler._table.live.items()
     }
     return streams, list(worker_slot.running), worker_slot.tokens, scheduler.held_bytes, scheduler.dropped_frames
 
@@ -76,7 +76,7 @@ def a_frame(chance: random.Random, scheduler: Scheduler) -> bytes:
     numbers = chance.sample(range(1, STREAMS + 1), chance.choice((1, 1, 1, 2, 5, 16, 20)))
     index, body = [], b""
     for number in numbers:
-        request = scheduler._live.get((channel, number))
+        request = scheduler._table.live.get((channel, number))
         ids = [chance.randrange(1 << 32) for _ in range(chance.choice((0, 1, 1, 1, 3)))]
         event = pack_event(ids, {"text": "x" * chance.choice((0, 1, 8, 300))})
         seq = request.next_seq if request is not None else 0

@@ -8,8 +8,8 @@ from protocol.errors import FrameError
 from protocol.messages import CancelJob, Generate, JobMessage, Report
 from supervisor.requests.in_flight import Effect
 from supervisor.requests.model_queue import QueueLimits
-from supervisor.requests.parking import LONGEST_MS, TOKENS_PER_MS
 from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.worker_events import LONGEST_MS, TOKENS_PER_MS
 from tests.supervisor.test_scheduler import DOWN, FINISHED, GONE, NOW, deliver, frame, messages, sent_to
 
 
@@ -81,7 +81,7 @@ def test_whoever_causes_a_compilation_pays_for_it(scheduler: Scheduler) -> None:
 
 def test_what_a_compilation_cost_is_charged_also_for_a_request_that_is_gone(scheduler: Scheduler) -> None:
     ask(scheduler, 5, 1)
-    account = scheduler._models["m"].fair_queue.account(5, "normal")
+    account = scheduler._table.queues["m"].fair_queue.account(5, "normal")
     scheduler.parked("m", (5, 1), NOW)
     scheduler.cancel(5, 1, NOW)
     before = account.served
@@ -150,7 +150,7 @@ def test_a_request_goes_back_to_the_worker_that_has_compiled_for_it() -> None:
     # it is full the next time: the other worker compiles the constraint once more, and then keeps the job
     made.parked(first, (5, 1), NOW)
     busy = 0
-    while len(made._models["m"].worker_slots[first].running) < 2:
+    while len(made._table.queues["m"].worker_slots[first].running) < 2:
         busy += 1
         ask(made, 6, busy)
     effects = messages(made.compiled(first, (5, 1), 3, NOW))

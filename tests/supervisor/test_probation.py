@@ -137,7 +137,7 @@ class Box:
         return suspicion.strikes if suspicion else 0
 
     def on_probation(self, name: str = "m:1") -> list[Key]:
-        worker_slot = self.scheduler._of_worker[name].worker_slots[name]
+        worker_slot = self.scheduler._table.slot_of(name)
         return [key for key, request in worker_slot.running.items() if request.on_probation]
 
 
@@ -406,7 +406,7 @@ def test_a_suspect_that_is_given_up_makes_room_for_the_next(how: str) -> None:
             box.perform(box.scheduler.cancel(*key, box.now))
         else:
             box.perform(box.scheduler.reject(99, GONE, box.now))
-            box.perform(box.scheduler._give_up(box.scheduler._live[key], GONE))
+            box.perform(box.scheduler._table.give_up(box.scheduler._table.live[key], GONE))
     box.run(2)
     assert len(box.on_probation()) == isqrt(SLOTS)
     assert not set(box.on_probation()) & set(first)
@@ -460,7 +460,7 @@ def test_suspects_stay_suspects_when_their_worker_is_ended_by_order() -> None:
 
 def test_each_of_several_workers_tries_suspects() -> None:
     box, keys = full(2, batch_size=16)
-    own = list(box.scheduler._of_worker["m:1"].worker_slots["m:1"].running)
+    own = list(box.scheduler._table.slot_of("m:1").running)
     for key in keys:
         if key not in own:
             box.perform(box.scheduler.cancel(*key, box.now))
@@ -477,7 +477,7 @@ def test_a_request_that_waits_in_the_worker_is_not_on_probation() -> None:
     box.die()
     for _ in range(60):
         box.run(1)
-        assert len(box.scheduler._of_worker["m:1"].worker_slots["m:1"].running) <= SLOTS
+        assert len(box.scheduler._table.slot_of("m:1").running) <= SLOTS
     assert not box.on_probation()
     box.run_until_all_ended()
     assert len(box.ended) == SLOTS + 2

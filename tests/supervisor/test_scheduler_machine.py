@@ -110,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         steps["submit"] += 1
         full = self.scheduler.counts(model)[1] >= QUEUE_LIMIT
-        live = (client.channel, request) in self.scheduler._live
+        live = (client.channel, request) in self.scheduler._table.live
         refused = len(client.refused)
         body = b"p" * size
         poisoned = self.poisoned(model, body)
@@ -143,7 +143,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if client is not None:
             client.connected = False
             self.perform(self.scheduler.gone(client.channel, self.now))
-            assert client.channel not in {r.channel for m in MODELS for r in self.scheduler._models[m].all_waiting()}
+            assert client.channel not in {
+                r.channel for m in MODELS for r in self.scheduler._table.queues[m].all_waiting()
+            }
 
     # --- time
 
@@ -156,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.perform(expired)
         self.perform(self.scheduler.end_stalled(self.now))
         self.perform(self.scheduler.report_positions())
-        for request in self.scheduler._live.values():
+        for request in self.scheduler._table.live.values():
             if request.phase in (RequestPhase.WAITING, RequestPhase.RUNNING) and not request.cancelled:
                 _check_in_time(request, self.now)
 
@@ -285,7 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _gone(self, worker: str, struck: bool) -> None:
         """Tell the scheduler, and see that nobody becomes poisoned by what may have been another's doing."""
         model = WORKERS[worker]
-        running = self.scheduler._of_worker[worker].worker_slots[worker].running
+        running = self.scheduler._table.slot_of(worker).running
         events = {key: request.next_seq - request.begun for key, request in running.items()}
         payloads = {key: request.body for key, request in running.items()}
         clean = {body for body in payloads.values() if not self.poisoned(model, body)}
@@ -326,7 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def work_is_where_it_should_be(self) -> None:
         steps["steps"] += 1
         for model in MODELS:
-            queue = self.scheduler._models[model]
+            queue = self.scheduler._table.queues[model]
             waiting = list(queue.all_waiting())
             assert len(waiting) == queue.waiting <= QUEUE_LIMIT + 9, "what goes on again may exceed the limit"
             assert all(request.phase is RequestPhase.WAITING for request in waiting)
@@ -361,11 +363,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_held_unwatched(self) -> None:
-        live, holding = self.scheduler._live, self.scheduler._credit._holding
+        live, holding = self.scheduler._table.live, self.scheduler._credit._holding
         for request in live.values():
             assert not request.holds or request in holding, "held, and nobody counts how long"
         assert all(request.key in live for request in holding), "one that is over is held"
-        for queue in self.scheduler._models.values():
+        for queue in self.scheduler._table.queues.values():
             for worker_slot in queue.worker_slots.values():
                 assert all(live.get(key) is request for key, request in worker_slot.running.items())
             for band in queue.fair_queue._bands.values():
@@ -379,7 +381,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def bounds_hold(self) -> None:
         of_channel = Counter[int]()
         most = LONGEST_EVENT + EVENT_COST
-        for request in self.scheduler._live.values():
+        for request in self.scheduler._table.live.values():
             assert request.held.cost <= HOLDS.of_stream + most
             of_channel[request.channel] += request.held.cost
         credit_control = self.scheduler._credit
@@ -429,7 +431,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for _ in range(50):
                     client.heard[request].granted += WINDOW
                     self.perform(self.scheduler.credit(client.channel, request, WINDOW, self.now))
-        assert not self.scheduler._live
+        assert not self.scheduler._table.live
         assert not self.scheduler.held_bytes
         assert self.scheduler.next_due is None
         for client in self.clients:
