@@ -11,17 +11,21 @@ from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
-from protocol.process.compiled import MODULES, checksum, sources  # noqa: E402
+from protocol.process.compiled import checksum, sources  # noqa: E402
 
-SOURCES = [str(path.relative_to(ROOT)) for path in sources()]
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for package in ("model_worker", "protocol", "supervisor")
+    for path in (ROOT / package).rglob("*.pyx")
+)
 
 extensions = cythonize(
     [
         Extension(
             name,
             [f"{name.replace('.', '/')}.pyx"],
-            depends=SOURCES,  # whose checksum each of them holds
-            define_macros=[("MODELCTL_SOURCES", f"{checksum()}u")],
+            depends=[str(path.relative_to(ROOT)) for path in sources(name)],
+            define_macros=[("MODELCTL_SOURCES", f"{checksum(name)}u")],
             extra_compile_args=["-O2", "-g0"],
         )
         for name in MODULES

@@ -12,7 +12,6 @@ from typing import NoReturn
 import zmq
 
 from model_worker.engine import Capabilities
-from model_worker.exit_codes import EXIT_ASKED, EXIT_DISCONNECTED
 from model_worker.sending import Outbox
 from protocol import __version__, limits
 from protocol.codec import decode, encode, pack_body
@@ -30,6 +29,7 @@ from protocol.messages import (
 )
 from protocol.process.peer_user import check_listener
 from protocol.process.socket_calls import has_input, monitor_event
+from protocol.process.worker_exit import EXIT_ASKED, EXIT_DISCONNECTED
 from protocol.process.worker_spec import WorkerSpec
 
 CONNECT_WAIT_MS = 10_000

@@ -5,7 +5,7 @@ generated from both. ``Annotated[int, "ms"]`` states a unit. A class whose name 
 ``Body`` describes the body of that message. ``APPEARS`` says where each error can appear.
 
 Described elsewhere: what CALL takes and returns (``protocol.verbs``), the body of GENERATE (``protocol.request``) and
-its route (``supervisor.requests.route``), and the maps between the supervisor and its workers (``protocol.messages``).
+its route (docs/wire-protocol.md), and the maps between the supervisor and its workers (``protocol.messages``).
 """
 
 from enum import StrEnum

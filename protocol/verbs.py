@@ -1,7 +1,6 @@
 """The verbs of CALL: the parameters that each takes and the result that it returns. See ``protocol.bodies``.
 
-The supervisor's own tables (``supervisor.calls``, ``supervisor.keys.rights``) decide who may use a verb, and on which
-socket.
+Tables of the supervisor decide who may use a verb, and on which socket: docs/wire-protocol.md shows them.
 """
 
 from typing import Annotated, Any, Final, NamedTuple, NotRequired, TypedDict

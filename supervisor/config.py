@@ -18,10 +18,10 @@ from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.schema_validation import Flaw, Unfit, fit
+from supervisor.worker_modules import DEMO_DIR
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"
-DEMO_DIR = Path(__file__).resolve().parent.parent / "model_worker" / "demo_models"
 
 
 class ModelSpec:

@@ -52,13 +52,46 @@ def imports(path: Path) -> Iterator[str]:
             yield str(node.module)
 
 
+def sources(package: str) -> list[Path]:
+    """Every file that is compiled or interpreted, also stubs and declarations."""
+    return sorted(path for path in (ROOT / package).rglob("*.p*") if path.suffix in (".py", ".pyi", ".pyx", ".pxd"))
+
+
+def mentions(path: Path, package: str) -> Iterator[str]:
+    """Every module or file of a package that a file names: in an import, a string, a path, a comment or a docstring.
+
+    ``supervisor.stall`` is no module of supervisor, but a key of models.yaml.
+    """
+    text = path.read_text()
+    for name, inside in re.findall(rf"\b({package}[./](\w+))", text):
+        if any((ROOT / package).glob(f"{inside}.*")) or (ROOT / package / inside).is_dir():
+            yield name
+    yield from re.findall(rf"""/ ["']{package}["']|^\s*(?:from|import) {package}\b""", text, re.MULTILINE)
+
+
 def top(name: str) -> str:
     return name.partition(".")[0]
 
 
 @pytest.mark.parametrize("path", modules("protocol"), ids=str)
-def test_protocol_imports_neither_of_the_others(path: Path) -> None:
-    assert not {top(name) for name in imports(path)} & {"supervisor", "model_worker", "torch", "transformers", "click"}
+def test_protocol_imports_no_other_package(path: Path) -> None:
+    closed = {"supervisor", "model_worker", "modelctl", "torch", "transformers", "click"}
+    assert not {top(name) for name in imports(path)} & closed
+
+
+@pytest.mark.parametrize("path", sources("protocol"), ids=str)
+def test_protocol_names_no_module_of_the_other_packages(path: Path) -> None:
+    assert not [*mentions(path, "supervisor"), *mentions(path, "model_worker")]
+
+
+def test_the_contract_imports_neither_the_client_nor_what_processes_share() -> None:
+    contract = [path for path in modules("protocol") if path.parent == ROOT / "protocol"]
+    assert not {
+        name for path in contract for name in imports(path) if name.startswith(("protocol.client", "protocol.process"))
+    }
+    assert not {
+        name for path in modules("protocol/process") for name in imports(path) if name.startswith("protocol.client")
+    }
 
 
 @pytest.mark.parametrize("path", [p for package in PACKAGES[1:] for p in modules(package)], ids=str)
@@ -81,6 +114,11 @@ def test_model_worker_does_not_import_the_supervisor(path: Path) -> None:
     assert "supervisor" not in {top(name) for name in imports(path)}
 
 
+@pytest.mark.parametrize("path", sources("model_worker"), ids=str)
+def test_model_worker_names_no_module_of_the_supervisor(path: Path) -> None:
+    assert not [*mentions(path, "supervisor")]
+
+
 @pytest.mark.parametrize("path", modules("model_worker"), ids=str)
 def test_only_engine_modules_import_torch(path: Path) -> None:
     if "engines" not in path.parts:
@@ -95,14 +133,14 @@ def test_rooms_import_in_one_direction(room: str) -> None:
         assert not [name for name in imports(path) if ".".join(name.split(".")[:2]) in closed], path
 
 
-def test_supervisor_and_worker_meet_in_one_place() -> None:
-    meeting = {
+def test_the_supervisor_names_modules_of_the_worker_in_one_file() -> None:
+    """As an import, as a program for ``python -m``, as a path, and in prose."""
+    naming = {
         path.relative_to(ROOT / "supervisor").as_posix()
-        for path in modules("supervisor")
-        for name in imports(path)
-        if top(name) == "model_worker" and name != "model_worker.exit_codes"
+        for path in sources("supervisor")
+        if re.search(r"\bmodel_worker\b", path.read_text())
     }
-    assert meeting == {"workers/worker_process.py"}
+    assert naming == {"worker_modules.py"}
 
 
 def test_a_process_of_its_own_asks_nvml() -> None:

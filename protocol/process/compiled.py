@@ -1,11 +1,12 @@
-"""The compiled roads of tokens: whether they are here, and fit the Python beside them.
+"""Load compiled modules, if they can be used.
 
-They are optional. Each does the usual case of something that also exists in Python, which does the rest, and all of it
-where they are missing: no compiler at installation, or switched off by MODELCTL_COMPILED=0. Which it is, is said at the
-supervisor's start and in ``status``.
+Compiled modules are optional. Each does the usual case of a task without Python. A module in Python does the rest, and
+does the whole task if the compiled module is missing. It is missing if there was no compiler at installation, or if
+MODELCTL_COMPILED=0 switches it off. The supervisor says at its start and in ``status`` which of the two is in use.
 """
 
 import os
+import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -13,80 +14,72 @@ from types import ModuleType
 from typing import Final
 from zlib import crc32
 
-MODULES: Final = (
-    "protocol.process.libzmq",
-    "supervisor.requests.fast_path",
-    "supervisor.ports.relay",
-    "model_worker.outbox",
-)
-"""In the order in which they need one another."""
-NEEDS: Final = {
-    "supervisor.ports.relay": ("protocol.process.libzmq", "supervisor.requests.fast_path"),
-    "model_worker.outbox": ("protocol.process.libzmq",),
-}
-"""What each of them reads in another's structures. One that is left from a build before (the last was interrupted, or
-the compiler killed, which setuptools forgives) has its fields elsewhere."""
 SWITCH: Final = "MODELCTL_COMPILED"
-ROOT: Final = Path(__file__).resolve().parent.parent.parent
-
-
-def sources() -> list[Path]:
-    """What they are compiled from, as far as it lies beside them."""
-    paths = (
-        ROOT / f"{name.replace('.', '/')}{ending}"
-        for name in (*MODULES, "protocol.process.sources")
-        for ending in (".pxd", ".pyx")
-    )
-    return [path for path in paths if path.exists()]
+ROOT: Final = Path(__file__).resolve().parents[2]
+"""The directory that holds the packages."""
+_CIMPORT: Final = re.compile(rb"^(?:from\s+)?([\w.]+)\s+cimport\b|^cimport\s+([\w.]+)", re.MULTILINE)
 
 
 @cache
-def checksum() -> int | None:
-    """Of the sources; None where there are none, as they may be missing from an installed package."""
-    found = [path.read_bytes() for path in sources()]
+def needs(name: str) -> tuple[str, ...]:
+    """Return the modules that a compiled module reads structures of, and those that they need in turn.
+
+    The sources say it with ``cimport``. Without sources beside the module, the result is empty. Modules that are not
+    part of this distribution, such as ``libc.errno``, are left out.
+    """
+    found: dict[str, None] = {}
+    for path in _files(name):
+        for pair in _CIMPORT.findall(path.read_bytes()):
+            needed = (pair[0] or pair[1]).decode()
+            if needed != name and _files(needed):
+                found |= dict.fromkeys((*needs(needed), needed))
+    return (*found,)
+
+
+def sources(name: str) -> list[Path]:
+    """Return the files that a module is compiled from, if they are beside it. They include those of what it needs."""
+    return [path for each in (*needs(name), name) for path in _files(each)]
+
+
+@cache
+def checksum(name: str) -> int | None:
+    """Return the checksum of a module's sources. None if an installed package has none of them."""
+    found = [path.read_bytes() for path in sources(name)]
     return crc32(b"\0".join(found)) if found else None
 
 
 @cache
 def load_compiled(name: str) -> tuple[ModuleType | None, str]:
-    """(one of MODULES or None, why not)."""
+    """Return (the compiled module of this name, ""), or (None, the reason why it cannot be used)."""
     if os.environ.get(SWITCH) == "0":
         return None, f"switched off by {SWITCH}=0"
-    for needed in NEEDS.get(name, ()):
-        if why := load_compiled(needed)[1]:
+    # One that is left from an earlier build (the last one was interrupted, or setuptools forgave that the compiler was
+    # killed) has its fields at other places than the module that reads them.
+    for needed in needs(name):
+        if _is_module(needed) and (why := load_compiled(needed)[1]):
             return None, f"{needed}: {why}"
     try:
         module = import_module(name)
     except ImportError as e:
         return None, f"not built at installation: {e}"
-    except (AttributeError, TypeError, ValueError) as e:  # what Cython raises where one does not fit another
+    except (AttributeError, TypeError, ValueError) as e:  # Cython raises these if one module does not fit another
         return None, f"built from other sources than those that it needs ({e}): install again"
-    # In a checkout, sources change under what was compiled from them: then half of a decision would be an old one.
-    if (now := checksum()) is not None and now != module.SOURCES:
+    # In a checkout, sources change under what was compiled from them. Half of a decision would then be an old one.
+    if (now := checksum(name)) is not None and now != module.SOURCES:
         return None, "built from other sources than those beside it: install again"
     return module, ""
 
 
 def find(name: str) -> ModuleType | None:
-    """One of MODULES, if it can be used."""
+    """Return a compiled module, or None if it cannot be used."""
     return load_compiled(name)[0]
 
 
-def loss() -> str | None:
-    """Return what is lost because a compiled module cannot be used, why, and the remedy, in one line. None if all can.
+def _files(name: str) -> list[Path]:
+    base = f"{ROOT}/{name.replace('.', '/')}"
+    return [path for ending in (".pxd", ".pyx") if (path := Path(base + ending)).exists()]
 
-    pip hides what a build prints, so people learn of it here: from `modelctl --version` and `modelctl check`.
-    """
-    why = next((why for name in MODULES if (why := load_compiled(name)[1])), None)
-    if why is None:
-        return None
-    remedy = (
-        f"unset {SWITCH}"
-        if os.environ.get(SWITCH) == "0"
-        else "install a C compiler and Python's headers (on Debian build-essential and python3-dev), then modelctl "
-        "again with pip install --force-reinstall --no-deps"
-    )
-    # benchmarks.router: 10 µs of the supervisor instead of 1.25 for an event alone in its frame, 1.9 instead of 0.6 for
-    # one of 16 in a frame
-    cost = "every token takes 3 to 8 times as much processor time in the supervisor"
-    return f"compiled modules are not in use ({why}): {cost}; {remedy}"
+
+def _is_module(name: str) -> bool:
+    """Return whether a module of this name is compiled. A file of declarations alone is not."""
+    return any(path.suffix == ".pyx" for path in _files(name))

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from protocol.process.compiled import loss
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, config_file
+from supervisor.compiled_modules import loss
 
 if TYPE_CHECKING:
     from supervisor.config import Examined

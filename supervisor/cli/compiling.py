@@ -1,7 +1,7 @@
 """Compile ExLlamaV2's CUDA code before serving, once and visibly, in a process of its own.
 
 Workers would compile it, too, under the same lock. But then one worker compiles for minutes while all models seem to
-hang in loading. The module ``model_worker.engines.exllamav2.extension`` describes what the process prints.
+hang in loading. The module that the process runs (``EXTENSION_BUILD``) describes what it prints.
 
 The builder has a session of its own. So a terminal's Ctrl-C and hangup reach only serve, which then ends the builder.
 If serve is killed (SIGKILL), the kernel sends the builder a signal.
@@ -18,12 +18,11 @@ from types import FrameType
 import click
 
 from supervisor.cli.streams import drop_unwritten
+from supervisor.worker_modules import EXTENSION_BUILD
 
 ENGINE = "exllamav2"
 END_S = 0.5
 """Seconds that the builder has to end its compilers. Later they end by themselves, because the builder is gone."""
-# -P, because a torch.py in the user's current directory is not PyTorch.
-_BUILDER = (sys.executable, "-P", "-m", "model_worker.engines.exllamav2.extension")
 
 
 def compile_for(engines: Iterable[str], *, quiet: bool) -> None:
@@ -48,7 +47,7 @@ def _compile(shown: "_Line") -> None:
 
     # From the main thread, because the builder ends with the thread that starts it (PR_SET_PDEATHSIG).
     with subprocess.Popen(
-        [*_BUILDER, str(os.getpid())],
+        [*EXTENSION_BUILD, str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -6,12 +6,12 @@ import sys
 import click
 
 from protocol import __version__
-from protocol.process.compiled import loss
 from protocol.process.core_dumps import forbid_core_dumps
 from supervisor.cli import exit_codes
 from supervisor.cli.command_group import CommandGroup
 from supervisor.cli.errors import report
 from supervisor.cli.streams import drop_unwritten, open_missing
+from supervisor.compiled_modules import loss
 
 _COMMANDS = {
     "init": "supervisor.cli.init:init",

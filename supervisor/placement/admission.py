@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from model_worker.exit_codes import LOAD_ERROR_PREFIX
 from protocol.process.engine_packages import missing_for
+from protocol.process.worker_exit import LOAD_ERROR_PREFIX
 from protocol.process.worker_spec import EngineSpec
 from supervisor.config import ModelSpec
 from supervisor.model_logs import about

@@ -1,6 +1,6 @@
 """Ask whether models can be loaded, and how much GPU memory their workers will need.
 
-A separate process (``model_worker.estimating``) reads the models' directories. The supervisor starts one for each
+A separate process (``ESTIMATING``) reads the models' directories. The supervisor starts one for each
 question. The supervisor kills it when it takes too long, and it dies with the supervisor. It writes its answer to a
 file in memory, which is read when the process has ended. A pipe could fill, or be left half read.
 """
@@ -10,7 +10,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,9 +20,8 @@ from protocol.process.helper_environment import helper_environment
 from protocol.process.worker_spec import EngineSpec
 from supervisor.placement.gpu_shares import Needs
 from supervisor.timers import Timer, Timers
+from supervisor.worker_modules import ESTIMATING
 
-# -P, because a json.py in the directory where the user happens to be is not Python's
-_PROGRAM = (sys.executable, "-P", "-m", "model_worker.estimating")
 ESTIMATE_S = 20.0
 """Seconds that one answer may take. Reading the headers of a 70B model takes some milliseconds, from a cold disk a
 second."""
@@ -221,7 +219,7 @@ def start(questions: Sequence[Question]) -> "tuple[subprocess.Popen[bytes], int]
             f.write(json.dumps(asked).encode())
         os.lseek(stdin, 0, os.SEEK_SET)
         process = subprocess.Popen(
-            [*_PROGRAM, str(os.getpid())],
+            [*ESTIMATING, str(os.getpid())],
             stdin=stdin,
             stdout=stdout,
             stderr=subprocess.DEVNULL,

@@ -9,7 +9,7 @@ from supervisor.placement.gpus import EVERY
 from supervisor.placement.policy import GpuRequest
 
 VETTED = frozenset({"exllamav2", "transformers"})
-"""Engines whose models ``model_worker.estimating`` can check."""
+"""Engines whose models a model-directory reader can check."""
 ESTIMATED = frozenset({"exllamav2"})
 """Engines whose memory it can estimate."""
 

@@ -3,7 +3,7 @@
 import signal
 from dataclasses import dataclass, replace
 
-from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
+from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 from supervisor.workers.crash_diagnosis import abort_fault, engine_fault, last_lines
 
 

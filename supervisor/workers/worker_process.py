@@ -1,7 +1,4 @@
-"""One worker process as the operating system sees it: spawned, watched by pidfd, signalled as a group, reaped by join.
-
-This is the one place where supervisor and model_worker meet.
-"""
+"""Spawn one worker process, watch it by its pidfd, send signals to its group, and collect its exit status."""
 
 import multiprocessing
 import multiprocessing.reduction
@@ -13,12 +10,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from model_worker import entry
 from protocol.process.progress_lease import Reading, WatchedPage
 from protocol.process.worker_spec import WorkerSpec
+from supervisor.worker_modules import worker_main
 from supervisor.workers.guard import kill_group
 
 _SPAWN = multiprocessing.get_context("spawn")
+_WORKER_MAIN = worker_main()  # now: at a start there may be no descriptor left for an import
 _CONDITIONS = {
     "R": "it is computing",
     "S": "it sleeps",
@@ -53,7 +51,7 @@ class WorkerProcess:
         self._page = WatchedPage(spec.leases.start_s)
         try:
             arguments = (spec, _Inherited(self._page.descriptor))
-            self._process = _SPAWN.Process(target=entry.main, args=arguments, name=f"worker-{spec.engine.model}")
+            self._process = _SPAWN.Process(target=_WORKER_MAIN, args=arguments, name=f"worker-{spec.engine.model}")
             self._process.start()
         except BaseException:
             self._page.close()

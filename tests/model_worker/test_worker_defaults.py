@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import zmq
 
-from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, LOAD_ERROR_PREFIX
 from protocol.codec import decode, encode, pack_body, split_events, unpack_event
 from protocol.messages import TERMINAL, WORKER_TO_SUPERVISOR, Events, JobMessage, Message, Ready, Shutdown
+from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG, LOAD_ERROR_PREFIX
 from tests.deterministic_engine import answer
 
 WITHIN_S = 20.0

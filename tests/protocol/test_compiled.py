@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from protocol.process import compiled
-from protocol.process.compiled import MODULES, SWITCH, load_compiled
+from protocol.process.compiled import SWITCH, load_compiled, needs, sources
+from supervisor.compiled_modules import MODULES
 
 
 @pytest.fixture
@@ -23,11 +24,24 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any
             return module
 
         monkeypatch.setattr(compiled, "import_module", import_module)
-        monkeypatch.setattr(compiled, "checksum", lambda: 7)
+        monkeypatch.setattr(compiled, "checksum", lambda name: 7)
         load_compiled.cache_clear()
 
     yield put
     load_compiled.cache_clear()
+
+
+def test_the_sources_say_what_a_module_needs() -> None:
+    shared = "protocol.process.sources"
+    assert {name: {*needs(name)} for name in MODULES} == {
+        "protocol.process.libzmq": {shared},
+        "supervisor.requests.fast_path": {shared},
+        "supervisor.ports.relay": {shared, "protocol.process.libzmq", "supervisor.requests.fast_path"},
+        "model_worker.outbox": {shared, "protocol.process.libzmq"},
+    }
+    assert [path.name for path in sources("model_worker.outbox")] == [
+        "sources.pxd", "libzmq.pxd", "libzmq.pyx", "outbox.pyx",
+    ]  # fmt: skip
 
 
 def used() -> set[str]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_worker.exit_codes import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
+from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 from supervisor import logs
 from supervisor.timers import CLEAR_AT, Timers
 from supervisor.workers.exits import MAX_LINES, MAX_MESSAGE, classify, not_spawned

@@ -51,7 +51,7 @@ OFFERED = frozenset(
 
 @dataclass(frozen=True)
 class EmbeddedOptions:
-    """The engine's own keys of models.yaml. ``supervisor.config_model`` describes them."""
+    """The engine's own keys of models.yaml. docs/configuration.md describes them."""
 
     chunk_size: int = DEFAULT_CHUNK_SIZE
     threads: int = 1

@@ -1,0 +1,30 @@
+"""The modules of ``model_worker`` that the supervisor starts, imports or reads.
+
+This is the one place where the two packages meet: no other file of the supervisor names a module of the worker. A test
+(``tests/test_imports.py``) reads imports, strings, paths and prose.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from protocol.process.worker_spec import WorkerSpec
+
+OUTBOX: Final = "model_worker.outbox"
+"""The compiled module that packs events. The worker does without it if it is missing."""
+DEMO_DIR: Final = Path(__file__).resolve().parent.parent / "model_worker" / "demo_models"
+"""The directory that holds a directory for each model that comes with modelctl."""
+_PYTHON: Final = (sys.executable, "-P", "-m")
+"""-P, because a json.py or torch.py in the directory where the user happens to be is not the module of that name."""
+ESTIMATING: Final = (*_PYTHON, "model_worker.estimating")
+"""The program that checks a model's directory, and estimates the memory that its worker will need."""
+EXTENSION_BUILD: Final = (*_PYTHON, "model_worker.engines.exllamav2.extension")
+"""The program that compiles ExLlamaV2's CUDA code. Its module says what it prints."""
+
+
+def worker_main() -> Callable[[WorkerSpec, int | None], None]:
+    """Return the function that a spawned worker process runs. Commands that spawn no worker do not import it."""
+    from model_worker import entry
+
+    return entry.main
