@@ -8,7 +8,7 @@ The trained models are in the wheel. What trained them is not.
 from pathlib import Path
 from typing import Final
 
-from supervisor.config import DEMO_DIR
+from supervisor.worker_modules import DEMO_DIR
 
 NAMES: Final = ("letters", "stories")
 
