@@ -1,12 +1,14 @@
-"""One attention call over pages against PyTorch's own flash attention over keys and values that lie contiguous.
+"""Compare an attention call over pages with PyTorch's own flash attention over contiguous keys and values.
 
     python -m benchmarks.attention          needs a CUDA device; about a minute
 
-Heads of the 1B (32 query, 8 key heads of 64) and the 8B (32, 8 of 128), fp16, pages of 256 tokens strewn over the
-cache. Decoding: one new token for each of 1, 8, 32 and 64 sequences of 200 to 8,000 tokens. Prompts: chunks of 256 to
-2,048 tokens of one sequence behind 0 to 8,000. Device times: CUDA graphs of calls on four caches in turn, as layers
-have them, medians of replays, ours and PyTorch's in turn. "with append": the call also writes the new keys and values
-into the pages, which PyTorch's call never does. Host: one call of ``flash_attn_with_kvcache`` as Python makes it.
+The heads are those of the 1B (32 query heads and 8 key heads of 64) and the 8B (32, 8 of 128), in fp16. Pages of 256
+tokens are scattered over the cache. Decoding: one new token for each of 1, 8, 32 and 64 sequences of 200 to 8,000
+tokens. Prompts: chunks of 256 to 2,048 tokens of one sequence behind 0 to 8,000.
+
+Device times are medians of replays of CUDA graphs. A graph calls on four caches in turn, as layers do. Our calls and
+PyTorch's are measured in turn. "with append": the call also writes the new keys and values into the pages, which
+PyTorch's call never does. Host time is that of one call of ``flash_attn_with_kvcache`` from Python.
 """
 
 import random
@@ -22,18 +24,18 @@ from model_worker.engines.paged import attention as paged_attention
 
 PAGE, LAYERS, ROUNDS = 256, 4, 3
 HEADS, KV_HEADS = 32, 8
-Call = Callable[[int], torch.Tensor]  # of the layer of this number
+Call = Callable[[int], torch.Tensor]  # the argument is the number of the layer
 
 
 @dataclass
 class Setup:
-    """The same attention in several ways."""
+    """One case of attention, computed in several ways."""
 
     name: str
     appending: Call
     reading: Call
     contiguous: Call
-    first_of_step: Call  # as appending, but nothing is known from the call before
+    first_of_step: Call  # like appending, but nothing is known from an earlier call
 
 
 def graph_of(call: Call) -> torch.cuda.CUDAGraph:
@@ -49,11 +51,11 @@ def graph_of(call: Call) -> torch.cuda.CUDAGraph:
 
 
 def device_times(calls: list[Call], replays: int = 9) -> list[float]:
-    """Median microseconds on the device of each of the calls, measured in turn."""
+    """Return the median microseconds on the device of each call. The calls are measured in turn."""
     graphs, steps = [], []
     for call in calls:
         graphs.append(graph_of(call))
-        steps.append(dict(paged_attention._steps))  # whose tensors the graph reads
+        steps.append(dict(paged_attention._steps))  # keeps the tensors alive that the graph reads
     times: list[list[float]] = [[] for _ in calls]
     for replay in range(replays + 2):
         for graph, found in zip(graphs, times, strict=True):
@@ -68,7 +70,7 @@ def device_times(calls: list[Call], replays: int = 9) -> list[float]:
 
 
 def setup(name: str, past: list[int], q_len: int, head_dim: int, dtype: torch.dtype = torch.float16) -> Setup:
-    """Sequences of ``past`` tokens and q_len new ones."""
+    """Return a case with sequences of ``past`` tokens and q_len new ones."""
     rng = random.Random(0)
     batch = len(past)
     needed = [-(-(n + q_len) // PAGE) for n in past]
@@ -116,7 +118,7 @@ def setup(name: str, past: list[int], q_len: int, head_dim: int, dtype: torch.dt
 
 
 def host_time(call: Call, calls: int = 100) -> float:
-    """Microseconds of the host for one call, median of 15 rounds."""
+    """Return the microseconds of the host for one call, the median of 15 rounds."""
     times = []
     for _ in range(15):
         torch.cuda.synchronize()

@@ -1,6 +1,7 @@
-"""The same requests without any of this project's serving: what a served model is compared with.
+"""Answer the same requests without this project's serving, as the reference for a served model.
 
-For ExLlamaV2 the package's own dynamic generator, jobs and sampling in one process; for transformers the engine.
+The reference is the package's own dynamic generator, jobs and sampling in one process for ExLlamaV2, and the engine
+itself for transformers.
 """
 
 import gc
@@ -17,20 +18,20 @@ from protocol.request import SamplingParams
 
 class Bare(Protocol):
     def run(self, asked: Sequence[Request], tokens: int) -> Run:
-        """Greedy answers of at most ``tokens`` tokens to all of them at once."""
+        """Compute greedy answers of at most ``tokens`` tokens to all requests at once."""
 
     def close(self) -> None:
-        """Give back the memory."""
+        """Free the memory."""
 
 
 def bare(entry: dict[str, Any]) -> Bare:
-    """What an entry of models.yaml describes, loaded into this process."""
+    """Load the model of an entry of models.yaml into this process."""
     spec = spec_of(entry)
     return BareGenerator(spec) if spec.engine == "exllamav2" else BareEngine(spec)
 
 
 class BareGenerator:
-    """ExLlamaV2DynamicGenerator and nothing around it but the attention that it is given in place of flash-attn."""
+    """ExLlamaV2DynamicGenerator alone, except that our attention may replace flash-attn."""
 
     def __init__(self, spec: EngineSpec) -> None:
         from model_worker.engines.exllamav2.check import check
@@ -84,7 +85,7 @@ class BareGenerator:
 
 
 class BareEngine:
-    """An engine of this project, stepped in this process."""
+    """An engine of this project, which this process steps itself."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._engine = build_engine(spec)

@@ -1,11 +1,11 @@
-"""Whether a worker takes the VRAM that was estimated for it: every cache mode, 1B and 8B, and the 1B as GPTQ.
+"""Check whether a worker takes the VRAM that was estimated: every cache mode, 1B and 8B, and the 1B as GPTQ.
 
     python -m benchmarks.cache_vram [--gpu 0]
 
-Measured is what NVML gives for the worker's process after it has computed a long prompt and full batches, less the CUDA
-context: what NVML gives, in the same run, for a process that does no more than create one. The estimate
-(``model_worker.engines.exllamav2.vram``) is made from file headers before anything is loaded; the kernels that a worker
-loads into its context are part of it.
+The measured value is the memory that NVML shows for the worker's process after a long prompt and full batches, minus
+the CUDA context. The context is what NVML shows, in the same run, for a process that only creates one. The estimate
+(``model_worker.engines.exllamav2.vram``) is made from file headers before anything is loaded. It includes the kernels
+that a worker loads into its context.
 """
 
 from benchmarks.harness import Server, arguments_for, entry, requests, served, spec_of

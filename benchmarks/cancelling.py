@@ -1,11 +1,11 @@
-"""How soon the engine lets go of what nobody wants any more.
+"""Measure how soon the engine frees a request that its client no longer wants.
 
     python -m benchmarks.cancelling
 
-Time from the act to the engine's forgetting the job, by the engine's own clock (a deterministic engine without torch
-that prints the monotonic time of each ``cancel``): an explicit cancel, the loop left, the client closed, killed
-(SIGKILL), frozen (SIGSTOP). Then 1,000 requests abandoned in all these ways at once, queued and running: the jobs that
-live a second later.
+The time is measured from the client's act until the engine forgets the job, by the engine's own clock (a deterministic
+engine without torch that prints the monotonic time of each ``cancel``). The acts are: an explicit cancel, leaving the
+loop, closing the client, killing it (SIGKILL), and freezing it (SIGSTOP). Then 1,000 requests, queued and running, are
+abandoned in all these ways at once. The result is the number of jobs that are left one second later.
 """
 
 import json
@@ -32,13 +32,13 @@ ENGINE = {
 }
 ENDLESS = 900_000
 HEARTBEAT_S = 5.0
-"""Interval and time-out of the sockets' heartbeats together."""
+"""Seconds: interval and time-out of the sockets' heartbeats together."""
 TIMES, FROZEN_TIMES, ABANDONED = 50, 5, 1000
 _TOLD = re.compile(r"cancelled at (\d+\.\d+)")
 
 
 def begun(client: Client, count: int = 1) -> list[object]:
-    """Requests whose answers have begun."""
+    """Return requests whose answers have begun."""
     streams = [client.generate("m", f"endless {i}", max_tokens=ENDLESS) for i in range(count)]
     for stream in streams:
         next(stream)
@@ -46,7 +46,7 @@ def begun(client: Client, count: int = 1) -> list[object]:
 
 
 def doomed(runtime_dir: Path, count: int, wait: bool, pipe: Connection) -> None:
-    """A client in a process of its own, which says when its requests are under way and then reads on."""
+    """Run a client in a process of its own, which reports when its requests have begun and then goes on reading."""
     with Client(runtime_dir=runtime_dir) as client:
         streams = [client.generate("m", f"doomed {os.getpid()} {i}", max_tokens=ENDLESS) for i in range(count)]
         if wait:
@@ -59,7 +59,7 @@ def doomed(runtime_dir: Path, count: int, wait: bool, pipe: Connection) -> None:
 
 
 def cancels(server: Server, after: float, within: float, count: int = 1) -> list[float]:
-    """Seconds from ``after`` to each of so many cancels, as the engine told them."""
+    """Return the seconds from ``after`` to each of ``count`` cancels, as the engine printed them."""
     deadline = time.monotonic() + within
     log = server.runtime_dir / "logs" / "m.log"
     while True:
@@ -72,7 +72,7 @@ def cancels(server: Server, after: float, within: float, count: int = 1) -> list
 
 
 def one(server: Server, way: str) -> float:
-    """Seconds from the act to the engine's cancel."""
+    """Return the seconds from the client's act to the engine's cancel."""
     if way in ("client killed", "client frozen"):
         processes = multiprocessing.get_context("forkserver")
         ours, theirs = processes.Pipe()
@@ -106,7 +106,7 @@ def one(server: Server, way: str) -> float:
 
 
 def abandoned(server: Server, total: int) -> tuple[int, int]:
-    """(jobs alive a second after all were abandoned, how many were under way or waiting before)."""
+    """Return (jobs left one second after all were abandoned, jobs that ran or waited before)."""
     processes = multiprocessing.get_context("forkserver")
     per_way = total // 5
     clients = [server.client() for _ in range(3)]
@@ -133,7 +133,7 @@ def abandoned(server: Server, total: int) -> tuple[int, int]:
         os.kill(process.pid, number)
     deadline = time.monotonic() + 1
     for client in clients[:2]:
-        client.status()  # all of it is with the supervisor
+        client.status()  # now the supervisor has received everything
     time.sleep(max(0.0, deadline - time.monotonic()))
     status = server.status("m")
     for client in clients[:2]:

@@ -1,9 +1,9 @@
-"""Random faults against real processes for long, and what came of them: ``tests.chaos``, its report kept.
+"""Run random faults against real processes for a long time (``tests.chaos``), and keep the report.
 
     python -m benchmarks.chaos [--episodes 10000] [--minutes M] [--seed N] [--lanes 2]
 
-The seed is printed. A violation is told with everything that it takes to replay it, and the run goes on. SIGTERM or
-SIGINT end it early: the report is then of the episodes that there were.
+The seed is printed. A violation is printed with all that is needed to replay it, and the run goes on. SIGTERM or SIGINT
+ends the run early. The report then covers the episodes so far.
 """
 
 import json
@@ -32,7 +32,7 @@ def main() -> None:
     }
     options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "tests.chaos", *options, "--keep-going", "--json"]
-    # the report is its last line; what is worth telling comes on stderr
+    # The last line of the output is the report. Progress is printed on stderr.
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True, start_new_session=True) as run:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: run.terminate())
@@ -52,7 +52,7 @@ def main() -> None:
         *(Result(f"ended as {name}", count, "requests") for name, count in sorted(report["ends"].items())),
     ]
     write("chaos", results, arguments.out)
-    print("\n".join(output[:-1]), flush=True)  # last, where it is seen: violations were told at length as they came
+    print("\n".join(output[:-1]), flush=True)  # at the end, where it is seen; violations were printed in full before
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What reading answers costs a client's process: processor time for each token, of both clients.
+"""Measure what reading answers costs a client's process: processor time per token, for both clients.
 
     python -m benchmarks.client_path [--out DIR]
 
-A second process stands for the supervisor and sends every stream a token, STEPS times, as often as a 1B model on an
-H200 makes them. The client's process does nothing but read. Its processor time includes libzmq's thread.
+A second process takes the supervisor's place. It sends every stream a token, STEPS times, as often as a 1B model on an
+H200 makes one. The client's process only reads. Its processor time includes that of libzmq's thread.
 """
 
 import argparse
@@ -36,7 +36,7 @@ STEP_SECONDS = {1: 3.7e-3, 8: 5.3e-3, 32: 8.6e-3}
 
 
 def stand_in(endpoint: str, streams: int) -> None:
-    """The supervisor's end, in a process of its own: accepts ``streams`` requests, then answers all of them."""
+    """Play the supervisor in a process of its own: accept ``streams`` requests, then answer all of them."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.bind(endpoint)
         requests: list[int] = []
@@ -64,14 +64,15 @@ def stand_in(endpoint: str, streams: int) -> None:
 
 
 def blocking(endpoint: str, streams: int) -> int:
-    """Tokens read by ``Client``, stream after stream: all but one are read from what has arrived."""
+    """Return the tokens that ``Client`` reads, stream after stream. All streams but one are read after they have
+    arrived."""
     with Client(endpoint) as client:
         answers = [client.generate("m", "x") for _ in range(streams)]
         return sum(len(delta.token_ids) for answer in answers for delta in answer)
 
 
 def on_a_loop(endpoint: str, streams: int) -> int:
-    """Tokens read by ``AsyncClient``, a task for each stream."""
+    """Return the tokens that ``AsyncClient`` reads, with a task for each stream."""
 
     async def main() -> int:
         async with AsyncClient(endpoint) as client:

@@ -1,5 +1,7 @@
-"""Greedy answers to the same requests by two models that ought to be alike: how many are equal, and how far apart they
-are. Random weights decide by less than rounding can change; the log probabilities tell that from a wrong computation.
+"""Compare greedy answers of two models that should be alike: how many are equal, and how far apart they are.
+
+With random weights the margins are smaller than rounding errors. Log-probabilities distinguish rounding from a wrong
+computation.
 """
 
 from collections.abc import Sequence
@@ -8,23 +10,23 @@ from benchmarks.report import Result
 from protocol.client.answers import Completion, TokenLogprob
 
 WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 20}
-"""Fields of a request whose answer can be compared by ``gap``."""
+"""Fields of a request whose answer ``gap`` can compare."""
 GAP_TARGET = "<= 0.25"
-"""Nats. The random 1B computed in fp16 is at most 0.007 off the same in fp32; rounding its weights to 4 bits moves it
-by 3.4 (both by transformers on a CPU, 256 places). ExLlamaV2's kernel for GPTQ adds up in fp16, with 5 to 7 times the
-error of fp16 matrices (a matrix of the 1B, the kernel compiled for the CPU)."""
+"""Nats. The random 1B computed in fp16 differs by at most 0.007 from the same in fp32. Rounding its weights to 4 bits
+moves it by 3.4 (both by transformers on a CPU, 256 places). ExLlamaV2's kernel for GPTQ adds up in fp16, with 5 to 7
+times the error of fp16 matrices (a matrix of the 1B, with the kernel compiled for the CPU)."""
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or that only one of them has; None where they are equal."""
+    """Return the index of the first token that differs, or that only one answer has; None if the answers are equal."""
     shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return None if shared == len(a) == len(b) else shared
 
 
 def gap(a: Completion, b: Completion) -> float:
-    """Nats, the most that the log probabilities of a chosen token are apart, to the first token that differs.
+    """Return the largest difference of a chosen token's log-probabilities, in nats, up to the first token that differs.
 
-    Of a token that is not among the other's likeliest it is known that there it is at most the least of these.
+    A token that is not among the other answer's likeliest has at most the lowest log-probability of these there.
     """
     different = first_difference(a.token_ids, b.token_ids)
     end = len(a.token_ids) if different is None else different + 1
@@ -40,8 +42,11 @@ def _apart(chosen: TokenLogprob, other: TokenLogprob) -> float:
 
 
 def compare(label: str, whose: str, mine: list[Completion], theirs: list[Completion], must_equal: bool) -> list[Result]:
-    """Of two answers to each request. ``must_equal`` gives equality a target; the gap, known where the answers have log
-    probabilities, always has one."""
+    """Compare two answers to each request.
+
+    ``must_equal`` gives equality a target. The gap always has a target. It is known if the answers have
+    log-probabilities.
+    """
     first = [first_difference(a.token_ids, b.token_ids) for a, b in zip(mine, theirs, strict=True)]
     count = len(first)
     print(f"{label}: first token that differs from {whose}, by answer: {first} (None: none)", flush=True)

@@ -1,14 +1,14 @@
-"""What other requests notice of constraints that take long to compile.
+"""Measure what other requests notice of constraints that take long to compile.
 
     python -m benchmarks.constraints
 
-The demo model of letters on the embedded engine, on the CPU, four jobs in a batch; a port over TCP on loopback. The
-constraints that take long are schemas such as {"type": "integer", "multipleOf": 1000003}, each another one: a trial of
-each is ended after a second of processor time. Measured are, each alone and beside them:
+The model is the demo model of letters on the embedded engine, on the CPU, with four jobs in a batch and a TCP port on
+loopback. The slow constraints are schemas such as {"type": "integer", "multipleOf": 1000003}, each a different one. The
+trial of each is ended after one second of processor time. These are measured alone and beside slow constraints:
 
-* a regex that is known, beside a key (4 requests in flight, 2,000 tokens a minute) that sends such schemas as fast as
-  it may, for SECONDS,
-* a regex that is known, and one that is new, beside six such schemas of one connection,
+* a known regex, beside a key (4 requests in flight, 2,000 tokens a minute) that sends such schemas as fast as it may,
+  for SECONDS,
+* a known regex, and a new one, beside six such schemas of one connection,
 * plain requests beside twenty such schemas of one connection,
 * one such schema: the seconds until it is refused, and until it is refused again.
 """
@@ -42,7 +42,7 @@ def costly() -> dict[str, Any]:
 
 
 def seconds_of(client: Client, **fields: Any) -> float:
-    """Until a request has ended, however it does."""
+    """Return the seconds until a request has ended, in whatever way."""
     begun = time.perf_counter()
     with suppress(WireError):
         client.complete("letters", PROMPT, max_tokens=20, temperature=0, **fields)
@@ -50,13 +50,13 @@ def seconds_of(client: Client, **fields: Any) -> float:
 
 
 def several(client: Client, **fields: Any) -> list[float]:
-    """Of PLAIN requests, one after the other."""
+    """Return the seconds of PLAIN requests, one after the other."""
     return [seconds_of(client, **fields) for _ in range(PLAIN)]
 
 
 @contextmanager
 def beside(keyed: Keyed, schemas: int) -> Iterator[Client]:
-    """Schemas of one connection that have been accepted, and another client. What is left of them is cancelled."""
+    """Yield another client while schemas of one connection are accepted. At the end, cancel the remaining ones."""
     with keyed.serving.client() as hog, keyed.serving.client() as client:
         streams = [hog.generate("letters", PROMPT, json_schema=costly()) for _ in range(schemas)]
         wait_until(lambda: sum(keyed.serving.status("letters")[name] for name in ("active", "queued")) >= schemas)
@@ -69,8 +69,11 @@ def beside(keyed: Keyed, schemas: int) -> Iterator[Client]:
 
 
 def beside_key(keyed: Keyed, seconds: float) -> tuple[list[float], int, int]:
-    """Seconds of each known regex while the key sends schemas; how many of those were tried, and how many refused for
-    its tokens a minute."""
+    """Measure known regexes while a key sends schemas.
+
+    Returns the seconds of each regex, the number of schemas that were tried, and the number that were refused because
+    of the key's tokens per minute.
+    """
     over = threading.Event()
     codes: list[str] = []
 

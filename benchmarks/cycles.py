@@ -1,11 +1,11 @@
-"""Nothing leaks over kills and restarts: what the supervisor holds after hundreds of them is what it held before.
+"""Check that nothing leaks over kills and restarts: the supervisor holds the same after hundreds of them as before.
 
     python -m benchmarks.cycles [--cycles 400] [--embedded-cycles 12]
 
-Two models; SIGKILL to the worker of each in turn, and the next when it is ready again. Some requests go through the new
-worker each time. Descriptors, sockets among them, threads, children (zombies among them) and entries of /dev/shm are
-counted, and the memory is read, after some cycles that warm up and at the end, when nothing is under way. The engine is
-one that needs no torch; a few cycles more are done on the embedded engine with a demo model.
+There are two models. The worker of each gets SIGKILL in turn, and the next kill comes when the worker is ready again.
+Some requests go through the new worker each time. Descriptors, sockets among them, threads, children, zombies among
+them, and entries of /dev/shm are counted, and the memory is read: once after some cycles of warm-up and once at the
+end, when nothing is running. The engine needs no torch. A few more cycles run on the embedded engine with a demo model.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SETTLE_S = 30.0
 
 @dataclass(frozen=True)
 class Held:
-    """What a supervisor holds."""
+    """The resources that a supervisor holds."""
 
     descriptors: int
     sockets: int

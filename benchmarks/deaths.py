@@ -1,11 +1,11 @@
-"""How fast the death of a worker is seen, and how fast it is ready again.
+"""Measure how fast the supervisor sees the death of a worker, and how fast the worker is ready again.
 
     python -m benchmarks.deaths [--count 200]
 
-SIGKILL to a decoding worker, again and again, each time when it is ready and streams have begun. The times are those of
-the supervisor's log (in milliseconds) after the signal was sent: the line that tells the exit, and the line that says
-ready, less the time of the load, which that line tells. A restart's pause is set to zero. The engine is a deterministic
-one that needs no torch; a few times once more with the embedded engine.
+A decoding worker gets SIGKILL again and again, each time when it is ready and streams have begun. The times come from
+the supervisor's log (in milliseconds): from the signal to the line about the exit, and to the line that says ready,
+minus the time of the load, which that line names. The pause before a restart is zero. The engine is a deterministic one
+that needs no torch. A few deaths are measured with the embedded engine, too.
 """
 
 import os
@@ -36,18 +36,18 @@ _READY = re.compile(r"loading -> ready \(loaded in (?P<load_s>[\d.]+) s.*\) pid 
 
 @dataclass
 class Times:
-    """Seconds, for each death."""
+    """Seconds for each death."""
 
     gone: list[float] = field(default_factory=list)
-    """Until the kernel had ended it, as this process saw it."""
+    """Until the kernel had ended the process, as seen by the benchmark."""
     seen: list[float] = field(default_factory=list)
     ready: list[float] = field(default_factory=list)
-    """After the kill, less the load."""
+    """From the kill to ready, minus the load."""
     resumed: int = 0
 
 
 def measure(entry: dict[str, Any], count: int, fields: dict[str, Any]) -> Times:
-    """Kill a worker ``count`` times."""
+    """Kill a worker ``count`` times, and return the times."""
     killed: list[tuple[int, float, int]] = []
     times = Times()
     with (
@@ -81,14 +81,17 @@ def measure(entry: dict[str, Any], count: int, fields: dict[str, Any]) -> Times:
 
 
 def read_log(path: Path) -> list[tuple[float, str]]:
-    """(time, text) of each line, of the log set aside too."""
+    """Return (time, text) of each line, including those of the rotated log."""
     text = "".join(p.read_text() for p in (path.with_name(path.name + ".1"), path) if p.exists())
     return [(datetime.strptime(m["at"], "%Y-%m-%d %H:%M:%S,%f").timestamp(), m["text"]) for m in _LINE.finditer(text)]
 
 
 def results_of(times: Times, count: int, what: str = "") -> list[Result]:
-    """The kernel takes a while to end a process that has all of torch mapped, before anybody can see its death: that is
-    part of the figures with targets, and shown by itself beside them."""
+    """Return the results of several deaths.
+
+    The kernel needs some time to end a process that has all of torch mapped, before anybody can see its death. That
+    time is part of the figures with targets, and is also shown separately.
+    """
     return [
         Result(f"{what}deaths", count, "times"),
         Result(f"{what}ended by the kernel after, median", 1000 * statistics.median(times.gone), "ms"),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 BITS, GROUP = 4, 64
-"""Bits of a level, inputs of a group."""
+"""Bits of a level, and inputs of a group."""
 LEVELS = 1 << BITS
 STEPS = 16
 QUANTIZED = (*MATRICES, "lm_head")
@@ -37,7 +37,7 @@ QUANTIZED = (*MATRICES, "lm_head")
 
 @dataclass(frozen=True)
 class Rounded:
-    """A matrix in levels, not packed yet: levels int32 [in, out], 0 to 15; steps int32 [groups, out], 1 to 16; largest
+    """A matrix in levels, before packing: levels int32 [in, out], 0 to 15; steps int32 [groups, out], 1 to 16; largest
     fp16 [groups]."""
 
     levels: "torch.Tensor"

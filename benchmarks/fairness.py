@@ -1,11 +1,12 @@
-"""Fairness and overload: what one client's flood does to another, and what ten times too many requests do to a model.
+"""Measure fairness and overload: one client's flood beside another client, and ten times too many requests for a model.
 
     python -m benchmarks.fairness [--engine transformers --gpu cpu --model letters] [--gpu 0 --model 1b]
 
-1. Client B sends 10 requests at once while client A keeps one in flight, and again while A has 200 waiting: B's mean
-   time to an answer, medians of several rounds.
-2. As many clients as keep the model busy, then ten times as many that take no no for an answer: the tokens per second
-   of those that are served, how long a refusal takes, and what it costs in memory.
+1. Client B sends 10 requests at once while client A keeps one in flight, and again while A has 200 waiting. The result
+   is
+   B's mean time to an answer, as the median of several rounds.
+2. First as many clients as keep the model busy, then ten times as many, which repeat every refused request. The results
+   are the tokens per second of the served requests, the time that a refusal takes, and its cost in memory.
 """
 
 import asyncio
@@ -31,14 +32,14 @@ MIB = 1 << 20
 
 
 async def ask(client: AsyncClient, model: str, request: Request, tokens: int) -> float:
-    """Seconds to the end of the answer."""
+    """Return the seconds to the end of the answer."""
     begun = perf_counter()
     await client.complete(model, max_tokens=tokens, ignore_eos=True, temperature=0, **request.fields)
     return perf_counter() - begun
 
 
 async def beside(runtime_dir: Path, model: str, asked: Sequence[Request], tokens: int, flood: int) -> float:
-    """B's mean time to an answer while A has ``flood`` requests waiting; 1: A has one in flight, always."""
+    """Return B's mean time to an answer while A has ``flood`` requests waiting. With 1, A always has one in flight."""
     async with AsyncClient(runtime_dir=runtime_dir) as a, AsyncClient(runtime_dir=runtime_dir) as b:
         done = asyncio.Event()
 
@@ -53,7 +54,7 @@ async def beside(runtime_dir: Path, model: str, asked: Sequence[Request], tokens
             others.append(asyncio.create_task(keep_one()))
         else:
             others = [asyncio.create_task(ask(a, model, asked[i % len(asked)], tokens)) for i in range(flood)]
-        await asyncio.sleep(0.3)  # A is being served when B comes
+        await asyncio.sleep(0.3)  # so that A is being served when B comes
         times = await asyncio.gather(*(ask(b, model, request, tokens) for request in asked[:FEW]))
         done.set()
         if flood != 1:
@@ -66,8 +67,10 @@ async def beside(runtime_dir: Path, model: str, asked: Sequence[Request], tokens
 async def pressed(
     runtime_dir: Path, model: str, asked: Sequence[Request], tokens: int, at_once: int, seconds: float
 ) -> tuple[float, list[float]]:
-    """(tokens per second of what was accepted, seconds that each refusal took) with ``at_once`` requests at a time,
-    each repeated at once when it is refused or over."""
+    """Keep ``at_once`` requests going: each is repeated at once when it is refused or has ended.
+
+    Returns (tokens per second of the accepted requests, seconds that each refusal took).
+    """
     refusals: list[float] = []
     got = 0
     until = perf_counter() + seconds
@@ -109,7 +112,7 @@ def main() -> None:
     with Server(models, wait=False) as server:
         server.wait_state("m", "ready")
         few, many = [], []
-        for _ in range(rounds):  # in turns: what the machine does meanwhile is done to both
+        for _ in range(rounds):  # in turn, so that other load of the machine affects both
             few.append(asyncio.run(beside(server.runtime_dir, "m", asked, TOKENS, 1)))
             server.wait_idle("m")
             many.append(asyncio.run(beside(server.runtime_dir, "m", asked, TOKENS, FLOOD)))
@@ -122,7 +125,7 @@ def main() -> None:
         ]
         server.modelctl("stop", "m")
         server.modelctl("start", "n")
-        # a queue's worth beside a batch keeps the model as busy as it can be
+        # A full queue beside a full batch keeps the model as busy as possible.
         for _ in range(2):  # the first one warms up
             base, _ = asyncio.run(pressed(server.runtime_dir, "n", asked, TOKENS, BATCH + 4, seconds))
         supervisor = psutil.Process(server.overview()["supervisor"]["pid"])

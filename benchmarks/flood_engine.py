@@ -1,7 +1,7 @@
-"""An engine that computes nothing: a token for every job at each step, as fast as it is called, or at a pace.
+"""An engine that computes nothing. It gives every job a token at each step, as fast as it is called, or at a pace.
 
-Named by import string in ``benchmarks.router``. Its prompts say what is wanted: ``all`` (each step gives every job a
-token), ``one`` (each step gives one job a token, in turns), both as fast as it is called, or ``paced RATE SEED``.
+``benchmarks.router`` names it by an import string. A prompt says what is wanted: ``all`` (each step gives every job a
+token), ``one`` (each step gives one job a token, in turn), both as fast as possible, or ``paced RATE SEED``.
 """
 
 import mmap
@@ -15,19 +15,22 @@ from protocol.process.worker_spec import EngineSpec
 from tests.deterministic_engine import DeterministicEngine
 
 TEXT = "0123456789abcdef"
-"""Of every token of a flood: as long as a time."""
+"""The text of every token of a flood. It is as long as a time."""
 TOKEN = (1000,)
 WAIT_S = 1e-4
-"""Of a flood that is ahead, until it looks again."""
+"""Seconds that a flood which is ahead waits until it looks again."""
 
 
 class FloodEngine(DeterministicEngine):
-    """Every text has 16 characters; those of a paced job are the time at which it was made, CLOCK_MONOTONIC in
-    nanoseconds, hexadecimal. Paced tokens come at random times, RATE a second on average; a step then waits for the
-    next, and serves one job only.
+    """An engine whose texts have 16 characters.
 
-    Options: ``taken``, path of a ``Taken``; ``window``, steps that a flood may be ahead of it. Without that bound it
-    would outrun every reader, and what is measured would be how the supervisor holds events back.
+    The text of a paced job is the time at which it was made, CLOCK_MONOTONIC in nanoseconds, in hexadecimal. Paced
+    tokens come at random times, RATE per second on average. A step then waits for the next token, and serves one job
+    only.
+
+    Options: ``taken``, the path of a ``Taken``, and ``window``, the number of steps that a flood may be ahead of it.
+    Without this limit the engine would outrun every reader. Then the benchmark would measure how the supervisor holds
+    events back.
     """
 
     KNOWN_OPTIONS = frozenset({"taken", "window"})
@@ -38,19 +41,19 @@ class FloodEngine(DeterministicEngine):
         self._window = int(spec.options["window"])
         self._given: dict[int, Job] = {}
         self._made: dict[int, int] = {}
-        """Tokens of each job before the present plan."""
+        """Number of tokens of each job before the present plan."""
         self._order: list[int] = []
-        """Whose turn is next, where jobs get tokens in turns."""
+        """Jobs in the order of their next turns, if they get tokens in turn."""
         self._plan: Iterator[list[EngineEvent]] = iter(())
-        """What the next steps bring: no end, and nothing that the window does not allow. So a step costs next to
-        nothing, and what is measured is not this engine."""
+        """The events of the next steps: no job ends in them, and the window allows all of them. So a step costs almost
+        nothing, and the benchmark does not measure this engine."""
         self._turns: list[list[int]] = []
-        """Jobs of each step of a round of the plan."""
+        """The jobs of each step of one round of the plan."""
         self._begun = 0
-        """``steps`` at its begin."""
+        """The value of ``steps`` when the plan began."""
         self._waits = False
-        """Every job is as far ahead as it may be, and goes on when half of the window is free: as libzmq has it with a
-        full pipe, so that nobody is woken up for single tokens."""
+        """Whether every job is as far ahead as it may be. It goes on when half of the window is free, as libzmq does
+        with a full pipe, so that the reader is not woken for single tokens."""
         self._kind = ""
         self._pace = Pace(1.0, 0)
 
@@ -73,7 +76,7 @@ class FloodEngine(DeterministicEngine):
         return self._next_plan()
 
     def _next_plan(self) -> list[EngineEvent]:
-        """A step for which there is no plan, and the next one, if it can have one."""
+        """Make a step without a plan, and plan the next steps if possible."""
         self._end_plan()
         if not self._given:
             return []
@@ -82,7 +85,7 @@ class FloodEngine(DeterministicEngine):
             return self._unplanned(self._order[:1], stamp())
         taken = self._taken.steps
         bound = taken + self._window
-        # each for itself: the first may have run ahead before there were others, and is read no faster
+        # Each job has its own limit: the first job may have run ahead before there were others, and is read no faster.
         due = [number for number in self._order if self._made[number] < bound]
         if not due or (self._waits and max(self._made.values()) > taken + self._window // 2):
             self._waits = True
@@ -99,7 +102,7 @@ class FloodEngine(DeterministicEngine):
         return next(self._plan)
 
     def _end_plan(self) -> None:
-        """Note what has come of it."""
+        """Note what the plan has brought so far, and end it."""
         if self._turns:
             rounds, more = divmod(self.steps - self._begun, len(self._turns))
             for i, turn in enumerate(self._turns):
@@ -111,7 +114,7 @@ class FloodEngine(DeterministicEngine):
         self._plan, self._turns, self._begun = iter(()), [], self.steps
 
     def _unplanned(self, numbers: list[int], text: str) -> list[EngineEvent]:
-        """A token for each of these jobs, the last of some of them perhaps."""
+        """Return a token for each of these jobs, perhaps the last token of some of them."""
         events: list[EngineEvent] = []
         self._order = [number for number in self._order if number not in numbers]
         for number in numbers:
@@ -141,8 +144,10 @@ class FloodEngine(DeterministicEngine):
 
 
 class Taken:
-    """How many events of each stream have been read so far, in memory that reader and engine share. ``path``: of a
-    file, which is made if it does not exist."""
+    """The number of events of each stream that have been read, in memory that reader and engine share.
+
+    path  path of a file, which is made if it does not exist
+    """
 
     def __init__(self, path: str) -> None:
         with open(path, "a+b") as file:
@@ -159,19 +164,19 @@ class Taken:
 
 
 class Pace:
-    """Times that a Poisson process has, ``rate`` a second. One that is behind does not wait."""
+    """The times of a Poisson process with ``rate`` events per second. A time that has passed costs no wait."""
 
     def __init__(self, rate: float, seed: int) -> None:
         self._rate, self._draw = rate, random.Random(seed)
         self._due = time.monotonic()
 
     def wait(self) -> None:
-        """Until the next of them."""
+        """Wait until the next time."""
         self._due += self._draw.expovariate(self._rate)
         if (left := self._due - time.monotonic()) > 0:
             time.sleep(left)
 
 
 def stamp() -> str:
-    """The time, as 16 characters."""
+    """Return the time as 16 characters."""
     return f"{time.monotonic_ns():016x}"

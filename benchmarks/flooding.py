@@ -1,14 +1,15 @@
-"""A hostile local process floods a supervisor's sockets, beside a client that must not notice.
+"""Flood a supervisor's sockets from a hostile local process, beside a client that must not notice.
 
     python -m benchmarks.flooding [--rounds 100000] [--seconds 8]
 
-1. The recipe that made libzmq abort the supervisor: connect, send 2,000 small frames with a PING of ZMTP after every
-   third, and leave. 50 connections at once, in two processes, on ``front``; a tenth as often on ``admin``, and on
-   ``back``, which refuses it.
-2. Floods that go on, each with one connection and with 50: whole messages of 34 bytes, 2,000 and 100,000 bytes. A
-   connection that is ended is opened again.
+1. The sequence that made libzmq abort the supervisor: connect, send 2,000 small frames with a PING of ZMTP after every
+   third one, and leave. There are 50 connections at once, in two processes, on ``front``; a tenth as often on
+   ``admin``,
+   and on ``back``, which refuses it.
+2. Continuous floods, each with one connection and with 50: whole messages of 34 bytes, 2,000 and 100,000 bytes. A
+   connection that the supervisor ends is opened again.
 
-Every answer of the client beside it is compared with the one that was computed.
+Every answer to the client beside the flood is compared with the right answer.
 """
 
 import argparse
@@ -28,7 +29,7 @@ MIB = 1 << 20
 
 
 def start(serving: Serving, what: str, name: str, *numbers: float) -> "subprocess.Popen[str]":
-    """An attacker in a process of its own. The last line it prints is JSON."""
+    """Start an attacker in a process of its own. The last line that it prints is JSON."""
     command = [sys.executable, "-m", "tests.flooding", what, str(serving.runtime_dir / name), *map(str, numbers)]
     return subprocess.Popen(command, cwd=ROOT, env=serving.environment, stdout=subprocess.PIPE, text=True)
 
@@ -40,7 +41,7 @@ def report_of(attacker: "subprocess.Popen[str]") -> dict[str, int]:
 
 
 class Attack:
-    """A supervisor of its own, a client at work, and the figures of both when it is over. A context manager."""
+    """A supervisor of its own, a client at work, and the figures of both afterwards. A context manager."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -58,7 +59,7 @@ class Attack:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Take the figures. The supervisor may be dead: then there are few."""
+        """Take the figures. If the supervisor is dead, there are only a few."""
         died = self.serving.process.poll() is not None
         self.client.leaving.set()
         self.client.join()

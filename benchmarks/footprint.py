@@ -1,12 +1,13 @@
-"""What a supervisor costs a box where it serves, and how long an operator waits for ``modelctl ps``.
+"""Measure what a serving supervisor costs a machine, and how long ``modelctl ps`` takes.
 
     python -m benchmarks.footprint [--gpu 0] [--quick] [--out DIR]
 
-The demo models of models.yaml, on the CPU, or with ``--gpu`` on a GPU, where a process of its own reads NVML for the
-supervisor. Memory is that of the supervisor's process once all models are ready and have answered: resident (RSS), and
-its own share (PSS: a page that several processes map is counted in parts); and the same of the process that reads NVML,
-where there is one. ``ps`` runs many times, in turns with ``python -c pass``, below which nothing written in Python can
-be. Where there is no GPU, ``--engine`` (an import string) and a stand-in for NVML try the script.
+The models are the demo models of models.yaml, on the CPU, or with ``--gpu`` on a GPU. In that case a separate process
+reads NVML for the supervisor. Memory is that of the supervisor's process when all models are ready and have answered:
+resident memory (RSS), and its proportional share (PSS: a page that several processes map is divided among them). The
+same is measured for the process that reads NVML, if there is one. ``ps`` runs many times, in turn with ``python -c
+pass``, which is the lower limit for any program in Python. Without a GPU the script can be tried with ``--engine`` (an
+import string) and a replacement for NVML.
 """
 
 import argparse
@@ -28,14 +29,14 @@ MB = 1e6
 
 
 def memory(pid: int) -> tuple[float, float]:
-    """(RSS, PSS) in bytes."""
+    """Return (RSS, PSS) in bytes."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     rss, pss = (int(found[1]) * 1024 for key in ("Rss", "Pss") if (found := re.search(rf"^{key}:\s+(\d+)", text, re.M)))
     return rss, pss
 
 
 def nvml_reader(supervisor: int) -> int | None:
-    """The pid of the process that reads NVML; None if there is none."""
+    """Return the pid of the process that reads NVML; None if there is none."""
     children = psutil.Process(supervisor).children()
     return next((p.pid for p in children if " ".join(p.cmdline()).startswith("modelctl: NVML reader")), None)
 
@@ -47,7 +48,7 @@ def python_seconds() -> float:
 
 
 def reader_rows(rss: float, pss: float, supervisor_pss: float) -> list[Result]:
-    """What the process that reads NVML adds; bytes."""
+    """Return what the process that reads NVML adds. The arguments are in bytes."""
     return [
         Result("memory of the process that reads NVML (RSS)", rss / MB, "MB"),
         Result("its own share of it (PSS)", pss / MB, "MB"),

@@ -1,9 +1,9 @@
-"""Hostile frames for longer than a test can: found by the branches that they reach, and at a live supervisor.
+"""Send hostile frames for longer than a test can: guided by the branches that they reach, and to a live supervisor.
 
     pip install '.[fuzz]' && nice python -m benchmarks.fuzzing [--seconds 120] [--live 60]
 
---seconds  of coverage-guided fuzzing (atheris) of what is read in each of the four directions
---live     seconds that a hostile process is at a supervisor's sockets, a well-behaved client beside it
+--seconds  seconds of coverage-guided fuzzing (atheris) of the reader of each of the four directions
+--live     seconds in which a hostile process uses a supervisor's sockets, beside a well-behaved client
 
 A crash is kept in --crashes and fails the run.
 """
@@ -27,7 +27,7 @@ MOST_MB = 20
 
 
 def guided(direction: str, seconds: int, seed: int, crashes: Path) -> list[Result]:
-    """One direction's run. Peak memory is told as what it grew by while it ran."""
+    """Fuzz one direction. Peak memory is reported as its growth during the run."""
     with tempfile.TemporaryDirectory() as scratch:
         seeds, words = Path(scratch) / "corpus", Path(scratch) / "words"
         seeds.mkdir()
@@ -59,7 +59,7 @@ def guided(direction: str, seconds: int, seed: int, crashes: Path) -> list[Resul
 
 
 def live(seconds: float, seed: int) -> list[Result]:
-    """The same at a live supervisor."""
+    """Attack a live supervisor."""
     report = attacked(seconds, seed)
     counters = report["counters"]
     return [
@@ -69,7 +69,7 @@ def live(seconds: float, seed: int) -> list[Result]:
         Result("live: what the supervisor's audit hook saw", len(report["seen"].splitlines()), "count", "<= 0"),
         Result("live: supervisor's memory grew by", round(report["grown_bytes"] / 2**20, 1), "MiB", "<= 64"),
         Result("live: right answers of the client beside it", report["answers"], "count"),
-        Result("live: wrong or failed answers", 0, "count", "<= 0"),  # attacked() raises at the first
+        Result("live: wrong or failed answers", 0, "count", "<= 0"),  # attacked() raises at the first one
         Result("live: longest 1 % of its waits begins at", report["p99_ms"], "ms"),
     ]
 

@@ -1,21 +1,21 @@
-"""GPTQ models made by rounding to nearest: in the file format that AutoGPTQ writes and ExLlamaV2 reads, and beside each
-the very same weights as plain fp16, its twin.
+"""Make GPTQ models by rounding to nearest, each with a twin that has exactly the same weights in fp16.
 
     python -m benchmarks.models letters-gptq 1b-gptq-act-order ...
 
-A matrix of ``in`` inputs and ``out`` outputs, 4 bits, is stored as
+The file format is the one that AutoGPTQ writes and ExLlamaV2 reads. A matrix of ``in`` inputs and ``out`` outputs, in 4
+bits, is stored as
 
     qweight  int32 [in / 8, out]      input 8 r + i in bits 4 i to 4 i + 3 of row r
     qzeros   int32 [groups, out / 8]  zero - 1 of output 8 c + i in bits 4 i to 4 i + 3 of column c
     scales   fp16  [groups, out]
     g_idx    int32 [in]               the group of each input
 
-and its weight [o, i] is scales[g_idx[i], o] * (level[i, o] - zero[g_idx[i], o]), rounded to fp16. Zeros are stored less
-one: format "gptq", the older of two; in "gptq_v2" they are stored as they are. Sources: ``pack`` of AutoGPTQ 0.7
+Its weight [o, i] is scales[g_idx[i], o] * (level[i, o] - zero[g_idx[i], o]), rounded to fp16. Zeros are stored minus
+one: that is format "gptq", the older of two. In "gptq_v2" they are stored unchanged. Sources: ``pack`` of AutoGPTQ 0.7
 (nn_modules/qlinear/qlinear_cuda_old.py); linear.py, ext.py, ext_qmatrix.cpp and cuda/q_matrix.cu of ExLlamaV2 0.3.2.
 
-GPTQ itself chooses levels by what calibration data makes of the errors; where they are stored does not depend on how
-they were chosen. Embedding, head and norms stay in fp16, as AutoGPTQ leaves them.
+GPTQ itself chooses levels by the effect of errors on calibration data. The storage format does not depend on that
+choice. Embedding, head and norms stay in fp16, as with AutoGPTQ.
 """
 
 import json
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     import torch
 
 BITS, GROUP = 4, 128
-"""Bits of a level, inputs of a group."""
+"""Bits of a level, and inputs of a group."""
 LEVELS = 1 << BITS
 PACKED = 32 // BITS
 """Levels in an int32."""
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Of a Llama's layer."""
+"""The quantized matrices of a Llama's layer."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How levels are laid out.
+    """The layout of levels.
 
-    symmetric   every zero is 8; otherwise each group's levels reach from its least weight to its largest
-    act_order   inputs are put into groups by size, largest first, and g_idx is not ascending; GPTQ goes by the size of
-                the activations, here it is that of the weights: the sum of their squares
+    symmetric  every zero is 8; otherwise each group's levels reach from its smallest weight to its largest
+    act_order  inputs are put into groups by size, largest first, so g_idx is not ascending. GPTQ uses the size of the
+               activations; here it is the size of the weights, the sum of their squares
     """
 
     symmetric: bool = True
@@ -51,13 +51,13 @@ class Scheme:
 
 
 SCHEMES = {"gptq": Scheme(), "gptq-act-order": Scheme(symmetric=False, act_order=True)}
-"""By the suffix of a model's name."""
+"""Schemes by the suffix of a model's name."""
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A matrix in levels, not packed yet: levels int32 [in, out], 0 to 15; zeros int32 [groups, out], 1 to 15;
-    scales fp16 [groups, out]; groups int32 [in]."""
+    """A matrix in levels, before packing: levels int32 [in, out], 0 to 15; zeros int32 [groups, out], 1 to 15; scales
+    fp16 [groups, out]; groups int32 [in]."""
 
     levels: "torch.Tensor"
     zeros: "torch.Tensor"
@@ -65,7 +65,7 @@ class Rounded:
     groups: "torch.Tensor"
 
     def weight(self) -> "torch.Tensor":
-        """fp16 [out, in], rounded once, as ExLlamaV2's kernel that unpacks it rounds."""
+        """Return the weight as fp16 [out, in], rounded once, as ExLlamaV2's unpacking kernel rounds it."""
         index = self.groups.long()
         return (self.scales[index] * (self.levels - self.zeros[index]).half()).T.contiguous()
 
@@ -79,7 +79,8 @@ class Rounded:
 
 
 def pack_rows(values: "torch.Tensor") -> "torch.Tensor":
-    """int32 [rows / 8, columns] of int32 [rows, columns] from 0 to 15: eight rows in one, the first lowest."""
+    """Pack int32 [rows, columns] of 0 to 15 into int32 [rows / 8, columns]: eight rows in one, the first in the lowest
+    bits."""
     import torch
 
     rows, columns = values.shape
@@ -89,7 +90,7 @@ def pack_rows(values: "torch.Tensor") -> "torch.Tensor":
 
 
 def round_to_nearest(weight: "torch.Tensor", scheme: Scheme) -> Rounded:
-    """``weight`` [out, in] in 4 bits. Raises ValueError for a size that the kernels cannot compute."""
+    """Return ``weight`` [out, in] in 4 bits. Raises ValueError for a size that the kernels cannot compute."""
     import torch
 
     outputs, inputs = weight.shape
@@ -112,7 +113,7 @@ def round_to_nearest(weight: "torch.Tensor", scheme: Scheme) -> Rounded:
         if scheme.symmetric:
             zero = torch.full_like(scale, LEVELS // 2).int()
         else:
-            # a zero of 0 would be stored as -1, and the kernels would take it for 16
+            # A zero of 0 would be stored as -1, and the kernels would read it as 16.
             zero = (-least / scale.float()).round().clamp(1, LEVELS - 1).int()
         levels[own] = ((values / scale.float()).round().int() + zero).clamp(0, LEVELS - 1)
         zeros.append(zero)
@@ -121,9 +122,9 @@ def round_to_nearest(weight: "torch.Tensor", scheme: Scheme) -> Rounded:
 
 
 def write_both(source: Path, target: Path, twin: Path, scheme: Scheme) -> None:
-    """Make of the fp16 Llama in ``source`` a GPTQ model in ``target`` and its twin in ``twin``.
+    """Make a GPTQ model in ``target``, and its twin in ``twin``, of the fp16 Llama in ``source``.
 
-    config.json comes last: a directory that has it is complete. Raises ValueError as ``round_to_nearest``.
+    config.json comes last: a directory that has it is complete. Raises ValueError as ``round_to_nearest`` does.
     """
     import torch
     from safetensors import safe_open

@@ -1,9 +1,9 @@
-"""A client in a process of its own that asks for a group of answers whenever it is told to.
+"""A client in a process of its own that asks for a group of answers when its parent says so.
 
     python -m benchmarks.group_client RUNTIME_DIR MODEL MODEL_DIR STREAMS TOKENS
 
-Each line on stdin is a seed: the group is asked for, and [begin, end, tokens] printed as JSON, the times of
-CLOCK_MONOTONIC in seconds, which all processes of a machine share.
+Each line on stdin is a seed. The client asks for the group and prints [begin, end, tokens] as JSON. The times are
+seconds of CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 import asyncio

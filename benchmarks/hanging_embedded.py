@@ -1,4 +1,4 @@
-"""The embedded engine, made to hang or to be slow; for ``benchmarks.hangs``. Named by import string."""
+"""The embedded engine with hangs or slow steps, for ``benchmarks.hangs``, which names it by an import string."""
 
 import time
 from dataclasses import replace
@@ -12,9 +12,9 @@ STEPS_BEFORE = 8
 
 
 class HangsEmbedded(TransformersEngine):
-    """Holds the GIL for ever in a step, once in the life of its model directory, if the option gil says so.
+    """Holds the GIL for ever in a step, once per model directory, if the option ``gil`` says so.
 
-    step_s  seconds that each step, and each of parts of its load, takes longer; not while it warms up
+    step_s  seconds that each step, and each part of its load, takes longer; not during warm-up
     """
 
     def __init__(self, spec: EngineSpec) -> None:

@@ -1,14 +1,15 @@
-"""Workers that hang are killed in time, and none that is only slow.
+"""Check that workers that hang are killed in time, and that workers that are only slow are not killed.
 
     python -m benchmarks.hangs [--count 20] [--seconds 60]
 
 First, workers are stopped (SIGSTOP: idle, decoding and loading) and deadlocked with the GIL held (in a step),
-``--count`` times each, while another model streams. How late after its lease's end each was gone is counted from the
-signal, or from the last token that came before the deadlock. (An idle worker's last beat may be up to 0.2 s older than
-the signal, which is added.) Their requests go on, and each answer is checked: the engine is a deterministic one that
-needs no torch.
-Then for ``--seconds`` loads whose parts, and prompts whose steps, take 70 % of their leases, while the supervisor is
-itself stopped for 2.5 leases again and again. In the end both once more on the embedded engine.
+``--count`` times each, while another model streams. The result is how late after its lease's end each worker was gone.
+The time is counted from the signal, or from the last token before the deadlock. (An idle worker's last heartbeat may be
+up to 0.2 s older than the signal. That is added.) The requests of these workers are resumed, and each answer is
+checked. The engine is a deterministic one that needs no torch.
+
+Then, for ``--seconds``, the parts of loads and the steps of prompts take 70 % of their leases, while the supervisor
+itself is stopped for 2.5 leases again and again. At the end both are done once more on the embedded engine.
 """
 
 import os
@@ -46,7 +47,7 @@ TOKENS = 60
 
 @dataclass
 class Tally:
-    """What came of one kind of hang. ``late``: seconds after the lease's end until the process was gone."""
+    """The results of one kind of hang. ``late``: seconds from the lease's end until the process was gone."""
 
     late: list[float] = field(default_factory=list)
     wrong: int = 0
@@ -63,14 +64,14 @@ def fake(directory: Path, kind: str, **options: Any) -> dict[str, Any]:
 
 
 def wait_gone(pidfd: int) -> float:
-    """The time of a process's end."""
+    """Wait for a process's end and return its time."""
     select.select([pidfd], [], [], 60)
     os.close(pidfd)
     return time.monotonic()
 
 
 class Hanger:
-    """Makes one model hang again and again, over its own connection."""
+    """Makes one model hang again and again, over a connection of its own."""
 
     def __init__(self, server: Server, model: str, tally: Tally) -> None:
         self.server, self.model, self.tally = server, model, tally
@@ -85,7 +86,7 @@ class Hanger:
         with Client(runtime_dir=self.server.runtime_dir, admin=True) as admin:
             admin.call("restart", model=self.model)
         while not (status := self.server.wait_state(self.model, "loading"))["progress"]:
-            time.sleep(0.02)  # from the first on, it beats every 10 ms
+            time.sleep(0.02)  # from the first progress on, the worker renews its lease every 10 ms
         self._stop(status["pid"], 0.0)
         self._check()
 
@@ -123,7 +124,7 @@ class Hanger:
 
 
 def together(works: list[Callable[[], None]]) -> None:
-    """Run all at once. Raises RuntimeError if one of them raised."""
+    """Run all functions at once. Raises RuntimeError if one of them raises."""
     failed: list[BaseException] = []
 
     def guarded(work: Callable[[], None]) -> None:
@@ -203,7 +204,7 @@ def of_tally(what: str, tally: Tally, count: int) -> list[Result]:
 
 
 def be_slow(server: Server, seconds: float, slow_loads: list[str], prompts: dict[str, tuple[str, int]]) -> list[Result]:
-    """Restarts, long prompts and a paused supervisor for so long.
+    """Restart models, send long prompts and pause the supervisor for ``seconds``.
 
     prompts  model → a prompt, and tokens of its answer
     """
@@ -214,7 +215,7 @@ def be_slow(server: Server, seconds: float, slow_loads: list[str], prompts: dict
     pid = server.overview()["supervisor"]["pid"]
 
     def again_and_again(work: Callable[[Client], object], admin: bool = False) -> None:
-        """Connections over ipc end when the supervisor is silent for 4 s, which is no matter here."""
+        """Repeat some work, and reconnect when needed: ipc connections end if the supervisor is silent for 4 s."""
         while time.monotonic() < until:
             try:
                 with Client(runtime_dir=server.runtime_dir, admin=admin, timeout=30) as client:
@@ -226,7 +227,7 @@ def be_slow(server: Server, seconds: float, slow_loads: list[str], prompts: dict
     def load(model: str) -> None:
         def restart(admin: Client) -> None:
             if admin.status(model)["models"][0]["state"] == "ready":
-                admin.call("restart", model=model)  # it is draining before this is answered
+                admin.call("restart", model=model)  # the model drains before this call is answered
             while admin.status(model)["models"][0]["state"] != "ready":
                 time.sleep(0.05)
 

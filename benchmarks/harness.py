@@ -1,4 +1,4 @@
-"""What the measurements of a served model share: a supervisor of their own, requests, and how answers arrive."""
+"""What the measurements of served models share: a supervisor of their own, requests, and the times of answers."""
 
 import argparse
 import asyncio
@@ -31,11 +31,11 @@ from tools.demo_models import NAMES, corpus
 MODELCTL = [sys.executable, "-m", "supervisor"]
 LOAD_SECONDS = 300.0
 SPECIAL_IDS = 2
-"""Ids that no prompt of random ids holds: <s> and </s> of the models in ``benchmarks.models``."""
+"""Number of first ids that no random prompt holds: <s> and </s> of the models in ``benchmarks.models``."""
 
 
 def arguments_for(doc: str | None) -> argparse.ArgumentParser:
-    """The options that every script has."""
+    """Return a parser with the options that every script has."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="exllamav2", help="exllamav2 or transformers")
     parser.add_argument("--gpu", default="0", help="an index as nvidia-smi counts, or cpu")
@@ -48,7 +48,7 @@ def arguments_for(doc: str | None) -> argparse.ArgumentParser:
 def entry(
     arguments: argparse.Namespace, model: str, batch: int, cache_size: int, context: int = 2048, **keys: Any
 ) -> dict[str, Any]:
-    """The entry of models.yaml for a model of ``benchmarks.models``. Sizes in tokens."""
+    """Return the entry of models.yaml for a model of ``benchmarks.models``. Sizes are in tokens."""
     gpu = arguments.gpu if arguments.gpu == "cpu" else int(arguments.gpu)
     made: dict[str, Any] = {
         "model_dir": str(path_of(model, arguments.where)), "engine": arguments.engine, "gpu": gpu,
@@ -60,7 +60,7 @@ def entry(
 
 
 def spec_of(entry: dict[str, Any]) -> EngineSpec:
-    """What a worker's engine is told for an entry of models.yaml."""
+    """Return the specification that a worker's engine gets for an entry of models.yaml."""
     own = ("model_dir", "engine", "gpu", "max_batch_size", "max_seq_len", "autostart")
     return EngineSpec(
         "model",
@@ -112,7 +112,7 @@ class Server:
             print(f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
 
     def modelctl(self, *arguments: str) -> float:
-        """Run a command; seconds it took. Raises CalledProcessError."""
+        """Run a command and return the seconds that it took. Raises CalledProcessError."""
         begun = time.perf_counter()
         command = [*MODELCTL, *arguments, "--runtime-dir", str(self.runtime_dir)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -120,7 +120,7 @@ class Server:
 
     @property
     def workers(self) -> list[str]:
-        """Names of all workers, as the supervisor has them."""
+        """Return the names of all workers, as the supervisor has them."""
         return [m["name"] for m in self.overview()["models"]]
 
     def client(self) -> Client:
@@ -134,7 +134,8 @@ class Server:
         return next(m for m in self.overview()["models"] if m["name"] == model)
 
     def wait_state(self, model: str, state: str, within: float = LOAD_SECONDS) -> dict[str, Any]:
-        """Its status when it is in this state. Raises TimeoutError; RuntimeError if it fails for good."""
+        """Wait for a state of the model and return its status. Raises TimeoutError, and RuntimeError if the model has
+        failed."""
         deadline = time.monotonic() + within
         while (status := self.status(model))["state"] != state:
             if status["state"] == "failed" or time.monotonic() > deadline:
@@ -144,7 +145,7 @@ class Server:
         return status
 
     def wait_idle(self, model: str, within: float = 10.0) -> dict[str, Any]:
-        """Its status once nothing is left of any request, in the queue, the worker or the engine."""
+        """Wait until no request is left in the queue, the worker or the engine. Return the model's status."""
         deadline = time.monotonic() + within
         while True:
             status = self.status(model)
@@ -158,14 +159,14 @@ class Server:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt as token ids, and the fields that ask a client for the same."""
+    """A prompt as token ids, and the fields by which a client sends it."""
 
     ids: list[int]
     fields: dict[str, Any]
 
 
 def requests(model: str, directory: str | Path, count: int, tokens: int = 64, seed: int = 0) -> list[Request]:
-    """Prompts: random ids for random weights; for the demo models their test prompts, whatever ``tokens`` is."""
+    """Return prompts: random ids for random weights; for the demo models their test prompts, whatever ``tokens`` is."""
     if source_of(model) in NAMES:
         tokenizer = Tokenizer(ModelDir(str(directory)))
         texts = [text for text, _ in corpus.TEST_PROMPTS[source_of(model)]]
@@ -179,9 +180,9 @@ def requests(model: str, directory: str | Path, count: int, tokens: int = 64, se
 
 @dataclass
 class Run:
-    """Requests that began together: for each the deltas that came, as (seconds since the begin, tokens).
+    """Requests that began together. For each one the deltas that came, as (seconds since the beginning, tokens).
 
-    steps  seconds of each step of the generator in which all of them got a token and no prompt was read
+    steps  seconds of each step of the generator in which all requests got a token and no prompt was read
     """
 
     streams: list[list[tuple[float, int]]]
@@ -193,26 +194,28 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, to the last one."""
+        """Return the tokens per second up to the last token."""
         return self.tokens / max(stream[-1][0] for stream in self.streams)
 
     @property
     def first(self) -> float:
-        """Seconds to the first token: the median of the streams."""
+        """Return the seconds to the first token, the median of the streams."""
         return statistics.median(next(at for at, n in stream if n) for stream in self.streams)
 
     def _together(self) -> list[list[float]]:
-        """When each stream's tokens came, while all of the streams run."""
+        """Return the times of each stream's tokens while all streams run."""
         begin, end = max(s[0][0] for s in self.streams), min(s[-1][0] for s in self.streams)
         return [[at for at, n in stream for _ in range(n) if begin <= at <= end] for stream in self.streams]
 
     def gaps(self) -> list[float]:
-        """Seconds between deltas of a stream, while all of them run."""
+        """Return the seconds between two deltas of a stream while all streams run."""
         return [b - a for times in self._together() for a, b in itertools.pairwise(sorted(set(times)))]
 
     def last_tenth(self) -> float:
-        """How much faster the last tenth of a stream's tokens came than all that came while all of the streams ran: the
-        largest ratio. (Later the batch is smaller, and its steps shorter.)"""
+        """Return how much faster the last tenth of a stream's tokens came than all its tokens while all streams ran.
+
+        This is the largest ratio of all streams. (Later the batch is smaller, and its steps are shorter.)
+        """
         ratios = []
         for times in self._together():
             last = len(times) // 10
@@ -222,7 +225,7 @@ class Run:
         return max(ratios, default=0.0)
 
     def last_delta(self) -> int:
-        """Tokens that came with the end of an answer, the most."""
+        """Return the most tokens that came with the end of an answer."""
         return max(stream[-1][1] for stream in self.streams)
 
 
@@ -238,12 +241,12 @@ async def _served(runtime_dir: Path, model: str, asked: Sequence[Request], token
 
 
 def served(server: Server, model: str, asked: Sequence[Request], tokens: int) -> Run:
-    """Greedy answers through one client connection."""
+    """Return greedy answers that one client connection received."""
     return asyncio.run(_served(server.runtime_dir, model, asked, tokens))
 
 
 def quiet_heap() -> None:
-    """Keep the garbage collector off what is loaded, in this process that is both a client and the bare generator."""
+    """Keep the garbage collector away from loaded objects: this process is both a client and the bare generator."""
     gc.collect()
     gc.freeze()
 

@@ -1,8 +1,8 @@
-"""How long a plain installation takes, and how much disk space: ``pip install .`` into an empty environment.
+"""Measure the time and disk space of a plain installation: ``pip install .`` into an empty environment.
 
     python -m benchmarks.install
 
-What pip downloads comes from its cache where it has it: the first run on a machine shows the network, too.
+pip takes downloads from its cache if it has them. So only the first run on a machine includes the network.
 """
 
 import argparse

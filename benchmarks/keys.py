@@ -1,13 +1,15 @@
-"""What a client with a key notices of those without one, who try all they can at the same port.
+"""Measure what a client with a key notices of attackers without a key at the same port.
 
     python -m benchmarks.keys
 
-A deterministic engine without torch, a port over TCP on loopback. In turns, several times: one client with a key alone,
-and beside outsiders in a process of their own: 120 standing half handshakes, and ATTEMPTS connections a second that are
-in turns NULL, PLAIN, a key that is on no list, a stolen public key, garbage, a CURVE greeting with garbage behind it,
-and messages without end. Compared are the gaps between the deltas of a stream, and the round trips of PING.
+A deterministic engine without torch is served over a TCP port on loopback. Several times, in turn, a client with a key
+works alone and beside attackers in a process of their own. These hold 120 half-finished handshakes and make ATTEMPTS
+connections per second, in turn with NULL, PLAIN, an unknown key, a stolen public key, garbage, a CURVE greeting with
+garbage behind it, and messages without end. The gaps between the deltas of a stream and the round trips of PING are
+compared.
 
-Also: what a message costs the supervisor over TCP with a key (encryption, and the look at its rights) against ipc.
+The cost of a message to the supervisor over TCP with a key (encryption, and the check of its rights) is compared with
+ipc, too.
 """
 
 import itertools
@@ -42,7 +44,7 @@ MIB = 1 << 20
 
 
 def outsiders(port: int, key: ClientKey, stop: Event) -> None:
-    """Runs until it is told to stop."""
+    """Attack the port until ``stop`` is set."""
     chance = random.Random(6)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     pairs = [None, stranger(key), stolen(key), misled(key)]

@@ -1,9 +1,9 @@
-"""What a client can ask for, one thing after another.
+"""Examples of what a client can ask for, one after the other.
 
     modelctl serve --detach     # with the shipped models.yaml: letters and stories, on the CPU
     python examples/asking.py
 
-Each part stands by itself, to be copied. Exits 0 if every answer was what it should be.
+Each part is complete, so that it can be copied. The script exits with 0 if every answer is right.
 """
 
 import random
@@ -17,7 +17,7 @@ STORY = [{"role": "user", "content": "Tell me a story about Søren the dragon."}
 
 
 def stream(client: Client) -> None:
-    """Text as it comes; leaving the loop cancels the rest."""
+    """Print text as it comes. Leaving the loop cancels the rest."""
     for delta in client.generate("stories", messages=STORY, max_tokens=200, temperature=0):
         print(delta.text, end="", flush=True)
         if "." in delta.text:
@@ -26,7 +26,7 @@ def stream(client: Client) -> None:
 
 
 def several_answers(client: Client) -> None:
-    """Three answers to one prompt, as they come from any; and all of them whole."""
+    """Ask for three answers to one prompt: first as they come, then all of them complete."""
     texts = ["", "", ""]
     for index, delta in client.choices("stories", messages=STORY, n=3, seed=1, max_tokens=24):
         texts[index] += delta.text
@@ -36,14 +36,14 @@ def several_answers(client: Client) -> None:
 
 
 def one_of(client: Client) -> None:
-    """An answer of a given shape: one of these texts. ``json_schema`` and ``regex`` go the same way."""
+    """Ask for an answer that is one of several texts. ``json_schema`` and ``regex`` work in the same way."""
     answer = client.complete("letters", "sort: d b a c ->", choice=[" a b c d", " d c b a"], temperature=0)
     print(answer.text, answer.finish_reason)
     assert answer.text == " a b c d"
 
 
 def how_far_it_is(client: Client) -> None:
-    """A long prompt, of no hurry, but with an end to patience."""
+    """Show the progress of a long prompt with low priority and a deadline."""
 
     def show(progress: Progress) -> None:
         print(progress)
@@ -62,7 +62,7 @@ def tokens(client: Client) -> None:
 
 
 def from_threads(client: Client) -> None:
-    """Threads may share a client, each reading its own streams."""
+    """Share a client between threads. Each thread reads its own streams."""
 
     def count(start: int) -> str:
         return client.complete("letters", f"count to {start + 3}: {start} {start + 1} ->", temperature=0).text
@@ -74,8 +74,11 @@ def from_threads(client: Client) -> None:
 
 
 def with_patience(client: Client, model: str, prompt: str, **request: Any) -> Completion:
-    """Tries again what may go well the next time. A lost connection is made anew by the client; whether to ask again
-    is for the program to say: the first request may have been answered, and nobody heard it."""
+    """Try again after errors that may not occur the next time.
+
+    The client makes a lost connection again by itself. But the program must decide whether to send the request again:
+    the first one may have been computed, although its answer was lost.
+    """
     for pause_s in (0.1, 0.5, 2.0):
         try:
             return client.complete(model, prompt, **request)

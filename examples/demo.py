@@ -1,9 +1,9 @@
-"""The product in one minute: two models in two processes, eight questions at once, everything stopped again.
+"""The product in one minute: two models in two processes, eight questions at once, and everything stopped again.
 
     make demo            or, where modelctl is installed:  python examples/demo.py
 
-Real processes and sockets; on the CPU, with the shipped models. Exits 0 only if every stream answered its own question
-and no process is left behind.
+The processes and sockets are real. The shipped models run on the CPU. The script exits with 0 only if every stream
+answered its own question and no process is left behind.
 """
 
 import asyncio
@@ -106,7 +106,8 @@ def paint(text: str, index: int) -> str:
 
 
 async def ask(client: AsyncClient, question: Question, index: int, begun: float) -> None:
-    """Send one request and print its stream as it arrives, a few tokens a line, between the others' lines."""
+    """Send one request and print its stream as it arrives, a few tokens per line, between the lines of the other
+    streams."""
 
     def flush() -> None:
         if question.unprinted:
@@ -129,7 +130,7 @@ async def ask(client: AsyncClient, question: Question, index: int, begun: float)
 
 
 async def wait_until_ready(client: AsyncClient) -> None:
-    """Show how the models load."""
+    """Show how the models load, until all are ready."""
     shown: dict[str, str] = {}
     while True:
         models = (await client.status())["models"]
@@ -198,7 +199,7 @@ def main() -> int:
                 modelctl(runtime_dir, "shutdown")
                 code = process.wait(timeout=20)
             finally:
-                process.kill()  # takes its workers along, whatever happened
+                process.kill()  # ends its workers, too, in any case
     _, alive = psutil.wait_procs(family, timeout=5)
     print(f"supervisor left with code {code}; {len(alive)} of its {len(family)} processes remain")
     wrong = [question.label for question in asked if not question.right]

@@ -2,7 +2,7 @@
 
     python examples/minimal_client.py letters "sort: d b a c ->"
 
-It is a model for a client in another language. It serves one request, over ipc, and does not connect anew.
+This is an example for a client in another language. It sends one request over ipc, and does not reconnect.
 """
 
 import os
@@ -28,7 +28,7 @@ def front() -> str:
 
 
 def connect(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], endpoint: str) -> None:
-    """Connect, and see that a process of our own user listens. Nothing was sent before."""
+    """Connect, and check that a process of our own user listens. Nothing may be sent before that."""
     dealer.connect(endpoint)
     event, descriptor = struct.unpack("=Hi", monitor.recv_multipart()[0])
     if event != zmq.EVENT_CONNECTED:

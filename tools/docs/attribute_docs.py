@@ -1,6 +1,6 @@
-"""Read the texts that stand below attributes: of dataclasses, pydantic models, enums and modules.
+"""Read the texts below attributes of dataclasses, pydantic models, enums and modules.
 
-Python keeps no such text at run time. The class's own source is parsed with ``ast``, as pydantic does for
+Python does not keep such texts at run time. So the class's own source is parsed with ``ast``, as pydantic does for
 ``use_attribute_docstrings``.
 """
 

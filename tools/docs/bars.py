@@ -1,4 +1,4 @@
-"""Draw horizontal bars as SVG that stands in a page: it takes the page's colours, and needs no script and no font."""
+"""Draw horizontal bars as SVG inside a page. The chart takes the page's colours, and needs no script and no font."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ VALUES = 110
 """Pixels right of the bars, for the values."""
 BAR, GAP, HEAD = 16, 10, 26
 COLOURS = ("#3f51b5", "#b0bec5", "#ff9800")
-"""Of the series. They are told apart on a light and on a dark page, and by people who do not see red and green."""
+"""Colours of the series. Readers can distinguish them on a light and a dark page, and without seeing red and green."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars in groups. ``series``: {name: a value for each label}."""
+    """Bars in groups. ``series`` has a value for each label: {name: values}."""
 
     title: str
     unit: str
@@ -52,5 +52,5 @@ def draw(chart: Chart) -> str:
 
 
 def shown(value: float) -> str:
-    """Return a figure for people: four digits, or all digits before the point."""
+    """Return a figure for people with four digits, or with all digits before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""Make the page of the Python client from the docstrings and signatures of what ``modelctl`` exports."""
+"""Make the page of the Python client from the docstrings and signatures of the names that ``modelctl`` exports."""
 
 import ast
 import inspect

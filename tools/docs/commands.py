@@ -64,7 +64,7 @@ def _part(context: click.Context) -> Iterator[str]:
 
 
 def _cell(meaning: str) -> str:
-    """Return an option's help as Markdown. What stands in square brackets at its end is its default."""
+    """Return an option's help as Markdown. The default is at its end, in square brackets."""
     return text(meaning.replace("[", "\\[").replace("*", "\\*"))
 
 

@@ -54,7 +54,7 @@ class Key:
 
     @property
     def anchor(self) -> str:
-        """The id that the heading gets on the site and on GitHub."""
+        """Return the id that the heading gets on the site and on GitHub."""
         return self.path.replace(".", "")
 
 
@@ -74,7 +74,7 @@ def all_keys() -> list[Key]:
 
 
 def _sections(kind: type = SupervisorConfig, path: str = "supervisor") -> Iterator[tuple[str, type, str]]:
-    """Yield (title, class, what stands before its keys) of each part of the page."""
+    """Yield (title, class, prefix of its keys) of each part of the page."""
     if kind is SupervisorConfig:
         yield "Keys of a model", ModelConfig, ""
         yield "Keys of a LoRA adapter", LoraConfig, "lora."
@@ -121,7 +121,7 @@ def example_value(key: Key) -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """Return what the page calls a type of the schema."""
+    """Return the name of a type of the schema on the page."""
     origin, parts = get_origin(hint), get_args(hint)
     if hasattr(hint, "__metadata__"):
         inner, rule = parts

@@ -1,8 +1,8 @@
-"""Read the docstrings of this project: prose, indented code, and columns of names with what they mean.
+"""Read the docstrings of this project: prose, indented code, and columns of names and their meanings.
 
-name         what it means, which may take
+name         its meaning, which may take
              several lines
-other, third what these two mean
+other, third the meaning of these two
 """
 
 import inspect

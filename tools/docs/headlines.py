@@ -1,4 +1,4 @@
-"""Make the README's table of figures from ``benchmarks/results/*.json``, so that none of them goes stale."""
+"""Make the README's table of figures from ``benchmarks/results/*.json``, so that no figure becomes stale."""
 
 from dataclasses import dataclass
 from pathlib import Path
