@@ -1,13 +1,13 @@
-"""No zombies: what is abandoned leaves nothing behind, and a worker that is never idle does not slow down.
+"""Check that abandoned requests leave nothing behind, and that a worker that is never idle does not slow down.
 
     python -m benchmarks.abandoned [--model 1b] [--gpu 0]
 
-1. 50 ordinary requests, 16 at a time, several times over: the rate before.
+1. 50 ordinary requests, 16 at a time, several times: the rate before.
 2. 500 requests one after another, each abandoned after 5 tokens, in turn by killing the client's process (SIGKILL), by
    ``cancel()``, and by leaving the loop over its answer.
-3. The engine must be empty, its pages free, and the 50 as fast as before.
-4. 2,000 requests of three kinds (prompt, answer) in random order, always 16 under way, so that the generator never has
-   an idle moment: for each kind the median latency of the last 100 over that of the first 100.
+3. The engine must be empty, its pages free, and the 50 requests as fast as before.
+4. 2,000 requests of three kinds (prompt, answer) in random order, always 16 at a time, so that the generator is never
+   idle: for each kind the median latency of the last 100 divided by that of the first 100.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ TENTHS = 10
 
 
 def doomed(runtime_dir: Path, model: str, fields: dict[str, Any], pipe: Connection) -> None:
-    """A client in a process of its own: says so after a few tokens, and goes on reading until it is killed."""
+    """Run a client in a process of its own: it reports after a few tokens, and goes on reading until it is killed."""
     with Client(runtime_dir=runtime_dir) as client:
         got = 0
         for delta in client.generate(model, max_tokens=ENDLESS_TOKENS, temperature=0, **fields):
@@ -50,8 +50,8 @@ def doomed(runtime_dir: Path, model: str, fields: dict[str, Any], pipe: Connecti
 
 
 def abandon(server: Server, model: str, asked: Sequence[Request]) -> dict[str, int]:
-    """Abandons each after a few tokens; how many of each way."""
-    # a process that has the client imported already: a thousand tokens pass while Python starts
+    """Abandon each request after a few tokens. Return how many were abandoned in each way."""
+    # The forkserver has imported the client already: while Python starts, a thousand tokens pass.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["benchmarks.harness"])
     ways = {"client killed": 0, "cancel": 0, "loop left": 0}
@@ -81,7 +81,8 @@ def abandon(server: Server, model: str, asked: Sequence[Request]) -> dict[str, i
 
 
 async def together(runtime_dir: Path, model: str, work: Sequence[tuple[str, Request, int]]) -> list[tuple[str, float]]:
-    """(kind, latency in seconds) of each (kind, request, tokens) in the order of ``work``, AT_ONCE under way."""
+    """Run (kind, request, tokens) in the order of ``work``, AT_ONCE at a time. Return (kind, latency in seconds) of
+    each."""
     latencies: list[tuple[str, float]] = [("", 0.0)] * len(work)
     line = iter(enumerate(work))
     async with AsyncClient(runtime_dir=runtime_dir) as client:
@@ -98,9 +99,9 @@ async def together(runtime_dir: Path, model: str, work: Sequence[tuple[str, Requ
 
 
 def normal_rates(server: Server, model: str, directory: str, rounds: int, tokens: int, seed: int) -> list[float]:
-    """Requests per second of each round."""
+    """Return the requests per second of each round."""
     rates = []
-    for number in range(seed, seed + 1 + rounds):  # other prompts each time: none is in the cache
+    for number in range(seed, seed + 1 + rounds):  # with other prompts each time, so that none is in the cache
         work = [("normal", request, tokens) for request in requests(model, directory, NORMAL, seed=number)]
         begun = perf_counter()
         asyncio.run(together(server.runtime_dir, model, work))
@@ -110,8 +111,8 @@ def normal_rates(server: Server, model: str, directory: str, rounds: int, tokens
 
 def mixed(server: Server, model: str, directory: str, count: int, kinds: dict[str, tuple[int, int]]) -> list[Result]:
     draw = random.Random(7)
-    # some run before those that are counted, and some after them, and every few requests hold as many of each kind:
-    # the company is the same for all
+    # Some requests run before the counted ones, and some after them. Every few requests have equally many of each kind.
+    # So all requests run in the same company.
     few = list(kinds) * (AT_ONCE // 2)
     order = [kind for _ in range(count // len(few) + 6) for kind in draw.sample(few, len(few))]
     prompts = {kind: iter(requests(model, directory, order.count(kind), kinds[kind][0], seed=3)) for kind in kinds}

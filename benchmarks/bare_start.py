@@ -1,9 +1,9 @@
-"""The first token of a model without any serving: an engine in a process of its own, and nothing else.
+"""Produce the first token of a model without serving: with an engine in a process of its own, and nothing else.
 
     python -m benchmarks.bare_start ENGINE MODEL_DIR DEVICE PROMPT [kept]
 
-Prints one line when the token is there, then leaves. Imports what that takes. ``kept``: what is imported and loaded is
-kept from the garbage collector as a worker does it, which scripts do not do by themselves.
+The script prints one line when the token is there, then ends. It imports only what it needs. With ``kept`` it keeps
+imported and loaded objects from the garbage collector, as a worker does; scripts do not do that by themselves.
 """
 
 import gc

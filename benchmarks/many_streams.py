@@ -1,7 +1,7 @@
-"""A client of many connections and streams that costs little, and as much with one of them as with thousands.
+"""A client with many connections and streams that costs little, and equally much for one stream or thousands.
 
-The client library waits for a connection or two; here one thread waits for hundreds by epoll, reads what has come and
-notes how old each token is (see ``benchmarks.paced_engine``).
+The client library waits for a connection or two. Here one thread waits for hundreds by epoll, reads what has come and
+notes the age of each token (see ``benchmarks.paced_engine``).
 """
 
 import select
@@ -29,7 +29,7 @@ from protocol.messages import (
 )
 
 GRANT = limits.STREAM_WINDOW // 2
-"""Events after which a stream is granted as many more."""
+"""Events of a stream after which the client grants as many more."""
 WITHIN = 120.0
 
 
@@ -44,9 +44,10 @@ class _Line:
 class ManyStreams:
     """Connections to one supervisor. A context manager.
 
-    begun, ended   streams that have had their first event, and those that are over
-    ages           seconds from a token's making to here, of tokens that came since ``ages`` was last emptied
-    failures       what refused or failed requests were told
+    begun, ended  streams that have had their first event, and streams that have ended
+    ages          seconds from the making of a token to its receipt, for tokens that came since ``ages`` was last
+                  emptied
+    failures      error messages of refused or failed requests
     """
 
     def __init__(self, runtime_dir: Path, connections: int) -> None:
@@ -73,14 +74,14 @@ class ManyStreams:
         self.read_until(lambda: self.welcomed == connections, "a greeting on every connection")
 
     def exchange(self, messages: int) -> None:
-        """Send so many PINGs on every connection, and read the answers."""
+        """Send ``messages`` PINGs on every connection, and read the answers."""
         for number in range(messages):
             for line in self._lines:
                 self._send(line, encode(Ping(number)))
         self.read_until(lambda: self.pongs == messages * len(self._lines), "an answer to every PING")
 
     def begin(self, wanted: Sequence[tuple[int, str, str, int]]) -> None:
-        """Streams: (number of the connection, model, prompt, most tokens) of each. Returns when all have begun."""
+        """Begin streams: (number of the connection, model, prompt, most tokens) of each. Return when all have begun."""
         before = self.begun
         for connection, model, prompt, tokens in wanted:
             line = self._lines[connection]
@@ -92,13 +93,13 @@ class ManyStreams:
         )
 
     def read(self, seconds: float) -> None:
-        """Take in what comes, for so long."""
+        """Read what comes, for so many seconds."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self._wait(left)
 
     def read_until(self, done: Callable[[], bool], what: str) -> None:
-        """Raises TimeoutError."""
+        """Read until a condition holds. Raises TimeoutError."""
         deadline = time.monotonic() + WITHIN
         while not done():
             if time.monotonic() > deadline:
@@ -131,7 +132,7 @@ class ManyStreams:
 
     def _send(self, line: _Line, frame: bytes) -> None:
         line.socket.send(frame, zmq.NOBLOCK)
-        # sending can use up the descriptor's edge: what has come meanwhile would wait for the next message
+        # Sending can use up the descriptor's edge. Then what has come meanwhile would wait for the next message.
         if int(line.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._drain(line)
 

@@ -1,4 +1,4 @@
-"""Memory by process: of the GPUs as NVML tells, or, to try a script without one, the main memory of workers."""
+"""Memory by process: of GPUs as NVML shows it, or the main memory of workers, to try a script without a GPU."""
 
 import contextlib
 import os
@@ -25,14 +25,14 @@ sys.stdin.read()
 
 class Memory(Protocol):
     def of(self, pid: int) -> dict[int, int]:
-        """Bytes that a process holds, by GPU index; GPUs of which it holds nothing are left out."""
+        """Return the bytes that a process holds, by GPU index. GPUs where it holds nothing are left out."""
 
     def used(self) -> int:
-        """Bytes in use by anybody, on the GPU looked at."""
+        """Return the bytes that all processes use on the watched GPU."""
 
 
 class GpuMemory:
-    """Counts GPUs as nvidia-smi does. ``used`` looks at one of them."""
+    """Reads NVML. GPUs are counted as nvidia-smi counts them. ``used`` is about one of them."""
 
     def __init__(self, gpu: int) -> None:
         import pynvml
@@ -55,7 +55,7 @@ class GpuMemory:
 
 
 class MainMemory:
-    """A stand-in where there is no GPU: resident memory, as if of GPU 0."""
+    """Replaces GpuMemory where there is no GPU: resident memory, as if it were that of GPU 0."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -76,7 +76,7 @@ def memory(gpu: str) -> Memory:
 
 
 def context_bytes(memory: Memory) -> int:
-    """Bytes that a process holds which does no more than create a CUDA context, with PyTorch's kernels in it."""
+    """Return the bytes that a process holds that only creates a CUDA context, with PyTorch's kernels in it."""
     with subprocess.Popen(
         [sys.executable, "-c", _CONTEXT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
     ) as process:
@@ -86,7 +86,7 @@ def context_bytes(memory: Memory) -> int:
 
 
 def wait_for(condition: Callable[[], bool], within: float, what: str) -> float:
-    """Poll until it holds; seconds that took. Raises TimeoutError, which says what was waited for."""
+    """Wait until a condition holds. Return the seconds that this took. Raises TimeoutError that names the condition."""
     begun = time.perf_counter()
     while not condition():
         if time.perf_counter() - begun > within:

@@ -1,11 +1,12 @@
-"""A layer of 128 experts for a few rows: ExLlamaV2's fused function row by row, against the package's PyTorch code.
+"""Compare ExLlamaV2's fused function row by row with the package's PyTorch code, for a layer of 128 experts and few
+rows.
 
     python -m benchmarks.mixture            needs a CUDA device; about three minutes, most of them to make the model
 
-Both ways are right (model_worker/engines/exllamav2/mixture.py says why rows are not fused together). The layers have
+Both ways are correct (model_worker/engines/exllamav2/mixture.py says why rows are not fused together). The layers have
 the shape of Qwen3-30B-A3B: hidden size 2048, experts of 768, 8 of 128 for each row, EXL2 with 4 bits. Two layers are
-computed in turn, on other rows each time. Times are those of the host, the wait for the GPU included, medians of
-rounds. The results say up to how many rows the row-by-row way is quicker; ``mixture.ROW_BY_ROW`` should be that number.
+computed in turn, on other rows each time. Times are those of the host, including the wait for the GPU, and medians of
+rounds. The results show up to how many rows the row-by-row way is faster. ``mixture.ROW_BY_ROW`` should be that number.
 """
 
 import statistics
@@ -33,7 +34,7 @@ def milliseconds(layers: list[Any], rows: int, most: int) -> float:
     inputs = [torch.randn((rows, 1, width), generator=random, device="cuda").half() for _ in range(INPUTS)]
 
     def call(number: int) -> None:
-        # the fused function adds in place, to inputs that stay near what they were
+        # The fused function adds to its inputs in place, but they stay nearly the same.
         layers[number % len(layers)].forward(inputs[number % INPUTS])
 
     times = []

@@ -38,16 +38,16 @@ BITS = 4.0
 HEAD_BITS = 6
 STD = 0.02
 MEASURED_LAYERS = 2
-"""Layers that a conversion measures; the others have weights of the same distribution and take the same figures."""
+"""Layers that a conversion measures. The others have weights of the same distribution and get the same figures."""
 ROWS, ROW_TOKENS = 12, 256
 """Calibration data of conversions."""
 TWIN = "-dequantised"
-"""Suffix of the model in fp16 whose weights are those of a GPTQ model."""
+"""Suffix of the fp16 model that has the weights of a GPTQ model."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama model; sizes as in config.json."""
+    """The shape of a Llama model; sizes as in config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -62,7 +62,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class MixtureShape(Shape):
-    """Of a Qwen3-MoE model."""
+    """The shape of a Qwen3-MoE model."""
 
     num_experts: int = 128
     num_experts_per_tok: int = 8
@@ -77,12 +77,12 @@ SHAPES: dict[str, Shape] = {
     "mixture": MixtureShape(256, 512, 2, 4, 2, 64, 2048, 2048, moe_intermediate_size=128),
     "30b-a3b-2layers": MixtureShape(2048, 6144, 2, 32, 4, 128, 151936),
 }
-"""Of Llama 3.2 1B (with an output layer of its own) and Llama 3.1 8B, and one that any CPU computes; the same of
-mixtures, where the large one has two of Qwen3-30B-A3B's 48 layers."""
+"""The shapes of Llama 3.2 1B (with an output layer of its own) and Llama 3.1 8B, and one that any CPU computes; then
+those of mixtures. The large mixture has two of Qwen3-30B-A3B's 48 layers."""
 
 
 def source_of(name: str) -> str:
-    """The model that ``name`` was made from: itself, unless it is a conversion."""
+    """Return the model that ``name`` was made from: the model itself, unless it is a conversion."""
     name = name.removesuffix(TWIN)
     for suffix in ("exl2", "exl2-rounded", *gptq.SCHEMES):
         name = name.removesuffix(f"-{suffix}")
@@ -90,14 +90,15 @@ def source_of(name: str) -> str:
 
 
 def twin_of(name: str) -> str | None:
-    """The fp16 model of the same weights as a GPTQ model's; None for another model."""
+    """Return the fp16 model with the same weights as a GPTQ model; None for another model."""
     return f"{name}{TWIN}" if name.endswith(tuple(f"-{suffix}" for suffix in gptq.SCHEMES)) else None
 
 
 def path_of(name: str, where: Path = WHERE) -> Path:
-    """Directory of a model named as above, made if it is not there. A GPTQ model and its twin are made together.
+    """Return the directory of a model with one of the names above. Make the model if it is not there.
 
-    Raises KeyError for another name; CalledProcessError where a conversion to EXL2 fails.
+    A GPTQ model and its twin are made together. Raises KeyError for another name, and CalledProcessError if a
+    conversion to EXL2 fails.
     """
     if name in NAMES:
         return directory(name)
@@ -122,10 +123,10 @@ def path_of(name: str, where: Path = WHERE) -> Path:
 
 
 def write_model(target: Path, shape: Shape, seed: int = 0, std: float = STD) -> None:
-    """fp16 safetensors, config.json and tokenizer.json. Layer i has the same weights whatever the number of layers.
+    """Write fp16 safetensors, config.json and tokenizer.json. Layer i has the same weights for any number of layers.
 
-    std  the standard deviation of the weights. A mixture's router has its own: its logits spread by about 2 whatever
-         ``std`` is, so that a few experts get most of the weight.
+    std  the standard deviation of the weights. A mixture's router has its own: its logits spread by about 2 for any
+         ``std``, so that a few experts get most of the weight
     """
     import torch
     from safetensors.torch import save_file
@@ -185,7 +186,8 @@ def write_model(target: Path, shape: Shape, seed: int = 0, std: float = STD) -> 
 
 
 def write_tokenizer(target: Path, size: int) -> None:
-    """A byte-level BPE with exactly ``size`` ids: <s>, </s>, the bytes, and words of two to four letters."""
+    """Write a byte-level BPE tokenizer with exactly ``size`` ids: <s>, </s>, the bytes, and words of two to four
+    letters."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     words = list(ascii_lowercase)
@@ -207,7 +209,7 @@ def write_tokenizer(target: Path, size: int) -> None:
 
 
 def convert(source: str, target: Path, where: Path = WHERE) -> None:
-    """An EXL2 conversion of a model, by the package's own converter. Raises CalledProcessError, its output in it."""
+    """Convert a model to EXL2 with the package's own converter. Raises CalledProcessError with its output."""
     original = path_of(source, where)
     with tempfile.TemporaryDirectory(prefix="exl2-") as scratch:
         options = ["-c", _calibration(Path(scratch, "calibration.parquet")), "-l", ROW_TOKENS, "-r", ROWS]
@@ -241,7 +243,7 @@ def _converter(scratch: Path, work: str, source: Path, *options: object) -> None
 
 
 def _calibration(file: Path) -> Path:
-    """Random words: as random as the weights."""
+    """Write random words, as random as the weights, and return the file."""
     import pandas  # type: ignore[import-untyped]
 
     draw = random.Random(0)

@@ -1,15 +1,16 @@
-"""Every model loads, streams, is cancelled and unloads, through a supervisor and a worker; what it said is kept.
+"""Load, stream, cancel and unload every model through a supervisor and a worker, and keep a log of it.
 
     python -m benchmarks.models_run [--gpu 0] [--models letters letters-gptq 1b-exl2 ...]
 
-The demo models' answers to their test prompts are known (``tools.demo_models.corpus``; the CPU engine gives
-exactly these): as they are shipped, in fp16 with an FP16 cache, every answer must be right, and also in GPTQ's 4 bits,
-which leave the right token a lead of 3 logits at every step (tests/benchmarks/test_results_and_models.py). For a
-conversion to EXL2 the share of right answers is a figure. Random weights decide by less than rounding can change, so
-for these the same prompts are asked alone and all at once, and the first token that differs is a figure, too.
+The right answers of the demo models to their test prompts are known (``tools.demo_models.corpus``), and the CPU
+engine gives exactly these. As shipped, in fp16 with an FP16 cache, every answer must be right. That also holds for
+GPTQ's 4 bits, which leave the right token a lead of 3 logits at every step
+(tests/benchmarks/test_results_and_models.py). For a conversion to EXL2 the share of right answers is a figure. With
+random weights the margins are smaller than rounding errors. So their prompts are asked alone and all at once, and the
+first token that differs is a figure, too.
 
-A GPTQ model is loaded once more, then the fp16 model of the same weights: how many greedy answers of the two are equal,
-and of random weights how far apart the log probabilities are (benchmarks.comparison).
+A GPTQ model is loaded once more, and then the fp16 model of the same weights. The figures are how many greedy answers
+of the two are equal, and with random weights how far apart the log-probabilities are (benchmarks.comparison).
 
 Writes models-run.json and models-run.txt; with --gptq, models-run-gptq.json and .txt.
 """
@@ -30,13 +31,13 @@ GPTQ = ("letters-gptq", "letters-gptq-act-order", "stories-gptq", "1b-gptq", "1b
 MODELS = ("letters", "stories", "letters-exl2", "1b", "1b-exl2", "8b")
 BATCH = 16
 TOKENS, ENOUGH = 64, 1000
-"""Of an answer: by random weights, and more than an answer of a demo model has."""
+"""Tokens of an answer: with random weights, and more than any answer of a demo model has."""
 FEW = 12
 """Test prompts of a quick run."""
 
 
 class Story:
-    """Lines of the log: printed, and kept for the file."""
+    """The lines of the log, which are printed and kept for the file."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -47,7 +48,7 @@ class Story:
 
 
 def answers(server: Server, model: str, fields: list[dict[str, Any]], tokens: int, at_once: int) -> list[Any]:
-    """A completion for each request, greedy; a client and a thread for each of those under way."""
+    """Return a greedy completion for each request. Each request in flight has a client and a thread of its own."""
 
     def one(request: dict[str, Any]) -> Any:
         with server.client() as client:
@@ -71,7 +72,7 @@ def right_answers(server: Server, model: str, story: Story, few: bool) -> Result
 
 
 def divergence(server: Server, model: str, asked: list[Request], story: Story) -> list[Result]:
-    """The same prompts alone, then all at once."""
+    """Ask the same prompts alone, then all at once."""
     fields = [request.fields for request in asked]
     alone = [list(a.token_ids) for a in answers(server, model, fields, TOKENS, 1)]
     together = [list(a.token_ids) for a in answers(server, model, fields, TOKENS, len(fields))]
@@ -88,7 +89,7 @@ def divergence(server: Server, model: str, asked: list[Request], story: Story) -
 
 
 def like_its_twin(server: Server, model: str, twin: str, made: dict[str, Any], quick: bool) -> list[Result]:
-    """Both are started for that, one after the other. A demo model's answers must be equal, token by token."""
+    """Compare a model with its twin. Each is started, one after the other. Answers of demo models must be equal."""
     demo = source_of(model) in NAMES
     if demo:
         prompts = [prompt for prompt, _ in corpus.TEST_PROMPTS[source_of(model)][: FEW if quick else None]]
@@ -106,7 +107,8 @@ def like_its_twin(server: Server, model: str, twin: str, made: dict[str, Any], q
 
 
 def cancelled(server: Server, model: str, request: Request, story: Story) -> Result:
-    """Milliseconds from ``cancel`` after five deltas to the answer's end; then nothing of it may be left."""
+    """Measure milliseconds from ``cancel`` after five deltas to the answer's end. Then nothing of the request may be
+    left."""
     with server.client() as client:
         stream = client.generate(model, max_tokens=1000, temperature=0, **request.fields)
         for _ in range(5):
@@ -171,7 +173,7 @@ def main() -> None:
             results += run(server, model, entries[model], held, story, arguments.quick)
             if model in twins:
                 results += like_its_twin(server, model, twins[model], entries[model], arguments.quick)
-            write(name, results, arguments.out)  # kept also when a later one fails
+            write(name, results, arguments.out)  # so that they are kept if a later model fails
             Path(arguments.out, f"{name}.txt").write_text("\n".join(story.lines) + "\n")
 
 

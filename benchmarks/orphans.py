@@ -1,11 +1,11 @@
-"""Nothing is left of a supervisor that is killed, whatever its workers are doing.
+"""Check that nothing is left of a supervisor that is killed, whatever its workers are doing.
 
     python -m benchmarks.orphans [--rounds 5] [--embedded-rounds 1]
 
-SIGKILL to the supervisor in each phase of its workers' lives, with two workers each time. All processes that carry the
-environment of that supervisor are then looked for, which finds orphans too, until there is none: the supervisor, its
-guard, the workers, their children and their children's children. The engine is one that needs no torch; each phase
-that it has is then tried on the embedded engine with a demo model as well.
+The supervisor gets SIGKILL in each phase of its workers' lives, with two workers each time. Then all processes that
+carry the environment of that supervisor, orphans among them, are looked for until there is none: the supervisor, its
+guard, the workers, their children and their children's children. The engine needs no torch. Each phase that the
+embedded engine has is then tried on it with a demo model as well.
 """
 
 import argparse
@@ -30,7 +30,7 @@ EMBEDDED = {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu",
 
 
 def leave(serving: Serving) -> None:
-    """Close what ``stream`` keeps."""
+    """Close the streams and the client that ``stream`` keeps."""
     for each in serving.kept:
         each.close()  # type: ignore[attr-defined]
 
@@ -40,7 +40,7 @@ def nothing(serving: Serving) -> None:
 
 
 def stream(serving: Serving, prompt: str, length: int = LONG, **fields: Any) -> None:
-    """Have both workers compute; returns when they have begun to answer."""
+    """Let both workers compute. Return when they have begun to answer."""
     client = serving.client()
     streams = [client.generate(model, prompt, max_tokens=length, **fields) for model in ("a", "b")]
     for each in streams:
@@ -63,7 +63,7 @@ def embedded_decoding(serving: Serving) -> None:
 
 def embedded_children(serving: Serving) -> None:
     client = serving.client()
-    for model in ("a", "b"):  # each compiles the shape of an answer in a child of its own
+    for model in ("a", "b"):  # each compiles the constraint in a child of its own
         client.complete(model, "x", choice=["yes", "no"])
     serving.kept.append(client)
     assert len(serving.processes()) >= 6, describe(serving.processes())
@@ -109,7 +109,12 @@ def stopping_stopped(serving: Serving) -> None:
 
 @dataclass(frozen=True)
 class Phase:
-    """entry: both models' in models.yaml; reach: returns when the phase has begun; wait: be ready before that."""
+    """A phase of a worker's life.
+
+    entry  the entry of both models in models.yaml
+    reach  returns when the phase has begun
+    wait   whether both models must be ready before that
+    """
 
     name: str
     entry: dict[str, Any]
@@ -145,7 +150,8 @@ EMBEDDED_PHASES = [
 
 
 def kill_in(phase: Phase) -> tuple[float, int, int]:
-    """Seconds from the kill to the first look that finds nothing; how many processes there were; how many stayed."""
+    """Return seconds from the kill until no process is found, the number of processes before, and the number that
+    stayed."""
     with redirect_stdout(sys.stderr), Serving({"a": phase.entry, "b": phase.entry}, wait=False) as serving:
         for model in ("a", "b") if phase.wait and phase.entry.get("autostart", True) else ():
             serving.wait_state(model, "ready", LOAD_S)

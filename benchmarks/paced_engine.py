@@ -1,9 +1,10 @@
-"""An engine without torch that makes tokens at a given rate, whatever the number of its jobs. Named by import string.
+"""An engine without torch that makes tokens at a given rate for any number of jobs. Named by an import string.
 
-Every step gives one job a token, the jobs in turn, at times that are even: with one stream in one worker as with
-thousands in sixteen, since the workers take turns by the clock, too (left to themselves they would bunch, and wait for
-the machine's cores). So there are the same frames at the same times, and what happens behind can be compared. A token's
-text is the time when it was made (CLOCK_MONOTONIC, nanoseconds), which all processes of a machine share.
+Every step gives one job a token, the jobs in turn, at evenly spaced times. That is so with one stream in one worker and
+with thousands in sixteen, because the workers take turns by the clock, too. (Without that their tokens would come in
+bunches, and wait for the machine's cores.) So the frames and their times are always the same, and the processing behind
+them can be compared. A token's text is the time when it was made (CLOCK_MONOTONIC, nanoseconds), which all processes of
+a machine share.
 """
 
 import time
@@ -18,8 +19,9 @@ MOST_AT_ONCE = 1000
 
 
 class PacedEngine(DeterministicEngine):
-    """Options: ``rate``, tokens per second of all jobs of all workers together; ``turn`` and ``of``: which of how many
-    workers this is. Each job's first token comes at once, and is extra. Any token's id is 0."""
+    """The options are ``rate``, the tokens per second of all jobs of all workers together, and ``turn`` and ``of``:
+    this is worker number ``turn`` of ``of`` workers. Each job's first token comes at once, in addition. Every token has
+    the id 0."""
 
     KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"rate", "turn", "of"}
 

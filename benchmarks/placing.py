@@ -1,9 +1,9 @@
-"""Where models go on a real box: plan, auto, refusal, eviction, waiting for VRAM, and reload beside and by exchange.
+"""Place models on a real machine: plan, auto, refusal, eviction, waiting for VRAM, and reload by surge and by recreate.
 
     python -m benchmarks.placing [--model letters]
 
-Each is done once, with real workers on one GPU (``auto``: on whichever it takes). So that small models fill a large
-GPU, ``vram_limit`` is set to what one and a half of them are estimated to take. What the commands and the log say is
+Each is done once, with real workers on one GPU (``auto``: on the GPU that it chooses). ``vram_limit`` is set to the
+estimate of one and a half models, so that small models fill a large GPU. The output of the commands and the log are
 kept beside the figures, in ``placing.txt``.
 """
 
@@ -29,7 +29,7 @@ WITHIN = 120.0
 
 
 class Story:
-    """What was seen, in the order in which it was: text for people."""
+    """The events in their order, as text for people."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -39,13 +39,13 @@ class Story:
         self._parts.append(f"== {title}\n{text.strip()}\n")
 
     def keep(self, path: Path) -> None:
-        """Without what is of this machine alone."""
+        """Write the text to a file, without parts that are specific to this machine."""
         text = re.sub(r"/tmp/modelctl-bench-\w+", "DIR", "\n".join(self._parts))
         path.write_text(re.sub(r"(?m)^\d{4}-\d\d-\d\d ", "", text))
 
 
 def command(server: Server, *arguments: str) -> str:
-    """What a command says, with its exit code."""
+    """Return the output of a command, with its exit code."""
     done = subprocess.run(
         [*MODELCTL, *arguments, "--runtime-dir", str(server.runtime_dir)], capture_output=True, text=True
     )
@@ -53,7 +53,7 @@ def command(server: Server, *arguments: str) -> str:
 
 
 def log_of(server: Server, pattern: str) -> str:
-    """Lines of the supervisor's log."""
+    """Return matching lines of the supervisor's log."""
     lines = (server.runtime_dir / "logs" / "supervisor.log").read_text().splitlines()
     return "\n".join(line for line in lines if re.search(pattern, line))
 
@@ -63,7 +63,7 @@ def wait_for(server: Server, model: str, state: str) -> dict[str, Any]:
 
 
 def ask(server: Server, model: str, fields: dict[str, Any]) -> tuple[str, float]:
-    """An answer, and the seconds that it took."""
+    """Return an answer, and the seconds that it took."""
     begun = time.perf_counter()
     with server.client() as client:
         text = client.complete(model, **fields, max_tokens=16, temperature=0).text
@@ -79,7 +79,7 @@ def plan(made: dict[str, Any], story: Story) -> None:
 
 
 def auto_and_refusal(made: dict[str, Any], story: Story) -> tuple[list[Result], int]:
-    """Also the bytes that a model is estimated to take."""
+    """Place a model with ``auto``, and have another one refused. Return also the estimated bytes of a model."""
     free = made | {"gpu": "auto", "autostart": False}
     with Server({"a": free, "b": free | {"vram": "1000GiB"}}, wait=False) as server:
         server.modelctl("start", "a")
@@ -125,7 +125,7 @@ def waiting(made: dict[str, Any], story: Story) -> list[Result]:
 def reload(
     made: dict[str, Any], settings: dict[str, Any], asked: dict[str, Any], story: Story, how: str
 ) -> list[Result]:
-    """One reload while somebody asks all the time."""
+    """Reload once while threads ask all the time."""
     with Server({"a": made | {"max_queue": 10_000}}, settings=settings) as server:
         wanted, _ = ask(server, "a", asked)
         over = threading.Event()

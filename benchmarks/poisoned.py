@@ -1,5 +1,7 @@
-"""Engines that die of some requests; for ``benchmarks.recovery``. Named by import string: ``TorchFree``, ``Embedded``
-and ``ExLlamaV2`` are made when they are asked for, so that a worker imports only what it runs."""
+"""Engines that die of some requests, for ``benchmarks.recovery``, which names them by import strings.
+
+``TorchFree``, ``Embedded`` and ``ExLlamaV2`` are made at their first use, so that a worker imports only what it runs.
+"""
 
 import os
 import signal
@@ -9,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from model_worker.engine import Delta, EngineEvent, Job
 
 POISON = 1 << 40
-"""A request with the seed POISON + k kills its worker in the step that computes its token k; 0 is the first one, and
-that step reads the end of its prompt."""
+"""A request with the seed POISON + k kills its worker in the step that computes its token k. Token 0 is the first one;
+its step reads the end of the prompt."""
 ENGINES = {
     "TorchFree": "tests.deterministic_engine:DeterministicEngine",
     "Embedded": "model_worker.engines.embedded.engine:TransformersEngine",

@@ -1,17 +1,17 @@
-"""How long streams wait after the death of their worker, and what it takes to find a request that kills workers.
+"""Measure how long streams wait after the death of their worker, and how a request that kills workers is found.
 
     python -m benchmarks.recovery [--rounds 3]
     python -m benchmarks.recovery --engine exllamav2 --gpu 0 [--models 1b-exl2 8b]
 
 One SIGKILL: STREAMS streams decode on one worker, and the worker is killed. The figures are the time until the worker
 is ready again, the longest gap between two deltas of each stream, and the time from ready until the last stream has a
-token again. A worker that is started afresh then reads the same prompts (with what was delivered of the answers), all
-sent at once. That time is subtracted in the figure with the target.
+token again. Then a new worker reads the same prompts (with the delivered part of the answers), all sent at once. That
+time is subtracted in the figure with the target.
 
-Poison: all but one of the streams decode when the last request comes, which kills each worker that computes it: when
-its prompt has been read, or at its token LATE. The settings are the defaults.
+Poison: all but one of the streams decode when the last request comes. It kills each worker that computes it, either
+when its prompt has been read or at its token LATE. The settings are the defaults.
 
-Without options, it measures an engine that needs no torch, and the embedded engine.
+Without options, the benchmark measures an engine that needs no torch, and the embedded engine.
 """
 
 import argparse
@@ -43,7 +43,7 @@ KILL_AT = 50
 """Tokens that every stream has when the worker is killed."""
 LATE = 50
 LONG, ANSWER = 600, 200
-"""Tokens of an answer where the worker is killed from outside, and where a request kills it."""
+"""Tokens of an answer: where the worker is killed from outside, and where a request kills it."""
 CONTEXT = 2048
 WITHIN_S = 2.0
 MOST_DEATHS = 3
@@ -71,11 +71,11 @@ class Stream:
         return pairwise(times[first:])
 
     def gap(self, since: float) -> float:
-        """Seconds of the longest wait for a delta."""
+        """Return the seconds of the longest wait for a delta."""
         return max(end - begin for begin, end in self._gaps(since))
 
     def end_of_gap(self, since: float) -> float:
-        """When the longest wait for a delta was over."""
+        """Return the time when the longest wait for a delta ended."""
         return max(self._gaps(since), key=lambda gap: gap[1] - gap[0])[1]
 
     async def run(self, client: AsyncClient, tokens: int) -> None:
@@ -105,7 +105,7 @@ async def until(condition: Callable[[], bool], what: str, within: float = 300.0)
 
 @dataclass
 class Recovery:
-    """Seconds, of one death. ``again``: from ready until the last stream has a token."""
+    """Seconds of one death. ``again``: from ready until the last stream has a token."""
 
     ready: float
     gaps: list[float]
@@ -136,7 +136,7 @@ async def one_kill(server: Server, ids: list[list[int]]) -> Recovery:
 
 
 async def read_prompts(server: Server, ids: list[list[int]]) -> float:
-    """Seconds until a fresh worker, which has nothing else to do, has answered each of these with one token."""
+    """Return the seconds until a new, otherwise idle worker has answered each of these prompts with one token."""
     server.wait_idle("a")
     server.modelctl("restart", "a")
     server.wait_state("a", "ready")

@@ -1,10 +1,10 @@
-"""Reload under load: no request is lost, and each is served by one worker from beginning to end.
+"""Reload under load: no request may be lost, and one worker must serve each request from beginning to end.
 
     python -m benchmarks.reloads [--rate 50] [--times 20]
 
-The demo model ``letters`` on the embedded engine is asked its test prompts at a steady rate, whether earlier answers
-have come or not. Meanwhile it is reloaded, 20 times beside the old worker and 20 times by exchange, one right after the
-other. Every answer is compared with the computed one; the generation that every event bears tells its worker.
+The demo model ``letters`` on the embedded engine gets its test prompts at a steady rate, whether earlier answers have
+come or not. Meanwhile it is reloaded, 20 times beside the old worker and 20 times by exchange, without a pause. Every
+answer is compared with the right one. The generation in every event shows which worker served it.
 """
 
 import statistics
@@ -33,7 +33,7 @@ class Load:
     runtime_dir: Path
     rate: float
     asked: list[tuple[float, str]] = field(default_factory=list)
-    """When, and what the answer must be; of request 1, 2, ..."""
+    """(time, right answer) of request 1, 2, ..."""
     heard: dict[int, Heard] = field(default_factory=dict)
     ended: dict[int, float] = field(default_factory=dict)
     refused: int = 0
@@ -45,7 +45,7 @@ class Load:
         self._thread.start()
 
     def finish(self) -> None:
-        """Ask no more, and wait for the answers."""
+        """Send no more requests, and wait for the answers."""
         self._stop.set()
         self._thread.join()
 
@@ -63,7 +63,7 @@ class Load:
                     self._ask(client, now)
                     continue
                 if client.socket.poll(5):
-                    with suppress(AssertionError):  # it was a ping, and nothing behind it yet
+                    with suppress(AssertionError):  # it was a ping, and nothing has come behind it yet
                         client.receive(0)
                     self._note_ends(client)
             self.refused = len(client.errors)
@@ -81,7 +81,7 @@ class Load:
 
 
 def reload(server: Server, how: str) -> float:
-    """Seconds that it took."""
+    """Return the seconds that a reload took."""
     begun = time.monotonic()
     server.modelctl("reload", "letters", f"--{how}")
     return time.monotonic() - begun

@@ -25,7 +25,7 @@ _COMPARE = {">=": float.__ge__, "<=": float.__le__}
 
 @dataclass(frozen=True)
 class Result:
-    """One figure. ``target`` is "<= NUMBER" or ">= NUMBER", or None where there is none."""
+    """One figure. ``target`` is "<= NUMBER" or ">= NUMBER", or None without a target."""
 
     name: str
     value: float
@@ -41,7 +41,7 @@ class Result:
 
 
 def machine() -> str:
-    """What the figures were measured on, in words."""
+    """Return a description of the machine, for people."""
     model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     text = f"{os.cpu_count()} cores ({model[1] if model else platform.machine()}), Python {platform.python_version()}"
     try:

@@ -1,18 +1,18 @@
-"""What many streams cost: supervisor's CPU and latency of a token with 1 to 3,000 streams, and memory of each stream.
+"""Measure the cost of many streams: the supervisor's CPU and the latency per token with 1 to 3,000 streams, and memory.
 
     python -m benchmarks.scale [--rounds 3] [--seconds 5]
 
-One real supervisor and real workers for each size, with an engine without torch (``benchmarks.paced_engine``) that
-makes RATE tokens a second in all, whatever the number of streams, one after the other: every token is a frame of its
-own, the dearest case (an engine that steps 32 streams of a connection sends them in one frame). So each size has the
-same events a second. Streams, connections and workers grow apart from each other: with more workers, more processes
-share the machine's cores, and are found cold when they wake. One client process reads all connections
-(``benchmarks.many_streams``).
+Each size has one real supervisor and real workers, with an engine without torch (``benchmarks.paced_engine``). It makes
+RATE tokens per second in all, for any number of streams, one after the other. So every token is a frame of its own,
+which is the most expensive case. (An engine that steps 32 streams of a connection sends them in one frame.) So each
+size has the same events per second. Streams, connections and workers are increased independently. With more workers,
+more processes share the machine's cores, and their caches are cold when they wake. One client process reads all
+connections (``benchmarks.many_streams``).
 
-CPU is that of all the supervisor's threads (schedstat), over the tokens that came. Latency is from the engine's step to
-the client's hands. Sizes take turns in every round; figures are medians of rounds. Memory is the supervisor's RSS with
-MEMORY_STREAMS streams open and (nearly) idle, less that with their connections open and used, less prompts and
-delivered ids.
+CPU is that of all the supervisor's threads (schedstat), divided by the tokens that came. Latency is from the engine's
+step to the client's receipt. Sizes take turns in every round, and figures are medians of rounds. Memory is the
+supervisor's RSS with MEMORY_STREAMS streams open and nearly idle, minus its RSS with their connections open and used,
+minus prompts and delivered ids.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.many_streams import ManyStreams
 from benchmarks.report import RESULTS, Result, write
 
 RATE = 2000
-"""Tokens per second, of all streams together."""
+"""Tokens per second of all streams together."""
 ROUNDS, SECONDS = 3, 5.0
 ENDLESS = 1_000_000
 MEMORY_STREAMS = 3000
@@ -61,12 +61,13 @@ GROWTHS: tuple[tuple[Size, Size, str, str | None], ...] = (
     (AXES["connections"][0], AXES["connections"][2], "200 connections over 1", None),
     (AXES["workers"][0], AXES["workers"][2], "16 workers over 1", None),
 )
-"""(less, more, what it is called, target)."""
+"""(smaller size, larger size, name of the growth, target)"""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one size: seconds of the supervisor's CPU for a token, and seconds that a token is on its way."""
+    """The result of one size: seconds of the supervisor's CPU per token, and seconds from a token's making to its
+    receipt."""
 
     cpu: float
     median: float
@@ -75,7 +76,7 @@ class Figures:
 
 
 def models(size: Size, rate: float) -> dict[str, dict[str, Any]]:
-    """``rate`` tokens per second in all."""
+    """Return models that make ``rate`` tokens per second in all."""
     batch = -(-size.streams // size.workers)
     return {
         f"m{number}": {
@@ -93,7 +94,7 @@ def wanted(size: Size) -> list[tuple[int, str, str, int]]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of all living threads of a process, to the nanosecond (the ticks of psutil are 10 ms)."""
+    """Return the CPU time of all living threads of a process, to the nanosecond (psutil's ticks are 10 ms)."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
@@ -121,7 +122,7 @@ def rss(pid: int) -> int:
 
 @dataclass(frozen=True)
 class MemoryFigures:
-    """Bytes: of a connection, and of a stream without its prompt and its delivered ids."""
+    """Bytes of a connection, and of a stream without its prompt and its delivered ids."""
 
     connection: float
     stream: float
@@ -130,7 +131,7 @@ class MemoryFigures:
 def measure_memory(size: Size) -> MemoryFigures:
     with Server(models(size, MEMORY_RATE)) as server:
         pid = server.overview()["supervisor"]["pid"]
-        with ManyStreams(server.runtime_dir, 1) as first:  # whatever is allocated once
+        with ManyStreams(server.runtime_dir, 1) as first:  # takes the memory that is allocated only once
             first.begin([(0, "m0", "warm", ENDLESS)])
         server.wait_idle("m0")
         alone = rss(pid)

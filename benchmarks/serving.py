@@ -1,14 +1,16 @@
-"""What supervisor, sockets and process boundary cost: a model through a client against the same without serving.
+"""Measure the cost of supervisor, sockets and process boundary: a model through a client against the same without
+serving.
 
     make bench          or: python -m benchmarks.serving --engine exllamav2 --gpu 0 [--models 1b 8b 1b-exl2]
 
 The other side is, for ExLlamaV2, the package's own dynamic generator driven in this process (its jobs, its sampling,
-its text), and for transformers the bare engine. Both compute greedy answers to the same prompts in the same run, taking
-turns; figures are medians of ROUNDS rounds, first tokens of FIRST_ROUNDS. Machines are noisy: read the ratios.
+its text), and for transformers the engine alone. Both compute greedy answers to the same prompts in the same run, in
+turn. Figures are medians of ROUNDS rounds, those of first tokens of FIRST_ROUNDS. Machines are noisy, so look at the
+ratios.
 
-Smooth: the 99th percentile of what the client sees between two deltas of a stream, while all streams run, over that of
-the generator's own step while it computes as many jobs. Burst at the end: how much faster than a whole stream its last
-tenth came, the largest of all streams, while all of them ran.
+Smooth: the 99th percentile of the time between two deltas of a stream at the client, while all streams run, divided by
+that of the generator's own step while it computes as many jobs. Burst at the end: how much faster the last tenth of a
+stream came than the whole stream, while all streams ran; the largest of all streams.
 """
 
 import statistics
@@ -29,7 +31,7 @@ CACHE_SIZE = max(CONCURRENT) * 512
 
 
 def measure(server: Server, model: str, made: dict[str, Any], quick: bool, rounds: int) -> list[Result]:
-    """``made``: the model's entry of models.yaml. On the GPU these figures have targets."""
+    """Measure one model. ``made`` is its entry of models.yaml. On the GPU these figures have targets."""
     gpu = made["engine"] == "exllamav2"
     tokens = 24 if quick else TOKENS[made["engine"]]
     other = bare(made)
@@ -54,7 +56,7 @@ def measure(server: Server, model: str, made: dict[str, Any], quick: bool, round
 
 
 def _figures(label: str, pairs: list[tuple[Run, Run]], later: list[float], targets: bool, smooth: bool) -> list[Result]:
-    """Of rounds (served, bare), and of by how many seconds first tokens came later."""
+    """Return figures of rounds (served, bare), and of the seconds by which first tokens came later."""
     kind = "generator" if targets else "engine"
     ratio = statistics.median(s.rate / b.rate for s, b in pairs)
     results = [

@@ -1,14 +1,14 @@
-"""Several GPUs, a worker on each: whether they keep to their own, and what they make together.
+"""Measure several GPUs with a worker on each: whether the workers keep to their GPUs, and their speed together.
 
     python -m benchmarks.several_gpus --gpus 2      (or 4, or --split, or --tensor-parallel)
 
-Each model is asked by a client process of its own, 32 streams each; one alone and all at once take turns, medians of
-five. NVML says on which GPUs each worker's process holds memory.
+Each model has a client process of its own with 32 streams. One model alone and all at once take turns; figures are
+medians of five. NVML shows on which GPUs each worker's process holds memory.
 
-With --split, ``gpu: [0, 1]`` gives some layers of one model to each of two GPUs; with --tensor-parallel, a part of
-every layer (EXL2 only). Its greedy answers are compared with those of the same model on one GPU: with --split they
-must be equal, since layers are computed as there. Parts of sums are added in another order, and random weights decide
-by less than that can change: with --tensor-parallel the log probabilities must be alike (benchmarks.comparison).
+With --split, ``gpu: [0, 1]`` gives some layers of one model to each of two GPUs. With --tensor-parallel each GPU gets a
+part of every layer (EXL2 only). Greedy answers are compared with those of the same model on one GPU. With --split they
+must be equal, since each layer is computed as on one GPU. With --tensor-parallel partial sums are added in another
+order, which can change the decisions of random weights. So the log-probabilities must be alike (benchmarks.comparison).
 """
 
 import argparse
@@ -27,14 +27,14 @@ from benchmarks.report import Result, write
 STREAMS, TOKENS, ROUNDS = 32, 256, 5
 TARGETS = {2: ">= 1.9", 4: ">= 3.7"}
 SPLIT_GB = [1.5, 16.0]
-"""Of weights and buffers per GPU: less on the first than a 1B takes, so that it has to be split."""
+"""GB of weights and buffers per GPU. The first GPU gets less than a 1B takes, so that it has to be split."""
 SPLIT_TOKENS = 48
 PARALLEL_STREAMS = (1, 8)
-"""Requests at once, of which the speed with --tensor-parallel is a figure."""
+"""Numbers of requests at once for which the speed with --tensor-parallel is measured."""
 
 
 class GroupClient:
-    """``benchmarks.group_client`` for one model."""
+    """A ``benchmarks.group_client`` process for one model."""
 
     def __init__(self, server: Server, model: str, directory: str, streams: int, tokens: int) -> None:
         command = [sys.executable, "-m", "benchmarks.group_client", server.runtime_dir, model, directory]
@@ -62,11 +62,11 @@ class GroupClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.communicate()  # its stdin ends, and with it the process
+        self.process.communicate()  # closes its stdin, which ends the process
 
 
 def rate(clients: list[GroupClient], seed: int) -> float:
-    """Tokens per second of all of them, from the first begin to the last end."""
+    """Return the tokens per second of all clients, from the first beginning to the last end."""
     for number, client in enumerate(clients):
         client.go(100 * seed + number)
     begins, ends, tokens = zip(*(client.result() for client in clients), strict=True)
@@ -102,7 +102,7 @@ def side_by_side(
 
 
 def over_two(made: dict[str, Any], model: str, keys: dict[str, Any], held: Memory, quick: bool) -> list[Result]:
-    """One model over GPUs 0 and 1, by these keys of its entry, against the same on GPU 0."""
+    """Compare one model over GPUs 0 and 1, by these keys of its entry, with the same on GPU 0."""
     parallel = "tensor_parallel" in keys
     label = "tensor_parallel" if parallel else "gpu: [0, 1]"
     asked = requests(model, made["model_dir"], 8 if parallel else 4, seed=9)
@@ -130,7 +130,7 @@ def over_two(made: dict[str, Any], model: str, keys: dict[str, Any], held: Memor
 
 
 def speed(server: Server, name: str, model: str, made: dict[str, Any], streams: int, quick: bool) -> float:
-    """Tokens per second of as many requests at once: median of the rounds, before which one warms up."""
+    """Return the tokens per second of ``streams`` requests at once: the median of rounds after a warm-up."""
     rounds, tokens = (2, 24) if quick else (ROUNDS, TOKENS)
     asked = [requests(model, made["model_dir"], streams, seed=number) for number in range(rounds + 1)]
     return statistics.median([served(server, name, each, tokens).rate for each in asked][1:])

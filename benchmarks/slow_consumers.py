@@ -1,10 +1,11 @@
-"""Eight clients that stop reading beside eight that read: what the readers, and the supervisor's memory, notice of it.
+"""Measure what eight reading clients, and the supervisor's memory, notice of eight clients that stop reading.
 
     python -m benchmarks.slow_consumers
 
-A deterministic engine without torch, 16 streams of one model, each client in a process of its own. In turns, several
-times: eight readers alone, and beside eight clients that stopped reading (SIGSTOP would end their connections; they
-read nothing while libzmq's own thread keeps them up). The readers' gaps between deltas are compared.
+A deterministic engine without torch computes 16 streams of one model. Each client is a process of its own. Several
+times, in turn, eight readers work alone, and beside eight clients that have stopped reading. (These are not stopped by
+SIGSTOP, which would end their connections. They read nothing while libzmq's own thread keeps the connections alive.)
+The readers' gaps between deltas are compared.
 """
 
 import itertools
@@ -32,7 +33,7 @@ MIB = 1 << 20
 
 
 def reader(runtime_dir: Path, tokens: int, pipe: Connection) -> None:
-    """Sends the seconds between the deltas of one stream."""
+    """Send the seconds between the deltas of one stream to the parent."""
     with Client(runtime_dir=runtime_dir) as client:
         stream = client.generate("m", f"reader {os.getpid()}", max_tokens=tokens)
         times = [time.perf_counter() for _ in stream]
@@ -64,7 +65,7 @@ def main() -> None:
         supervisor = psutil.Process(server.overview()["supervisor"]["pid"])
         gaps(server, 100)
         for _ in range(rounds):
-            # as many streams in both halves: the worker's work is the same
+            # Both halves have as many streams, so that the worker's work is the same.
             company = [RawClient(server.runtime_dir) for _ in range(CLIENTS)]
             alone.append(_with(server, company, tokens, stalled=False))
             for client in company:
@@ -100,7 +101,7 @@ def _read(company: list[RawClient], stop: threading.Event) -> None:
 
 
 def _with(server: Server, company: list[RawClient], tokens: int, *, stalled: bool) -> list[float]:
-    """The readers' gaps beside other streams, which are read or not."""
+    """Return the readers' gaps beside other streams, which are read or not."""
     for number, client in enumerate(company):
         client.generate(1, "m", f"company {number}", max_tokens=2 * tokens)
     if stalled:

@@ -1,22 +1,23 @@
-"""Ten minutes of mixed load: whether a token takes as long at the end as at the beginning, and memory stays flat.
+"""Run a mixed load for ten minutes: latency must not grow, and memory must stay flat.
 
     python -m benchmarks.soak [--minutes 10]
 
-One supervisor; two models of an engine without torch, one of them with two workers, and the demo model ``letters`` on
-the embedded engine. All the time, from another process (``benchmarks.soak_load``): short answers, long ones, cancelled
-and left ones, bad requests, slow readers, connections that come and go. The load is the same all the time; each request
-must end as its kind is to end, with its own answer.
+One supervisor serves two models of an engine without torch, one of them with two workers, and the demo model
+``letters`` on the embedded engine. Another process (``benchmarks.soak_load``) sends short answers, long ones, cancelled
+and abandoned ones, bad requests, slow readers, and connections that come and go. The load is constant. Each request
+must end as its kind should, with its own answer.
 
-**Latency**: beside that, a client asks a model of its own, whose steps take 1 ms, for a short answer ten times a
-second. Of the time to its first token, and to its end, the median in the last tenth of the run is compared with that in
-the second tenth (of ten minutes: the last minute with the second; in the first, caches fill).
+**Latency**: ten times a second a client asks a model of its own, whose steps take 1 ms, for a short answer. The median
+of the time to its first token, and to its end, in the last tenth of the run is compared with that in the second tenth
+(of ten minutes: the last minute with the second; in the first, caches fill).
 
-**The machine**: a machine that others use has slower minutes, too. After each of these answers the same process sends a
-message to another one over a bare ZeroMQ socket; that one sleeps as long as a step takes, and sends it back. Nothing is
-subtracted for it: it only says, where an answer took longer at the end, whether such an exchange did.
+**The machine**: other users may slow the machine down for some minutes. After each of these answers the same process
+sends a message to another one over a bare ZeroMQ socket. The other process sleeps as long as a step takes, and sends
+the message back. Nothing is subtracted for that. It only shows, if an answer took longer at the end, whether such an
+exchange did so, too.
 
-**Memory**: RSS of the supervisor and of each worker, twice a second. It is called flat if the median of the last tenth
-is at most 2 % more than that of the second tenth.
+**Memory**: RSS of the supervisor and of each worker, twice a second. It is flat if the median of the last tenth is at
+most 2 % more than that of the second tenth.
 """
 
 import argparse
@@ -52,13 +53,13 @@ MODELS = {
 }
 FIRST, WHOLE, BARE = "first token", f"answer of {PROBE_TOKENS} tokens", "bare exchange beside them"
 TARGETS = {FIRST: "<= 1.05", WHOLE: "<= 1.05", BARE: None}
-"""Of the last tenth over the second."""
+"""Targets of the last tenth divided by the second."""
 Samples = list[tuple[float, float]]
-"""(seconds since the beginning, what was measured)."""
+"""(seconds since the beginning, measured value)."""
 
 
 def medians(samples: Samples, seconds: float) -> list[float]:
-    """Of each tenth of a run of so many seconds. Raises ValueError if there is nothing of one."""
+    """Return the median of each tenth of a run of ``seconds``. Raises ValueError if a tenth has no samples."""
     parts: list[list[float]] = [[] for _ in range(PARTS)]
     for at, value in samples:
         if at < seconds:
@@ -69,13 +70,13 @@ def medians(samples: Samples, seconds: float) -> list[float]:
 
 
 def an_hour(samples: Samples, seconds: float) -> float:
-    """The slope of a straight line through all but the first tenth, per hour."""
+    """Return the slope of a straight line through all but the first tenth, per hour."""
     later = [(at, value) for at, value in samples if at > seconds / PARTS]
     return 3600 * statistics.linear_regression(*zip(*later, strict=True)).slope
 
 
 def echo(endpoint: str) -> None:
-    """A process that sends each message back after as long as a step takes, until an empty one comes."""
+    """Send each message back after as long as a step takes, until an empty one comes. Runs in a process of its own."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.bind(endpoint)
         while message := socket.recv():
@@ -85,7 +86,7 @@ def echo(endpoint: str) -> None:
 
 @contextmanager
 def bare_exchange(directory: Path) -> Iterator["zmq.Socket[bytes]"]:
-    """The other end of ``echo``."""
+    """Yield the socket at the other end of ``echo``."""
     endpoint = f"ipc://{directory / 'echo.sock'}"
     process = multiprocessing.get_context("spawn").Process(target=echo, args=(endpoint,), daemon=True)
     process.start()
@@ -97,7 +98,7 @@ def bare_exchange(directory: Path) -> Iterator["zmq.Socket[bytes]"]:
 
 
 class Watch:
-    """A probe, the bare exchange beside it, and the sizes of processes, for so many seconds."""
+    """A probe, the bare exchange beside it, and the sizes of processes, for some seconds."""
 
     def __init__(self, server: Server) -> None:
         status = server.overview()

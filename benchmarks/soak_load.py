@@ -2,8 +2,9 @@
 
     python -m benchmarks.soak_load RUNTIME_DIR SECONDS
 
-Each kind of request is begun at even times, whether earlier ones have ended or not, so that the load is the same all
-the time. At the end prints JSON: for each kind how many ended as they ought to, and what the others said.
+Requests of each kind begin at evenly spaced times, whether earlier ones have ended or not, so that the load is
+constant. At the end the process prints JSON: for each kind how many ended as they should, and the messages of the
+others.
 """
 
 import asyncio
@@ -20,12 +21,12 @@ from tests.deterministic_engine import answer
 from tools.demo_models import corpus
 
 MOST_AT_ONCE = 64
-"""Of each kind: on a machine that is too slow for this load, further ones are left out, and counted."""
+"""Requests of each kind at once. On a machine that is too slow for this load, further ones are skipped, and counted."""
 CONVERSATIONS = 60
-"""Prompts of each kind, over and over: the supervisor remembers where up to 10,000 were computed last, 135 bytes each,
-which is to be full after the first minute."""
+"""Prompts of each kind, which are repeated. The supervisor remembers where up to 10,000 of them were computed last,
+with 135 bytes each. That memory must be full after the first minute."""
 SLOW_S = 0.02
-"""Between two deltas that a slow reader takes."""
+"""Seconds that a slow reader waits between two deltas."""
 Kind = Callable[[AsyncClient, Path, int], Awaitable[bool]]
 _LETTERS = corpus.TEST_PROMPTS["letters"]
 _BAD = (
@@ -90,14 +91,14 @@ async def slow(client: AsyncClient, runtime_dir: Path, number: int) -> bool:
 
 
 async def fleeting(client: AsyncClient, runtime_dir: Path, number: int) -> bool:
-    """A connection of its own."""
+    """Send a request over a connection of its own."""
     async with AsyncClient(runtime_dir=runtime_dir) as own:
         return await short(own, runtime_dir, number)
 
 
 KINDS: dict[Kind, float] = {short: 0.05, long: 0.5, embedded: 0.5, cancelled: 0.2, left: 0.25, bad: 0.2, slow: 2.0,
                             fleeting: 0.5}  # fmt: skip
-"""Seconds between two of each."""
+"""Seconds between two requests of each kind."""
 
 
 async def main(runtime_dir: Path, seconds: float) -> None:

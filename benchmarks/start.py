@@ -1,12 +1,12 @@
-"""Time to the first token from nothing: `modelctl serve`, against a script that has the same engine and nothing else.
+"""Measure the time to the first token from nothing: `modelctl serve` against a script with the engine and nothing else.
 
     python -m benchmarks.start [--rounds 9]
 
-From the start of the process to the first token: at a client that connects as soon as there is a socket and asks at
-once (its request waits while the model is loaded), and in ``benchmarks.bare_start``, as it is and with the worker's
-care for the garbage collector: what serving adds when all else is the same. In turns, the demo models on the CPU, files
-in the page cache, modules compiled. The supervisor's own part is what is left when the worker does nothing: the same
-with an engine without torch, of which the bare script is one as well.
+The time is from the start of the process to the first token. One side is a client that connects as soon as there is a
+socket and asks at once; its request waits while the model is loaded. The other side is ``benchmarks.bare_start``, as it
+is and with the worker's settings of the garbage collector. The difference is what serving adds. Both run in turn, with
+the demo models on the CPU, files in the page cache, and modules compiled. The supervisor's own part remains when the
+worker does nothing: the same with an engine without torch, in the bare script as well.
 """
 
 import argparse
@@ -34,7 +34,7 @@ POLL_S = 0.002
 
 
 def bare(entry: dict[str, Any], prompt: str, *more: str) -> float:
-    """Seconds. more: further arguments of the script."""
+    """Return the seconds of the bare script. ``more``: further arguments of the script."""
     begun = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.bare_start", entry["engine"], entry["model_dir"], "cpu", prompt, *more]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -45,7 +45,7 @@ def bare(entry: dict[str, Any], prompt: str, *more: str) -> float:
 
 
 def served(entry: dict[str, Any], prompt: str) -> float:
-    """Seconds."""
+    """Return the seconds through the supervisor."""
     with tempfile.TemporaryDirectory(prefix="modelctl-bench-") as scratch:
         config, runtime_dir = Path(scratch, "models.yaml"), Path(scratch, "run")
         config.write_text(yaml.safe_dump({"models": {"m": entry}}))
@@ -68,7 +68,7 @@ def _connected(runtime_dir: Path, deadline: float) -> Client:
     socket = Path(front_endpoint(runtime_dir).removeprefix("ipc://"))
     while True:
         try:
-            if socket.exists():  # no more than a look, or the client itself would take a third of a core meanwhile
+            if socket.exists():  # only a look: a real client would take a third of a core meanwhile
                 return Client(runtime_dir=runtime_dir)
         except ConnectionLost:
             pass

@@ -1,11 +1,11 @@
-"""Stopping takes a bounded time, whatever the workers do: with every one of them hung, or stopped by SIGSTOP.
+"""Check that stopping takes a bounded time, even if every worker hangs, or is stopped by SIGSTOP.
 
     python -m benchmarks.stopping [--rounds 5] [--embedded-rounds 3]
 
-Two models, all of whose workers hang in a step and are deaf to SIGTERM, or hold the interpreter's lock as well, or are
-stopped. ``stop --now`` and ``stop`` of both at once, with the defaults but for a drain of two seconds: from the order
-until both are stopped, which is when their processes are reaped. The engine is one that needs no torch; SIGSTOP in the
-middle of an answer is tried on the embedded engine with a demo model too.
+There are two models. All their workers hang in a step and ignore SIGTERM, or also hold the interpreter's lock, or are
+stopped. Both get ``stop --now`` or ``stop`` at once, with the defaults except for a drain of two seconds. The time is
+from the order until both are stopped, that is until their processes are reaped. The engine needs no torch. SIGSTOP in
+the middle of an answer is tried on the embedded engine with a demo model, too.
 """
 
 import argparse
@@ -47,7 +47,8 @@ EMBEDDED_TROUBLES: list[Trouble] = [("embedded engine, SIGSTOPped", EMBEDDED, em
 
 
 def stop(trouble: Trouble, *, now: bool) -> float:
-    """Seconds from the order until both models are stopped. Raises AssertionError if a worker lives then."""
+    """Return the seconds from the order until both models are stopped. Raises AssertionError if a worker still
+    lives."""
     _, entry, reach = trouble
     with redirect_stdout(sys.stderr), Serving({"a": entry, "b": entry}, stop=LADDER, wait=False) as serving:
         for model in ("a", "b"):

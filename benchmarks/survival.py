@@ -1,12 +1,12 @@
-"""Streams that survive: workers are killed all the time, and every answer is checked.
+"""Kill workers all the time, and check every answer.
 
     python -m benchmarks.survival [--seconds 120] [--every 5] [--defaults]
 
-Two models of two workers each, 20 clients that ask one thing after the other, and every few seconds SIGKILL to a worker
-drawn at random. The engine is a deterministic one that needs no torch: token k of an answer is a function of prompt and
-k, so that one which is missing, came twice or belongs to another request shows. ``--defaults`` leaves the limits of
-restarts and of deaths that may be blamed on a request as they are, and kills every second: requests are refused as
-poisoned and models fail then, and the invariants hold all the same. ``--seed`` repeats the choices of another run.
+Two models have two workers each. 20 clients ask one question after the other. Every few seconds a random worker gets
+SIGKILL. The engine is a deterministic one that needs no torch: token k of an answer is a function of prompt and k. So a
+token that is missing, came twice or belongs to another request is noticed. ``--defaults`` keeps the default limits of
+restarts and of deaths that may be blamed on a request, and kills every second. Then requests are refused as poisoned
+and models fail, but the invariants must still hold. ``--seed`` repeats the choices of another run.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ EXPECTED = frozenset({"poisoned", "model_failed", "worker_died"})
 
 @dataclass
 class Tally:
-    """What came of all requests."""
+    """The results of all requests."""
 
     ends: Counter[str] = field(default_factory=Counter)
     wrong: int = 0
@@ -68,13 +68,13 @@ async def one_client(number: int, runtime_dir: Path, until: float, chance: rando
                 end = str(stream.finish_reason)
             except WireError as e:
                 end = e.code.wire_name
-                await asyncio.sleep(0.05)  # a model that failed refuses at once
+                await asyncio.sleep(0.05)  # a failed model refuses at once
             tally.unanswered -= 1
             tally.ends[end] += 1
             tally.wrong += stream.text != answer(prompt, len(stream.token_ids))
             tally.wrong += end == "length" and len(stream.token_ids) != tokens
             tally.resumed += stream.usage.get("resumes", 0) > 0
-        await client.status()  # whatever followed a terminal event has arrived before the answer to this
+        await client.status()  # an event behind a terminal event would arrive before the answer to this call
         tally.for_nobody += client._connection.session.ignored
 
 

@@ -1,10 +1,10 @@
-"""Whether an ended worker's VRAM comes back, how long that takes, and whether the next load waits for it.
+"""Check whether an ended worker's VRAM comes back, how long that takes, and whether the next load waits for it.
 
     python -m benchmarks.unload [--model 1b] [--gpu 0]
 
 A model is loaded and ended several times, by ``modelctl stop`` and by ``kill -9`` of its worker, which the supervisor
-then starts anew. NVML is asked every few milliseconds. What is left is the GPU's memory in use after the end less that
-before the load. A successor whose process was there while its predecessor still held memory would be counted.
+then starts again. NVML is asked every few milliseconds. "Left" is the GPU's memory in use after the end minus that
+before the load. A successor process that exists while its predecessor still holds memory is counted.
 """
 
 import os
@@ -22,7 +22,8 @@ WITHIN = 60.0
 
 
 def stopped(server: Server, held: Memory, empty: int) -> tuple[float, float, int]:
-    """``modelctl stop``: (seconds of the command, seconds from its return to the last byte, bytes left)."""
+    """End a model by ``modelctl stop``: (seconds of the command, seconds from its return to the last byte, bytes
+    left)."""
     pid = server.status(MODEL)["pid"]
     command = server.modelctl("stop", MODEL)
     after = wait_for(lambda: not held.of(pid), WITHIN, "the stopped worker's memory")
@@ -30,7 +31,8 @@ def stopped(server: Server, held: Memory, empty: int) -> tuple[float, float, int
 
 
 def killed(server: Server, held: Memory) -> tuple[float, bool]:
-    """``kill -9``: (seconds until NVML no longer has the worker, whether its successor was there before that)."""
+    """End it by ``kill -9``: (seconds until NVML no longer shows the worker, whether its successor existed before
+    that)."""
     pid = server.status(MODEL)["pid"]
     begun = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
@@ -68,7 +70,7 @@ def main() -> None:
             server.wait_state(MODEL, "ready")
             served(server, MODEL, asked, 16)
             kills.append(killed(server, held))
-            # restarts close together are spaced out by the supervisor: an order of the operator is not
+            # The supervisor puts pauses between restarts, but not before an order of the operator.
             wait_for(lambda: server.status(MODEL)["state"] in ("ready", "backoff"), WITHIN, "the restart")
             server.modelctl("start", MODEL)
         server.wait_state(MODEL, "ready")

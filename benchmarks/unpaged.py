@@ -1,10 +1,10 @@
-"""Paged batches without flash-attn over what the package itself does without it: ``paged=False``, one job at a time.
+"""Compare paged batches without flash-attn with the package's own way: ``paged=False``, one job at a time.
 
     python -m benchmarks.unpaged [--model 1b] [--gpu 0]
 
-One side is the whole product, client to client: 32 streams through a supervisor. The other is the package's dynamic
-generator with ``paged=False`` in this process, as it comes where flash-attn is missing: SDPA, which does not mask the
-future while a prompt is read. The setting with which it computes what it should (``no_sdpa``) is shown beside it.
+One side is the whole product, from client to client: 32 streams through a supervisor. The other side is the package's
+dynamic generator with ``paged=False`` in this process, with its defaults without flash-attn: SDPA, which does not mask
+the future while a prompt is read. The setting with which it computes correctly (``no_sdpa``) is shown beside it.
 """
 
 import statistics
@@ -22,7 +22,7 @@ UNPAGED_TOKENS = 96
 
 
 def unpaged_rates(model_dir: str, asked: Sequence[Request], no_sdpa: bool) -> list[float]:
-    """Tokens per second of each job, the first of which only warms up and is left out."""
+    """Return the tokens per second of each job, without the first job, which only warms up."""
     import torch
 
     from model_worker.engines.exllamav2.attention_choice import import_package

@@ -1,16 +1,16 @@
-"""What the worker adds to an engine's steps, between the return of one and the call of the next, and to a token.
+"""Measure what the worker adds to a step of the engine, from its return to the next call, and to a token.
 
     python -m benchmarks.worker_path [--step-ms 2] [--out DIR]
 
-The worker's own loop and link, in this process, drive an engine that computes nothing for STEP_MS and then hands out
-one token for each stream; a second process stands for the supervisor and reads. The engine itself notes when its step
-returns and when it is called again: what lies between is what serving adds to a step, and the bare generator's loop
-does not have: in processor time of the loop's thread, which other programs on the machine do not touch, and in wall
-time, for what it is. And the same with steps that take no time, less what those cost when nobody serves: what serving
-costs when nothing has to wake up, and every cache is warm.
+The worker's own loop and link run in this process. They drive an engine that computes nothing for STEP_MS and then
+returns one token for each stream. A second process plays the supervisor and reads. The engine notes when its step
+returns and when it is called again. The time between is what serving adds to a step, compared with the bare generator's
+loop. It is measured in processor time of the loop's thread, which other programs do not affect, and also in wall-clock
+time. The same is measured with steps that take no time, minus their cost without serving. That is the cost of serving
+when nothing has to wake up and every cache is warm.
 
-At last, a pass of the garbage collector through a worker with a model, which stops every stream while it lasts: with
-what was loaded, and as a worker runs, with that set aside.
+At the end a pass of the garbage collector is measured through a worker with a model, which stops every stream while it
+lasts: once with the loaded objects, and once with them frozen, as in a worker.
 """
 
 import argparse
@@ -45,21 +45,20 @@ STREAMS = (1, 8, 32)
 STEPS = 1500
 RESTLESS_STEPS = 200_000
 STEP_SECONDS = {1: 3.7e-3, 8: 5.3e-3, 32: 8.6e-3}
-"""A step of a 1B model on an H200."""
+"""Seconds of a step of a 1B model on an H200."""
 CLIENTS = 1
-"""Connections that the streams are spread over: one EVENTS frame a step for each."""
+"""Connections over which the streams are spread. Each one gets an EVENTS frame per step."""
 
 
 class PacedEngine:
-    """Gives each of ``streams`` jobs a token at each step, once all are there; a step takes ``step_s`` seconds of
-    computing nothing."""
+    """Gives each of ``streams`` jobs a token at each step, once all are there. A step waits for ``step_s`` seconds."""
 
     def __init__(self, texts: Sequence[str], step_s: float, streams: int) -> None:
         self._texts, self._step_s, self._streams = texts, step_s, streams
         self._jobs: dict[int, Job] = {}
         self._steps = 0
         self.called: list[tuple[float, float]] = []
-        """Wall and processor time, seconds, at each call of ``step``."""
+        """Wall-clock and processor time, in seconds, at each call of ``step``."""
         self.returned: list[tuple[float, float]] = []
 
     def __call__(self, spec: EngineSpec) -> "PacedEngine":
@@ -121,13 +120,13 @@ class PacedEngine:
 
 
 class RestlessEngine(PacedEngine):
-    """The same token for every job at each of ``steps`` steps, and then the end."""
+    """Gives every job the same token at each of ``steps`` steps, and then the end."""
 
     def __init__(self, streams: int, steps: int) -> None:
         super().__init__((), 0.0, streams)
         self._last, self._events = steps, list[EngineEvent]()
         self.used = 0.0
-        """Processor time of its thread, seconds: from the first step to the end."""
+        """Processor time of its thread in seconds, from the first step to the end."""
 
     def step(self) -> list[EngineEvent]:
         if len(self._jobs) < self._streams:
@@ -143,7 +142,7 @@ class RestlessEngine(PacedEngine):
 
 
 def stand_in(endpoint: str, streams: int, done: Event) -> None:
-    """The supervisor's end, in a process of its own: hands out the jobs, reads to the last event of each, says stop."""
+    """Play the supervisor in a process of its own: give out the jobs, read to the last event of each, send SHUTDOWN."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.RCVHWM, 10_000)
         socket.bind(endpoint)
@@ -151,7 +150,7 @@ def stand_in(endpoint: str, streams: int, done: Event) -> None:
         while ended < streams:
             sender, frame = socket.recv_multipart()
             if is_events(frame) and b"finish_reason" not in frame:
-                continue  # as fast as they come
+                continue  # frames are read as fast as they come
             message = decode(frame, WORKER_TO_SUPERVISOR)
             if isinstance(message, Hello):
                 body = pack_body({"prompt": "x", "max_tokens": RESTLESS_STEPS})
@@ -161,11 +160,11 @@ def stand_in(endpoint: str, streams: int, done: Event) -> None:
             elif isinstance(message, Events):
                 ended += sum(bool(entry.flags & TERMINAL) for entry in message.index)
         socket.send_multipart([sender, encode(Shutdown())])
-        done.wait()  # a connection that ends is the end of a worker
+        done.wait()  # if the connection ended, the worker would end
 
 
 def serve(engine: PacedEngine, streams: int) -> None:
-    """The loop and its link around this engine, until all of the streams have ended."""
+    """Run the worker's loop and its link with this engine, until all streams have ended."""
     with tempfile.TemporaryDirectory(prefix="modelctl-bench-") as scratch:
         endpoint = f"ipc://{scratch}/back"
         spawn = multiprocessing.get_context("spawn")
@@ -186,7 +185,8 @@ def serve(engine: PacedEngine, streams: int) -> None:
 
 
 def added(streams: int, step_s: float, texts: Sequence[str]) -> tuple[list[float], list[float]]:
-    """Seconds between the return of each step and the call of the next, ``streams`` running: wall, processor."""
+    """Return seconds between the return of each step and the next call, with ``streams`` running: wall-clock,
+    processor."""
     engine = PacedEngine(texts, step_s, streams)
     serve(engine, streams)
     between = zip(engine.returned[50:-1], engine.called[51:], strict=True)
@@ -195,7 +195,7 @@ def added(streams: int, step_s: float, texts: Sequence[str]) -> tuple[list[float
 
 
 def added_at_once(streams: int) -> float:
-    """Seconds of processor time that are added to a step which takes none."""
+    """Return the seconds of processor time that are added to a step that takes none."""
     served, alone = RestlessEngine(streams, RESTLESS_STEPS), RestlessEngine(streams, RESTLESS_STEPS)
     serve(served, streams)
     for number in range(streams):
@@ -206,7 +206,7 @@ def added_at_once(streams: int) -> float:
 
 
 def text_seconds(tokenizer: Tokenizer, stops: Sequence[str]) -> float:
-    """Seconds that ids cost to become text, for each token: the median of many answers."""
+    """Return the seconds per token that turning ids into text takes: the median of many answers."""
     ids = tokenizer.encode("Once upon a time there was a small fox who lived in a forest and played the violin. ") * 8
     rounds = []
     for _ in range(50):
@@ -219,7 +219,7 @@ def text_seconds(tokenizer: Tokenizer, stops: Sequence[str]) -> float:
 
 
 def collector_seconds() -> tuple[float, float]:
-    """Seconds of a full pass over everything, and without what was loaded."""
+    """Return the seconds of a full pass over all objects, and of one without the loaded objects."""
     engine = build_engine(EngineSpec("stories", "transformers", str(directory("stories"))))
     engine.load(lambda *_: None)
     gc.collect()

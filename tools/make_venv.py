@@ -55,7 +55,7 @@ def install_pip(python: Path) -> None:
 
 
 def version(filename: str) -> tuple[int, ...]:
-    """(26, 1) of pip-26.1-py3-none-any.whl; pre-releases sort below everything."""
+    """Return (26, 1) for pip-26.1-py3-none-any.whl; pre-releases sort below everything."""
     parts = filename.split("-")[1].split(".")
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 

@@ -3,7 +3,7 @@
 from html.parser import HTMLParser
 
 _LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
-"""Tags that make a browser load something, with the attribute that says from where."""
+"""Tags that make a browser load something, with the attribute that holds its address."""
 
 
 def outside(html: str) -> list[str]:

@@ -32,7 +32,7 @@ only the table of figures is generated."""
 
 
 def stale() -> list[str]:
-    """Return the names of the committed pages that differ from what their sources say now."""
+    """Return the names of the committed pages that differ from what their sources would produce now."""
     paths = {name: DOCS / name for name in PAGES}
     return [name for name, path in paths.items() if not path.exists() or path.read_text() != PAGES[name]()]
 

@@ -14,7 +14,7 @@ from tools.docs.bars import Chart, draw, shown
 from tools.docs.markdown import table, text
 
 SHORT = 6
-"""Results that are shown without a choice."""
+"""How many results of a file are shown without a selection."""
 GROUPS = {
     "Speed": (
         "serving-exllamav2", "serving-transformers", "unpaged", "gpus-2", "gpus-4", "gpus-split",
@@ -29,7 +29,7 @@ GROUPS = {
     "Hostile input": ("flooding", "fuzzing", "keys", "slow-consumers"),
     "Every model from load to unload": ("models-run", "models-run-gptq"),
 }  # fmt: skip
-"""Result files by topic. A file that stands in none comes last."""
+"""Result files by topic. Files without a topic come last."""
 INTRODUCTION = """\
 Each figure was measured by a script in `benchmarks/`, and is kept in a file in `benchmarks/results/` with the machine,
 the date, the commit and the command. This page is made from those files. A target that was missed is shown as missed.
@@ -56,7 +56,7 @@ class ResultFile:
 
     @property
     def purpose(self) -> str:
-        """The first paragraph of the text at the head of the script."""
+        """Return the first paragraph of the script's docstring."""
         module = re.search(r"-m ([\w.]+)", self.content["command"])
         assert module is not None, self.content["command"]
         source = (ROOT / Path(*module[1].split("."))).with_suffix(".py").read_text()

@@ -1,6 +1,6 @@
-"""Hooks of the site's build (mkdocs.yml names this file): add what is built only, and let nothing come from elsewhere.
+"""Hooks of the site's build (mkdocs.yml names this file): add generated pages, and allow nothing from other machines.
 
-MkDocs counts what is logged as a warning, and a strict build fails if there is one.
+MkDocs counts warnings in the log, and a strict build fails if there is one.
 """
 
 import logging
@@ -27,7 +27,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Warn of what a reader's browser would fetch from another machine."""
+    """Warn of everything that a reader's browser would fetch from another machine."""
     for address in outside(output):
         log.warning("%s loads %s: keep it in docs/, since the site works offline", page.file.src_uri, address)
     return output

@@ -14,4 +14,4 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "_generated/wire-limits.md": most,
     "_generated/wire-transcript.md": transcript,
 }
-"""File below docs/ → what makes its text."""
+"""File below docs/ → the function that makes its text."""

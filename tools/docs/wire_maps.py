@@ -20,7 +20,7 @@ NAMES = {
     type(None): "null",
     Any: "any",
 }
-"""Python's type → what it is called on the wire."""
+"""Python's type → its name on the wire."""
 FAILURE = "#map-failure"
 KEY_HEADER = ("key", "type", "presence", "meaning")
 
@@ -56,14 +56,14 @@ def key_docs(map_type: type) -> dict[str, str]:
 
 
 def base_of(map_type: type) -> type | None:
-    """Return the TypedDict that this one extends. Before Python 3.12 only the source tells which one that is."""
+    """Return the TypedDict that this one extends. Before Python 3.12 only the source shows which one that is."""
     found = re.match(r"class \w+\((\w+)\)", inspect.getsource(map_type))
     base = getattr(sys.modules[map_type.__module__], found.group(1), None) if found else None
     return base if is_typeddict(base) and base is not map_type else None
 
 
 def type_name(hint: Any) -> str:
-    """Return what a type is called on the wire, with its unit."""
+    """Return the name of a type on the wire, with its unit."""
     if is_typeddict(hint):
         return f"map [{hint.__name__}](#map-{hint.__name__.lower()})"
     origin, arguments = get_origin(hint), get_args(hint)

@@ -37,7 +37,7 @@ USUAL = {
 ELSEWHERE = {
     Kind.CALL: "The verbs, their parameters and their results are in [Verbs of CALL](#verbs-of-call).",
 }
-"""Where the keys of a body are described that have no section here."""
+"""Where the keys of a body are described that has no section here."""
 
 
 def messages() -> str:

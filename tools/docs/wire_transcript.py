@@ -1,4 +1,4 @@
-"""Write down a session in hex: the frames that the codec makes, and what each of their bytes means."""
+"""Write down a session in hex: the frames that the codec makes, and the meaning of each of their bytes."""
 
 import struct
 from collections.abc import Callable, Iterator
@@ -28,9 +28,9 @@ from tools.docs.markdown import GENERATED
 WIDTH = 16
 """Bytes in one line."""
 COLUMN = 66
-"""Where the meaning begins."""
+"""Column where the meaning begins."""
 Row = tuple[int, bytes, str]
-"""Depth, bytes, what they mean."""
+"""(depth, bytes, meaning)"""
 
 
 def _events(*events: tuple[int, EventFlag | int, tuple[int, ...], dict[str, object]]) -> Events:
@@ -123,7 +123,7 @@ def _shown(sentence: str, message: Message) -> str:
 
 
 def explain(message: Message) -> Iterator[Row]:
-    """Yield the bytes of a message's frame in order, with what they mean."""
+    """Yield the bytes of a message's frame in order, with their meaning."""
     frame = encode(message)
     names = [element.name for element in fields(message) if element.name != "kind"]
     reader = _Reader(frame)
