@@ -54,16 +54,16 @@ from supervisor.keys.rights import OWNER
 from supervisor.keys.ring import KeyRing
 from supervisor.logs import log_trouble
 from supervisor.malloc_trim import TRIM_S, trim
-from supervisor.ports.client_port import CHECK_S as PORT_CHECK_S
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.client_ports import ClientPorts
-from supervisor.ports.connections import Connection
+from supervisor.ports.connections import ClientConnection
 from supervisor.ports.descriptors import DescriptorBudget, raise_limit
+from supervisor.ports.ipc_listener import open_ipc_port
 from supervisor.ports.probes import PROBE_INTERVAL_S, Probes
 from supervisor.ports.request_authorizer import REVOKE_S, RequestAuthorizer
+from supervisor.ports.socket_file import SocketFile
 from supervisor.ports.sockets import Context
-from supervisor.ports.tcp_port import CHECK_S as TCP_CHECK_S
-from supervisor.ports.tcp_port import TcpPort
+from supervisor.ports.tcp_listener import open_tcp_port
 from supervisor.ports.worker_port import RELAY, WorkerPort
 from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import Reactor
@@ -121,8 +121,8 @@ class Supervisor:
         ring = KeyRing(opening.store, log) if opening else None
         # before the first bind
         self._zap = ZapHandler(self._context, os.getuid(), is_worker=self._launcher.is_worker, ring=ring)
-        self._front = self._bind(front_endpoint(runtime.path))
-        self._admin = self._bind(admin_endpoint(runtime.path))
+        self._front, front_file = self._bind(front_endpoint(runtime.path))
+        self._admin, admin_file = self._bind(admin_endpoint(runtime.path))
         self._authorizer: RequestAuthorizer | None = None
         if opening is not None and ring is not None:
             self._authorizer = RequestAuthorizer(self._open_tcp(opening, ring), ring, self.scheduler, log)
@@ -146,7 +146,7 @@ class Supervisor:
         self._runner = EffectRunner(
             self._effects, self._clients, self._back, self.scheduler, self.fleet, self.on_demand, self.reloads
         )
-        files = [file for file in (self._front.file, self._admin.file, self._back.file) if file is not None]
+        files = (front_file, admin_file, self._back.file)
         self._runtime_watch = RuntimeWatch(runtime, files, self._launcher.record_again, log)
         self._reactor.watch(self._zap.socket, self._admit_newcomers)
         self._reactor.watch(self._back.socket, self._on_workers, busy=True)
@@ -158,12 +158,12 @@ class Supervisor:
         self._reactor.watch(self._launcher.descriptor, self._on_ends)
         self._reactor.watch(self.fleet.admission.descriptor, self.fleet.admission.answered)
 
-    def _bind(self, endpoint: str) -> ClientPort:
-        return ClientPort.bind(self._context, endpoint, self._descriptors.backlog, self.scheduler.holds, self._log)
+    def _bind(self, endpoint: str) -> tuple[ClientPort, SocketFile]:
+        return open_ipc_port(self._context, endpoint, self._descriptors.backlog, self.scheduler.holds, self._log)
 
-    def _open_tcp(self, opening: Opening, ring: KeyRing) -> TcpPort:
+    def _open_tcp(self, opening: Opening, ring: KeyRing) -> ClientPort:
         ring.refresh()
-        return TcpPort.listen(
+        return open_tcp_port(
             self._context,
             opening.endpoint,
             opening.secret_key,
@@ -193,14 +193,13 @@ class Supervisor:
         self._reactor.every(PROBE_INTERVAL_S, self._probe)
         self._reactor.every(DESCRIPTORS_INTERVAL_S, self._mind_descriptors)
         self._reactor.every(WATCH_INTERVAL_S, self._watch_streams)
-        for port in (self._front, self._admin):
-            self._reactor.every(PORT_CHECK_S, partial(self._enforce_limits, port))
+        for port in self._clients:
+            self._reactor.every(port.listener.check_s, partial(self._enforce_limits, port))
         self._reactor.every(CHECK_S, self.fleet.check_progress)
         self._reactor.every(RUNTIME_CHECK_S, self._runtime_watch.restore_missing)
         if (authorizer := self._authorizer) is not None:
             self._log.info("listening on %s, for keys on the list only", authorizer.port.endpoint)
             self._reactor.every(REVOKE_S, lambda: self._effects.add(authorizer.refresh()))
-            self._reactor.every(TCP_CHECK_S, partial(self._enforce_limits, authorizer.port))
         self._reactor.every(RATE_WINDOW_S, self._sample)
         self._reactor.every(TRIM_S, trim)
         gc.collect()
@@ -290,14 +289,14 @@ class Supervisor:
         while more:
             accepted = port.counters.accepted
             # A few at a time: during a flood new ones come as fast as they are taken in.
-            more = port.watch(MONITOR_LIMIT)
+            more = port.read_monitor(MONITOR_LIMIT)
             if port.counters.accepted != accepted:
                 self._mind_descriptors()
         for connection, message in port.receive():
             self._on_client_message(port, connection, message)
             self._runner.run()
 
-    def _on_client_message(self, port: ClientPort, connection: Connection, message: Message) -> None:
+    def _on_client_message(self, port: ClientPort, connection: ClientConnection, message: Message) -> None:
         channel, now = connection.channel, time.monotonic()
         if (
             connection.identity is not OWNER

@@ -61,7 +61,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
     from protocol.process.runtime_paths import admin_endpoint
     from supervisor.logs import set_up_logging
     from supervisor.loop import Supervisor
-    from supervisor.ports.tcp_port import ListenError
+    from supervisor.ports.tcp_listener import ListenError
     from supervisor.runtime_dir import AlreadyRunning, RuntimeDir, RuntimeDirError
 
     try:

@@ -1,8 +1,8 @@
 """How often each key may connect over TCP. Pure: times are arguments.
 
 Every connection that completes its handshake gets libzmq's next routing number. A peer that guesses a number before it
-is given out makes libzmq abort the process (see ``supervisor.ports.tcp_port``). So handshakes are limited. Each key has
-a budget of its own, so a key that connects again and again does not keep other keys out.
+is given out makes libzmq abort the process (see ``supervisor.ports.tcp_listener``). So handshakes are limited. Each key
+has a budget of its own, so a key that connects again and again does not keep other keys out.
 """
 
 from typing import Final

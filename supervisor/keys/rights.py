@@ -66,6 +66,8 @@ class Identity:
     tokens_per_minute: int | None = None
 
 
+NOBODY = Identity(None, "", frozenset())
+"""Whose a connection is before the supervisor knows better."""
 OWNER = Identity(None)
 
 

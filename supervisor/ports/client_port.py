@@ -1,44 +1,44 @@
-"""A ROUTER that clients connect to, and who is connected. Two exist: ``front`` for requests, ``admin`` for orders.
+"""A ROUTER that clients connect to, and the clients that are connected.
 
-Routing ids are libzmq's own (one that a client chose is refused), so a new connection is always a new client. Its end
-is noticed three ways: the socket monitor (at once, but an event can be missed when a descriptor is reused), a failed
-send, and the loop's probe of clients with unfinished requests.
+A supervisor has ``front`` for requests and ``admin`` for orders, both over ipc, and perhaps one port over TCP for both.
+What differs between ipc and TCP is the port's ``Listener``. Routing ids are libzmq's own (a chosen one is refused), so
+a new connection is always a new client. The supervisor notices a client's end in three ways: by the socket's monitor
+(at once, but an event can be missed when a descriptor is used again), by a send that fails, and by the loop's probe of
+clients with unfinished requests.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
 
 import zmq
 
-from protocol.codec import decode, encode, named, pack_error, unpack_body
+from protocol.codec import decode, encode, named, pack_error
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Error, Hello, Message
 from protocol.process.socket_calls import DONT_WAIT, has_input, monitor_event, send_to
 from supervisor.malloc_trim import resident, trim
+from supervisor.ports.accepted import AcceptedDescriptors
 from supervisor.ports.arrivals import ArrivalLimits, Arrivals
-from supervisor.ports.connections import Connection, PortCounters, descriptor_of, is_automatic, is_older, next_channel
-from supervisor.ports.gathering import Gathering
-from supervisor.ports.monitors import open_monitor
-from supervisor.ports.socket_file import SocketFile
-from supervisor.ports.sockets import Context, bind_private, router, skip_parts
-from supervisor.ports.wires import Endings, Wire, process_of, shut_down, socket_behind
-from supervisor.requests.refusals import number_of, refusal
+from supervisor.ports.connections import (
+    ClientConnection,
+    ConnectionTable,
+    PortCounters,
+    descriptor_of,
+    is_automatic,
+    is_older,
+)
+from supervisor.ports.flood import Flood
+from supervisor.ports.greeting import check_greeting
+from supervisor.ports.listener import ForgedRoutingId, Listener
+from supervisor.ports.sockets import skip_parts
+from supervisor.ports.wires import process_of
+from supervisor.requests.refusals import refusal
 
-MAX_LEFT = 1024
-"""Ended connections that are remembered while libzmq has no messages for us: frames of them may be on their way."""
-MOST_LEFT = 100_000
-"""Ended connections that are remembered while libzmq has messages for us. Of one that is forgotten too early, each
-message looks like the first of a new connection."""
 DRAIN_LIMIT = 64
 """Messages handled per turn of the loop, so that a busy client cannot keep the loop from the workers."""
-FLOOD_S = 2.0
-"""How long new connections wait at most during a flood and after it."""
-CHECK_S = 0.05
-"""Seconds between two calls of ``look``. libzmq can receive 100 MB in that time."""
 TAKE_LIMIT = 1024
 """Messages taken from libzmq per turn of the loop: 2 ms of work."""
 DROP_LIMIT = 4096
@@ -50,87 +50,100 @@ MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FA
 MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
-@dataclass(slots=True)
 class ClientPort:
-    """The socket, its monitor and its connections.
+    """One port: its socket, the monitor of this socket, and the connections.
 
     holds  tells whether a connection's request of this number is unfinished, see ``Scheduler.holds``
     """
 
-    endpoint: str
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    holds: Callable[[int, int], bool]
-    counters: PortCounters = field(default_factory=PortCounters)
-    listening: bool = True
-    file: SocketFile | None = None
-    """Over ipc only."""
-    _flooded_at: float | None = None
-    """When a flood was noticed, or new connections were let in since; None once all messages have been taken in."""
-    _skipping: bool = False
-    """Parts of a refused message are still to be read."""
-    _arrivals: Arrivals[zmq.Frame] = field(default_factory=lambda: Arrivals(ArrivalLimits()))
-    """Messages taken in and not handled, of those of several parts the first one."""
-    _wires: dict[int, Wire] = field(default_factory=dict)
-    """By descriptor."""
-    _endings: Endings = field(default_factory=Endings)
-    _gathering: Gathering = field(default_factory=Gathering)
-    log: logging.Logger = field(default_factory=logging.getLogger)
-    _flood_logged_at: float = 0.0
-    _by_id: dict[bytes, Connection] = field(default_factory=dict)
-    _by_channel: dict[int, Connection] = field(default_factory=dict)
-    _by_fd: dict[int, Connection] = field(default_factory=dict)
-    _unheard: set[int] = field(default_factory=set)
-    """Descriptors of those that ended before a word of theirs was read, until somebody else has the descriptor."""
-    _gone: list[int] = field(default_factory=list)
-    _left: dict[bytes, None] = field(default_factory=dict)
-    """Routing ids of the last that ended, oldest first."""
+    def __init__(
+        self,
+        endpoint: str,
+        socket: zmq.Socket[bytes],
+        monitor: zmq.Socket[bytes],
+        listener: Listener,
+        holds: Callable[[int, int], bool],
+        log: logging.Logger,
+    ) -> None:
+        self.endpoint = endpoint
+        self.socket = socket
+        self.monitor = monitor
+        self.listener = listener
+        self.listening = True
+        self.counters = PortCounters()
+        self._holds = holds
+        self._log = log
+        self._flood = Flood()
+        self._flood_logged_at = 0.0
+        self._skipping = False
+        """Parts of a refused message are still to be read."""
+        self._arrivals: Arrivals[zmq.Frame] = Arrivals(ArrivalLimits())
+        """Messages taken in and not handled. Of a message of several parts it is the first part."""
+        self._table = ConnectionTable()
+        self.connections_by_channel = self._table.by_channel
+        """The connections that have brought a message, as they come and go. Only this port changes it."""
+        self._accepted = AcceptedDescriptors()
 
-    @staticmethod
-    def bind(
-        context: Context, endpoint: str, backlog: int, holds: Callable[[int, int], bool], log: logging.Logger
-    ) -> "ClientPort":
-        """Bind a private ipc ROUTER. The runtime directory's lock must be held.
+    def close(self) -> None:
+        """Give the last frames half a second to leave, once the context is terminated."""
+        self.monitor.close(linger=0)  # and not disabled, see ``open_monitor``
+        self.socket.close(linger=500)
 
-        backlog  connections that the kernel may have ready for us
-        """
-        socket = client_router(context, backlog)
-        # A frozen client (SIGSTOP) is cut off after both.
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2500)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2500)
-        monitor = open_monitor(context, socket, MONITORED)
-        return ClientPort(endpoint, socket, monitor, holds, log=log, file=bind_private(socket, endpoint))
+    # --- new connections ------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
         """Take no new connections. Connections that exist go on."""
-        if self.listening and self.file is not None:
-            self.file.hide()
+        if self.listening:
+            self.listener.pause()
             self.listening = False
 
     def resume(self) -> None:
         """Take connections again."""
-        if not self.listening and self.file is not None:
-            self.file.show()
+        if not self.listening:
+            self.listener.resume()
             self.listening = True
 
     def lets_newcomers_in(self, now: float) -> bool:
-        """Return whether handshakes may be finished now.
+        """Return whether handshakes may be finished now, see ``Flood.lets_newcomers_in``."""
+        return self._flood.lets_newcomers_in(now)
 
-        After a flood new connections wait until everything that was sent has been taken in. All that wait are let in
-        every FLOOD_S, because libzmq gives a handshake 3 s.
+    @property
+    def accepted(self) -> int:
+        """How many connections libzmq has accepted that have not ended, as far as its monitor has been read."""
+        return len(self._accepted.wires)
+
+    def read_monitor(self, limit: int | None = None) -> bool:
+        """Read the monitor's events, ``limit`` of them or all. Return whether there may be more.
+
+        Call this before messages are read, so that a descriptor that is used again is seen as free.
         """
-        if self._flooded_at is None:
-            return True
-        if now - self._flooded_at < FLOOD_S:
-            return False
-        self._flooded_at = now
+        for _ in range(limit) if limit is not None else count():
+            if not has_input(self.monitor):
+                return False
+            kind, fd = monitor_event(self.monitor)
+            if kind == zmq.EVENT_ACCEPTED:
+                self.counters.accepted += 1
+                if (stranger := self._accepted.accept(fd, self.listener.most_strangers)) is not None:
+                    self._end_descriptor(stranger)
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.counters.handshakes += 1
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self.counters.disconnected += 1
+                connection = self._table.by_fd.get(fd)
+                self._accepted.note_end(fd, heard=connection is not None)
+                if connection is not None:
+                    self._leave(connection)
+            else:
+                self.counters.handshakes_failed += 1
         return True
 
+    # --- messages -------------------------------------------------------------------------------------------------
+
     def is_waiting(self) -> bool:
-        """Whether messages were taken in that ``receive`` has still to return."""
+        """Return whether messages were taken in that ``receive`` has still to return."""
         return bool(self._arrivals)
 
-    def receive(self) -> Iterator[tuple[Connection, Message]]:
+    def receive(self) -> Iterator[tuple[ClientConnection, Message]]:
         """Yield at most DRAIN_LIMIT valid messages, of each connection in turn. Count and answer malformed ones.
 
         End connections that send faster than the supervisor handles their messages.
@@ -138,12 +151,12 @@ class ClientPort:
         self._take_in()
         for channel, messages, size in self._arrivals.excessive(grown=self._has_grown()):
             text = f"it sent faster than its messages are handled ({messages} of them, {size} bytes, were taken in)"
-            self._end_flood(self._by_channel[channel], text)
+            self._end_flood(self.connections_by_channel[channel], text)
         for _ in range(DRAIN_LIMIT):
             if (arrival := self._arrivals.next()) is None:
                 return
             channel, part = arrival
-            connection = self._by_channel[channel]
+            connection = self.connections_by_channel[channel]
             try:
                 if part.more:
                     kind, number = named(part.buffer)
@@ -151,7 +164,7 @@ class ClientPort:
                     raise FrameError(ErrorCode.BAD_FRAME, text, kind=kind, number=number)
                 message = decode(part.buffer, CLIENT_TO_SUPERVISOR)  # not a copy: it may have 16 MiB
                 if not connection.greeted or isinstance(message, Hello):
-                    _check_greeting(connection, message)
+                    check_greeting(message, greeted=connection.greeted)
             except FrameError as e:
                 self._refuse(connection, e)
                 continue
@@ -161,9 +174,10 @@ class ClientPort:
         """Take up to TAKE_LIMIT received messages from libzmq, and queue them."""
         if self._skipping:
             self._skipping = not skip_parts(self.socket)
-        socket, receive, known = self.socket, self.socket.recv, self._by_id.get  # a flood is read as fast as may be
+        # bound to local names, since a flood is read as fast as possible
+        socket, receive, known = self.socket, self.socket.recv, self._table.by_id.get
         taken = frames = 0
-        limit = TAKE_LIMIT if self._flooded_at is None else DROP_LIMIT
+        limit = DROP_LIMIT if self._flood else TAKE_LIMIT
         while frames < limit and taken < TAKE_BYTES and not self._skipping and has_input(socket):
             frames += 1
             routing_id = receive(DONT_WAIT)
@@ -175,7 +189,7 @@ class ClientPort:
                 connection.heard = True
                 self._arrivals.add(connection.channel, part, size)
             else:
-                self._endings.count(routing_id)
+                self._accepted.endings.count(routing_id)
             if more:
                 self._skipping = not skip_parts(socket)
                 if self._skipping and connection is not None:
@@ -186,92 +200,103 @@ class ClientPort:
         if self._skipping or has_input(self.socket):
             if not self._arrivals.has_grown(resident()):
                 return False
-            if self._flooded_at is None:
-                self._flooded_at = time.monotonic()
+            self._flood.begin(time.monotonic())
             return True
         self._arrivals.all_taken()
-        while len(self._left) > MAX_LEFT:
-            del self._left[next(iter(self._left))]
-        if self._flooded_at is not None:
-            self._flooded_at = None
+        self._table.shorten_ignored()
+        if self._flood:
+            self._flood.end()
             trim()
         return False
 
-    def _meet(self, routing_id: bytes, part: zmq.Frame) -> Connection | None:
+    def _meet(self, routing_id: bytes, part: zmq.Frame) -> ClientConnection | None:
         """Return the connection whose first message this is; None if the connection has ended or is refused."""
-        if routing_id in self._left or self._ended_unheard(routing_id, part):
+        if self._table.is_ignored(routing_id) or self._ended_unheard(routing_id, part):
             return None  # sent before it left, read after
         if not is_automatic(routing_id):
             self._refuse_chosen_id(routing_id, part)
             return None
         connection = self._enter(routing_id, part)
-        return connection if self._admit(connection, part) else None
+        self._accepted.note_message(connection.fd)
+        try:
+            everybody = self.connections_by_channel.values()
+            self.listener.admit(connection, part, everybody, self.counters.handshakes)
+        except ForgedRoutingId:
+            self.counters.bad_frames += 1
+            self._end_now(connection)
+            return None
+        except WireError as e:
+            self.cut(connection, e)
+            return None
+        return connection
+
+    def _ended_unheard(self, routing_id: bytes, part: zmq.Frame) -> bool:
+        """Return whether a first message is of a connection whose end the monitor has told.
+
+        Such a connection must not enter the table: no other event would ever remove it.
+        """
+        self.read_monitor()  # a DISCONNECTED of the former owner of this descriptor may be waiting
+        if not self._accepted.ended_unheard(descriptor_of(part)):
+            return False
+        self._table.ignore(routing_id)
+        return True
+
+    def _enter(self, routing_id: bytes, part: zmq.Frame) -> ClientConnection:
+        """Add a connection to the table, and remove the former owner of its descriptor."""
+        fd = descriptor_of(part)
+        if (former := self._table.by_fd.get(fd)) is not None:
+            if is_older(routing_id, former.routing_id):
+                fd = -1  # already gone, only its messages are read late: the descriptor is its successor's
+            else:
+                self._leave(former)  # its event was missed: the descriptor has a new owner
+        return self._table.add(routing_id, fd)
 
     def send(self, channel: int, frame: bytes) -> bool:
-        """Put a frame on its way. False if the client is gone (or so far behind that it is treated as gone)."""
-        connection = self._by_channel.get(channel)
+        """Send a frame to a client. Return False if this port has no such client, or has lost it.
+
+        A client that is 100,000 frames behind is lost as well: its connection is ended.
+        """
+        connection = self.connections_by_channel.get(channel)
         if connection is None:
             return False
         try:
             send_to(self.socket, connection.routing_id, frame)
         except zmq.ZMQError as e:  # EHOSTUNREACH: gone. EAGAIN: 100,000 frames behind.
             if e.errno == zmq.EAGAIN:
-                self.end(connection)
+                self._end_now(connection)
             else:
                 self._leave(connection)
             return False
+        connection.given += len(frame)
         return True
 
-    def watch(self, limit: int | None = None) -> bool:
-        """Take in the monitor's events, ``limit`` of them or all; whether there may be more.
+    def _refuse(self, connection: ClientConnection, error: FrameError) -> None:
+        """Count a frame that cannot be taken, and tell its sender why.
 
-        Called before frames are read, so that a reused descriptor is seen as free.
+        Every such frame is answered. A client whose request was passed over would wait for ever for the answer.
         """
-        for _ in range(limit) if limit is not None else count():
-            if not has_input(self.monitor):
-                return False
-            kind, value = monitor_event(self.monitor)
-            if kind == zmq.EVENT_ACCEPTED:
-                self.counters.accepted += 1
-                self._unheard.discard(value)
-                self._wires[value] = Wire(socket_behind(value))
-                self._accepted(value)
-            elif kind == zmq.EVENT_LISTENING:
-                self._listens(value)
-            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._shook_hands()
-            elif kind == zmq.EVENT_DISCONNECTED:
-                self.counters.disconnected += 1
-                self._wires.pop(value, None)
-                self._disconnected(value)
-                connection = self._by_fd.get(value)
-                if connection is not None:
-                    self._leave(connection)
-                else:
-                    self._unheard.add(value)
-            else:
-                self.counters.handshakes_failed += 1
-        return True
+        self.counters.bad_frames += 1
+        runs = self._holds(connection.channel, error.number)
+        self.send(connection.channel, encode(refusal(error, error.kind, error.number, runs=runs)))
+
+    def _refuse_chosen_id(self, routing_id: bytes, part: zmq.Frame) -> None:
+        """Tell a client that it may not choose its routing id, and end the connection, which gets no other answer."""
+        self.counters.bad_frames += 1
+        self.counters.cut_off += 1
+        error = FrameError(ErrorCode.UNSUPPORTED, "a client may not choose its routing id: leave ZMQ_ROUTING_ID unset")
+        with suppress(zmq.ZMQError):  # it has left
+            send_to(self.socket, routing_id, encode(Error(0, pack_error(error))))
+        self._end_soon(routing_id, descriptor_of(part), hears=True)  # no flood: the error must arrive first
+        self._table.ignore(routing_id)
+
+    # --- the ends of connections ----------------------------------------------------------------------------------
 
     def take_gone(self) -> list[int]:
-        """Channels that ended since the last call."""
-        if not self._gone:  # asked for after every token
-            return self._gone
-        gone, self._gone = self._gone, []
-        return gone
+        """Return the channels that have ended since the last call."""
+        return self._table.take_gone()
 
-    @property
-    def accepted(self) -> int:
-        """Connections that libzmq has accepted and that have not ended, as far as its monitor has been read."""
-        return len(self._wires)
-
-    @property
-    def connections_by_channel(self) -> dict[int, Connection]:
-        """Those of this port, as they come and go. Not to be changed."""
-        return self._by_channel
-
-    def cut(self, connection: Connection, error: WireError, *, hears: bool = True) -> None:
-        """Tell a client why, and end its connection shortly after. What it still sends is dropped.
+    def cut(self, connection: ClientConnection, error: WireError, *, hears: bool = True) -> None:
+        """Tell a client why its connection ends, and end it shortly after. Drop what the client still sends.
 
         hears  False if not even libzmq is to read more of it
         """
@@ -280,161 +305,46 @@ class ClientPort:
             self._end_soon(connection.routing_id, connection.fd, hears=hears)
             self._leave(connection)
 
-    def _end_flood(self, connection: Connection, why: str) -> None:
+    def enforce_limits(self, now: float) -> None:
+        """End the connections whose clients have had time to read why, and those that exceed the listener's limits.
+
+        The loop calls this every ``listener.check_s`` seconds.
+        """
+        self._accepted.endings.end_overdue(now)
+        for fd in self.listener.find_abusers(self._accepted.wires, self._table.by_fd):
+            self._end_descriptor(fd)
+
+    def _end_flood(self, connection: ClientConnection, why: str) -> None:
         """End a connection that sends more than the supervisor can take. Tell its client and the log why."""
         now = time.monotonic()
         if now > self._flood_logged_at + 1:  # of many that flood at once, one line says enough
             self._flood_logged_at = now
             whose = connection.identity.name or f"process {process_of(connection.fd)}"
-            self.log.warning("a connection of %s to %s is ended: %s", whose, self.endpoint, why)
+            self._log.warning("a connection of %s to %s is ended: %s", whose, self.endpoint, why)
         message = f"this connection was ended: {why}; wait for answers before you send more"
         self.cut(connection, WireError(ErrorCode.RATE_LIMITED, message, retry_after_ms=1000), hears=False)
 
-    def end(self, connection: Connection) -> None:
-        """End a connection now, of a client that cannot be told why."""
+    def _end_now(self, connection: ClientConnection) -> None:
+        """End the connection of a client that cannot be told why."""
         self.counters.cut_off += 1
-        if (wire := self._wires.get(connection.fd)) is not None:
-            shut_down(connection.fd, wire)
+        self._accepted.end(connection.fd)
         self._leave(connection)
 
-    def end_wire(self, fd: int, wire: Wire) -> None:
+    def _end_descriptor(self, fd: int) -> None:
         """End the connection of this descriptor now, whether a message of it was read or not."""
-        if (connection := self._by_fd.get(fd)) is not None:
-            self.end(connection)
+        if (connection := self._table.by_fd.get(fd)) is not None:
+            self._end_now(connection)
         else:
             self.counters.cut_off += 1
-            shut_down(fd, wire)
-
-    def enforce_limits(self, now: float) -> None:
-        """End the connections whose clients have had time to read why, and those that fill libzmq's memory.
-
-        The loop calls this every CHECK_S.
-        """
-        self._endings.end_overdue(now)
-        for fd in self._gathering.find_abusers(resident(), self._wires, self._take_heard):
-            self.end_wire(fd, self._wires[fd])
-
-    def _take_heard(self) -> set[int]:
-        """Return the descriptors of connections that brought a message since the last call."""
-        heard = {fd for fd, connection in self._by_fd.items() if connection.heard}
-        for fd in heard:
-            self._by_fd[fd].heard = False
-        return heard
-
-    def close(self) -> None:
-        """Give the last frames half a second to leave, once the context is terminated."""
-        self.monitor.close(linger=0)  # and not disabled, see ``open_monitor``
-        self.socket.close(linger=500)
-
-    # what only a port over TCP wants to know, see ``tcp_port``
-
-    def _listens(self, fd: int) -> None:
-        pass
-
-    def _accepted(self, fd: int) -> None:
-        pass
-
-    def _disconnected(self, fd: int) -> None:
-        pass
-
-    def _shook_hands(self) -> None:
-        pass
-
-    def _admit(self, connection: Connection, part: zmq.Frame) -> bool:
-        """Whether it may stay. Its user was asked for in the handshake."""
-        return True
-
-    def _ended_unheard(self, routing_id: bytes, part: zmq.Frame) -> bool:
-        """Whether these first words are of one whose end has been told: no other event would ever end it."""
-        self.watch()  # a DISCONNECTED of this descriptor's former owner may be waiting
-        if descriptor_of(part) not in self._unheard:
-            return False
-        self._forget(routing_id)
-        return True
-
-    def _enter(self, routing_id: bytes, part: zmq.Frame) -> Connection:
-        fd = descriptor_of(part)
-        if (former := self._by_fd.get(fd)) is not None:
-            if is_older(routing_id, former.routing_id):
-                fd = -1  # already gone, only its words are read late: the descriptor is its successor's
-            else:
-                self._leave(former)  # its event was missed: the descriptor has a new owner
-        connection = Connection(routing_id, next_channel(), fd)
-        self._by_id[routing_id] = connection
-        self._by_channel[connection.channel] = connection
-        if fd >= 0:
-            self._by_fd[fd] = connection
-        return connection
+            self._accepted.end(fd)
 
     def _end_soon(self, routing_id: bytes, fd: int, *, hears: bool) -> None:
-        """Have ``look`` end a connection whose client was told why. See ``cut`` for ``hears``."""
-        if (wire := self._wires.get(fd)) is not None:
-            now = time.monotonic()
-            self._endings.add(routing_id, fd, wire, now, hears=hears)
-            if not hears:
-                self._flooded_at = now
+        """Have ``enforce_limits`` end a connection whose client was told why. See ``cut`` for ``hears``."""
+        now = time.monotonic()
+        if self._accepted.end_soon(routing_id, fd, now, hears=hears) and not hears:
+            self._flood.go_on(now)
 
-    def _leave(self, connection: Connection) -> None:
-        """The connection is no client's any more. What it sent and still sends is dropped."""
-        if self._by_channel.pop(connection.channel, None) is None:
-            return
-        self._by_id.pop(connection.routing_id, None)
-        self._arrivals.drop(connection.channel)
-        self._forget(connection.routing_id)
-        if self._by_fd.get(connection.fd) is connection:
-            del self._by_fd[connection.fd]
-        self._gone.append(connection.channel)
-
-    def _forget(self, routing_id: bytes) -> None:
-        """Whatever it has still sent is not read."""
-        self._left[routing_id] = None
-        if len(self._left) > MOST_LEFT:
-            del self._left[next(iter(self._left))]
-
-    def _refuse(self, connection: Connection, error: FrameError) -> None:
-        """Count a frame that cannot be taken, and tell its sender why.
-
-        Every such frame is answered: a client would wait for ever for the answer to a request that was passed over.
-        """
-        self.counters.bad_frames += 1
-        runs = self.holds(connection.channel, error.number)
-        self.send(connection.channel, encode(refusal(error, error.kind, error.number, runs=runs)))
-
-    def _refuse_chosen_id(self, routing_id: bytes, part: zmq.Frame) -> None:
-        """Say why, and end the connection, which would never be told of anything else."""
-        self.counters.bad_frames += 1
-        self.counters.cut_off += 1
-        error = FrameError(ErrorCode.UNSUPPORTED, "a client may not choose its routing id: leave ZMQ_ROUTING_ID unset")
-        with suppress(zmq.ZMQError):  # it has left
-            send_to(self.socket, routing_id, encode(Error(0, pack_error(error))))
-        self._end_soon(routing_id, descriptor_of(part), hears=True)  # no flood: the error must arrive first
-        self._forget(routing_id)
-
-
-def _check_greeting(connection: Connection, message: Message) -> None:
-    """Raise FrameError unless HELLO comes first, once, and with a map."""
-    kind, number = message.kind, number_of(message)
-    if not isinstance(message, Hello):
-        text = "the first message of a connection is HELLO"
-        raise FrameError(ErrorCode.BAD_FRAME, text, kind=kind, number=number)
-    if connection.greeted:
-        text = "HELLO was said before on this connection: say it once"
-        raise FrameError(ErrorCode.BAD_FRAME, text, kind=kind)
-    try:
-        unpack_body(message.body)
-    except FrameError as e:
-        raise FrameError(e.code, f"HELLO: {e.message}", kind=kind, field=e.field) from None
-
-
-def client_router(context: Context, backlog: int) -> zmq.Socket[bytes]:
-    """A ROUTER for clients, not bound."""
-    socket = router(context)
-    # Credit bounds what a stream can have on the way; the mark is only the last fuse.
-    socket.setsockopt(zmq.SNDHWM, 100_000)
-    # No mark: at the mark libzmq 4.3.5 stops reading. If such a client then goes away, and libzmq comes to a PING of
-    # ZMTP in what it had buffered, or a heartbeat is due, it aborts the process (an assertion on _io_error). The memory
-    # is bounded by ending connections that send too fast, see ``arrivals``.
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.BACKLOG, backlog)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
-    return socket
+    def _leave(self, connection: ClientConnection) -> None:
+        """Remove a connection from the table. Drop what its client has sent and still sends."""
+        if self._table.remove(connection):
+            self._arrivals.drop(connection.channel)

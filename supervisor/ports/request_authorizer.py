@@ -14,8 +14,8 @@ from protocol.messages import Events, Generate, Message
 from supervisor.keys.rights import check_right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.unfinished import Unfinished
-from supervisor.ports.connections import Connection, next_channel
-from supervisor.ports.tcp_port import TcpPort
+from supervisor.ports.client_port import ClientPort
+from supervisor.ports.connections import ClientConnection, next_channel
 from supervisor.requests.effect_queue import EndConnection, QueuedEffect
 from supervisor.requests.model_queue import BYTES_PER_TOKEN
 from supervisor.requests.refusals import number_of, refusal
@@ -30,7 +30,7 @@ class RequestAuthorizer:
 
     def __init__(
         self,
-        port: TcpPort,
+        port: ClientPort,
         ring: KeyRing,
         scheduler: Scheduler,
         log: logging.Logger,
@@ -45,14 +45,14 @@ class RequestAuthorizer:
         """By public key, the number by which workers know a key."""
         self.forbidden = 0
 
-    def party(self, connection: Connection) -> int:
+    def party(self, connection: ClientConnection) -> int:
         """Return the number by which workers know the key of a connection: one for all its connections."""
         public_key = connection.identity.public_key
         if public_key not in self._parties:
             self._parties[public_key] = next_channel()
         return self._parties[public_key]
 
-    def admits(self, connection: Connection, message: Message) -> bool:
+    def admits(self, connection: ClientConnection, message: Message) -> bool:
         """Return whether this message may go on. If not, its sender has been told why."""
         try:
             check_right(connection.identity, message)
@@ -69,7 +69,7 @@ class RequestAuthorizer:
             return self._refuse(connection, message, e)
         return True
 
-    def note(self, connection: Connection, message: Generate) -> None:
+    def note(self, connection: ClientConnection, message: Generate) -> None:
         """It was submitted: if it was accepted, it counts."""
         key = connection.channel, message.request
         if self._scheduler.holds(*key):
@@ -83,7 +83,7 @@ class RequestAuthorizer:
 
     def charge(self, message: Events) -> None:
         """Tokens have come for one of the connections."""
-        connection = self.port.connection(message.channel)
+        connection = self.port.connections_by_channel.get(message.channel)
         if connection is not None and connection.identity.tokens_per_minute is not None:
             now = time.monotonic()
             tokens = sum(entry[3] for entry in message.index)
@@ -105,7 +105,7 @@ class RequestAuthorizer:
         if self._ring.refresh():
             self._unfinished = {key: own for key, own in self._unfinished.items() if self._ring.find(key) is not None}
             self._parties = {key: party for key, party in self._parties.items() if self._ring.find(key) is not None}
-        for connection in self.port.connections():
+        for connection in self.port.connections_by_channel.values():
             identity = connection.identity
             found = self._ring.find(identity.public_key)
             if found is identity:
@@ -122,7 +122,7 @@ class RequestAuthorizer:
     def describe(self) -> dict[str, Any]:
         """For ``status``."""
         connections: dict[str, int] = {}
-        for connection in self.port.connections():
+        for connection in self.port.connections_by_channel.values():
             public_key = connection.identity.public_key
             connections[public_key] = connections.get(public_key, 0) + 1
         return {
@@ -137,7 +137,7 @@ class RequestAuthorizer:
         unfinished = self._unfinished.get(public_key)
         return 0 if unfinished is None or limit is None else unfinished.count(limit)
 
-    def _refuse(self, connection: Connection, message: Message, error: WireError) -> bool:
+    def _refuse(self, connection: ClientConnection, message: Message, error: WireError) -> bool:
         number = number_of(message)
         runs = self._scheduler.holds(connection.channel, number)
         frame = encode(refusal(error, message.kind, number, runs=runs))

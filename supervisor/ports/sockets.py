@@ -40,6 +40,23 @@ def router(context: Context) -> zmq.Socket[bytes]:
     return socket
 
 
+def client_router(context: Context, backlog: int) -> zmq.Socket[bytes]:
+    """Return a ROUTER for clients, which is not bound yet.
+
+    backlog  connections that the kernel may have ready for us
+    """
+    socket = router(context)
+    # Credit bounds what a stream can have on the way; the mark is only the last fuse.
+    socket.setsockopt(zmq.SNDHWM, 100_000)
+    # No mark: at the mark libzmq 4.3.5 stops reading. If such a client then goes away, and libzmq comes to a PING of
+    # ZMTP in what it had buffered, or a heartbeat is due, it aborts the process (an assertion on _io_error). The memory
+    # is bounded by ending connections that send too fast, see ``arrivals``.
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.BACKLOG, backlog)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+    return socket
+
+
 def bind_private(socket: zmq.Socket[bytes], endpoint: str, domain: bytes = ZAP_DOMAIN) -> SocketFile:
     """Bind an ipc socket that only our own user can connect to: mode 0600, and the ZAP domain that says who may."""
     socket.setsockopt(zmq.ZAP_DOMAIN, domain)

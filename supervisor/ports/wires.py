@@ -30,25 +30,14 @@ KernelSocket = tuple[int, int]
 class Wire:
     """An accepted descriptor.
 
-    socket  the kernel's socket behind it; None if it had been closed before we looked
-    read    bytes received when last a message was complete
-    silent  looks since it was accepted, while no message came
-    given   bytes that libzmq was given for it
+    socket  the kernel's socket behind it; None if it had been closed before we could ask
+    read    bytes received when a message was complete the last time
+    silent  how often the limits have been enforced since it was accepted, while no message came
     """
 
     socket: KernelSocket | None
     read: int = 0
     silent: int = 0
-    given: int = 0
-
-    def behind(self, arrived: int) -> int:
-        """Return the bytes that were sent and have not arrived.
-
-        arrived  bytes that have arrived since the beginning. They include encryption and heartbeats, so they can exceed
-                 ``given``. ``given`` is then raised: the excess must not count in favour of later bytes
-        """
-        self.given = max(self.given, arrived)
-        return self.given - arrived
 
 
 @dataclass(slots=True)

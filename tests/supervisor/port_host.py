@@ -9,7 +9,8 @@ import zmq
 from protocol.codec import encode, pack_body
 from protocol.messages import Hello, Message, Ping, Pong, Welcome
 from supervisor.ports.client_port import ClientPort
-from supervisor.ports.connections import Connection
+from supervisor.ports.connections import ClientConnection
+from supervisor.ports.ipc_listener import open_ipc_port
 from supervisor.ports.zap import ZapHandler
 
 LOG = logging.getLogger("test")
@@ -25,12 +26,12 @@ class AdminContext:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], zap: ZapHandler, port: ClientPort) -> None:
         self.context, self.zap, self.port = context, zap, port
-        self.received: list[tuple[Connection, Message]] = []
+        self.received: list[tuple[ClientConnection, Message]] = []
         self.gone: list[int] = []
 
     def turn(self) -> bool:
         self.zap.handle()
-        self.port.watch()
+        self.port.read_monitor()
         for connection, message in self.port.receive():
             if isinstance(message, Hello):
                 connection.greeted = True
@@ -55,7 +56,8 @@ class PortHost(AdminContext):
         self.directory = directory
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         zap = ZapHandler(context, os.getuid())
-        super().__init__(context, zap, ClientPort.bind(context, f"ipc://{directory}/front", 64, self._holds, LOG))
+        port, _ = open_ipc_port(context, f"ipc://{directory}/front", 64, self._holds, LOG)
+        super().__init__(context, zap, port)
 
     def _holds(self, channel: int, request: int) -> bool:
         return request in self.unfinished
@@ -64,5 +66,5 @@ class PortHost(AdminContext):
         self.zap.handle()
         return True
 
-    def of_kind(self, kind: type) -> list[Connection]:
+    def of_kind(self, kind: type) -> list[ClientConnection]:
         return [connection for connection, message in self.received if isinstance(message, kind)]

@@ -13,7 +13,7 @@ import zmq
 from protocol import limits
 from protocol.codec import encode
 from protocol.messages import Call, Cancel, Error, Generate, Hello, Kind, Message, Ping, Pong, Reply, Welcome
-from supervisor.ports.connections import Connection
+from supervisor.ports.connections import ClientConnection
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until
 from tests.supervisor.port_host import PortHost
@@ -54,7 +54,7 @@ def test_who_has_left_before_its_first_word_is_read_does_not_stay(host: PortHost
         # with ZAP the handshake waits for our answer; behind it HELLO arrives, which nobody reads
         wait_until(lambda: host.admit() and host.port.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
         client.send(Ping(1))
-    wait_until(lambda: host.port.watch() is False and host.port.counters.disconnected)
+    wait_until(lambda: host.port.read_monitor() is False and host.port.counters.disconnected)
     assert not list(host.port.receive())
     assert not host.port.connections_by_channel
     assert not host.port.take_gone()
@@ -104,11 +104,11 @@ def test_last_words_do_not_evict_the_next_owner_of_the_descriptor(host: PortHost
         go_on.write(b"\n")
         go_on.flush()
         wait_until(lambda: host.admit() and reported.readline() == b"closed\n")
-        wait_until(lambda: host.port.watch() or host.port.counters.disconnected == 1)
+        wait_until(lambda: host.port.read_monitor() or host.port.counters.disconnected == 1)
         go_on.write(b"\n")
         go_on.flush()
         wait_until(lambda: host.admit() and reported.readline() == b"sent\n")
-        wait_until(lambda: (host.admit() and host.port.watch()) or host.port.counters.accepted == 2)
+        wait_until(lambda: (host.admit() and host.port.read_monitor()) or host.port.counters.accepted == 2)
         # What the second sent is on its way, which cannot be seen without reading it; polling makes libzmq take it in.
         settled = time.monotonic() + 0.3
         wait_until(lambda: host.admit() and host.port.socket.poll(0) and time.monotonic() > settled)
@@ -214,7 +214,7 @@ class PartFrom:
 
 @pytest.mark.parametrize("counter", [5, 0, 0x7FFFFFFF, 0xFFFFFFFF])
 def test_whoever_came_later_owns_the_descriptor_in_whichever_order_they_are_read(host: PortHost, counter: int) -> None:
-    def enter(nth: int) -> Connection:
+    def enter(nth: int) -> ClientConnection:
         routing_id = b"\0" + ((counter + nth) % (1 << 32)).to_bytes(4, "big")
         return host.port._enter(routing_id, PartFrom(77))  # type: ignore[arg-type]
 

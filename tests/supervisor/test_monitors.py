@@ -9,8 +9,8 @@ from supervisor.ports.monitors import UNSEEN
 PROGRAM = """
 import logging, os, resource, socket, sys, time
 import zmq
-from supervisor.ports.client_port import ClientPort
 from supervisor.ports.descriptors import BACKLOG
+from supervisor.ports.ipc_listener import open_ipc_port
 from supervisor.ports.monitors import UNSEEN
 
 os.chdir(sys.argv[1])  # its own path may be too long for a socket
@@ -40,7 +40,7 @@ def taken():
     return len(os.listdir("/proc/self/fd"))
 
 context = zmq.Context()
-port = ClientPort.bind(context, "ipc://" + path, BACKLOG, lambda channel, request: False, logging.getLogger())
+port, _ = open_ipc_port(context, "ipc://" + path, BACKLOG, lambda channel, request: False, logging.getLogger())
 before = taken()
 allowed = before + UNSEEN + 8
 resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
@@ -54,7 +54,7 @@ print(most[-1] - before)
 os.rename(path, path + ".away")
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 while time.monotonic() < deadline and port.counters.accepted <= UNSEEN:
-    port.watch()
+    port.read_monitor()
     time.sleep(0.001)
 print(port.counters.accepted)
 os.write(gone[1], b"x")

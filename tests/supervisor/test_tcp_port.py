@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 import zmq
@@ -23,8 +24,16 @@ from supervisor.keys.rights import Right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore
 from supervisor.ports.arrivals import ArrivalLimits
-from supervisor.ports.client_port import ClientPort
-from supervisor.ports.tcp_port import MAX_CONNECTIONS_OF_KEY, ListenError, TcpPort, _bytes_both_ways, _next_number
+from supervisor.ports.connections import ClientConnection
+from supervisor.ports.ipc_listener import open_ipc_port
+from supervisor.ports.tcp_listener import (
+    MAX_CONNECTIONS_OF_KEY,
+    ListenError,
+    TcpListener,
+    bytes_both_ways,
+    next_number,
+    open_tcp_port,
+)
 from supervisor.ports.wires import Wire
 from supervisor.ports.zap import ZapHandler
 from tests.keyed import free_port
@@ -36,8 +45,6 @@ from tests.supervisor.port_host import LOG, AdminContext, holds_none
 class TcpHost(AdminContext):
     """Of the port over TCP, for the key of one client."""
 
-    port: TcpPort
-
     def __init__(self, directory: Path, address: str = "127.0.0.1") -> None:
         self.store = KeyStore(directory / "keys")
         self.key = self.store.add("a", frozenset({Right.INFER}), directory / "a.key")
@@ -46,7 +53,7 @@ class TcpHost(AdminContext):
         self.endpoint = f"tcp://{address}:{self.number}"
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         zap = ZapHandler(context, os.getuid(), ring=self.ring)
-        port = TcpPort.listen(
+        port = open_tcp_port(
             context, self.endpoint, self.store.server_pair()[1], self.ring, 64, holds_none, logging.getLogger()
         )
         super().__init__(context, zap, port)
@@ -55,6 +62,9 @@ class TcpHost(AdminContext):
         super().turn()
         self.port.enforce_limits(time.monotonic())
         return True
+
+    def connections(self) -> list[ClientConnection]:
+        return list(self.port.connections_by_channel.values())
 
     def greet(self) -> RawClient:
         client = RawClient(self.endpoint, key=self.key)
@@ -71,7 +81,7 @@ class TcpHost(AdminContext):
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn looks each time, and HELLO_S is counted in looks."""
-    monkeypatch.setattr("supervisor.ports.tcp_port.HELLO_S", 1e6)
+    monkeypatch.setattr("supervisor.ports.tcp_listener.HELLO_S", 1e6)
 
 
 @pytest.fixture
@@ -83,12 +93,12 @@ def host(tmp_path: Path) -> Iterator[TcpHost]:
 
 def test_a_connection_is_its_keys(host: TcpHost) -> None:
     with host.greet():
-        (connection,) = host.port.connections()
+        (connection,) = host.connections()
         assert connection.identity.name == "a"
         assert connection.identity.public_key == host.key.public_key
         assert connection.identity.rights == {Right.INFER}
     wait_until(lambda: host.turn() and host.gone == [connection.channel])
-    assert not host.port._wires
+    assert not host.port._accepted.wires
 
 
 @pytest.mark.parametrize("address", ["[::1]", "[::]"])
@@ -101,7 +111,7 @@ def test_over_ipv6(tmp_path: Path, address: str) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     line = Transport(context, f"tcp://[::1]:{host.number}", encode(Hello(pack_body({}))), host.key)
     wait_until(lambda: host.turn() and line.read_monitor(None) is None and line.has_input)
-    (connection,) = host.port.connections()
+    (connection,) = host.connections()
     host.port.cut(connection, WireError(ErrorCode.UNAUTHORIZED, "its descriptor is found there, too"))
     wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
     line.hang_up(0)
@@ -126,7 +136,7 @@ def test_while_it_pauses_nobody_comes_and_nobody_has_to_go(host: TcpHost) -> Non
 
 def test_one_connection_is_cut_off_and_told_why(host: TcpHost) -> None:
     with host.greet() as client, host.greet() as other:
-        first, second = host.port.connections()
+        first, second = host.connections()
         host.port.cut(first, WireError(ErrorCode.UNAUTHORIZED, "told why"))
         wait_until(lambda: host.turn() and client.socket.poll(0))
         client.receive()
@@ -134,23 +144,23 @@ def test_one_connection_is_cut_off_and_told_why(host: TcpHost) -> None:
         client.send(Ping(1))  # it does not mind
         wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
         assert host.gone == [first.channel]
-        assert host.port.connections() == [second]
+        assert host.connections() == [second]
         assert host.is_answered(other, 2)
 
 
 def test_a_descriptor_that_is_anothers_by_now_is_left_alone(host: TcpHost) -> None:
     with host.greet() as client:
-        (connection,) = host.port.connections()
-        host.port._endings.add(b"1", connection.fd, Wire((0, 1)), -1.0, hears=True)
-        host.port._endings.add(b"2", 1_000_000, Wire((0, 1)), -1.0, hears=True)
+        (connection,) = host.connections()
+        host.port._accepted.endings.add(b"1", connection.fd, Wire((0, 1)), -1.0, hears=True)
+        host.port._accepted.endings.add(b"2", 1_000_000, Wire((0, 1)), -1.0, hears=True)
         host.turn()
-        assert not host.port._endings._endings
+        assert not host.port._accepted.endings._endings
         assert host.is_answered(client, 1)
 
 
 def test_a_key_has_so_many_connections_and_no_more(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_CONNECTIONS_OF_KEY > 16
-    monkeypatch.setattr("supervisor.ports.tcp_port.MAX_CONNECTIONS_OF_KEY", 1)
+    monkeypatch.setattr("supervisor.ports.tcp_listener.MAX_CONNECTIONS_OF_KEY", 1)
     with host.greet() as client, RawClient(host.endpoint, key=host.key) as second:
         wait_until(lambda: host.turn() and second.socket.poll(0))
         second.receive()
@@ -160,7 +170,7 @@ def test_a_key_has_so_many_connections_and_no_more(host: TcpHost, monkeypatch: p
 
 def test_a_port_that_is_taken(host: TcpHost) -> None:
     with pytest.raises(ListenError, match="Address already in use"):
-        TcpPort.listen(
+        open_tcp_port(
             host.context, host.endpoint, host.store.server_pair()[1], host.ring, 64, holds_none, logging.getLogger()
         )
 
@@ -195,7 +205,7 @@ def is_free(host: TcpHost, number: int) -> bool:
 def test_a_chosen_name_that_looks_like_libzmqs_own_is_cut_off(host: TcpHost) -> None:
     """Left alone, it would end the process as soon as libzmq's numbers come to it (an assertion in libzmq 4.3.5)."""
     with host.greet() as client:
-        (connection,) = host.port.connections()
+        (connection,) = host.connections()
         number = int.from_bytes(connection.routing_id[1:], "big")
         for _ in range(20):  # who shakes no hands is given no number
             socket.create_connection(("127.0.0.1", host.number)).close()
@@ -207,7 +217,7 @@ def test_a_chosen_name_that_looks_like_libzmqs_own_is_cut_off(host: TcpHost) -> 
                 wait_until(lambda before=before: host.turn() and host.port.counters.cut_off == before + 1)  # type: ignore[misc]
                 wait_until(lambda left=left: host.turn() and host.port.counters.disconnected == left + 1)  # type: ignore[misc]
                 assert not dealer.poll(0)
-        assert host.port.connections() == [connection]
+        assert host.connections() == [connection]
         with host.greet() as other:  # whose number is the next
             assert host.is_answered(other, 1)
         assert host.is_answered(client, 2)
@@ -216,14 +226,14 @@ def test_a_chosen_name_that_looks_like_libzmqs_own_is_cut_off(host: TcpHost) -> 
 def test_whoever_says_nothing_is_cut_off(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chosen name shows with the first message, and what has none is no client; the next number is free again."""
     with host.greet() as client:
-        (connection,) = host.port.connections()
-        monkeypatch.setattr("supervisor.ports.tcp_port.HELLO_S", 5.0)
+        (connection,) = host.connections()
+        monkeypatch.setattr("supervisor.ports.tcp_listener.HELLO_S", 5.0)
         number = int.from_bytes(connection.routing_id[1:], "big") + 1
         with forger(host, number):
             wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
             wait_until(lambda: is_free(host, number))
             assert host.port.counters.cut_off == 1
-            monkeypatch.setattr("supervisor.ports.tcp_port.HELLO_S", 1e6)
+            monkeypatch.setattr("supervisor.ports.tcp_listener.HELLO_S", 1e6)
             with host.greet() as other:
                 assert host.is_answered(other, 1)
         assert host.is_answered(client, 2), "one that has said HELLO may be silent for as long as it likes"
@@ -232,10 +242,10 @@ def test_whoever_says_nothing_is_cut_off(host: TcpHost, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("limit", ["MAX_BEHIND", "MAX_BEHIND_OF_KEY"])
 def test_whoever_does_not_read_is_cut_off(host: TcpHost, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     """libzmq would keep 100,000 frames for it, each of up to 3 MiB."""
-    monkeypatch.setattr(f"supervisor.ports.tcp_port.{limit}", 8 << 20)
+    monkeypatch.setattr(f"supervisor.ports.tcp_listener.{limit}", 8 << 20)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with host.greet() as reader, context.socket(zmq.DEALER) as deaf:
-        (good,) = host.port.connections()
+        (good,) = host.connections()
         deaf.setsockopt(zmq.LINGER, 0)
         deaf.setsockopt(zmq.RCVHWM, 1)
         deaf.setsockopt(zmq.RCVBUF, 1 << 16)
@@ -244,18 +254,18 @@ def test_whoever_does_not_read_is_cut_off(host: TcpHost, monkeypatch: pytest.Mon
         deaf.curve_secretkey = host.key.secret_key.encode()
         deaf.connect(host.endpoint)
         deaf.send(encode(Hello(pack_body({}))))
-        wait_until(lambda: host.turn() and len(host.port.connections()) == 2)
-        (bad,) = (connection for connection in host.port.connections() if connection is not good)
+        wait_until(lambda: host.turn() and len(host.connections()) == 2)
+        (bad,) = (connection for connection in host.connections() if connection is not good)
         for number in range(40):  # 20 MiB for each of them
             assert host.port.send(bad.channel, encode(Pong(number)) + bytes(1 << 19))
             host.port.send(good.channel, encode(Pong(number)) + bytes(1 << 19))
             wait_until(lambda: host.turn() and reader.socket.poll(0))
             reader.socket.recv()
-            if bad not in host.port.connections():
+            if bad not in host.connections():
                 break
         wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
         assert host.port.counters.cut_off == 1
-        assert host.port.connections() == [good]
+        assert host.connections() == [good]
         assert host.is_answered(reader, 1)
     context.term()
 
@@ -268,19 +278,19 @@ def test_whoever_is_too_far_ahead_is_cut_off(host: TcpHost) -> None:
         for _ in range(32):  # as many bytes as below, but they are handled
             client.socket.send(question)
             wait_until(lambda: host.turn() and isinstance(host.received[-1][1], Call))
-            host.received[:] = [(host.port.connections()[0], Ping(0))]
+            host.received[:] = [(host.connections()[0], Ping(0))]
         assert not host.port.counters.cut_off
         host.port._arrivals.bounds = ArrivalLimits(bytes_of_connection=4 << 20)
-        (fd, *_) = sorted(host.port._by_fd, key=lambda fd: -_bytes_both_ways(fd)[1])
-        before = _bytes_both_ways(fd)[1]
+        (fd, *_) = sorted(host.port._table.by_fd, key=lambda fd: -bytes_both_ways(fd)[1])
+        before = bytes_both_ways(fd)[1]
         for _ in range(32):
             client.socket.send(question)
-        wait_until(lambda: _bytes_both_ways(fd)[1] - before > 32 << 19, what="all of it to have come")
+        wait_until(lambda: bytes_both_ways(fd)[1] - before > 32 << 19, what="all of it to have come")
         wait_until(lambda: host.turn() and client.socket.poll(0))
         client.receive()
         assert [error["name"] for _, error in client.errors] == ["rate_limited"]
         wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
-        assert len(host.port.connections()) == 1
+        assert len(host.connections()) == 1
         assert host.is_answered(other, 1)
 
 
@@ -290,12 +300,12 @@ def test_nobody_knows_the_numbers(host: TcpHost, runtime_dir: Path) -> None:
     for number in range(3):
         ctypes.CDLL(None).srand(1)
         endpoint = f"tcp://127.0.0.1:{free_port()}"
-        port = TcpPort.listen(host.context, endpoint, host.store.server_pair()[1], host.ring, 64, holds_none, LOG)
-        firsts.add(port._first)
+        port = open_tcp_port(host.context, endpoint, host.store.server_pair()[1], host.ring, 64, holds_none, LOG)
+        firsts.add(cast(TcpListener, port.listener).first_number)
         port.close()
         ctypes.CDLL(None).srand(1)
-        local = ClientPort.bind(host.context, f"ipc://{runtime_dir}/{number}", 64, holds_none, LOG)
-        firsts.add(_next_number(host.context, local.socket))
+        local, _ = open_ipc_port(host.context, f"ipc://{runtime_dir}/{number}", 64, holds_none, LOG)
+        firsts.add(next_number(host.context, local.socket))
         local.close()
     assert len(firsts) == 6
 
@@ -325,17 +335,17 @@ def test_a_key_that_connects_too_often_is_told_so_and_keeps_nobody_out(
 
 def test_connections_that_show_no_key_keep_nobody_out(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a handshake takes 3 s, and a descriptor: of too many, those end that have had the most time."""
-    monkeypatch.setattr("supervisor.ports.tcp_port.MAX_STRANGERS", 8)
+    monkeypatch.setattr(TcpListener, "most_strangers", 8)
     with host.greet() as client:
         strangers = [socket.create_connection(("127.0.0.1", host.number)) for _ in range(40)]
         wait_until(lambda: host.turn() and host.port.counters.cut_off == 32)
-        assert len(host.port._strangers) == 8
+        assert len(host.port._accepted.strangers) == 8
         with host.greet() as other:
             assert host.is_answered(other, 1)
         assert host.is_answered(client, 2)
         for stranger in strangers:
             stranger.close()
-        wait_until(lambda: host.turn() and not host.port._strangers)
+        wait_until(lambda: host.turn() and not host.port._accepted.strangers)
 
 
 # ipc
@@ -345,11 +355,11 @@ def test_another_user_is_not_admitted_over_ipc(runtime_dir: Path) -> None:
     """The kernel says whose process it is; here the supervisor's user is somebody else than we."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     zap = ZapHandler(context, os.getuid() + 1)
-    port = ClientPort.bind(context, f"ipc://{runtime_dir}/front", 64, holds_none, LOG)
+    port, _ = open_ipc_port(context, f"ipc://{runtime_dir}/front", 64, holds_none, LOG)
 
     def turn() -> bool:
         zap.handle()
-        port.watch()
+        port.read_monitor()
         assert not list(port.receive())
         return True
 
@@ -379,7 +389,7 @@ def test_another_user_cannot_even_reach_the_socket(runtime_dir: Path) -> None:
     """Two doors: the directory (0700), and, were it open, the file (0600)."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     zap = ZapHandler(context, os.getuid())
-    port = ClientPort.bind(context, f"ipc://{runtime_dir}/front", 64, holds_none, LOG)
+    port, _ = open_ipc_port(context, f"ipc://{runtime_dir}/front", 64, holds_none, LOG)
     runtime_dir.chmod(0o700)
     for mode in (0o700, 0o711):
         runtime_dir.chmod(mode)

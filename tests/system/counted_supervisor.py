@@ -24,9 +24,9 @@ def tell(*_: object) -> None:
 if __name__ == "__main__":  # workers import this file again as their __mp_main__
     from supervisor import timers
     from supervisor.keys import unfinished
-    from supervisor.ports import client_port
+    from supervisor.ports import connections
 
     # what is kept for a while, within bounds: for less
-    client_port.MAX_LEFT = timers.CLEAR_AT = unfinished.CLEAR_AT = 4
+    connections.MAX_LEFT = timers.CLEAR_AT = unfinished.CLEAR_AT = 4
     signal.signal(signal.SIGUSR2, tell)
     runpy.run_module("supervisor", run_name="__main__", alter_sys=True)

@@ -18,7 +18,7 @@ from protocol.codec import encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import QUESTION_VERBS, Call, Cancel, Credit, Generate, Hello, Kind, Ping, Pong
 from supervisor import calls
-from supervisor.ports.tcp_port import CHECK_S, MAX_UNREAD
+from supervisor.ports.tcp_listener import CHECK_S, MAX_UNREAD
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed, free_port, misled, new_pair, stolen, stranger
 from tests.raw_client import RawClient

@@ -101,6 +101,6 @@ def test_what_was_served_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyte
         first = held(keyed.serving, message)
         asyncio.run(some_of_every_kind(keyed, THEN))
         then = held(keyed.serving, message)
-    assert first["ClientPort._by_id"] >= 1, "what there is, is found"
+    assert first["ConnectionTable.by_id"] >= 1, "what there is, is found"
     grown = {name: (first.get(name, 0), count) for name, count in then.items() if count > first.get(name, 0) + NOISE}
     assert not grown, f"entries of, before and after {THEN} more of every kind: {grown}"

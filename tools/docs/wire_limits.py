@@ -5,7 +5,7 @@ from protocol.bodies import APPEARS, Place
 from protocol.chat import DEEPEST
 from protocol.errors import ErrorCode
 from protocol.messages import CLIENT_TO_SUPERVISOR, SUPERVISOR_TO_CLIENT
-from supervisor.ports import tcp_port
+from supervisor.ports import tcp_listener
 from supervisor.ports.arrivals import ArrivalLimits
 from supervisor.requests import pending_queries
 from supervisor.requests.advance import MOST_UNREAD
@@ -75,9 +75,9 @@ def most() -> str:
                  "the connection ends with `rate_limited`"),
                 ("bytes of messages that wait to be handled", size(arrivals.bytes_of_connection),
                  "the connection ends with `rate_limited`"),
-                ("over TCP: time until HELLO", f"{tcp_port.HELLO_S:g} s", "the connection ends"),
-                ("over TCP: bytes that the client has not read", size(tcp_port.MAX_BEHIND), "the connection ends"),
-                ("over TCP: connections of a key", str(tcp_port.MAX_CONNECTIONS_OF_KEY), "`rate_limited`"),
+                ("over TCP: time until HELLO", f"{tcp_listener.HELLO_S:g} s", "the connection ends"),
+                ("over TCP: bytes that the client has not read", size(tcp_listener.MAX_BEHIND), "the connection ends"),
+                ("over TCP: connections of a key", str(tcp_listener.MAX_CONNECTIONS_OF_KEY), "`rate_limited`"),
             ],
         ),
         "The queue of a model is bounded by `max_queue` and `max_queue_tokens` of models.yaml (`overloaded`). A key is "

@@ -1,0 +1,238 @@
+"""A port that is open to other machines: CURVE, keys on a list, and limits that libzmq does not have.
+
+* **Whose a connection is.** The handshake proves a public key. libzmq puts the key into the metadata of each message
+  (User-Id), and the first message's key is looked up in the list.
+* **A message without end.** libzmq keeps all parts of a message until the last one has come, and no option limits
+  that. The kernel counts the bytes of each connection (TCP_INFO). A connection that sends MAX_UNREAD bytes and
+  completes no message is ended. A peer without a key cannot do that: libzmq keeps nothing before the handshake.
+* **A client that does not read.** libzmq keeps up to a number of frames for a client, however large each one is. The
+  kernel knows how many of the bytes that libzmq was given have arrived. A client that is MAX_BEHIND behind is ended.
+* **A forged routing id.** libzmq numbers its connections, beginning with a number of 32 bits that it draws. The number
+  is the same in each process, unless the C library's generator is seeded. A peer may choose a routing id that looks
+  like the next number, and libzmq aborts the process when it gives out that number. So the supervisor seeds the
+  generator, and notes the first number before anybody can connect. libzmq gives out a number after each handshake. An
+  id that is further from the first number than the count of handshakes is forged, and its connection is ended at once.
+  An id shows only with the first message, so a connection that sends none is ended after HELLO_S. Each key may connect
+  at a bounded rate (``supervisor.keys.handshakes``), so its chance to guess among 2**32 numbers is small.
+* **Scarce descriptors.** A filter on the listening socket drops the packets of newcomers. The kernels of clients try
+  again by themselves. (To unbind would end the connections that exist.)
+"""
+
+import ctypes
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import zmq
+
+from protocol import limits
+from protocol.errors import ErrorCode, WireError
+from protocol.process.socket_calls import monitor_event
+from supervisor.keys.ring import KeyRing
+from supervisor.ports.client_port import MONITORED, ClientPort
+from supervisor.ports.connections import ClientConnection
+from supervisor.ports.listener import ForgedRoutingId
+from supervisor.ports.monitors import open_monitor
+from supervisor.ports.sockets import Context, client_router
+from supervisor.ports.wires import Wire, borrow
+from supervisor.ports.zap import TCP_DOMAIN
+
+MAX_UNREAD = 2 * limits.SOCKET_MAX_FRAME
+"""Bytes that a connection may send without completing a message."""
+MAX_BEHIND = 64 << 20
+"""Bytes that may wait for one client to read them."""
+MAX_BEHIND_OF_KEY = 4 * MAX_BEHIND
+"""Bytes that may wait for all clients of a key together. Credit keeps streams below that."""
+MAX_CONNECTIONS_OF_KEY = 256
+CHECK_S = 0.2
+"""Seconds between two calls of ``TcpListener.find_abusers``."""
+HELLO_S = 5.0
+"""Seconds that a connection may take until its first message, HELLO. They are counted in calls of ``find_abusers``: a
+supervisor that was stopped for a time has not read anybody's HELLO."""
+MAX_STRANGERS = 256
+"""Connections that may exist without having brought a message: they may have no key. If there are more, the oldest one
+is ended. A client with a key needs some milliseconds, and a peer without a key would stay for 3 s."""
+
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_TCP_INFO, _BYTES_ACKED = 11, 120
+"""linux/tcp.h: tcpi_bytes_acked and behind it tcpi_bytes_received, each a u64, are 120 bytes into struct tcp_info
+(since Linux 4.1)."""
+
+
+class ListenError(Exception):
+    """The port cannot be opened. The message is one line that says why, and what to do."""
+
+
+class TcpListener:
+    """The way into a port over TCP, see ``Listener``.
+
+    ring          says which keys are on the list
+    descriptor    of the listening socket
+    first_number  the number that libzmq gave out before anybody could connect
+    """
+
+    check_s = CHECK_S
+    most_strangers: int | None = MAX_STRANGERS
+
+    def __init__(self, ring: KeyRing, descriptor: int, first_number: int) -> None:
+        self.first_number = first_number
+        self._ring = ring
+        self._descriptor = descriptor
+
+    def pause(self) -> None:
+        """Have the kernel drop the packets of newcomers."""
+        self._filter(_SO_ATTACH_FILTER, _drop_everything())
+
+    def resume(self) -> None:
+        """Have the kernel take newcomers again."""
+        self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
+
+    def admit(
+        self,
+        connection: ClientConnection,
+        part: zmq.Frame,
+        all_connections: Collection[ClientConnection],
+        handshakes: int,
+    ) -> None:
+        """Give the connection the rights of its key.
+
+        Raises ForgedRoutingId; WireError if the key was revoked since the handshake or has too many connections.
+        """
+        number = (int.from_bytes(connection.routing_id[1:], "big") - self.first_number) % (1 << 32)
+        if not 0 < number <= handshakes:
+            raise ForgedRoutingId
+        identity = self._ring.find(str(part.get("User-Id")))
+        if identity is None:
+            raise WireError(ErrorCode.UNAUTHORIZED, "this key was revoked")
+        connection.identity = identity
+        own = sum(other.identity.public_key == identity.public_key for other in all_connections)
+        if own > MAX_CONNECTIONS_OF_KEY:
+            message = f"key {identity.name!r} has {MAX_CONNECTIONS_OF_KEY} connections, the most it may have: use those"
+            raise WireError(ErrorCode.RATE_LIMITED, message, retry_after_ms=1000)
+
+    def find_abusers(self, wires: Mapping[int, Wire], connections: Mapping[int, ClientConnection]) -> Collection[int]:
+        """Return the descriptors of clients that send a message without end, do not read, or send no HELLO."""
+        return list(self._find(wires, connections))
+
+    def _find(self, wires: Mapping[int, Wire], connections: Mapping[int, ClientConnection]) -> Iterator[int]:
+        behind_of_key: dict[str, int] = {}
+        for fd, wire in wires.items():
+            arrived, received = bytes_both_ways(fd)
+            connection = connections.get(fd)
+            if connection is not None and (behind := connection.behind(arrived)):
+                key = connection.identity.public_key
+                behind_of_key[key] = behind_of_key.get(key, 0) + behind
+                if behind > MAX_BEHIND or behind_of_key[key] > MAX_BEHIND_OF_KEY:
+                    behind_of_key[key] -= behind
+                    yield fd
+                    continue
+            if connection is not None and connection.heard:
+                connection.heard = False
+                wire.read = received
+            elif received - wire.read > MAX_UNREAD:
+                wire.read = received  # said once
+                yield fd
+                continue
+            if connection is None:
+                wire.silent += 1
+                if wire.silent == round(HELLO_S / CHECK_S):
+                    yield fd
+
+    def _filter(self, option: int, value: bytes) -> None:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self._descriptor)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, option, value)
+        finally:
+            listener.detach()
+
+
+def open_tcp_port(
+    context: Context,
+    endpoint: str,
+    secret_key: str,
+    ring: KeyRing,
+    backlog: int,
+    holds: Callable[[int, int], bool],
+    log: logging.Logger,
+) -> ClientPort:
+    """Open the port. Raises ListenError.
+
+    secret_key  of the server, for CURVE
+    backlog     connections that the kernel may have ready for us
+    holds       see ``ClientPort``
+    """
+    router = client_router(context, backlog)
+    router.curve_server = True
+    router.curve_secretkey = secret_key.encode()
+    router.setsockopt(zmq.ZAP_DOMAIN, TCP_DOMAIN)
+    router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    router.setsockopt(zmq.IPV6, int("[" in endpoint))
+    # the time-out must exceed the transfer of the largest frame, or heartbeats end the connection
+    router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+    monitor = open_monitor(context, router, MONITORED | zmq.EVENT_LISTENING | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    first_number = next_number(context, router)
+    try:
+        router.bind(endpoint)
+        listener = TcpListener(ring, _listening_descriptor(monitor), first_number)
+        listener.pause()  # it has to work when it is needed
+        listener.resume()
+    except (zmq.ZMQError, OSError) as e:
+        monitor.close(linger=0)
+        router.close(linger=0)
+        if isinstance(e, zmq.ZMQError):
+            message = f"cannot listen on {endpoint} (supervisor.listen): {os.strerror(e.errno or 0)}"
+            raise ListenError(f"{message}; choose another port, or an address of this machine") from None
+        message = f"cannot listen on {endpoint} safely: the kernel refuses a filter on the socket ({e.strerror})"
+        raise ListenError(f"{message}; allow setsockopt(SO_ATTACH_FILTER), or remove supervisor.listen") from None
+    return ClientPort(endpoint, router, monitor, listener, holds, log)
+
+
+def _listening_descriptor(monitor: zmq.Socket[bytes]) -> int:
+    """Return the descriptor of the listening socket. libzmq tells it before ``bind`` returns, and before it accepts."""
+    kind, descriptor = monitor_event(monitor)
+    assert kind == zmq.EVENT_LISTENING
+    return descriptor
+
+
+def next_number(context: Context, router: zmq.Socket[bytes]) -> int:
+    """Return the number that libzmq gives the next connection of this socket, which is not bound yet."""
+    endpoint = f"inproc://first-of-{id(router)}"
+    router.bind(endpoint)
+    probe = context.socket(zmq.DEALER)
+    probe.setsockopt(zmq.LINGER, 0)
+    try:
+        probe.connect(endpoint)
+        probe.send(b"")
+        routing_id = router.recv()  # within the process: it is there already
+        router.recv()
+    finally:
+        probe.close()
+        router.unbind(endpoint)
+    return int.from_bytes(routing_id[1:], "big")
+
+
+def bytes_both_ways(fd: int) -> tuple[int, int]:
+    """Return how many bytes of a connection have arrived at its other end, and how many came from there."""
+    info = borrow(fd, lambda borrowed: borrowed.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 192))
+    if info is None or len(info) < _BYTES_ACKED + 16:
+        return 0, 0
+    arrived, received = struct.unpack_from("=QQ", info, _BYTES_ACKED)
+    return int(arrived), int(received)
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(_Instruction)))
+
+
+_RETURN_NOTHING = (_Instruction * 1)(_Instruction(0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0: keep no byte of any packet
+
+
+def _drop_everything() -> bytes:
+    return bytes(_Program(1, ctypes.cast(_RETURN_NOTHING, ctypes.POINTER(_Instruction))))
