@@ -2,7 +2,7 @@
 
 libzmq reads a message of several parts whole before we get any of it, however long the message grows. And it reads, but
 never passes on, the messages of a client that chose a routing id which another connection has. Over TCP the kernel
-counts the bytes of each connection (see ``tcp_port``); of a local connection it tells only whether more is there.
+counts the bytes of each connection (see ``tcp_listener``); of a local connection it tells only whether more is there.
 """
 
 import fcntl
