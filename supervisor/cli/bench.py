@@ -174,7 +174,7 @@ def _usual_streams(workers: list[dict[str, Any]]) -> tuple[int, ...]:
 async def _measure_streams(
     client: AsyncClient, model: str, streams: int, ids: list[int], load: _Load, draw: random.Random, report: _Report
 ) -> None:
-    runs: list[list[bench_figures.Answer]] = []
+    runs: list[list[bench_figures.MeasuredAnswer]] = []
     what = f"{streams} at once"
     for number in range(-load.warmups, load.runs):
         report.progress(model, what, f", run {number + 1} of {load.runs}" if number >= 0 else ", warming up")

@@ -14,7 +14,7 @@ HEADER = (
 
 
 @dataclass
-class Answer:
+class MeasuredAnswer:
     """The answer to one request.
 
     deltas    (seconds, number of tokens) of each delta that brought tokens
@@ -71,7 +71,7 @@ class Row:
         ]
 
 
-def row(model: str, streams: int, runs: Sequence[Sequence[Answer]]) -> Row:
+def row(model: str, streams: int, runs: Sequence[Sequence[MeasuredAnswer]]) -> Row:
     """Return the row of runs with ``streams`` requests each. Failed answers count with the tokens that they brought."""
     answers = [answer for run in runs for answer in run]
     firsts = [answer.deltas[0][0] for answer in answers if answer.deltas]
@@ -89,7 +89,7 @@ def row(model: str, streams: int, runs: Sequence[Sequence[Answer]]) -> Row:
     )
 
 
-def errors(runs: Sequence[Sequence[Answer]]) -> list[str]:
+def errors(runs: Sequence[Sequence[MeasuredAnswer]]) -> list[str]:
     """Return each kind of error once with its number, the most frequent first."""
     counts: dict[str, int] = {}
     for run in runs:
@@ -100,7 +100,7 @@ def errors(runs: Sequence[Sequence[Answer]]) -> list[str]:
     return [f"{count} requests: {text}" if count > 1 else text for text, count in ordered]
 
 
-def _rate(run: Sequence[Answer]) -> float | None:
+def _rate(run: Sequence[MeasuredAnswer]) -> float | None:
     ends = [answer.deltas[-1][0] for answer in run if answer.deltas]
     return sum(n for answer in run for _, n in answer.deltas) / max(ends) if ends else None
 

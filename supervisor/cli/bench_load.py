@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from protocol.client.async_client import AsyncClient
 from protocol.errors import ErrorCode, WireError
-from supervisor.cli.bench_figures import Answer
+from supervisor.cli.bench_figures import MeasuredAnswer
 
 TEXT = (
     "A river begins as rain. The water gathers in small streams, runs downhill, and takes sand and stones along; "
@@ -41,15 +41,15 @@ def prompts(ids: Sequence[int], tokens: int, count: int, draw: random.Random) ->
     return [draw.choices(ids, k=tokens) for _ in range(count)]
 
 
-async def run_once(client: AsyncClient, model: str, asked: Sequence[list[int]], tokens: int) -> list[Answer]:
+async def run_once(client: AsyncClient, model: str, asked: Sequence[list[int]], tokens: int) -> list[MeasuredAnswer]:
     """Send all prompts at once over one connection, and read answers of exactly ``tokens`` tokens.
 
     Cancelling this cancels every request. Raises ConnectionLost. Other errors are noted in the answers.
     """
     begun = time.perf_counter()
 
-    async def one(prompt: list[int]) -> Answer:
-        answer = Answer()
+    async def one(prompt: list[int]) -> MeasuredAnswer:
+        answer = MeasuredAnswer()
         stream = client.generate(model, token_ids=prompt, max_tokens=tokens, ignore_eos=True, temperature=0)
         try:
             async for delta in stream:

@@ -22,7 +22,7 @@ SHOW_PROGRESS_AFTER_S = 0.3
 """Seconds within which an answer begins without a line of progress."""
 
 
-class Conversation:
+class ChatSession:
     """The turns of one user with one model over one connection.
 
     context   tokens of the model's context; None if that is not known

@@ -4,7 +4,7 @@ import click
 
 from protocol.errors import ErrorCode, WireError
 from supervisor.cli import exit_codes
-from supervisor.cli.conversation import Conversation
+from supervisor.cli.conversation import ChatSession
 from supervisor.cli.hints import say
 
 QUOTES = '"""'
@@ -22,7 +22,7 @@ class _Bye(Exception):
     """The user has ended the conversation."""
 
 
-def hold(conversation: Conversation) -> int:
+def hold(conversation: ChatSession) -> int:
     """Read questions and print answers until the user ends the conversation. Returns the exit code."""
     click.echo(GREETING, err=True)
     if not conversation.chat:
@@ -45,7 +45,7 @@ def hold(conversation: Conversation) -> int:
             say(f"modelctl: {e}")
 
 
-def _one_turn(conversation: Conversation) -> None:
+def _one_turn(conversation: ChatSession) -> None:
     """Read one question or command, and carry it out. Raises EOFError, _Bye, and the error of the request."""
     line = input(">>> ")
     begin = line.lstrip()
@@ -75,7 +75,7 @@ def _read_quoted(first: str) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def _obey(command: str, conversation: Conversation) -> None:
+def _obey(command: str, conversation: ChatSession) -> None:
     history = conversation.history
     match command:
         case "/bye" | "/exit" | "/quit":

@@ -44,9 +44,9 @@ def runtime_dir_option(command: F) -> F:
     """Add the option ``--runtime-dir`` to a command, which gets an absolute path."""
 
     def absolute(_: click.Context, __: click.Parameter, value: Path | None) -> Path:
-        usual = default_runtime_dir()
-        path = value.absolute() if value is not None else usual
-        if path != usual:
+        default = default_runtime_dir()
+        path = value.absolute() if value is not None else default
+        if path != default:
             need("--runtime-dir", path)
         return path
 

@@ -14,7 +14,7 @@ from protocol.client.sync_client import Client
 from protocol.errors import ErrorCode, WireError
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
-from supervisor.cli.conversation import Conversation
+from supervisor.cli.conversation import ChatSession
 from supervisor.cli.dialogue import hold
 from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.prompt import read_prompt
@@ -179,7 +179,7 @@ def run(
     if system is not None and not chat:
         raise click.UsageError(f"--system needs a chat template, and {model!r} is asked without one")
     with asyncio.Runner() as runner:
-        conversation = Conversation(
+        conversation = ChatSession(
             runner, runtime_dir, model, chat=chat, context=status["context"], system=system, sampling=sampling
         )
         try:

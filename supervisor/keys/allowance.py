@@ -19,7 +19,7 @@ MINUTE_S = 60.0
 
 
 @dataclass(slots=True)
-class Bucket:
+class TokenBucket:
     """A token bucket with ``left`` tokens at the time ``at``. A negative number is a debt."""
 
     per_minute: int
@@ -41,7 +41,7 @@ class Allowance:
     def __init__(self, identity: Identity, now: float) -> None:
         self.identity = identity
         self.refused = 0
-        self._bucket: Bucket | None = None
+        self._bucket: TokenBucket | None = None
         self.adopt(identity, now)
 
     def adopt(self, identity: Identity, now: float) -> None:
@@ -51,10 +51,10 @@ class Allowance:
         if rate is None:
             self._bucket = None
         elif before is None:
-            self._bucket = Bucket(rate, float(rate), now)
+            self._bucket = TokenBucket(rate, float(rate), now)
         elif before.per_minute != rate:
             before.refill(now)
-            self._bucket = Bucket(rate, min(before.left, float(rate)), now)
+            self._bucket = TokenBucket(rate, min(before.left, float(rate)), now)
 
     def check(self, in_flight: int, now: float) -> None:
         """Raise RATE_LIMITED if the key may not send another request now.

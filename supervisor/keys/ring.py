@@ -20,7 +20,7 @@ from supervisor.keys.rights import Identity, Right
 from supervisor.keys.store import KeyStore
 
 
-class Admission(Enum):
+class HandshakeDecision(Enum):
     """The decision about a handshake."""
 
     ADMITTED = "admitted"
@@ -49,12 +49,12 @@ class KeyRing:
         """Return the owner of a key, by the list as last read; None if the key is not on it."""
         return self._identities.get(public_key)
 
-    def admit(self, public_key: str, now: float) -> Admission:
+    def admit(self, public_key: str, now: float) -> HandshakeDecision:
         """Decide about a connection with this key, by the present list and by the key's own budget."""
         self.refresh()
         if public_key not in self._identities:
-            return Admission.UNKNOWN
-        return Admission.ADMITTED if self._handshakes.admit(public_key, now) else Admission.TOO_OFTEN
+            return HandshakeDecision.UNKNOWN
+        return HandshakeDecision.ADMITTED if self._handshakes.admit(public_key, now) else HandshakeDecision.TOO_OFTEN
 
     def refresh(self) -> bool:
         """Read the list again if it has changed. Return whether it has."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils import z85
 
-from supervisor.keys.ring import Admission, KeyRing
+from supervisor.keys.ring import HandshakeDecision, KeyRing
 
 ZAP_DOMAIN = b"modelctl"
 WORKER_DOMAIN = b"modelctl-back"
@@ -69,10 +69,10 @@ class ZapHandler:
             self.socket.send_multipart([version, request_id, status, text, user, b""])
 
     def _admit(self, public_key: str) -> tuple[bytes, bytes]:
-        admission = Admission.UNKNOWN if self._ring is None else self._ring.admit(public_key, time.monotonic())
-        if admission is Admission.TOO_OFTEN:
+        decision = HandshakeDecision.UNKNOWN if self._ring is None else self._ring.admit(public_key, time.monotonic())
+        if decision is HandshakeDecision.TOO_OFTEN:
             return TRY_LATER, b"this key connects too often"
-        return _answer(admission is Admission.ADMITTED, b"this key is not on the list")
+        return _answer(decision is HandshakeDecision.ADMITTED, b"this key is not on the list")
 
     def _is_own(self, address: bytes) -> bool:
         parts = address.split(b":")

@@ -2,12 +2,12 @@
 
 import pytest
 
-from supervisor.cli.bench_figures import HEADER, Answer, errors, row
+from supervisor.cli.bench_figures import HEADER, MeasuredAnswer, errors, row
 
 
-def answer(*times: float, error: str | None = None, accepted: bool = True) -> Answer:
+def answer(*times: float, error: str | None = None, accepted: bool = True) -> MeasuredAnswer:
     """A token at each of these times."""
-    return Answer([(at, 1) for at in times], accepted, error)
+    return MeasuredAnswer([(at, 1) for at in times], accepted, error)
 
 
 def test_the_rate_is_the_median_of_the_runs_to_their_last_token() -> None:

@@ -17,7 +17,7 @@ from supervisor.keys.endpoint import parse_listen
 from supervisor.keys.opening import check_opening
 from supervisor.keys.records import KeysProblem, check_limit, check_name, format_clients, parse_clients, parse_rights
 from supervisor.keys.rights import OWNER, Identity, Right, check_right
-from supervisor.keys.ring import Admission, KeyRing
+from supervisor.keys.ring import HandshakeDecision, KeyRing
 from supervisor.keys.store import CLIENTS, SERVER, KeyStore
 from supervisor.keys.unfinished import CLEAR_AT, Unfinished
 
@@ -427,7 +427,7 @@ def test_a_list_that_cannot_be_used_any_more_admits_nobody(tmp_path: Path) -> No
     ring = KeyRing(store, logging.getLogger("test"))
 
     def admits() -> bool:
-        return ring.admit(key.public_key, 0.0) is Admission.ADMITTED
+        return ring.admit(key.public_key, 0.0) is HandshakeDecision.ADMITTED
 
     assert admits()
     (store.directory / CLIENTS).chmod(0o666)

@@ -14,7 +14,7 @@ NewStream = Callable[[Sequence[int]], TextStream]
 """Makes the stream of the text that follows these ids."""
 
 
-class Answer:
+class EmbeddedAnswer:
     """A job's answer so far.
 
     prompt   ids before the answer: the job's prompt, or what healing leaves of it

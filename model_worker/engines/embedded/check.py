@@ -58,7 +58,7 @@ class EmbeddedOptions:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedEmbeddedModel:
     """A model that passed every check.
 
     tokenizer  None if the packages that read it are not installed
@@ -77,7 +77,7 @@ def read_options(spec: EngineSpec) -> EmbeddedOptions:
     return EmbeddedOptions(options.integer("chunk_size", unset.chunk_size), options.integer("threads", unset.threads))
 
 
-def check(spec: EngineSpec) -> Checked:
+def check(spec: EngineSpec) -> CheckedEmbeddedModel:
     """Read the model's directory and check all that can be known before a load. Raises LoadError with every fault."""
     with understood(spec.model_dir):
         directory = ModelDir(spec.model_dir)
@@ -94,7 +94,7 @@ def check(spec: EngineSpec) -> Checked:
         faults.of(lambda: check_names_and_shapes(directory))
     faults.raise_found()
     assert context is not None
-    return Checked(directory, tokenizer, context)
+    return CheckedEmbeddedModel(directory, tokenizer, context)
 
 
 def _check_weights(directory: ModelDir) -> None:

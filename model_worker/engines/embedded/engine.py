@@ -25,7 +25,7 @@ from model_worker.engine import (
 from model_worker.engines.admission import check_job, left_to_draw
 from model_worker.engines.constraint import OFFERED as CONSTRAINTS
 from model_worker.engines.constraint import WAIT_S, Constraint, Constraints
-from model_worker.engines.embedded.answer import Answer
+from model_worker.engines.embedded.answer import EmbeddedAnswer
 from model_worker.engines.embedded.check import OFFERED, check, read_options
 from model_worker.engines.embedded.load import check_room, device_name, load_model
 from model_worker.engines.embedded.sampling import Sampler, log_probability
@@ -41,7 +41,7 @@ from protocol.request import SamplingParams
 class _Running:
     """A job that holds a row of the cache. The cache has ``cached`` of its tokens, and never the newest one."""
 
-    answer: Answer
+    answer: EmbeddedAnswer
     row: int
     sampler: Sampler
     cached: int = 0
@@ -65,12 +65,12 @@ class TransformersEngine:
         options = read_options(spec)
         self._chunk_size, self._threads = options.chunk_size, options.threads
         self._spec = spec
-        self._pending: deque[Answer] = deque()
+        self._pending: deque[EmbeddedAnswer] = deque()
         # Rows of the cache: the first _decoding rows advance together, the rows behind them are prefilling.
         self._rows: list[_Running] = []
         self._decoding = 0
         self._prefilling: deque[_Running] = deque()  # in the order of arrival, which the rows need not have
-        self._by_id: dict[int, Answer | _Running] = {}
+        self._by_id: dict[int, EmbeddedAnswer | _Running] = {}
         self._steps = 0
         self._counters = _Counters()
         self._capabilities: Capabilities | None = None
@@ -162,7 +162,7 @@ class TransformersEngine:
     def _queue(self, job: Job, constraint: Constraint | None = None) -> None:
         eos_ids = self._tokenizer.eos_ids
         healing = self._healer.heal(job.prompt_ids) if job.token_healing and self._healer else None
-        answer = Answer(job, self._tokenizer.stream, eos_ids, healing, constraint)
+        answer = EmbeddedAnswer(job, self._tokenizer.stream, eos_ids, healing, constraint)
         if healing and not left_to_draw(job, self._drawable, answer.end_ids, healing.allowed):
             raise RequestError(
                 "token_healing: no token that may be drawn begins as the prompt's last one does", field="token_healing"
@@ -174,7 +174,7 @@ class TransformersEngine:
         if self._constraints is not None and self._constraints.cancel(job_id):
             return
         entry = self._by_id.pop(job_id, None)
-        if isinstance(entry, Answer):
+        if isinstance(entry, EmbeddedAnswer):
             self._pending.remove(entry)
         elif entry is not None:
             self._release(entry)

@@ -21,7 +21,7 @@ NewStream = Callable[[Sequence[int]], TextStream]
 """Makes the stream of the text that follows these ids."""
 
 
-class Answer:
+class ExLlamaV2Answer:
     """A job, its AnswerJob in the generator, and its text so far.
 
     healing  how to heal the prompt's last token (engines/healing): the first drawn token replaces that token
@@ -117,7 +117,7 @@ class Answer:
         )
 
 
-class GuardedAnswer(Answer):
+class GuardedAnswer(ExLlamaV2Answer):
     """An answer that must not hold certain strings (engines/banned): it may go back and draw again."""
 
     __slots__ = (

@@ -55,7 +55,7 @@ _DTYPES = ("F16", "BF16", "F32", "I16", "I32")
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedExLlamaV2Model:
     """A model that passed every check.
 
     tokenizer  None if the packages that read it are not installed
@@ -69,7 +69,7 @@ class Checked:
     draft: ModelDir | None
 
 
-def check(spec: EngineSpec) -> Checked:
+def check(spec: EngineSpec) -> CheckedExLlamaV2Model:
     """Read the model's directory and check all that can be known before a load, except the number of GPUs.
 
     Raises LoadError with every fault that is found.
@@ -95,7 +95,7 @@ def check(spec: EngineSpec) -> Checked:
     assert options is not None
     assert directory is not None
     assert sizes is not None
-    return Checked(options, directory, tokenizer, sizes, draft)
+    return CheckedExLlamaV2Model(options, directory, tokenizer, sizes, draft)
 
 
 def check_directory(directory: ModelDir) -> None:

@@ -28,7 +28,7 @@ from model_worker.engine import (
 from model_worker.engines.admission import check_job
 from model_worker.engines.constraint import OFFERED as CONSTRAINTS
 from model_worker.engines.constraint import WAIT_S, Constraint, Constraints
-from model_worker.engines.exllamav2.answer import Answer, GuardedAnswer
+from model_worker.engines.exllamav2.answer import ExLlamaV2Answer, GuardedAnswer
 from model_worker.engines.exllamav2.answer_jobs import AnswerJobs
 from model_worker.engines.exllamav2.batch import Batch
 from model_worker.engines.exllamav2.check import check
@@ -55,7 +55,7 @@ class ExLlamaV2Engine:
     def __init__(self, spec: EngineSpec) -> None:
         read_options(spec)  # raises LoadError for wrong options
         self._spec = spec
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, ExLlamaV2Answer] = {}
         self._meter = Meter()
         self._capabilities: Capabilities | None = None
 
@@ -162,7 +162,7 @@ class ExLlamaV2Engine:
         answer = (
             GuardedAnswer(job, handle, stream, self._jobs.redraw_of(job, prompts, healing), healing)
             if job.banned_strings or healing  # a GuardedAnswer finds stop strings in a healed token
-            else Answer(job, handle, stream(prompts[0]), healing)
+            else ExLlamaV2Answer(job, handle, stream(prompts[0]), healing)
         )
         self._batch.add(handle)
         self._answers[job.id] = answer
@@ -297,7 +297,7 @@ class ExLlamaV2Engine:
                 failed.append(Failed(job.id, e))
         return failed
 
-    def _finish(self, answer: Answer, event: Finished | Failed) -> None:
+    def _finish(self, answer: ExLlamaV2Answer, event: Finished | Failed) -> None:
         del self._answers[event.job]
         handle = answer.handle
         if handle.ended is None:

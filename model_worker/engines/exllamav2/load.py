@@ -18,7 +18,7 @@ from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import one_line
 from model_worker.engines.exllamav2 import vram
 from model_worker.engines.exllamav2.attention_choice import Package, check_attention, import_package
-from model_worker.engines.exllamav2.check import Checked, check_parallel
+from model_worker.engines.exllamav2.check import CheckedExLlamaV2Model, check_parallel
 from model_worker.engines.exllamav2.lora import load_adapters
 from model_worker.engines.exllamav2.mixture import keep_rows_apart
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
@@ -78,7 +78,7 @@ class Loaded:
     devices: list[int] = field(default_factory=lambda: [0])
 
 
-def load(checked: Checked, progress: ProgressCallback) -> Loaded:
+def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
     """Load a model onto the visible GPUs. Several GPUs share it by layers or, if the options say so, by tensors.
 
     Raises LoadError. ``progress`` gets the phases "compiling ExLlamaV2" (steps) if that is needed, "compiling
