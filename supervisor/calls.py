@@ -3,8 +3,10 @@
 No verb takes a command, a path or a module.
 """
 
+import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -15,7 +17,9 @@ from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import How
 from supervisor.requests.scheduler import Scheduler
+from supervisor.shutdown import Shutdown
 from supervisor.spelling import spelled_name
+from supervisor.supervisor_status import SupervisorStatus
 from supervisor.workers.lifecycle import AT_REST, WorkerState
 from supervisor.workers.worker_life import Desired
 
@@ -23,23 +27,23 @@ Params = dict[str, Any]
 Result = dict[str, Any]
 
 
-class AdminContext(Protocol):
-    """What the verbs need of the loop."""
+@dataclass(frozen=True)
+class AdminContext:
+    """The parts of the supervisor that verbs look at and give orders to."""
 
     on_demand: OnDemandLoader
     fleet: Fleet
     reloads: Reloads
     scheduler: Scheduler
-
-    def describe(self) -> dict[str, Any]: ...
-    def now(self) -> float: ...
-    @property
-    def shutting_down(self) -> bool: ...
-    def begin_shutdown(self, cause: str, *, now: bool = False) -> None: ...
+    shutdown: Shutdown
+    status: SupervisorStatus
 
 
 def answer(context: AdminContext, verb: str, body: bytes, *, admin: bool) -> Result:
-    """The result of one CALL. Raises WireError naming verb or parameter."""
+    """Return the result of one CALL. Raises WireError that names the verb or the parameter.
+
+    admin  whether orders may come this way
+    """
     entry = _VERBS.get(verb)
     if entry is None:
         known = ", ".join(sorted(QUESTION_VERBS.union(_VERBS)))
@@ -59,7 +63,7 @@ def _models(context: AdminContext, params: Params) -> Result:
 
 
 def _as_one(name: str, replicas: list[Replica]) -> Result:
-    """A model as clients see it: as its readiest worker."""
+    """Return a model as clients see it: as the worker that is ready, or that comes closest to it."""
     order = list(_READINESS)
     best = min(replicas, key=lambda replica: order.index(replica.state))
     return {
@@ -84,19 +88,22 @@ _READINESS = (
 
 
 def ready_worker(context: AdminContext, name: object) -> Replica:
-    """A worker that can answer a question about this model. Raises WireError."""
+    """Return a worker that can answer a question about this model. Raises WireError if there is none.
+
+    A worker that is unloaded is started, so that the client may ask again.
+    """
     if not isinstance(name, str):
         raise RequestError("model is missing: name a model", field="model")
     replicas = _replicas(context, name)
     if ready := [replica for replica in replicas if replica.state is WorkerState.READY]:
         return min(ready, key=lambda replica: context.scheduler.work(replica.name)[0])
-    _refuse_when_leaving(context)
+    context.shutdown.check_not_begun()
     if any(replica.state is WorkerState.UNLOADED for replica in replicas):
         context.on_demand.wake(replicas[0].model)
     if any(replica.state in (WorkerState.LOADING, WorkerState.STARTING, WorkerState.BACKOFF) for replica in replicas):
         message = f"model {name!r} is being loaded: try later"
         raise WireError(ErrorCode.MODEL_NOT_RUNNING, message, retry_after_ms=1000)
-    failed = [replica for replica in replicas if replica.state is WorkerState.FAILED]  # which says most
+    failed = [replica for replica in replicas if replica.state is WorkerState.FAILED]  # its error says most
     raise (failed or replicas)[0].refusal()
 
 
@@ -104,7 +111,7 @@ def _status(context: AdminContext, params: Params) -> Result:
     name = _take(params, model=str).get("model")
     replicas = list(context.fleet.replicas.values()) if name is None else _replicas(context, name)
     return {
-        "supervisor": context.describe(),
+        "supervisor": context.status.describe(),
         "gpus": context.fleet.vram.describe_gpus(),
         "gpus_unknown": context.fleet.vram.trouble,
         "models": [_described(context, replica) for replica in replicas],
@@ -115,12 +122,12 @@ def _described(context: AdminContext, replica: Replica) -> Result:
     pid = replica.process.pid if replica.process else None
     fleet = context.fleet
     placed = {**fleet.admission.describe(replica.name), **fleet.vram.describe(replica.name, pid)}
-    return {**replica.describe(context.scheduler, context.now()), **placed}
+    return {**replica.describe(context.scheduler, time.monotonic()), **placed}
 
 
 def _start(context: AdminContext, params: Params) -> Result:
     replicas = _current(context, _take(params, model=str).get("model"))
-    _refuse_when_leaving(context)
+    context.shutdown.check_not_begun()
     for replica in replicas:
         context.fleet.start(replica.name, "start ordered")
     return _ordered(replicas)
@@ -135,19 +142,19 @@ def _stop(context: AdminContext, params: Params) -> Result:
 
 
 def _ordered(replicas: list[Replica]) -> Result:
-    """What an order has come to: of the worker, and of each where there are several."""
+    """Return the states in which an order has left a model's workers, and that of the first one beside them."""
     workers = {r.shown: {"state": str(r.state), "generation": r.generation} for r in replicas}
     return {**workers[replicas[0].shown], "workers": workers}
 
 
 def _restart(context: AdminContext, params: Params) -> Result:
     replicas = _current(context, _take(params, model=str).get("model"))
-    _refuse_when_leaving(context)
+    context.shutdown.check_not_begun()
     wanted = {replica.shown: replica.generation + 1 for replica in replicas}
     rollout = None
     up = [replica for replica in replicas if replica.desired is Desired.UP and replica.state not in AT_REST]
     for replica in replicas:
-        if len(replicas) == 1 or replica not in up:  # one that is down is just started
+        if len(replicas) == 1 or replica not in up:  # a worker that is down is just started
             context.fleet.restart(replica.name, "restart ordered")
     if up and len(replicas) > 1:
         rollout = context.reloads.restart_in_turns(up, "restart ordered")
@@ -157,7 +164,7 @@ def _restart(context: AdminContext, params: Params) -> Result:
 
 def _reload(context: AdminContext, params: Params) -> Result:
     given = _take(params, model=str, how=str)
-    _refuse_when_leaving(context)
+    context.shutdown.check_not_begun()
     try:
         how = How(given.get("how", How.AUTO))
     except ValueError:
@@ -169,7 +176,7 @@ def _reload(context: AdminContext, params: Params) -> Result:
 
 
 def _shutdown(context: AdminContext, params: Params) -> Result:
-    context.begin_shutdown("shutdown ordered", now=_take(params, now=bool).get("now", False))
+    context.shutdown.begin("shutdown ordered", now=_take(params, now=bool).get("now", False))
     return {}
 
 
@@ -188,7 +195,7 @@ _TYPE_NAMES = {str: "a string", bool: "true or false"}
 
 
 def _take(params: Params, **known: type) -> Params:
-    """The parameters, each checked for its name and exact type."""
+    """Return the parameters. Raises RequestError for an unknown name, or a value of another type."""
     for key, value in params.items():
         if key not in known:
             hint = f"known are {', '.join(known)}" if known else "this verb takes none"
@@ -199,18 +206,8 @@ def _take(params: Params, **known: type) -> Params:
     return params
 
 
-def _refuse_when_leaving(context: AdminContext) -> None:
-    if context.shutting_down:
-        raise leaving()
-
-
-def leaving() -> WireError:
-    """Return the error for new requests and orders during a shutdown."""
-    return WireError(ErrorCode.DRAINING, "the supervisor is shutting down: it takes no new requests and starts nothing")
-
-
 def _replicas(context: AdminContext, name: str | None) -> list[Replica]:
-    """The workers of a model, or the one of a worker's name. Raises WireError."""
+    """Return the workers of the model of this name, or the one worker of this name. Raises WireError."""
     if name is None:
         raise RequestError("model is missing: name a model", field="model")
     if replicas := context.fleet.of_model(name):
@@ -222,7 +219,10 @@ def _replicas(context: AdminContext, name: str | None) -> list[Replica]:
 
 
 def _current(context: AdminContext, name: str | None) -> list[Replica]:
-    """The same, without those that leave their place to another, or have yet to take it. Raises WireError."""
+    """Return the workers of a model that take orders. Raises WireError if there is none.
+
+    During a rollout by surge, the worker that is to leave and the one that takes its place later take no orders.
+    """
     replicas = [replica for replica in _replicas(context, name) if replica.current]
     if not replicas:
         message = f"{name!r} is there for as long as a reload takes: order that of its model, or `modelctl stop` it"

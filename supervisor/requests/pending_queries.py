@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from itertools import count
 
+from protocol.codec import encode
 from protocol.errors import ErrorCode, WireError
+from protocol.messages import Reply
+from supervisor.requests.in_flight import ToClient
 
 MOST = 256
 """Questions that a worker may have to answer at once, ..."""
@@ -17,6 +20,10 @@ class Asker:
 
     channel: int
     call: int
+
+    def reply(self, body: bytes) -> ToClient:
+        """Return the effect that sends the client its answer."""
+        return ToClient(self.channel, encode(Reply(self.call, body)))
 
 
 class PendingQueries:

@@ -1,0 +1,130 @@
+"""The meaning of a client's message: what becomes of a request, a cancel, a call."""
+
+import os
+import time
+from typing import Any
+
+from protocol import __version__, limits
+from protocol.codec import encode, pack_body, unpack_body
+from protocol.errors import ErrorCode, WireError
+from protocol.messages import (
+    QUESTION_VERBS,
+    Ask,
+    Call,
+    Cancel,
+    Credit,
+    Generate,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Reply,
+    Welcome,
+)
+from supervisor import calls
+from supervisor.deadline_timer import DeadlineTimer
+from supervisor.keys.rights import OWNER
+from supervisor.ports.client_port import ClientPort
+from supervisor.ports.client_ports import ClientPorts
+from supervisor.ports.connections import ClientConnection
+from supervisor.ports.request_authorizer import RequestAuthorizer
+from supervisor.requests.effect_queue import EffectQueue
+from supervisor.requests.in_flight import ToClient, ToWorker
+from supervisor.requests.pending_queries import Asker, PendingQueries
+from supervisor.requests.refusals import refusal
+from supervisor.requests.scheduler import Scheduler
+
+
+class ClientMessages:
+    """Handles each message of a client. The answers are effects, like everything that the message causes.
+
+    An answer therefore follows what was decided before it, such as the terminal events of requests that an order ends.
+    """
+
+    def __init__(
+        self,
+        clients: ClientPorts,
+        scheduler: Scheduler,
+        queries: PendingQueries,
+        authorizer: RequestAuthorizer | None,
+        context: calls.AdminContext,
+        deadlines: DeadlineTimer,
+        effects: EffectQueue,
+    ) -> None:
+        self._clients = clients
+        self._scheduler = scheduler
+        self._queries = queries
+        self._authorizer = authorizer
+        self._context = context
+        self._deadlines = deadlines
+        self._effects = effects
+        self._session = os.urandom(8).hex()  # the module secrets loads OpenSSL, which takes 3.5 MB
+
+    def handle(self, port: ClientPort, connection: ClientConnection, message: Message) -> None:
+        """Handle one valid message of a connection of this port."""
+        keyed = None if connection.identity is OWNER else self._authorizer
+        if keyed is not None and not keyed.admits(connection, message):
+            return
+        channel, now = connection.channel, time.monotonic()
+        match message:
+            case Credit(request, events):
+                self._effects.add(self._scheduler.credit(channel, request, events, now))
+            case Generate(request) if port is self._clients.admin:
+                error = WireError(ErrorCode.UNSUPPORTED, "requests go to the front socket", field="request")
+                self._answer(channel, refusal(error, message.kind, request, runs=False))
+            case Generate():
+                party = None if keyed is None else keyed.party(connection)
+                self._effects.add(self._scheduler.submit(channel, message, now, party))
+                if keyed is not None:
+                    keyed.note(connection, message)
+                self._deadlines.set()
+            case Cancel(request):
+                self._effects.add(self._scheduler.cancel(channel, request, now))
+                self._deadlines.set()
+            case Call():
+                self._call(port, channel, message)
+            case Ping(nonce):
+                self._answer(channel, Pong(nonce))
+            case Hello():
+                connection.greeted = True
+                self._answer(channel, Welcome(pack_body(self._welcome())))
+            case Pong(nonce) if nonce:
+                self._effects.add(self._scheduler.pong(channel, nonce, now))
+            case _:
+                pass  # PONG 0 answers a probe, which served its purpose by being sent
+
+    def _call(self, port: ClientPort, channel: int, message: Call) -> None:
+        """Answer a call, or hand it to a worker that answers it later."""
+        try:
+            if message.verb in QUESTION_VERBS:
+                self._ask(channel, message)
+                return
+            reply = {"result": calls.answer(self._context, message.verb, message.body, admin=self._takes_orders(port))}
+        except WireError as e:
+            reply = {"error": e.to_wire()}
+        self._answer(channel, Reply(message.call, pack_body(reply)))
+
+    def _takes_orders(self, port: ClientPort) -> bool:
+        """Return whether orders may come to this port. Over TCP the rights of the key have been checked."""
+        return port is not self._clients.front
+
+    def _ask(self, channel: int, message: Call) -> None:
+        """Hand a question to a worker of its model. Raises WireError if there is none."""
+        replica = calls.ready_worker(self._context, unpack_body(message.body).get("model"))
+        number = self._queries.begin(replica.name, Asker(channel, message.call))
+        replica.last_active = time.monotonic()
+        # The body goes on as it came. Packed anew, its floats may take twice as many bytes, and more than allowed.
+        ask = Ask(number, message.verb, message.body)
+        self._effects.add([ToWorker(replica.name, replica.generation, encode(ask))])
+
+    def _answer(self, channel: int, message: Message) -> None:
+        self._effects.add([ToClient(channel, encode(message))])
+
+    def _welcome(self) -> dict[str, Any]:
+        return {
+            "server": f"modelctl {__version__}",
+            "session": self._session,
+            "window": limits.STREAM_WINDOW,
+            "max_frame": limits.SOCKET_MAX_FRAME,
+            "models": calls.answer(self._context, "models", pack_body({}), admin=False)["models"],
+        }

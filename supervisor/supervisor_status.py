@@ -1,0 +1,81 @@
+"""The part of ``status`` that describes the supervisor itself."""
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from protocol import __version__
+from protocol.process.compiled import load_compiled
+from supervisor.fleet.fleet import Fleet
+from supervisor.fleet.reloads import Reloads
+from supervisor.logs import log_trouble
+from supervisor.ports.client_ports import ClientPorts
+from supervisor.ports.request_authorizer import RequestAuthorizer
+from supervisor.ports.worker_port import RELAY, WorkerPort
+from supervisor.ports.zap import ZapHandler
+from supervisor.requests.scheduler import Scheduler
+from supervisor.shutdown import Shutdown
+from supervisor.worker_frames import WorkerFrames
+
+
+class SupervisorStatus:
+    """Collects what ``status`` shows of the supervisor. Made when the supervisor starts."""
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        log: logging.Logger,
+        fleet: Fleet,
+        reloads: Reloads,
+        scheduler: Scheduler,
+        clients: ClientPorts,
+        workers: WorkerPort,
+        frames: WorkerFrames,
+        authorizer: RequestAuthorizer | None,
+        zap: ZapHandler,
+        shutdown: Shutdown,
+    ) -> None:
+        self._started = time.monotonic()
+        self._runtime_dir = runtime_dir
+        self._log = log
+        self._fleet = fleet
+        self._reloads = reloads
+        self._scheduler = scheduler
+        self._clients = clients
+        self._workers = workers
+        self._frames = frames
+        self._authorizer = authorizer
+        self._zap = zap
+        self._shutdown = shutdown
+
+    def describe(self) -> dict[str, Any]:
+        """Return the supervisor as ``status`` shows it."""
+        return {
+            "pid": os.getpid(),
+            "version": __version__,
+            "uptime_s": round(time.monotonic() - self._started, 1),
+            "config": str(self._fleet.config.file),
+            "runtime_dir": str(self._runtime_dir),
+            "log_trouble": log_trouble(self._log),
+            "shutting_down": self._shutdown.begun,
+            "turnovers": self._reloads.rollouts.describe(),
+            "held_bytes": self._scheduler.held_bytes,
+            "forwarding": "compiled" if self._workers.relays else f"Python ({load_compiled(RELAY)[1]})",
+            "connections": self._clients.connected,
+            "tcp": None if self._authorizer is None else self._authorizer.describe(),
+            "counters": self._counters(),
+        }
+
+    def _counters(self) -> dict[str, int]:
+        counters = [port.counters for port in self._clients]
+        return {
+            "connections_accepted": sum(c.accepted for c in counters),
+            "connections_closed": sum(c.disconnected for c in counters),
+            "handshakes_failed": sum(c.handshakes_failed for c in counters),
+            "connections_denied": self._zap.denied,
+            "connections_cut_off": sum(c.cut_off for c in counters),
+            "bad_frames": sum(c.bad_frames for c in counters),
+            "worker_frames_dropped": self._frames.dropped + self._scheduler.dropped_frames,
+        }

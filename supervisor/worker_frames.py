@@ -1,0 +1,105 @@
+"""The meaning of a frame that a worker sends: events of requests, news of its own state, answers to queries."""
+
+import time
+
+from protocol.codec import decode, decode_events, is_events, pack_body, unpack_body
+from protocol.errors import ErrorCode, FrameError, WireError
+from protocol.messages import WORKER_TO_SUPERVISOR, Answer, Compiled, Events, Parked, Prefill
+from supervisor.deadline_timer import DeadlineTimer
+from supervisor.fleet.fleet import Fleet
+from supervisor.fleet.replica import Replica
+from supervisor.ports.request_authorizer import RequestAuthorizer
+from supervisor.reactor import Reactor
+from supervisor.requests.effect_queue import EffectQueue
+from supervisor.requests.pending_queries import PendingQueries
+from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.worker_events import TOKENS_PER_MS
+from supervisor.requests.worker_slots import WorkerSlot
+from supervisor.workers.lifecycle import IllegalTransition
+
+
+class WorkerFrames:
+    """Handles each frame of a worker that compiled code does not pass on by itself.
+
+    dropped  frames that were not handled: those of a former generation, and those of a worker that was killed
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        scheduler: Scheduler,
+        queries: PendingQueries,
+        authorizer: RequestAuthorizer | None,
+        deadlines: DeadlineTimer,
+        reactor: Reactor,
+        effects: EffectQueue,
+    ) -> None:
+        self.dropped = 0
+        self._fleet = fleet
+        self._scheduler = scheduler
+        self._queries = queries
+        self._authorizer = authorizer
+        self._deadlines = deadlines
+        self._reactor = reactor
+        self._effects = effects
+
+    def slot_of(self, routing_id: bytes) -> WorkerSlot | None:
+        """Return the worker slot for the fast path; None if all frames of this worker must pass through Python."""
+        replica = self._living(routing_id)
+        return None if replica is None else self._scheduler.worker_slot(replica.name)
+
+    def handle(self, routing_id: bytes, frame: bytes | None) -> None:
+        """Handle one frame. None stands for a message of several parts, which no worker sends."""
+        replica = self._living(routing_id)
+        if frame is None or replica is None:
+            self.dropped += 1
+            return
+        try:
+            self._handle(replica, frame)
+        except (FrameError, IllegalTransition) as e:
+            # The frame may have held the last event of a request, which would then wait for ever. Or the worker is out
+            # of its mind (READY before HELLO). Its requests go on elsewhere, and the other models notice nothing.
+            self.dropped += 1
+            self._fleet.kill(replica, f"it sent what cannot be: {e}")
+
+    def note_end(self, replica: Replica) -> None:
+        """Tell the clients that wait for an answer of this worker that there will be none: its process has ended."""
+        message = f"{replica.name}: the worker process ended before it could answer"
+        body = pack_body({"error": WireError(ErrorCode.WORKER_DIED, message).to_wire()})
+        self._effects.add(asker.reply(body) for asker in self._queries.worker_gone(replica.name))
+
+    def _living(self, routing_id: bytes) -> Replica | None:
+        replica = self._fleet.replica_of(routing_id)
+        return None if replica is None or replica.killed_for is not None else replica
+
+    def _handle(self, replica: Replica, frame: bytes) -> None:
+        message = decode_events(frame) if is_events(frame) else decode(frame, WORKER_TO_SUPERVISOR)
+        if isinstance(message, Events):
+            if self._authorizer is not None:
+                self._authorizer.charge(message)
+            self._effects.add(self._scheduler.events(replica.name, frame, message, time.monotonic()))
+            self._fleet.after_events(replica)
+        elif isinstance(message, Prefill):
+            key = message.channel, message.request
+            self._effects.add(self._scheduler.prefill(replica.name, key, message.done, message.total))
+        elif isinstance(message, Parked):
+            key = message.channel, message.request
+            self._effects.add(self._scheduler.parked(replica.name, key, time.monotonic()))
+            self._fleet.after_events(replica)
+            self._deadlines.set()
+        elif isinstance(message, Compiled):
+            key, cost = (message.channel, message.request), TOKENS_PER_MS * message.milliseconds
+            self._effects.add(self._scheduler.compiled(replica.name, key, message.milliseconds, time.monotonic()))
+            if self._authorizer is not None:
+                self._authorizer.charge_party(message.party, cost)
+        elif isinstance(message, Answer):
+            self._pass_answer_on(replica, message)
+        else:
+            self._fleet.on_worker_message(replica, message)
+
+    def _pass_answer_on(self, replica: Replica, message: Answer) -> None:
+        unpack_body(message.body)  # a body that is no map is the worker's fault, and no client could read it
+        asker = self._queries.answered(replica.name, message.ask)
+        if asker is not None:
+            self._effects.add([asker.reply(message.body)])
+            self._reactor.poll_all()  # the reply may go to the admin port, which is not asked in every turn
