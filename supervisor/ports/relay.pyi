@@ -16,17 +16,19 @@ class Relay:
         back: zmq.Socket[bytes],
         front: zmq.Socket[bytes],
         connections: dict[int, _Addressed],
-        seat_of: Callable[[bytes], WorkerSlot | None],
+        slot_of: Callable[[bytes], WorkerSlot | None],
     ) -> None:
-        """Between two ROUTERs.
+        """Pass frames on from the ROUTER for workers to the ROUTER for clients.
 
-        connections  by channel, of whom can be reached through ``front``; looked up for every frame, never changed
-        seat_of      routing id → the worker slot of the worker that has it, None if its frames are not to be passed on
+        connections  the clients' connections by channel. Looked up for every frame, never changed here
+        slot_of      returns the worker slot of the worker that has a routing id; None if Python handles all its frames
         """
 
     def take(self, limit: int) -> tuple[int, bytes | None, bytes | None, bool]:
-        """Pass on what is usual, until ``limit`` frames were taken in all, nothing waits, or one came that is not.
+        """Take at most ``limit`` frames from workers, and pass them on. Stop early if none waits, or at the first frame
+        that does not take the fast path.
 
-        Returns (frames taken, that one's sender, its frame, whether more parts of it follow); the sender is None where
-        there is none, the frame also where it has several parts. Raises ZMQError for a socket that is closed.
+        Returns (number of frames taken, sender of that frame, that frame, whether more parts of it follow). The sender
+        is None if there is no such frame. The frame is None also if it has several parts. Raises ZMQError for a socket
+        that is closed.
         """

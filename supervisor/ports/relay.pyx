@@ -1,7 +1,7 @@
-"""From workers to clients without Python: frames that ``fast_path`` knows are passed on as libzmq received them.
+"""Pass frames of workers on to clients without Python, as libzmq received them, if they take the ``fast_path``.
 
-The order in which a worker's frames are handled is that in which they came: at the first one that is not usual, this
-stops and hands it over, and goes on when it is called again.
+The frames of a worker are handled in the order in which they came. At the first frame that does not take the fast path,
+the relay stops and returns that frame. It goes on when it is called again.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
@@ -20,16 +20,16 @@ SOURCES = MODELCTL_SOURCES
 
 
 cdef class Relay:
-    """Of one worker port and one client port, for one thread."""
+    """Passes frames on from one worker port to one client port. For one thread."""
 
-    cdef object _back, _front, _worker_slot_of
+    cdef object _back, _front, _slot_of
     cdef dict _connections
     cdef FastPath _fast_path
-    cdef bytes _client  # of ``_channel``, once a call has asked for one; else None
+    cdef bytes _client  # the routing id of ``_channel``, the channel of the last frame of this call; None before it
     cdef unsigned long long _channel
 
-    def __init__(self, back, front, dict connections not None, seat_of):
-        self._back, self._front, self._connections, self._worker_slot_of = back, front, connections, seat_of
+    def __init__(self, back, front, dict connections not None, slot_of):
+        self._back, self._front, self._connections, self._slot_of = back, front, connections, slot_of
         self._fast_path = FastPath()
 
     def take(self, int limit):
@@ -43,7 +43,8 @@ cdef class Relay:
         self._client = None
         calls.init(&sender)
         calls.init(&frame)
-        # Who has an identity, its requests and where its client is are asked once: within a call nothing can change.
+        # Within a call nothing else runs, so nothing can change. So the worker slot of a routing id is looked up once for
+        # consecutive frames of one worker, and the routing id of a client once for consecutive frames to one client.
         try:
             while taken < limit:
                 if not _receive(&sender, back, True):
@@ -57,7 +58,7 @@ cdef class Relay:
                         worker_slot.tokens += tokens
                         tokens = 0
                     routing_id = bytes_of(&sender)
-                    worker_slot = self._worker_slot_of(routing_id)
+                    worker_slot = self._slot_of(routing_id)
                     if worker_slot is not None:
                         self._fast_path.of(worker_slot)
                 if worker_slot is None or not self._pass_on(&frame, front, &tokens):
@@ -70,7 +71,10 @@ cdef class Relay:
                 worker_slot.tokens += tokens
 
     cdef bint _pass_on(self, Message *frame, void *front, unsigned long long *tokens) except -1:
-        """Whether it was usual and its client could be reached. If not, nothing has happened."""
+        """Pass a frame on if it takes the fast path and its client can be reached. Return whether it was passed on.
+
+        If it was not, nothing has changed.
+        """
         cdef PyObject *connection
         if not self._fast_path.fits(<const unsigned char *>calls.data(frame), calls.size(frame)):
             return False
@@ -79,11 +83,12 @@ cdef class Relay:
             if connection is NULL:
                 return False
             self._client, self._channel = (<object>connection).routing_id, self._fast_path.frame.channel
-        # The first part finds the client or refuses: EHOSTUNREACH where it is gone, EAGAIN where it is far behind.
+        # The first part names the client. libzmq refuses it with EHOSTUNREACH if the client is gone, and with EAGAIN if
+        # the client is far behind.
         if send_bytes(front, self._client, MORE_FOLLOWS):
             return False
-        # Noted before it is sent: the message is libzmq's from then on, and with it the body that is noted. And sent
-        # even if there is no memory to note it: a first part alone would take the next frame to another's client.
+        # The events are noted before the frame is sent: afterwards its bytes belong to libzmq. And the frame is sent even
+        # if there is no memory to note its events: after a first part alone, the next frame would go to this client.
         try:
             tokens[0] += self._fast_path.passed()
         finally:
@@ -93,7 +98,7 @@ cdef class Relay:
 
 
 cdef bint _receive(Message *message, void *socket, bint may_be_none) except -1:
-    """Whether a part was there."""
+    """Take one part out of the socket. Return False if there is none and ``may_be_none``."""
     while calls.receive(message, socket, DONT_WAIT) < 0:
         if errno == EINTR:
             continue

@@ -22,22 +22,27 @@ if TYPE_CHECKING:
     from supervisor.ports.relay import Relay
 
 RELAY = "supervisor.ports.relay"
-"""What passes on the usual frames, if it is compiled."""
+"""The compiled module that passes frames on which take the fast path."""
 DRAIN_LIMIT = 256
-"""Frames taken per turn of the loop."""
+"""Frames that are taken in one turn of the loop, at most."""
 ASKED_FIRST = 4
-"""Frames of a turn, behind the first, before each of which it is asked whether there is one: the exception for "nothing
-there" costs more than to ask as often. Where more have come, there will be yet more."""
+"""For the first frames of a turn, but not the very first, the port asks libzmq whether there is one before it takes it.
+The exception for "nothing there" costs more than so many questions. If more frames have come, there will be yet more,
+and the port asks no more."""
 SEND_MARK = 10_000
-"""Frames on the way to one worker."""
+"""Frames that may be on the way to one worker."""
 RECEIVE_MARK = 1000
-"""Frames of one worker that libzmq has read and we have not: 7 MB of events, as the worker's link bounds a frame. So
-many wait here whenever a worker is quicker than we are, as one without step times is while we have to wait for the
-processor; what else there is waits in the worker. 10,000 are no faster, 256 slower by a tenth."""
+"""Frames of one worker that libzmq may have read and the supervisor has not: 7 MB of events, since the worker's link
+bounds a frame. So many wait here whenever a worker is faster than the supervisor, for example a worker without step
+times while the supervisor waits for a processor. All other events wait in the worker. 10,000 are no faster; 256 are
+slower by a tenth."""
 
 
 class WorkerPort:
-    """The socket, and where the reading of it is. ``more``: whether there may be yet more to read in this turn."""
+    """The socket for workers.
+
+    more  whether there may be yet more frames to take in this turn
+    """
 
     def __init__(
         self, context: Context, endpoint: str, clients: ClientPort, slot_of: Callable[[bytes], WorkerSlot | None]
@@ -53,17 +58,20 @@ class WorkerPort:
         self.file = bind_private(self.socket, endpoint, WORKER_DOMAIN)
         self.more = False
         self._skipping = False
-        """Parts of a message of several are still to be read."""
+        """Whether parts of a message of several parts have yet to be read and dropped."""
         self._relay: Relay | None = None
         if compiled := find(RELAY):
             self._relay = compiled.Relay(self.socket, clients.socket, clients.connections_by_channel, slot_of)
 
     def receive(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """What waits, at most DRAIN_LIMIT: the sender's routing id, and the frame; None for one of several parts, which
-        no worker sends: they are read and dropped. Each is to be handled before the next is asked for."""
-        return self._receive() if self._relay is None else self._receive_unusual(self._relay)
+        """Take at most DRAIN_LIMIT frames. Yield those that do not take the fast path: (sender's routing id, frame).
 
-    def _receive_unusual(self, relay: "Relay") -> Iterator[tuple[bytes, bytes | None]]:
+        The frame is None for a message of several parts, which no worker sends: its parts are dropped. The caller
+        handles each frame before it asks for the next one.
+        """
+        return self._receive() if self._relay is None else self._receive_from_relay(self._relay)
+
+    def _receive_from_relay(self, relay: "Relay") -> Iterator[tuple[bytes, bytes | None]]:
         self.more, left = True, DRAIN_LIMIT
         while left:
             if self._skipping:
@@ -92,7 +100,7 @@ class WorkerPort:
             except zmq.Again:
                 break
             frame = receive_now(socket, DONT_WAIT)
-            if has_more(socket):  # left unread, the rest would be taken for the next routing id
+            if has_more(socket):  # if they were left unread, the next part would be taken for the next routing id
                 self._skipping = True
                 yield routing_id, None
             else:
@@ -103,11 +111,11 @@ class WorkerPort:
 
     @property
     def relays(self) -> bool:
-        """Whether what is usual is passed on without Python."""
+        """Whether compiled code passes frames on that take the fast path."""
         return self._relay is not None
 
     def send(self, routing_id: bytes, frame: bytes) -> bool:
-        """Put a frame on its way. False if the worker is not connected any more, or SEND_MARK frames behind."""
+        """Send a frame. Return False if the worker is not connected any more, or is SEND_MARK frames behind."""
         try:
             send_to(self.socket, routing_id, frame)
         except zmq.ZMQError:

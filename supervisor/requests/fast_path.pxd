@@ -1,5 +1,5 @@
 cdef enum:
-    MOST_EVENTS = 256  # of a frame that is looked at here
+    MOST_EVENTS = 256  # of a frame that may take the fast path
     MOST_BYTES = 65536
 
 cdef struct Entry:
@@ -16,7 +16,7 @@ cdef class RequestProgress:
     cdef public unsigned long long sent, delivered_tokens, unpaid
     cdef public long long credit
     cdef public bint resumable, has_tokens, holds
-    cdef unsigned long long looked_at
+    cdef unsigned long long last_frame  # the number of the last frame in which ``fits`` has seen it
 
 cdef class FastPath:
     cdef void *streams[MOST_EVENTS]

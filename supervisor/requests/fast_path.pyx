@@ -1,8 +1,9 @@
-"""The fast path of ``WorkerEvents.events``, compiled. Both decide alike.
+"""The compiled fast path of ``WorkerEvents.events``. The reference in Python is ``requests_of_whole_frame`` there.
 
 A frame takes the fast path if EventWriter wrote it, if it comes from the worker's present generation, and if every event
 in it is the next one expected for a running request. That request has credit, holds no events back, and does not end
-with this event; the frame has at most one event of each request. Every other frame is left unchanged for Python.
+with this event. The frame has at most one event of each request. The fast path leaves every other frame to Python, and
+then has changed nothing.
 """
 
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE, PyByteArray_Resize
@@ -20,22 +21,25 @@ cdef object _RUNNING = RequestPhase.RUNNING
 cdef unsigned char _VERSION = VERSION
 cdef unsigned char _EVENTS = int(Kind.EVENTS)
 cdef unsigned long long _TERMINAL = int(TERMINAL)
-cdef unsigned long long _looks = 0
+cdef unsigned long long _frame_number = 0  # of the frame that ``fits`` was last asked about
 
 
 cdef class RequestProgress:
-    """What changes of a request with every event. See ``request_progress`` for what it means."""
+    """What changes of a request with every event. ``request_progress`` describes the fields."""
 
     def __init__(self, long long credit, bint resumable):
         self.phase, self.ids, self.credit, self.resumable = RequestPhase.WAITING, bytearray(), credit, resumable
-        self.sent = self.delivered_tokens = self.unpaid = self.looked_at = 0
+        self.sent = self.delivered_tokens = self.unpaid = self.last_frame = 0
         self.has_tokens = self.holds = False
 
 
 cdef const unsigned char *_unsigned(
     const unsigned char *at, const unsigned char *end, unsigned long long *value
 ) noexcept nogil:
-    """Behind an unsigned integer of msgpack; NULL if there is none. Never reads at or behind ``end``."""
+    """Read an unsigned integer of msgpack. Return the position behind it; NULL if there is none at ``at``.
+
+    Never reads at or behind ``end``.
+    """
     cdef int length
     cdef unsigned long long found = 0
     if at is NULL or at >= end:
@@ -55,7 +59,10 @@ cdef const unsigned char *_unsigned(
 
 
 cdef bint _read(const unsigned char *at, size_t size, Frame *frame) noexcept nogil:
-    """Whether it is a usual frame, which is then taken apart. Everything is within ``size`` bytes."""
+    """Divide a frame into its parts. Return whether it has the form of one that may take the fast path.
+
+    All parts then lie within ``size`` bytes.
+    """
     cdef const unsigned char *end = at + size
     cdef unsigned long long total = 0, length
     cdef Entry *entry
@@ -81,7 +88,7 @@ cdef bint _read(const unsigned char *at, size_t size, Frame *frame) noexcept nog
         at = _unsigned(_unsigned(at + 1, end, &entry.request), end, &entry.seq)
         at = _unsigned(_unsigned(at, end, &entry.flags), end, &entry.tokens)
         at = _unsigned(at, end, &entry.length)
-        # bounded one by one, so that no sum or product of theirs can overflow
+        # Each number is bounded by itself, so that no sum or product of them can overflow.
         if at is NULL or entry.flags > 255 or entry.length > MOST_BYTES or entry.tokens > entry.length // 4:
             return False
         if entry.flags & _TERMINAL:
@@ -98,22 +105,25 @@ cdef bint _read(const unsigned char *at, size_t size, Frame *frame) noexcept nog
 
 
 cdef class FastPath:
-    """Looks at one frame after the other."""
+    """Decides for one frame after the other whether it takes the fast path. For one thread."""
 
     cdef int of(self, object worker_slot) except -1:
-        """The frames that follow are this worker_slot's. To be said again whenever Python may have changed something."""
+        """Expect frames of this worker. Call this again whenever Python code may have changed the slot."""
         self.running, self.generation = worker_slot.running, worker_slot.generation
         return 0
 
     cdef bint fits(self, const unsigned char *data, size_t size) except -1:
-        """Whether it is a usual frame of the worker_slot. Nothing is changed. ``data`` stays valid until ``passed``."""
-        global _looks
+        """Return whether a frame of the worker takes the fast path. Nothing is changed.
+
+        The caller keeps ``data`` valid until it has called ``passed``.
+        """
+        global _frame_number
         cdef PyObject *found
         cdef object channel
         cdef RequestProgress stream
         if not _read(data, size, &self.frame) or self.frame.generation != self.generation:
             return False
-        _looks += 1
+        _frame_number += 1
         channel = self.frame.channel
         for i in range(self.frame.count):
             entry = &self.frame.entries[i]
@@ -122,19 +132,22 @@ cdef class FastPath:
                 return False
             stream = <object>found
             if (
-                stream.looked_at == _looks  # two events of one request
+                stream.last_frame == _frame_number  # the frame has two events of this request
                 or stream.sent != entry.seq
                 or stream.credit < 1
                 or stream.holds
                 or stream.phase is not _RUNNING
             ):
                 return False
-            stream.looked_at = _looks
-            self.streams[i] = found  # borrowed of ``running``, which nothing can change before ``passed``
+            stream.last_frame = _frame_number
+            self.streams[i] = found  # a reference that ``running`` owns: nothing changes ``running`` before ``passed``
         return True
 
     cdef unsigned long long passed(self) except? 0xFFFFFFFFFFFFFFFF:
-        """The frame that fitted is on its way to its client: note what was in it. Returns its tokens, for the worker_slot."""
+        """Note the events of the last frame that fitted, which is on its way to its client.
+
+        Return how many tokens are in them. The caller adds these to the worker slot's count.
+        """
         cdef const unsigned char *at = self.frame.body
         cdef unsigned long long tokens = 0
         cdef RequestProgress stream
@@ -154,7 +167,7 @@ cdef class FastPath:
         return tokens
 
     def take(self, bytes frame not None, worker_slot):
-        """Do what ``relay`` does with a frame, without the sockets: for tests. See fast_path.pyi."""
+        """Do with a frame what ``relay`` does, but without sockets. Only tests call this. See fast_path.pyi."""
         self.of(worker_slot)
         if not self.fits(frame, len(frame)):
             return None

@@ -99,93 +99,42 @@ class WorkerEvents:
         if message.generation != worker_slot.generation:
             self.dropped += 1
             return []
-        ended = False
-        requests = self._all_pass(worker_slot, message) or self._passes_whole(worker_slot, message)
-        if not requests:
-            effects, ended = self._slice(worker_slot, message, now)
+        requests = requests_of_whole_frame(worker_slot, message)
+        if requests:
+            effects: list[Effect] = [ToClient(message.channel, frame)]
+            ended = self._note_whole(worker_slot, requests, message, now)
         else:
-            effects = [ToClient(message.channel, frame)]
-            body = message.body
-            at = tokens_in_all = 0
-            # The road of nearly every token: what note_tokens and count_sent do, without the calls.
-            for request, (_, seq, flags, tokens, length) in zip(requests, message.index, strict=True):
-                if tokens:
-                    request.has_tokens = True
-                    tokens_in_all += tokens
-                    request.unpaid += tokens
-                    request.delivered_tokens += tokens
-                    if request.resumable:
-                        request.ids += body[at : at + 4 * tokens]
-                at += length
-                request.sent = seq + 1
-                request.credit -= 1
-                if flags & TERMINAL:
-                    ended = True
-                    self._table.finish(worker_slot, request, flags, now)
-            worker_slot.tokens += tokens_in_all
-        return effects + self._table.dispatch(queue, now) if ended or queue.needs_every_event else effects
+            effects, ended = self._slice(worker_slot, message, now)
+        if ended or queue.needs_every_event:
+            effects += self._table.dispatch(queue, now)
+        return effects
 
-    @staticmethod
-    def _note_tokens(request: InFlight, tokens: int, ids: bytes) -> None:
-        """What the answer consists of, for the worker that may have to go on with it."""
-        request.has_tokens = True
-        request.unpaid += tokens
-        if request.resumable:
-            request.ids += ids
+    def _note_whole(self, worker_slot: WorkerSlot, requests: list[InFlight], message: Events, now: float) -> bool:
+        """Note the events of a frame that goes to its client whole. Return whether a request has ended.
 
-    @staticmethod
-    def _all_pass(worker_slot: WorkerSlot, message: Events) -> list[InFlight] | None:
-        """``_passes_whole`` in the usual case, one event of each request; None where it has to be looked at closely."""
-        index, channel, running = message.index, message.channel, worker_slot.running
-        count = len(index)
-        requests = []
-        for number, seq, _, _, _ in index:
-            request = running.get((channel, number))
-            if (
-                request is None
-                or seq != request.sent
-                or request.credit < 1
-                or request.holds
-                or request.phase is not RequestPhase.RUNNING
-            ):
-                return None
-            requests.append(request)
-        if count > 1 and len(set(requests)) != count:
-            return None
-        return requests
-
-    @staticmethod
-    def _passes_whole(worker_slot: WorkerSlot, message: Events) -> list[InFlight] | None:
-        """The request of each event, if every event may go to the client now; else None. Raises FrameError if one came
-        out of turn."""
-        count, channel, running = len(message.index), message.channel, worker_slot.running
-        whole = True
-        due: dict[int, int] = {}  # by request, the number of its next event; -1 behind its end
-        for number, seq, flags, _, _ in message.index:
-            request = running.get((channel, number))
-            if request is None or request.phase is not RequestPhase.RUNNING:
-                whole = False
-                continue
-            awaited = due.get(number)
-            if awaited is None:
-                awaited = request.sent
-                if request.holds:
-                    awaited += len(request.held)
-            if awaited < 0:  # a worker that goes on behind the end: the client must not see that
-                whole = False
-                continue
-            if seq != awaited:
-                # A token is missing or came twice, and nothing that this worker says can be believed any more.
-                raise FrameError(ErrorCode.BAD_FRAME, f"event {seq} of a request where {awaited} was due")
-            due[number] = -1 if flags & TERMINAL else awaited + 1
-            # A stream may have several events in the frame; asking for credit for all of them is a little too strict,
-            # which only costs the slicing.
-            if request.holds or request.credit < count:
-                whole = False
-        return [running[channel, entry.request] for entry in message.index] if whole else None
+        ``FastPath.passed`` does this for a frame that takes the fast path. Here everything stands in one loop without
+        calls, because every token passes here where nothing is compiled.
+        """
+        body, at, tokens_in_all, ended = message.body, 0, 0, False
+        for request, (_, seq, flags, tokens, length) in zip(requests, message.index, strict=True):
+            if tokens:
+                request.has_tokens = True
+                tokens_in_all += tokens
+                request.unpaid += tokens
+                request.delivered_tokens += tokens
+                if request.resumable:
+                    request.ids += body[at : at + 4 * tokens]
+            at += length
+            request.sent = seq + 1
+            request.credit -= 1
+            if flags & TERMINAL:
+                ended = True
+                self._table.finish(worker_slot, request, flags, now)
+        worker_slot.tokens += tokens_in_all
+        return ended
 
     def _slice(self, worker_slot: WorkerSlot, message: Events, now: float) -> tuple[list[Effect], bool]:
-        """Pass on what may go and hold the rest, event by event. Whether the worker let go of a job."""
+        """Pass on the events that may go and hold the others, one by one. Return whether the worker let a job go."""
         effects: list[Effect] = []
         index: list[EventEntry] = []
         chunks: list[bytes] = []
@@ -205,7 +154,10 @@ class WorkerEvents:
                 continue
             if entry.tokens:
                 worker_slot.tokens += entry.tokens
-                self._note_tokens(request, entry.tokens, event[: 4 * entry.tokens])
+                request.has_tokens = True
+                request.unpaid += entry.tokens
+                if request.resumable:
+                    request.ids += event[: 4 * entry.tokens]
             if request.credit <= 0 and not request.holds:
                 effects += self._table.credit.advances.use(request)
             if request.holds or (request.credit <= 0 and not entry.flags & TERMINAL):
@@ -233,3 +185,33 @@ class WorkerEvents:
             ended, error = excess
             return self._table.give_up(ended, error) + self._table.dispatch(self._table.queues[ended.model], now)
         return []
+
+
+def requests_of_whole_frame(worker_slot: WorkerSlot, message: Events) -> list[InFlight] | None:
+    """Return the request of each event if the frame may go to its client whole, else None. This is the reference of the
+    decision that ``FastPath.fits`` makes for nearly all frames: it passes no frame that this function refuses.
+
+    A frame passes whole if every event in it is the next one expected for a running request, which has credit for the
+    event and holds none back. Raises FrameError if an event has another number than the one that is expected.
+    """
+    channel, running, whole = message.channel, worker_slot.running, True
+    is_running = RequestPhase.RUNNING  # looked up once: every token passes here where nothing is compiled
+    requests: list[InFlight] = []
+    expected: dict[int, int] = {}  # by request, the number of its next event; -1 behind its end
+    for number, seq, flags, _, _ in message.index:
+        request = running.get((channel, number))
+        if request is None or request.phase is not is_running:
+            whole = False
+            continue
+        due = expected.get(number, request.next_seq if request.holds else request.sent)
+        if due < 0:  # the worker goes on behind the end, and the client must not see that
+            whole = False
+            continue
+        if seq != due:
+            # A token is missing or came twice. Nothing that this worker says can be believed any more.
+            raise FrameError(ErrorCode.BAD_FRAME, f"event {seq} of a request where {due} was due")
+        expected[number] = -1 if flags & TERMINAL else due + 1
+        if request.holds or request.credit <= due - request.sent:
+            whole = False
+        requests.append(request)
+    return requests if whole else None
