@@ -57,7 +57,7 @@ def answer(context: AdminContext, verb: str, body: bytes, *, admin: bool) -> Res
 def _models(context: AdminContext, params: Params) -> Result:
     _take(params)
     models: dict[str, list[Replica]] = {}
-    for replica in context.fleet.replicas.values():
+    for replica in context.fleet.registry.replicas.values():
         models.setdefault(replica.model, []).append(replica)
     return {"models": [_as_one(name, replicas) for name, replicas in models.items()]}
 
@@ -109,7 +109,7 @@ def ready_worker(context: AdminContext, name: object) -> Replica:
 
 def _status(context: AdminContext, params: Params) -> Result:
     name = _take(params, model=str).get("model")
-    replicas = list(context.fleet.replicas.values()) if name is None else _replicas(context, name)
+    replicas = list(context.fleet.registry.replicas.values()) if name is None else _replicas(context, name)
     return {
         "supervisor": context.status.describe(),
         "gpus": context.fleet.vram.describe_gpus(),
@@ -120,8 +120,7 @@ def _status(context: AdminContext, params: Params) -> Result:
 
 def _described(context: AdminContext, replica: Replica) -> Result:
     pid = replica.process.pid if replica.process else None
-    fleet = context.fleet
-    placed = {**fleet.admission.describe(replica.name), **fleet.vram.describe(replica.name, pid)}
+    placed = {**replica.memory.describe(), **context.fleet.vram.describe(replica.name, pid)}
     return {**replica.describe(context.scheduler, time.monotonic()), **placed}
 
 
@@ -210,11 +209,11 @@ def _replicas(context: AdminContext, name: str | None) -> list[Replica]:
     """Return the workers of the model of this name, or the one worker of this name. Raises WireError."""
     if name is None:
         raise RequestError("model is missing: name a model", field="model")
-    if replicas := context.fleet.of_model(name):
+    if replicas := context.fleet.registry.of_model(name):
         return replicas
-    if replica := context.fleet.shown(name):
+    if replica := context.fleet.registry.shown(name):
         return [replica]
-    known = ", ".join(sorted({replica.model for replica in context.fleet.replicas.values()}))
+    known = ", ".join(sorted({replica.model for replica in context.fleet.registry.replicas.values()}))
     raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured: there is {known}", field="model")
 
 

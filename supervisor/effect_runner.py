@@ -75,7 +75,7 @@ class EffectRunner:
                 return
 
     def _send_to_worker(self, effect: ToWorker) -> None:
-        replica = self._fleet.replicas.get(effect.worker)
+        replica = self._fleet.registry.replicas.get(effect.worker)
         if replica is None or replica.generation != effect.generation:
             return  # the process has ended, and the scheduler knows
         if not self._workers.send(replica.routing_id, effect.frame):

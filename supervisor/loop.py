@@ -113,8 +113,7 @@ class Supervisor:
         # Models and their workers.
         back = back_endpoint(runtime.path)
         self._fleet = Fleet(config, self._scheduler, timers, self._launcher, self._effects, runtime.path, back, log)
-        self._on_demand = OnDemandLoader(self._fleet, self._scheduler, log)
-        self._fleet.admission.make_room = self._on_demand.make_room
+        self._on_demand = OnDemandLoader(self._fleet, self._fleet.registry)
         self._reloads = Reloads(self._fleet, self._scheduler, timers, log)
         self._shutdown = Shutdown(self._fleet, self._reloads, self._scheduler, self._clients, self._effects, log)
         self._frames = WorkerFrames(
@@ -138,7 +137,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until told to stop. Return the process's exit code; the caller leaves with ``os._exit``."""
-        file = self._fleet.config.file
+        file = self._fleet.registry.config.file
         self._log.info("modelctl %s, pid %d, serving %s in %s", __version__, os.getpid(), file, self._runtime.path)
         if not self._workers.relays:
             self._log.warning("tokens are forwarded by Python, which takes longer: %s", load_compiled(RELAY)[1])
@@ -170,7 +169,7 @@ class Supervisor:
             watch(port.monitor, handler)
         watch(self._signals.receiver, self._on_signals)
         watch(self._launcher.descriptor, self._on_ends)
-        watch(self._fleet.admission.descriptor, self._fleet.admission.answered)
+        watch(self._fleet.starts.descriptor, self._fleet.starts.answered)
 
     def _begin_rounds(self) -> None:
         """Set the timers of everything that is done again and again."""
@@ -239,7 +238,7 @@ class Supervisor:
                 if not self._on_workers():
                     break
         for process in ended:
-            self._frames.note_end(self._fleet.worker_of(process))
+            self._frames.note_end(self._fleet.registry.worker_of(process))
             self._fleet.on_exit(process)
             self._runner.run()
 

@@ -51,7 +51,7 @@ class Shutdown:
             # Before the errors that end waiting requests: a client then knows why.
             frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
             self._effects.add(ToClient(channel, frame) for channel in self._clients.channels_for_requests())
-        for name in self._fleet.replicas:
+        for name in self._fleet.registry.replicas:
             self._fleet.stop(name, cause, now=now)
 
     @property

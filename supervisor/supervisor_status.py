@@ -56,7 +56,7 @@ class SupervisorStatus:
             "pid": os.getpid(),
             "version": __version__,
             "uptime_s": round(time.monotonic() - self._started, 1),
-            "config": str(self._fleet.config.file),
+            "config": str(self._fleet.registry.config.file),
             "runtime_dir": str(self._runtime_dir),
             "log_trouble": log_trouble(self._log),
             "shutting_down": self._shutdown.begun,

@@ -69,7 +69,7 @@ class WorkerFrames:
         self._effects.add(asker.reply(body) for asker in self._queries.worker_gone(replica.name))
 
     def _living(self, routing_id: bytes) -> Replica | None:
-        replica = self._fleet.replica_of(routing_id)
+        replica = self._fleet.registry.replica_of(routing_id)
         return None if replica is None or replica.killed_for is not None else replica
 
     def _handle(self, replica: Replica, frame: bytes) -> None:

@@ -9,27 +9,25 @@ import os
 import random
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from protocol.codec import encode
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import Hello, Message, Progress, Ready, Shutdown, Stats
-from protocol.process.worker_spec import WorkerSpec
 from supervisor import logs
 from supervisor.config import Config, ModelSpec
 from supervisor.fleet.hang_watch import HangWatch
 from supervisor.fleet.replica import ROOM_RETRY_S, Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
+from supervisor.fleet.starts import Starts
 from supervisor.model_logs import about, without_ours
-from supervisor.placement.admission import Admission
 from supervisor.placement.vram import Vram
 from supervisor.requests.effect_queue import EffectQueue, WorkerChanged
 from supervisor.requests.in_flight import ToWorker
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.workers import stop_ladder
-from supervisor.workers.exits import ExitReport, classify, not_spawned
+from supervisor.workers.exits import ExitReport, classify
 from supervisor.workers.launcher import Launched, Launcher
 from supervisor.workers.lifecycle import Event, LifecycleAction, WorkerState
 from supervisor.workers.stop_ladder import Rung
@@ -39,7 +37,7 @@ from supervisor.workers.worker_reports import checked_hello, checked_progress, c
 RATE_WINDOW_S = 1.0
 
 
-class Fleet(ReplicaRegistry):
+class Fleet:
     """All models. Every method runs on the supervisor's one thread."""
 
     def __init__(
@@ -53,47 +51,48 @@ class Fleet(ReplicaRegistry):
         back_endpoint: str,
         log: logging.Logger,
     ) -> None:
+        self.vram = Vram(timers, log)
+        self.registry = ReplicaRegistry(config, scheduler, self.vram, runtime_dir)
         outer, cpus = os.environ.get("CUDA_VISIBLE_DEVICES"), os.sched_getaffinity(0)
-        super().__init__(config, scheduler, Admission(Vram(timers, log), outer, cpus, timers, log), runtime_dir)
+        self.starts = Starts(self, self.registry, self.vram, launcher, timers, back_endpoint, outer, cpus, log)
+        self._scheduler = scheduler
         self._timers = timers
         self._launcher = launcher
         self._effects = effects
-        self._back_endpoint = back_endpoint
         self._log = log
-        self._by_routing_id: dict[bytes, Replica] = {}
         self._hang_watch = HangWatch(self.kill, log)
 
     # --- orders -------------------------------------------------------------------------------------------------
 
     def start(self, name: str, cause: str) -> None:
         """Order a worker up, whatever it does now. A worker on its way down is started again when it has stopped."""
-        replica = self.replicas[name]
+        replica = self.registry.replicas[name]
         self._carry_out(replica, replica.life.start(time.monotonic(), cause))
 
     def rest(self, name: str, cause: str) -> None:
         """Let the first request for its model start a worker that is stopped or has failed."""
-        replica = self.replicas[name]
+        replica = self.registry.replicas[name]
         self._carry_out(replica, replica.life.rest(time.monotonic(), cause))
 
     def unload(self, name: str, cause: str) -> None:
         """End the process of a worker that is ready and idle. Its next request starts it again."""
-        replica = self.replicas[name]
+        replica = self.registry.replicas[name]
         self._carry_out(replica, replica.life.unload(time.monotonic(), cause))
 
     def stop(self, name: str, cause: str, *, now: bool = False) -> None:
         """Order a worker down: after its requests, bounded by the time for draining, or at once."""
-        replica = self.replicas[name]
+        replica = self.registry.replicas[name]
         if (transition := replica.life.stop(time.monotonic(), cause, at_once=now)) is not None:
             self._carry_out(replica, transition)
 
     def restart(self, name: str, cause: str) -> None:
         """Stop a worker, then start it; requests wait meanwhile. A worker without a process is just started."""
-        replica = self.replicas[name]
+        replica = self.registry.replicas[name]
         self._carry_out(replica, replica.life.restart(time.monotonic(), cause))
 
     def respec(self, replica: Replica, spec: ModelSpec) -> None:
         was_lazy = replica.spec.config.lazy
-        super().respec(replica, spec)
+        self.registry.respec(replica, spec)
         self._settle(replica, was_lazy)
 
     def adopt_settings(self, replica: Replica, spec: ModelSpec) -> None:
@@ -102,7 +101,7 @@ class Fleet(ReplicaRegistry):
         if replica.desired_spec is replica.spec:
             replica.apply_settings(spec)
         else:  # the present process is of an older specification still
-            super().respec(replica, spec)
+            self.registry.respec(replica, spec)
         self._settle(replica, was_lazy)
 
     def _settle(self, replica: Replica, was_lazy: bool) -> None:
@@ -116,13 +115,9 @@ class Fleet(ReplicaRegistry):
     @property
     def all_stopped(self) -> bool:
         """No process is left. Their VRAM may still be on its way back: ``vram.awaited``."""
-        return all(replica.process is None for replica in self.replicas.values())
+        return all(replica.process is None for replica in self.registry.replicas.values())
 
     # --- what workers say ---------------------------------------------------------------------------------------
-
-    def replica_of(self, routing_id: bytes) -> Replica | None:
-        """The worker whose present process has this identity; None for a former generation's or a stranger's."""
-        return self._by_routing_id.get(routing_id)
 
     def on_worker_message(self, replica: Replica, message: Message) -> None:
         """HELLO, PROGRESS, READY and STATS. Raises FrameError for a body that is not what it should be."""
@@ -140,7 +135,7 @@ class Fleet(ReplicaRegistry):
                 replica.info = checked_ready(body)
                 replica.progress = {}
                 if replica.process is not None:
-                    self.admission.ready(replica.name, replica.process.pid)
+                    self.starts.loaded(replica, replica.process.pid)
                 self._report(replica, Event.LOADED, self._loaded(replica))
             case Stats(body):
                 replica.stats = checked_stats(body)
@@ -162,25 +157,21 @@ class Fleet(ReplicaRegistry):
                 parts.append(f"{vram / 2**20:.0f} MiB of VRAM")
         return ", ".join(parts)
 
-    def worker_of(self, process: Launched) -> Replica:
-        """Return the worker whose present process this is."""
-        return next(replica for replica in self.replicas.values() if replica.process is process)
-
     def on_exit(self, process: Launched) -> None:
-        """A worker is gone, and all that it sent before is taken in."""
-        replica = self.worker_of(process)
+        """Clean up after a worker's process that has ended. The caller has taken in what the worker had sent."""
+        replica = self.registry.worker_of(process)
         asked = replica.state is WorkerState.STOPPING  # a draining worker has not been told to leave yet
         code = self._launcher.reap(process)
-        replica.process = None
-        self._by_routing_id.pop(replica.routing_id, None)
-        self.admission.ended(replica.name, process.pid)
+        self.registry.process_ended(replica)
+        self.vram.ended(replica.name, process.pid)
+        self.starts.worker_gone(replica.name)
         tail = without_ours(logs.tail(replica.log_path, since=replica.log_begin))
         killed = (replica.kill_reason, replica.killed_for) if replica.killed_for else None
         self._ended(replica, classify(code, asked=asked, log_tail=tail, killed=killed), process.pid)
 
     def check_progress(self) -> None:
         """See which workers get on, and end those that hang. To be called every ``watch.CHECK_S``."""
-        self._hang_watch.check(self.replicas.values(), time.monotonic())
+        self._hang_watch.check(self.registry.replicas.values(), time.monotonic())
 
     def kill(self, replica: Replica, why: str, reason: str = "killed") -> None:
         """End a worker that hangs, is out of its mind or out of reach. Its requests end when it is gone."""
@@ -190,6 +181,10 @@ class Fleet(ReplicaRegistry):
                 "%s: killing pid %d: %s", replica.shown, replica.process.pid, why, extra=about(replica.log_name)
             )
             replica.process.signal(signal.SIGKILL)
+
+    def not_started(self, replica: Replica, report: ExitReport) -> None:
+        """Take note that a start has ended without a process. ``Start`` calls this."""
+        self._ended(replica, report, None)
 
     def _ended(self, replica: Replica, report: ExitReport, pid: int | None) -> None:
         """There is no process any more, or there never was one: what follows from that."""
@@ -226,7 +221,7 @@ class Fleet(ReplicaRegistry):
 
     def sample_rates(self, elapsed_s: float) -> None:
         """Tokens per second of each worker since the last sample, and when it was last busy."""
-        for name, replica in self.replicas.items():
+        for name, replica in self.registry.replicas.items():
             running, tokens = self._scheduler.work(name)
             if running or tokens != replica.tokens_seen:
                 replica.last_active = time.monotonic()
@@ -254,7 +249,7 @@ class Fleet(ReplicaRegistry):
         name = replica.name
         match action:
             case LifecycleAction.SPAWN:
-                self._spawn(replica)
+                self.starts.begin(replica)
             case LifecycleAction.OPEN:
                 replica.last_active = now
                 capacity, batch_size = replica.info["max_jobs"], replica.spec.config.max_batch_size
@@ -283,7 +278,7 @@ class Fleet(ReplicaRegistry):
                     self._effects.add(self._scheduler.release_held(name, now))
             case LifecycleAction.WATCH_DRAIN:
                 replica.drain_timer = self._timers.at(
-                    now + self._config.supervisor.stop.drain, lambda: self._drain_expired(replica)
+                    now + self.registry.config.supervisor.stop.drain, lambda: self._drain_expired(replica)
                 )
                 self.after_events(replica)
             case LifecycleAction.CLIMB:
@@ -297,53 +292,6 @@ class Fleet(ReplicaRegistry):
                 if replica.backoff_timer is not None:
                     replica.backoff_timer.cancel()
 
-    def _spawn(self, replica: Replica) -> None:
-        self._take_spec(replica)
-        self._generations[replica.label] += 1
-        replica.generation = self._generations[replica.label]
-        replica.routing_id = b"W" + os.urandom(16)
-        replica.info, replica.progress, replica.killed_for, replica.detector = {}, {}, None, None
-        spec = WorkerSpec(
-            engine=replica.spec.engine_spec,
-            generation=replica.generation,
-            visible_devices="",  # until it is placed
-            sampling=replica.spec.config.sampling or {},
-            limits=replica.spec.config.limits or {},
-            endpoint=self._back_endpoint,
-            routing_id=replica.routing_id,
-            log_path=str(replica.log_path),
-            supervisor_pid=os.getpid(),
-            leases=self._config.supervisor.leases(replica.spec.config),
-            name=replica.label,
-        )
-        replica.log_begin = logs.prepare(replica.log_path)
-        self.admission.admit(
-            replica.name,
-            replica.label,
-            replica.spec,
-            lambda devices, cpus: self._launch(replica, replace(spec, visible_devices=devices, cpus=cpus)),
-            lambda report: self._ended(replica, report, None),
-            limits=self._config.supervisor.vram_limit,
-            last=not replica.life.history.recent,
-        )
-
-    def _launch(self, replica: Replica, spec: WorkerSpec) -> int | None:
-        """The pid; None where there is no process left to be had."""
-        try:
-            replica.process = self._launcher.start(spec)
-        except OSError as e:
-            # Not from here: we are in the middle of the transition to STARTING. The next turn counts it as a death.
-            report = not_spawned(e)
-            self._timers.at(time.monotonic(), lambda: self._ended(replica, report, None))
-            return None
-        self._by_routing_id[replica.routing_id] = replica
-        self._log.info(
-            "%s: spawned pid %d, generation %d, devices: %s",
-            replica.shown, replica.process.pid, replica.generation, spec.visible_devices or "cpu",
-            extra=about(replica.log_name),
-        )  # fmt: skip
-        return replica.process.pid
-
     def _drain_expired(self, replica: Replica) -> None:
         if replica.desired is not Desired.UP:  # else it is started again, and its requests go on then
             self._effects.add(self._scheduler.end_running(replica.name))
@@ -354,13 +302,9 @@ class Fleet(ReplicaRegistry):
             replica.drain_timer.cancel()
         for timer in replica.ladder:
             timer.cancel()
-        if self.admission.forget(
-            replica.name
-        ):  # not spawned yet: its end is counted in the next turn, as a process's would be
-            never = ExitReport(0, "asked", "stopped before it was spawned", retry=False)
-            self._timers.at(now, lambda: self._ended(replica, never, None))
+        if self.starts.cancel(replica):
             return
-        times = stop_ladder.IMPATIENT if replica.life.impatient else self._config.supervisor.ladder
+        times = stop_ladder.IMPATIENT if replica.life.impatient else self.registry.config.supervisor.ladder
         rungs = stop_ladder.plan(now, times, reads_messages=bool(replica.info))
         replica.ladder = [self._timers.at(at, lambda rung=rung: self._rung(replica, rung)) for at, rung in rungs]  # type: ignore[misc]
 

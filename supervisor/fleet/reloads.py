@@ -23,6 +23,7 @@ class Reloads:
 
     def __init__(self, fleet: Fleet, scheduler: Scheduler, timers: Timers, log: logging.Logger) -> None:
         self._fleet = fleet
+        self._registry = fleet.registry
         self._scheduler = scheduler
         self._timers = timers
         self._log = log
@@ -32,7 +33,7 @@ class Reloads:
     def read_again(self, cause: str, how: How, only: str | None = None) -> int:
         """``reload`` with what models.yaml holds now. Raises WireError where that cannot be used, and changes nothing
         then."""
-        before = self._fleet.config
+        before = self._registry.config
         try:
             config = load_config(before.file)
         except ConfigError as e:
@@ -45,7 +46,7 @@ class Reloads:
                 "supervisor.listen and supervisor.keys are applied at the next start only: put them back as they were"
             )
             raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {message}, or shut down and serve again")
-        if only is not None and only not in config.models and not self._fleet.of_model(only):
+        if only is not None and only not in config.models and not self._registry.of_model(only):
             known = ", ".join(config.models)
             raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {only[:64]!r} is configured: there is {known}")
         return self.reload(config, cause, how, only)
@@ -55,7 +56,7 @@ class Reloads:
 
         What that means for each worker is found out when the orders before are done.
         """
-        before = self._fleet.config
+        before = self._registry.config
         if only is not None:
             models = before.models | {name: spec for name, spec in config.models.items() if name == only}
             if only not in config.models:
@@ -68,7 +69,7 @@ class Reloads:
         ]
         if settings:
             self._log.info("%s: applied supervisor.%s", cause, ", supervisor.".join(settings))
-        self._fleet.adopt(config)
+        self._registry.adopt(config)
         self._scheduler.set_policies(config.supervisor.hold_limits, config.supervisor.poison_policy)
         forced = () if only is None else (only,)
         number = self.rollouts.order(cause, how, partial(self._plan, config, forced), settings)
@@ -80,7 +81,7 @@ class Reloads:
         models, labels = {r.model for r in replicas}, [r.label for r in replicas]
 
         def plan() -> Plan:  # of what is there by then: an earlier order may have made them others, or removed them
-            there = [replica for label in labels if (replica := self._fleet.shown(label)) is not None]
+            there = [replica for label in labels if (replica := self._registry.shown(label)) is not None]
             steps = [RolloutStep(r.model, r.label, r.desired_spec, forced=True) for r in there]
             return Plan(dict.fromkeys(models, Change.WORKERS), steps)
 
@@ -100,7 +101,7 @@ class Reloads:
 
     def _plan(self, config: Config, forced: Sequence[str]) -> Plan:
         before: dict[str, list[ModelSpec]] = {}
-        for replica in self._fleet.replicas.values():
+        for replica in self._registry.replicas.values():
             before.setdefault(replica.model, []).append(replica.desired_spec)
         found = changes(before, config.models, forced)
         steps: list[RolloutStep] = []
@@ -109,7 +110,7 @@ class Reloads:
         return Plan(found, steps)
 
     def _steps(self, model: str, change: Change, spec: ModelSpec | None, *, forced: bool) -> list[RolloutStep]:
-        workers = self._fleet.of_model(model)
+        workers = self._registry.of_model(model)
         there = [replica.label for replica in workers]
         if spec is None:
             return [RolloutStep(model, label, None) for label in there]
@@ -122,7 +123,7 @@ class Reloads:
             # where there was one, "a", and are to be several, it becomes "a:1"; of several, one that is wanted stays
             for replica in sorted(workers, key=lambda replica: replica.desired is not Desired.UP):
                 if replica.label not in spec.workers and missing:
-                    self._fleet.relabel(replica, missing.pop(0))
+                    self._registry.relabel(replica, missing.pop(0))
             wanted = any(replica.desired is Desired.UP for replica in workers)
             stay = [RolloutStep(model, label, spec, start=wanted, forced=forced) for label in spec.workers]
             gone = [RolloutStep(model, replica.label, None) for replica in workers if replica.label not in spec.workers]

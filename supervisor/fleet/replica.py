@@ -6,6 +6,7 @@ from typing import Any
 
 from protocol.errors import ErrorCode, WireError
 from supervisor.config import ModelSpec
+from supervisor.placement.worker_memory import WorkerMemory
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timer
 from supervisor.workers.exits import ExitReport
@@ -53,6 +54,8 @@ class Replica:
         self.log_begin = 0
         """Bytes that the log held before the present process."""
         self.generation = generation
+        self.memory = WorkerMemory()
+        """The GPU memory that the worker needs, and what its process holds."""
         self.process: Launched | None = None
         self.routing_id = b""
         self.killed_for: str | None = None

@@ -1,5 +1,6 @@
-"""Which models and workers there are: the ones configured, and while one takes another's place, both."""
+"""Which workers there are: those that models.yaml asks for, and their successors during a surge."""
 
+import os
 import time
 from collections import Counter
 from itertools import count
@@ -8,22 +9,25 @@ from pathlib import Path
 from supervisor import logs
 from supervisor.config import Config, ModelSpec
 from supervisor.fleet.replica import Replica
-from supervisor.placement.admission import Admission
 from supervisor.placement.gpu_requests import watched_pins
+from supervisor.placement.vram import Vram
+from supervisor.placement.worker_memory import WorkerMemory
 from supervisor.requests.scheduler import Scheduler
+from supervisor.workers.launcher import Launched
+from supervisor.workers.lifecycle import WorkerState
 
 
 class ReplicaRegistry:
     """The records of all workers. For each record it keeps a worker slot in the scheduler and the watch on its GPUs."""
 
-    def __init__(self, config: Config, scheduler: Scheduler, admission: Admission, runtime_dir: Path) -> None:
+    def __init__(self, config: Config, scheduler: Scheduler, vram: Vram, runtime_dir: Path) -> None:
         self._config = config
         self._scheduler = scheduler
-        self.admission = admission
-        self.vram = admission.vram
+        self._vram = vram
         self._runtime_dir = runtime_dir
         self.replicas: dict[str, Replica] = {}
         """By ``Replica.name``, in the order of models.yaml."""
+        self._by_routing_id: dict[bytes, Replica] = {}
         self._generations: Counter[str] = Counter()
         """By label."""
         self._serial = count(2)
@@ -71,8 +75,7 @@ class ReplicaRegistry:
     def remove(self, replica: Replica) -> None:
         """Forget a worker that is at rest; with a model's last, the model, unless it is configured."""
         del self.replicas[replica.name]
-        self.vram.unwatch(replica.name)
-        self.admission.removed(replica.name)
+        self._vram.unwatch(replica.name)
         self._scheduler.remove_worker(replica.name)
         if replica.model not in self._config.models and not self.of_model(replica.model):
             self._scheduler.remove_model(replica.model)
@@ -83,26 +86,56 @@ class ReplicaRegistry:
         self._generations[label] = max(self._generations[label], replica.generation)
 
     def respec(self, replica: Replica, spec: ModelSpec) -> None:
-        """What its next process is to be."""
+        """Set the specification of a worker's next process."""
         replica.want_spec(spec)
         if replica.process is None:
             self._take_spec(replica)
 
     def hand_over(self, old: Replica, new: Replica) -> None:
-        """From now on, ``new`` is the one that goes by their name."""
+        """Let the label of two workers mean the new one."""
         old.give_label_to(new)
         self._sort()
 
-    def fits_surge(self, old: Replica, spec: ModelSpec) -> bool:
-        """Whether a successor can be loaded while ``old`` is there."""
-        return self.admission.fits_surge(old.name, old.spec, spec, self._config.supervisor.vram_limit)
+    def new_generation(self, replica: Replica) -> None:
+        """Prepare the record of a worker, and its log, for its next process."""
+        self._take_spec(replica)
+        self._generations[replica.label] += 1
+        replica.generation = self._generations[replica.label]
+        replica.routing_id = b"W" + os.urandom(16)
+        replica.memory = WorkerMemory()
+        replica.info, replica.progress, replica.killed_for, replica.detector = {}, {}, None, None
+        replica.log_begin = logs.prepare(replica.log_path)
+
+    def launched(self, replica: Replica, process: Launched) -> None:
+        """Take note of a worker's new process."""
+        replica.process = process
+        self._by_routing_id[replica.routing_id] = replica
+
+    def process_ended(self, replica: Replica) -> None:
+        """Take note that a worker's process has ended."""
+        replica.process = replica.memory.holding = None
+        self._by_routing_id.pop(replica.routing_id, None)
+
+    def replica_of(self, routing_id: bytes) -> Replica | None:
+        """Return the worker whose present process has this identity, or None if it is a former process's."""
+        return self._by_routing_id.get(routing_id)
+
+    def worker_of(self, process: Launched) -> Replica:
+        """Return the worker whose present process this is."""
+        return next(replica for replica in self.replicas.values() if replica.process is process)
+
+    def is_idle(self, replica: Replica) -> bool:
+        """Return whether a worker is ready and has nothing to do."""
+        running, _ = self._scheduler.work(replica.name)
+        _, waiting = self._scheduler.counts(replica.model)
+        return replica.state is WorkerState.READY and not running and not waiting
 
     def shown(self, label: str) -> Replica | None:
-        """The worker that people call so."""
+        """Return the worker that ``status`` shows under this name. None if there is none."""
         return next((replica for replica in self.replicas.values() if replica.shown == label), None)
 
     def of_model(self, model: str) -> list[Replica]:
-        """A model's workers; empty if there is none of that name."""
+        """Return the workers of a model. Empty if no model has that name."""
         return [replica for replica in self.replicas.values() if replica.model == model]
 
     def _sort(self) -> None:
@@ -121,9 +154,9 @@ class ReplicaRegistry:
     def _take_spec(self, replica: Replica) -> None:
         replica.log_path = logs.log_path(self._runtime_dir, replica.label)
         if replica.take_desired_spec():
-            self.vram.unwatch(replica.name)
+            self._vram.unwatch(replica.name)
             self._watch_vram(replica)
 
     def _watch_vram(self, replica: Replica) -> None:
         if pins := watched_pins(replica.spec):
-            self.vram.watch(replica.name, pins)
+            self._vram.watch(replica.name, pins)

@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from supervisor.config import ModelSpec
+from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
 from supervisor.model_logs import about
 from supervisor.workers.lifecycle import AT_REST, WorkerState
@@ -75,22 +76,6 @@ def changes(
         else:
             found[name] = Change.UNCHANGED
     return found | {name: Change.REMOVED for name in before if name not in after}
-
-
-class FleetControl(Protocol):
-    """The part of the fleet that a rollout uses. A worker's name is that of ``Replica.name``."""
-
-    def shown(self, label: str) -> Replica | None: ...
-    def add(self, label: str, spec: ModelSpec, *, replaces: Replica | None = None) -> Replica: ...
-    def remove(self, replica: Replica) -> None: ...
-    def respec(self, replica: Replica, spec: ModelSpec) -> None: ...
-    def hand_over(self, old: Replica, new: Replica) -> None: ...
-    def adopt_settings(self, replica: Replica, spec: ModelSpec) -> None: ...
-    def start(self, name: str, cause: str) -> None: ...
-    def rest(self, name: str, cause: str) -> None: ...
-    def stop(self, name: str, cause: str, *, now: bool = False) -> None: ...
-    def restart(self, name: str, cause: str) -> None: ...
-    def fits_surge(self, old: Replica, spec: ModelSpec) -> bool: ...
 
 
 @dataclass
@@ -155,8 +140,9 @@ class Rollout:
 class Rollouts:
     """Carry out orders one after the other. The fleet calls ``advance`` whenever a worker's state has changed."""
 
-    def __init__(self, fleet: FleetControl, log: logging.Logger) -> None:
+    def __init__(self, fleet: Fleet, log: logging.Logger) -> None:
         self._fleet = fleet
+        self._registry = fleet.registry
         self._log = log
         self._queue: deque[Rollout] = deque()
         self._recent: deque[Rollout] = deque()
@@ -232,8 +218,8 @@ class Rollouts:
             report["state"] = "done"
 
     def _begin(self, step: RolloutStep, rollout: Rollout) -> None:
-        fleet, cause = self._fleet, rollout.cause
-        old = step.old = fleet.shown(step.label)
+        fleet, registry, cause = self._fleet, self._registry, rollout.cause
+        old = step.old = registry.shown(step.label)
         step.generation = old.generation if old else 0
         if step.spec is None:
             step.kind = "retire"
@@ -241,7 +227,7 @@ class Rollouts:
                 fleet.stop(old.name, cause)
         elif old is None:
             step.kind = "add"
-            step.new = fleet.add(step.label, step.spec)
+            step.new = registry.add(step.label, step.spec)
             step.generation = step.new.generation
             if step.start:
                 fleet.start(step.new.name, cause)
@@ -255,7 +241,7 @@ class Rollouts:
             fleet.respec(old, step.spec)  # used when somebody starts it
         elif old.state in _UP and self._may_surge(old, step, rollout.how):
             step.kind = "beside"
-            step.new = fleet.add(step.label, step.spec, replaces=old)
+            step.new = registry.add(step.label, step.spec, replaces=old)
             fleet.start(step.new.name, cause)
         else:
             step.kind = "exchange"
@@ -264,7 +250,7 @@ class Rollouts:
 
     def _may_surge(self, old: Replica, step: RolloutStep, how: How) -> bool:
         assert step.spec is not None
-        return how is How.SURGE or (how is How.AUTO and self._fleet.fits_surge(old, step.spec))
+        return how is How.SURGE or (how is How.AUTO and self._fleet.starts.fits_surge(old, step.spec))
 
     def _is_over(self, step: RolloutStep, cause: str) -> bool:
         """Return whether the step is over."""
@@ -291,7 +277,7 @@ class Rollouts:
     def _check_successor(self, step: RolloutStep, old: Replica, new: Replica, cause: str) -> None:
         if new.state is WorkerState.READY:
             step.handed_over = True
-            self._fleet.hand_over(old, new)
+            self._registry.hand_over(old, new)
             self._fleet.stop(old.name, cause)
         elif new.state in (*AT_REST, WorkerState.BACKOFF):
             # One try: the old worker is still there. Whoever ordered the model stopped meanwhile has stopped both
@@ -320,5 +306,5 @@ class Rollouts:
             return True
         if worker.process is not None or worker.state not in AT_REST:
             return False
-        self._fleet.remove(worker)
+        self._registry.remove(worker)
         return True

@@ -51,22 +51,22 @@ class Vram:
         self._looking = False
         self._trouble: tuple[float, GpusUnknown] | None = None
         """Since when there is no reading, and why."""
-        self._models: dict[str, _WatchedWorker] = {}
+        self._workers: dict[str, _WatchedWorker] = {}
 
-    def watch(self, model: str, pins: Collection[str]) -> None:
+    def watch(self, worker: str, pins: Collection[str]) -> None:
         """A worker that is pinned to GPUs, by its pins in models.yaml. For the first, NVML begins to be opened."""
         if not self._opened:
             self._opened, self._gpus = True, GpuReader(self._log, start_s=0.0 if self._serves else START_S)
-        self._models[model] = _WatchedWorker(pins)
+        self._workers[worker] = _WatchedWorker(pins)
 
     def serves(self) -> None:
         """From now on tokens wait meanwhile: a driver that is opened later, for a model that a reload has brought, is
         not waited for."""
         self._serves = True
 
-    def unwatch(self, model: str) -> None:
+    def unwatch(self, worker: str) -> None:
         """A worker that is stopped will not come back. What it held is still waited for."""
-        self._models.pop(model, None)
+        self._workers.pop(worker, None)
 
     def close(self) -> None:
         """The supervisor leaves."""
@@ -92,55 +92,55 @@ class Vram:
         """Whether memory of a dead process is still out."""
         return bool(self._returns.gpus)
 
-    def ready(self, model: str, pid: int) -> None:
+    def ready(self, worker: str, pid: int) -> None:
         """The model is loaded: if NVML knows our pids at all, it lists this one now."""
-        watched = self._models.get(model)
+        watched = self._workers.get(worker)
         if watched is not None:
             watched.ready = pid
             self._read()
 
-    def ended(self, model: str, pid: int) -> None:
+    def ended(self, worker: str, pid: int) -> None:
         """The worker's process is gone. From now on ``when_free`` waits for its memory."""
-        watched = self._models.get(model)
+        watched = self._workers.get(worker)
         if watched is None:
             return
         watched.returned = watched.returned_ms = None
         reading = self._read(watched.gpus)
         now = time.monotonic()
         if watched.gpus is not None and self.late and (watched.seen == pid or watched.looked != pid):
-            self._returns.died_unseen(model, pid, watched.gpus, now)
+            self._returns.died_unseen(worker, pid, watched.gpus, now)
             watched.returned = "awaited"
             self._poll_later(now)
         elif reading is None or watched.gpus is None:
             watched.returned = "not watched"
-        elif self._returns.died(model, pid, reading, now):
+        elif self._returns.died(worker, pid, reading, now):
             watched.returned = "awaited"
             self._poll_later(now)
         elif watched.seen == pid:
-            self._settled(Return(model, pid, watched.gpus, True, 0.0))
+            self._settled(Return(worker, pid, watched.gpus, True, 0.0))
         elif watched.looked == pid:
             watched.returned = "not watched"
             self._say_once(
                 "unknown pids",
-                f"{model}: NVML never listed its worker pid {pid} (another pid namespace, as in containers?): "
+                f"{worker}: NVML never listed its worker pid {pid} (another pid namespace, as in containers?): "
                 "VRAM of workers like it is not waited for",
             )
 
-    def when_free(self, model: str, on_free: Callable[[], None]) -> None:
+    def when_free(self, worker: str, on_free: Callable[[], None]) -> None:
         """Call ``spawn``: at once, or when no dead worker holds memory of the model's GPUs, or its time is over."""
-        watched = self._models.get(model)
+        watched = self._workers.get(worker)
         if watched is not None and watched.gpus is None:
             self._read()
         pids = [] if watched is None else self._returns.pids_on(watched.gpus or ())
         if watched is None or not pids:
             on_free()
             return
-        self._log.info("%s: waits for the VRAM of pid %s", model, ", ".join(map(str, pids)), extra=about(model))
+        self._log.info("%s: waits for the VRAM of pid %s", worker, ", ".join(map(str, pids)), extra=about(worker))
         watched.on_free = on_free
 
-    def forget(self, model: str) -> bool:
+    def forget(self, worker: str) -> bool:
         """The model is not to be spawned any more. Returns whether it was waiting for that."""
-        watched = self._models.get(model)
+        watched = self._workers.get(worker)
         if watched is None or watched.on_free is None:
             return False
         watched.on_free = None
@@ -150,10 +150,10 @@ class Vram:
         """All GPUs as they are now; None if they cannot be read."""
         return self._read()
 
-    def describe(self, model: str, pid: int | None) -> dict[str, Any]:
+    def describe(self, worker: str, pid: int | None) -> dict[str, Any]:
         """vram_bytes: what the present process holds by NVML, vram_by_gpu: GPU → these bytes; vram_return: "awaited",
         "back", "not back" or "not watched", of the last process; vram_returned_ms. None: not known."""
-        watched = self._models.get(model)
+        watched = self._workers.get(worker)
         if watched is None:
             return {"vram_bytes": None, "vram_by_gpu": None, "vram_return": None, "vram_returned_ms": None}
         held = {str(g.index): g.processes[pid] for g in self._recent() if pid is not None and pid in g.processes}
@@ -168,7 +168,7 @@ class Vram:
     def holders(self) -> dict[int, str]:
         """pid → what it holds of the GPUs that are used, as NVML lists it, in words."""
         recent = self._recent()
-        used = {index for watched in self._models.values() for index in watched.gpus or ()}
+        used = {index for watched in self._workers.values() for index in watched.gpus or ()}
         holdings: dict[int, list[str]] = {}
         for gpu in recent:
             for pid, size in gpu.processes.items() if gpu.index in used else ():
@@ -208,25 +208,25 @@ class Vram:
             self._settled(outcome)
         if self._returns.gpus:
             self._poll_later(now, now - begun)
-        for watched in list(self._models.values()):  # a spawn may make others sleep, or wake
+        for watched in list(self._workers.values()):  # a spawn may make others sleep, or wake
             if watched.on_free is not None and not self._returns.pids_on(watched.gpus or ()):
                 on_free, watched.on_free = watched.on_free, None
                 on_free()
 
     def _settled(self, outcome: Return) -> None:
-        watched = self._models.get(outcome.model) or _WatchedWorker(())  # one that was removed meanwhile
+        watched = self._workers.get(outcome.worker) or _WatchedWorker(())  # one that was removed meanwhile
         watched.returned = "back" if outcome.back else "not back"
         watched.returned_ms = round(outcome.after_s * 1000, 1) if outcome.back else None
         where = ", ".join(map(str, sorted(outcome.gpus)))
         if outcome.back:
             self._log.info(
                 "%s: VRAM back after %s ms (GPU %s, pid %d)",
-                outcome.model, watched.returned_ms, where, outcome.pid, extra=about(outcome.model),
+                outcome.worker, watched.returned_ms, where, outcome.pid, extra=about(outcome.worker),
             )  # fmt: skip
         else:
             self._log.warning(
                 "%s: VRAM of pid %d on GPU %s is not back after %.1f s; not waiting any longer",
-                outcome.model, outcome.pid, where, outcome.after_s, extra=about(outcome.model),
+                outcome.worker, outcome.pid, where, outcome.after_s, extra=about(outcome.worker),
             )  # fmt: skip
 
     def _recent(self) -> list[Gpu]:
@@ -273,7 +273,7 @@ class Vram:
 
     def _note(self, reading: list[Gpu]) -> None:
         """Which GPUs the pins mean, where no reading has told yet, and which workers NVML lists alive."""
-        for watched in self._models.values():
+        for watched in self._workers.values():
             if watched.gpus is None:
                 meant = (gpu.index for gpu in reading for pin in watched.pins if gpu.is_meant(pin))
                 watched.gpus = frozenset(meant)

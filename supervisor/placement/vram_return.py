@@ -17,7 +17,7 @@ DEADLINE_S = 10.0
 class Return:
     """What has become of it. ``after_s``: seconds from the process's end to the reading that decided."""
 
-    model: str
+    worker: str
     pid: int
     gpus: frozenset[int]
     back: bool
@@ -26,7 +26,7 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    model: str
+    worker: str
     pid: int
     gpus: frozenset[int]
     since: float
@@ -39,16 +39,16 @@ class VramReturns:
         self._deadline_s = deadline_s
         self._awaited: list[_Awaited] = []
 
-    def died(self, model: str, pid: int, reading: Sequence[Gpu], now: float) -> bool:
+    def died(self, worker: str, pid: int, reading: Sequence[Gpu], now: float) -> bool:
         """A worker's process is gone; ``reading``: the GPUs right after. Returns whether one of them lists it still."""
         gpus = listing(reading, pid)
         if gpus:
-            self._awaited.append(_Awaited(model, pid, gpus, now))
+            self._awaited.append(_Awaited(worker, pid, gpus, now))
         return bool(gpus)
 
-    def died_unseen(self, model: str, pid: int, gpus: frozenset[int], now: float) -> None:
+    def died_unseen(self, worker: str, pid: int, gpus: frozenset[int], now: float) -> None:
         """The same while the GPUs answer late. A later reading tells whether any of these lists it."""
-        self._awaited.append(_Awaited(model, pid, gpus, now))
+        self._awaited.append(_Awaited(worker, pid, gpus, now))
 
     def read(self, reading: Sequence[Gpu], now: float) -> list[Return]:
         """A later reading of at least ``gpus``: what is back, and what is given up because its time is over."""
@@ -57,17 +57,17 @@ class VramReturns:
             back = not listing(reading, awaited.pid)
             after_s = now - awaited.since
             if back or after_s >= self._deadline_s:
-                over.append(Return(awaited.model, awaited.pid, awaited.gpus, back, after_s))
+                over.append(Return(awaited.worker, awaited.pid, awaited.gpus, back, after_s))
         return self._remove(over)
 
     def unread(self, now: float) -> list[Return]:
         """The GPUs answer late: what is given up because its time is over."""
         late = [a for a in self._awaited if now - a.since >= self._deadline_s]
-        return self._remove([Return(a.model, a.pid, a.gpus, False, now - a.since) for a in late])
+        return self._remove([Return(a.worker, a.pid, a.gpus, False, now - a.since) for a in late])
 
     def give_up(self, now: float) -> list[Return]:
         """The GPUs can no longer be read: everything that is awaited, as not back."""
-        return self._remove([Return(a.model, a.pid, a.gpus, False, now - a.since) for a in self._awaited])
+        return self._remove([Return(a.worker, a.pid, a.gpus, False, now - a.since) for a in self._awaited])
 
     def _remove(self, over: list[Return]) -> list[Return]:
         gone = {r.pid for r in over}
@@ -82,9 +82,6 @@ class VramReturns:
     def pids_on(self, gpus: Collection[int]) -> list[int]:
         """The dead processes that hold memory of any of these GPUs."""
         return [a.pid for a in self._awaited if a.gpus.intersection(gpus)]
-
-    def awaits(self, model: str) -> bool:
-        return any(a.model == model for a in self._awaited)
 
 
 def listing(reading: Sequence[Gpu], pid: int) -> frozenset[int]:

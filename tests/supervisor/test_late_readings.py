@@ -8,27 +8,43 @@ from typing import Any
 
 import pytest
 
-from supervisor.config import ModelSpec
+from protocol.process.worker_spec import WorkerSpec
+from supervisor.config import Config, ModelSpec
 from supervisor.config_model import ModelConfig
-from supervisor.placement import admission, circuit_breaker
+from supervisor.config_schema import SupervisorConfig
+from supervisor.fleet import start
+from supervisor.fleet.replica import Replica
+from supervisor.fleet.replica_registry import ReplicaRegistry
+from supervisor.fleet.starts import Starts
+from supervisor.placement import circuit_breaker
 from supervisor.placement import vram as vram_module
-from supervisor.placement.admission import Admission
 from supervisor.placement.gpu_requests import watched_pins
 from supervisor.placement.vram import Vram
+from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.workers.exits import ExitReport
 from tests.nvml_box import Box
 from tests.serving import ROOT, wait_until
 
 
-class Placing:
-    """An Admission in a loop of its own, beside a process that asks the stand-in."""
+class Process:
+    """A process that was never started: this test is about the decisions before that."""
 
-    def __init__(self) -> None:
+    pid = 4_000_000
+
+
+class Placing:
+    """Starts in a loop of their own, beside a process that asks the stand-in. Nothing is launched."""
+
+    def __init__(self, directory: Path) -> None:
         self._timers = Timers()
         log = logging.getLogger("placing")
         self.vram = Vram(self._timers, log)
-        self._admission = Admission(self.vram, None, range(4), self._timers, log)
+        self._scheduler = Scheduler()
+        self._registry = ReplicaRegistry(
+            Config(directory / "models.yaml", {}, SupervisorConfig()), self._scheduler, self.vram, directory
+        )
+        self._starts = Starts(self, self._registry, self.vram, self, self._timers, "", None, range(4), log)  # type: ignore[arg-type]
         self.placed: list[tuple[str, str]] = []
         self.refused: dict[str, ExitReport] = {}
 
@@ -38,14 +54,23 @@ class Placing:
         return spec
 
     def admit(self, spec: ModelSpec, *, last: bool = True) -> None:
-        def spawn(devices: str, cpus: tuple[int, ...]) -> int:
-            self.placed.append((spec.name, devices))
-            return 4_000_000
+        self._scheduler.add_model(spec.name)
+        replica = self._registry.add(spec.name, spec)
+        if not last:
+            replica.life.history.failed(time.monotonic(), 0.0)
+        self._starts.begin(replica)
 
-        def refuse(report: ExitReport) -> None:
-            self.refused[spec.name] = report
+    def start(self, spec: WorkerSpec) -> Process:
+        """What the starts ask of the launcher."""
+        self.placed.append((spec.engine.model, spec.visible_devices))
+        return Process()
 
-        self._admission.admit(spec.name, spec.name, spec, spawn, refuse, limits=None, last=last)
+    def unload(self, name: str, cause: str) -> None:
+        """What the starts ask of the fleet."""
+        raise AssertionError(f"{name} is unloaded: {cause}")
+
+    def not_started(self, replica: Replica, report: ExitReport) -> None:
+        self.refused[replica.name] = report
 
     def turn(self) -> None:
         for timer in self._timers.due(time.monotonic()):
@@ -61,9 +86,9 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
 
 
 @pytest.fixture
-def placing(box: Box) -> Iterator[Placing]:
+def placing(box: Box, tmp_path: Path) -> Iterator[Placing]:
     """With a driver that hangs after it was read once."""
-    placing = Placing()
+    placing = Placing(tmp_path)
     placing.watch("first", 0)
     wait_until(placing.vram.reading)
     box.driver(hangs=True)
@@ -91,7 +116,7 @@ def test_after_a_while_pins_are_obeyed_and_auto_is_refused(
     placing: Placing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(admission, "READING_WAIT_S", 0.05)
+    monkeypatch.setattr(start, "READING_WAIT_S", 0.05)
     for name, gpu, last in (("pinned", 1, True), ("ordered", "auto", True), ("crashed", "auto", False)):
         placing.admit(placing.watch(name, gpu), last=last)
     wait_until(lambda: placing.turn() or len(placing.refused) == 2)

@@ -17,7 +17,7 @@ def test_memory_is_awaited_until_no_gpu_lists_the_process() -> None:
     assert (returns.gpus, returns.pids_on({0, 1}), returns.pids_on({1})) == ({0}, [7], [])
     assert returns.read(box(g0={7: GIB}), 100.05) == []
     (over,) = returns.read(box(), 100.095)
-    assert (over.model, over.pid, over.back, round(over.after_s, 3)) == ("a", 7, True, 0.095)
+    assert (over.worker, over.pid, over.back, round(over.after_s, 3)) == ("a", 7, True, 0.095)
     assert not returns.gpus
 
 
@@ -43,10 +43,10 @@ def test_while_the_gpus_answer_late_only_time_ends_the_wait() -> None:
     assert returns.unread(9.99) == []
     assert (returns.gpus, returns.pids_on({1})) == ({0, 1}, [7])
     (over,) = returns.unread(10.0)
-    assert (over.model, over.back, over.after_s) == ("a", False, 10.0)
+    assert (over.worker, over.back, over.after_s) == ("a", False, 10.0)
     assert returns.read(box(g0={8: GIB}), 10.1) == []
     (over,) = returns.read(box(), 10.2)
-    assert (over.model, over.back) == ("b", True)
+    assert (over.worker, over.back) == ("b", True)
 
 
 def test_a_pin_means_an_index_or_a_uuid() -> None:

@@ -1,0 +1,149 @@
+"""The starts that are under way: whose turn it is, and what all starts use. ``start`` shows one start."""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from supervisor.config import ModelSpec
+from supervisor.fleet.replica import Replica
+from supervisor.fleet.replica_registry import ReplicaRegistry
+from supervisor.fleet.start import Stage, Start
+from supervisor.model_logs import about
+from supervisor.placement.estimates import Estimator
+from supervisor.placement.gpu_requests import declared, gpu_request_of
+from supervisor.placement.gpu_shares import Needs
+from supervisor.placement.policy import Holding, Placed, gib, place, rooms
+from supervisor.placement.vram import Vram
+from supervisor.timers import Timers
+from supervisor.workers.exits import ExitReport
+from supervisor.workers.launcher import Launcher
+
+
+class StartControl(Protocol):
+    """What a start asks of the fleet."""
+
+    def unload(self, name: str, cause: str) -> None: ...
+    def not_started(self, replica: Replica, report: ExitReport) -> None: ...
+
+
+class Starts:
+    """The starts that are under way. Runs on the supervisor's one thread. The loop calls ``answered`` when
+    ``descriptor`` is readable.
+
+    control   the fleet
+    outer     the supervisor's own CUDA_VISIBLE_DEVICES; None if it has none
+    cpus      CPUs that the supervisor itself may use
+    """
+
+    def __init__(
+        self,
+        control: StartControl,
+        registry: ReplicaRegistry,
+        vram: Vram,
+        launcher: Launcher,
+        timers: Timers,
+        back_endpoint: str,
+        outer: str | None,
+        cpus: Collection[int],
+        log: logging.Logger,
+    ) -> None:
+        self.control = control
+        self.registry = registry
+        self.vram = vram
+        self.launcher = launcher
+        self.timers = timers
+        self.back_endpoint = back_endpoint
+        self.outer = outer
+        self.cpus = cpus
+        self.log = log
+        self.estimator = Estimator(timers)
+        self._under_way: dict[str, Start] = {}
+        self._number = 0
+        self._said_unseen = False
+
+    @property
+    def descriptor(self) -> int:
+        return self.estimator.descriptor
+
+    def answered(self) -> None:
+        """Take in the estimates that have come."""
+        self.estimator.ended()
+
+    def begin(self, replica: Replica) -> None:
+        """Begin the start of a worker's next process. The fleet hears of it again only if there is no process after
+        all, and never from within this call."""
+        self.registry.new_generation(replica)
+        self._number += 1
+        start = self._under_way[replica.name] = Start(self, replica, self._number)
+        start.begin()
+
+    def cancel(self, replica: Replica) -> bool:
+        """End a worker's start. Return whether there was one."""
+        start = self._under_way.get(replica.name)
+        if start is not None:
+            start.cancel()
+        return start is not None
+
+    def advance(self) -> None:
+        """Let each start go on that need not wait for another one."""
+        for start in sorted(self._under_way.values(), key=lambda start: start.order):
+            if start.stage is Stage.TURN and not any(o.goes_before(start) for o in self._under_way.values()):
+                start.wait_for_memory()
+
+    def worker_gone(self, worker: str) -> None:
+        """Take note that a worker's process has ended. A start may have waited for that."""
+        for start in self._under_way.values():
+            if worker in start.leaving:
+                start.leaving.discard(worker)
+                if not start.leaving:
+                    self.at_next_turn(start.decide_again)
+
+    def loaded(self, replica: Replica, pid: int) -> None:
+        """Measure what a worker holds that is ready now, and compare that with the estimate."""
+        self.vram.ready(replica.name, pid)
+        if replica.memory.holding is None:
+            return
+        by_gpu = self.vram.describe(replica.name, pid)["vram_by_gpu"] or {}
+        measured, expected = replica.memory.loaded(by_gpu)
+        if measured and expected:
+            off = (measured - expected) / expected * 100
+            self.log.info(
+                "%s: holds %s GiB, estimated were %s (%+.1f %%)", replica.name, gib(measured), gib(expected), off,
+                extra=about(replica.name),
+            )  # fmt: skip
+
+    def fits_surge(self, old: Replica, after: ModelSpec) -> bool:
+        """Return whether a successor would find room beside the old worker, as far as that is known without reading the
+        model's directory. Its needs are declared, or they are those of the old worker if nothing of them has changed.
+        """
+        gpu_request = gpu_request_of(after)
+        if gpu_request is None:
+            return True
+        needs: Mapping[int, Needs] | None = declared(after, gpu_request)
+        if needs is None and old.memory.engine == after.engine_spec and gpu_request_of(old.spec) == gpu_request:
+            needs = old.memory.needs
+        reading = self.vram.reading()
+        if needs is None or reading is None:
+            return False
+        there = rooms(reading, self.holdings(), self.registry.config.supervisor.vram_limit)
+        return isinstance(place(gpu_request, needs, there, self.outer), Placed)
+
+    def holdings(self) -> list[Holding]:
+        """Return what each process was admitted with."""
+        memories = (replica.memory for replica in self.registry.replicas.values())
+        return [memory.holding for memory in memories if memory.holding is not None]
+
+    def at_next_turn(self, call: Callable[[], None]) -> None:
+        self.timers.at(time.monotonic(), call)
+
+    def remove(self, start: Start) -> None:
+        """Forget a start that is over."""
+        if self._under_way.get(start.replica.name) is start:
+            del self._under_way[start.replica.name]
+
+    def say_unseen(self) -> None:
+        """Say in the log, once, that models are placed without a reading."""
+        if not self._said_unseen:
+            self._said_unseen = True
+            self.log.warning("models go where they are pinned, without a look at the GPUs: NVML tells nothing")

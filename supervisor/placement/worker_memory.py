@@ -1,0 +1,69 @@
+"""The GPU memory of one worker: what it needs, where it was placed, and what it holds. Pure; sizes in bytes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from protocol.process.worker_spec import EngineSpec
+from supervisor.placement.affinity import ranges
+from supervisor.placement.gpu_shares import Needs
+from supervisor.placement.gpus import Gpu
+from supervisor.placement.policy import Holding, Placed
+
+
+@dataclass
+class WorkerMemory:
+    """What is known since the worker's last start began.
+
+    needs     by number of GPUs; None if the needs are not known
+    count     the number of GPUs that the model asks for
+    engine    the specification that the needs belong to
+    placed    the GPUs that the worker was placed on; None before, and on the CPU
+    cpus      the CPUs that its process is kept to; empty for all
+    holding   what the present process was admitted with; None if there is no process, or it is on the CPU
+    measured  GPU → what the process held when it was ready, by NVML
+    """
+
+    needs: Mapping[int, Needs] | None = None
+    count: int = 1
+    engine: EngineSpec | None = None
+    placed: Placed | None = None
+    cpus: tuple[int, ...] = ()
+    holding: Holding | None = None
+    measured: Mapping[int, int] = field(default_factory=dict)
+
+    def loaded(self, by_gpu: Mapping[str, int | None]) -> tuple[int, int]:
+        """Take note that the model is loaded. Return what it holds, and what it was expected to hold, as sums.
+
+        by_gpu  what NVML lists for the process
+        """
+        assert self.holding is not None
+        self.holding = replace(self.holding, loading=False)
+        self.measured = {int(gpu): size for gpu, size in by_gpu.items() if size is not None}
+        return sum(self.measured.values()), sum(self.holding.placed.values())
+
+    def comes_back(self, reading: Sequence[Gpu]) -> Mapping[int, int]:
+        """Return the bytes of each GPU that come back when the worker's process ends: measured, or else estimated."""
+        if self.holding is None:
+            return {}
+        pid, placed = self.holding.pid, self.holding.placed
+        measured = {gpu.index: gpu.processes.get(pid) for gpu in reading if pid is not None}
+        return {gpu: measured.get(gpu) or size for gpu, size in placed.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what ``status`` shows. None means not known.
+
+        placed: GPUs of the present or last process. cpus, numa_nodes: those that the process is kept to, None for all.
+        vram_estimate: bytes by part. vram_estimate_bytes: their sum. vram_loaded_bytes: measured when it was ready.
+        """
+        parts = self.needs[self.count].parts(self.count) if self.needs else None
+        gpus = self.placed.gpus if self.placed else ()
+        nodes = frozenset[int]().union(*(gpu.nodes for gpu in gpus)) if self.cpus else ()
+        return {
+            "placed": [gpu.index for gpu in gpus] or None,
+            "cpus": ranges(self.cpus) or None,
+            "numa_nodes": ranges(nodes) or None,
+            "vram_estimate_bytes": sum(parts.values()) if parts else None,
+            "vram_estimate": parts,
+            "vram_loaded_bytes": sum(self.measured.values()) or None,
+        }
