@@ -17,13 +17,13 @@ from protocol import __version__, limits
 from protocol.codec import decode, encode, pack_body
 from protocol.messages import (
     SUPERVISOR_TO_WORKER,
-    Answer,
+    AnswerMessage,
     Compiled,
     Hello,
     Message,
     Parked,
     Prefill,
-    Progress,
+    ProgressMessage,
     Ready,
     Stats,
 )
@@ -90,7 +90,7 @@ class SupervisorLink:
         if phase == last_phase and done < total and now - last_time < PROGRESS_INTERVAL_S:
             return
         self._last_progress = (phase, now)
-        self._socket.send(encode(Progress(pack_body({"phase": phase, "done": done, "total": total}))))
+        self._socket.send(encode(ProgressMessage(pack_body({"phase": phase, "done": done, "total": total}))))
 
     def ready(self, capabilities: Capabilities, *, load_seconds: float, max_jobs: int) -> None:
         body = {
@@ -143,7 +143,7 @@ class SupervisorLink:
 
     def answer(self, ask: int, body: bytes) -> None:
         """Answer an ASK. The answer waits behind events while the pipe is full."""
-        self._outbox.answer(encode(Answer(ask, body)))
+        self._outbox.answer(encode(AnswerMessage(ask, body)))
 
     def parked(self, channel: int, request: int) -> None:
         """Give a job back to the supervisor while its constraint is compiled."""

@@ -9,7 +9,7 @@ arrays in one another would take 80 MiB).
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from struct import pack, unpack_from
-from typing import Any
+from typing import Any, get_origin
 
 import msgpack
 
@@ -35,11 +35,18 @@ _EVENTS_HEAD = bytes((0x96, VERSION, _EVENTS))
 _LARGEST_EVENTS = limits.MAX_FRAME[Kind.EVENTS]
 # what EventEntry(*entry) does, without a call into Python: this is the supervisor's hottest path
 _as_entry: Callable[[tuple[int, ...]], EventEntry] = partial(tuple.__new__, EventEntry)
+
+
+def _plain(hint: Any) -> type:
+    return dict if get_origin(hint) is dict else hint
+
+
 _FIELD_TYPES: dict[Kind, tuple[tuple[str, type], ...]] = {
-    kind: tuple((name, {"int": int, "str": str, "bytes": bytes}.get(str(hint), dict)) for name, hint in
-                ((n, getattr(t, "__name__", t)) for n, t in cls.__annotations__.items() if n != "kind"))
-    for kind, cls in MESSAGE_CLASSES.items() if kind is not Kind.EVENTS
-}  # fmt: skip
+    kind: tuple((name, _plain(hint)) for name, hint in message.__annotations__.items())
+    for kind, message in MESSAGE_CLASSES.items()
+    if kind is not Kind.EVENTS
+}
+"""The name and the type of each field. EVENTS has a decoder of its own."""
 
 
 class _Budget:

@@ -2,40 +2,14 @@
 
 from typing import Final
 
-from protocol.messages import Kind
-
-MIB: Final = 1 << 20
+from protocol.kinds import MIB as MIB
+from protocol.kinds import Kind
+from protocol.messages import MESSAGE_CLASSES
 
 SOCKET_MAX_FRAME: Final = 16 * MIB
 """ZMQ_MAXMSGSIZE of every socket. libzmq closes the connection of a peer that exceeds it."""
 
-MAX_FRAME: Final[dict[Kind, int]] = {
-    Kind.HELLO: 16 << 10,
-    Kind.GENERATE: 3 * MIB,
-    Kind.CANCEL: 64,
-    Kind.CREDIT: 64,
-    Kind.CALL: 3 * MIB,  # a text to tokenize
-    Kind.PING: 64,
-    Kind.PONG: 64,
-    Kind.WELCOME: MIB,
-    Kind.ACCEPTED: 64 << 10,
-    Kind.EVENTS: 3 * MIB,
-    Kind.ERROR: 64 << 10,
-    Kind.REPLY: 3 * MIB,
-    Kind.GOAWAY: 64 << 10,
-    Kind.REPORT: 64 << 10,
-    Kind.JOB: 12 * MIB,  # a GENERATE's body, and the ids of the answer so far
-    Kind.CANCEL_JOB: 64,
-    Kind.READY: 64 << 10,
-    Kind.SHUTDOWN: 64,
-    Kind.PROGRESS: 64 << 10,
-    Kind.STATS: 64 << 10,
-    Kind.PREFILL: 64,
-    Kind.ASK: 3 * MIB + 64,
-    Kind.ANSWER: 3 * MIB,
-    Kind.PARKED: 64,
-    Kind.COMPILED: 64,
-}
+MAX_FRAME: Final[dict[Kind, int]] = {kind: message.largest for kind, message in MESSAGE_CLASSES.items()}
 """Largest frame of each kind; a larger one is answered with TOO_LARGE (or dropped and counted), alone.
 
 A body of 3 MiB becomes at most 18: one text with a single character beyond the first 65,536 takes four bytes for each

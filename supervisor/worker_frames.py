@@ -4,7 +4,7 @@ import time
 
 from protocol.codec import decode, decode_events, is_events, pack_body, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
-from protocol.messages import WORKER_TO_SUPERVISOR, Answer, Compiled, Events, Parked, Prefill
+from protocol.messages import WORKER_TO_SUPERVISOR, AnswerMessage, Compiled, Events, Parked, Prefill
 from supervisor.deadline_timer import DeadlineTimer
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
@@ -92,12 +92,12 @@ class WorkerFrames:
             self._effects.add(self._scheduler.compiled(replica.name, key, message.milliseconds, time.monotonic()))
             if self._authorizer is not None:
                 self._authorizer.charge_party(message.party, cost)
-        elif isinstance(message, Answer):
+        elif isinstance(message, AnswerMessage):
             self._pass_answer_on(replica, message)
         else:
             self._fleet.on_worker_message(replica, message)
 
-    def _pass_answer_on(self, replica: Replica, message: Answer) -> None:
+    def _pass_answer_on(self, replica: Replica, message: AnswerMessage) -> None:
         unpack_body(message.body)  # a body that is no map is the worker's fault, and no client could read it
         asker = self._queries.answered(replica.name, message.ask)
         if asker is not None:

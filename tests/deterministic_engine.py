@@ -31,7 +31,7 @@ from model_worker.loop import WorkerLoop
 from protocol import __version__
 from protocol.codec import encode, pack_body, pack_event
 from protocol.errors import RequestError
-from protocol.messages import EventEntry, Events, Hello, Progress, Ready, Stats
+from protocol.messages import EventEntry, Events, Hello, ProgressMessage, Ready, Stats
 from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
 
@@ -274,7 +274,7 @@ def surroundings() -> tuple[SupervisorLink, WorkerLoop]:
 
 def nonsense(what: str, generation: int, channel: int, request: int) -> list[bytes]:
     if what == "garbage":
-        return [b"", b"\xc1", bytes(1000), b"\x91" * 5000, encode(Stats(b"\xc1")), encode(Progress(b"\x80"))]
+        return [b"", b"\xc1", bytes(1000), b"\x91" * 5000, encode(Stats(b"\xc1")), encode(ProgressMessage(b"\x80"))]
     if what == "another's":  # tokens and ends for requests of other models and connections
         event = pack_event([1], {"text": "!"})
         entries = [(channel, request, flags) for channel in range(40) for request in range(20) for flags in (0, 2, 4)]

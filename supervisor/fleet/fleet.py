@@ -13,7 +13,7 @@ from pathlib import Path
 
 from protocol.codec import encode
 from protocol.errors import ErrorCode, FrameError, WireError
-from protocol.messages import Hello, Message, Progress, Ready, Shutdown, Stats
+from protocol.messages import Hello, Message, ProgressMessage, Ready, Shutdown, Stats
 from supervisor import logs
 from supervisor.config import Config, ModelSpec
 from supervisor.fleet.hang_watch import HangWatch
@@ -125,7 +125,7 @@ class Fleet:
             case Hello(body):
                 checked_hello(body)
                 self._report(replica, Event.HELLO, "connected")
-            case Progress(body):
+            case ProgressMessage(body):
                 replica.progress = progress = checked_progress(body)
                 effects = self._scheduler.report_loading(
                     replica.model, progress["phase"], progress["done"], progress["total"]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from protocol import limits
 from protocol.codec import encode
-from protocol.messages import Answer, Call, Generate, Hello, Kind, Reply
+from protocol.messages import AnswerMessage, Call, Generate, Hello, Kind, Reply
 from tests.fuzzing.corpus import DIRECTIONS
 
 ROOM = 3 * limits.MIB - 300
@@ -93,7 +93,7 @@ def bombs() -> Iterator[tuple[str, str, bytes]]:
     for name, body in BODIES.items():
         carriers = {
             "client_to_supervisor": (Generate(1, "m", {}, body), Call(1, "tokenize", body)),
-            "worker_to_supervisor": (Answer(1, body),),
+            "worker_to_supervisor": (AnswerMessage(1, body),),
             "supervisor_to_client": (Reply(3, body),),
         }
         for direction, messages in carriers.items():

@@ -12,7 +12,7 @@ from protocol.messages import (
     CLIENT_TO_SUPERVISOR,
     SUPERVISOR_TO_WORKER,
     WORKER_TO_SUPERVISOR,
-    Answer,
+    AnswerMessage,
     Ask,
     Call,
     Compiled,
@@ -22,7 +22,7 @@ from protocol.messages import (
     JobMessage,
     Parked,
     Prefill,
-    Progress,
+    ProgressMessage,
     Ready,
     Stats,
 )
@@ -64,9 +64,9 @@ class FromWorker:
     _CHECKS: dict[type, Callable[[bytes], object]] = {  # noqa: RUF012
         Hello: checked_hello,
         Ready: checked_ready,
-        Progress: checked_progress,
+        ProgressMessage: checked_progress,
         Stats: checked_stats,
-        Answer: unpack_body,
+        AnswerMessage: unpack_body,
     }
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ ELSEWHERE = {
 
 def messages() -> str:
     """Return the sections about all messages, and the maps that they hold."""
-    parts = [GENERATED.format(source="protocol/messages.py and protocol/bodies.py")]
+    parts = [GENERATED.format(source="protocol/client_messages.py, protocol/events.py and protocol/bodies.py")]
     parts += ["### Messages of the client", *(_message(kind) for kind in sorted(CLIENT_TO_SUPERVISOR))]
     only = sorted(SUPERVISOR_TO_CLIENT - CLIENT_TO_SUPERVISOR)
     parts += ["### Messages of the supervisor", *(_message(kind) for kind in only)]

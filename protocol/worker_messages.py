@@ -1,0 +1,118 @@
+"""The messages between the supervisor and its workers, except EVENTS. Import them from ``protocol.messages``.
+
+The supervisor and its workers are always of the same version. ``channel`` is the supervisor's number for a client
+connection. ``request`` is the client's number for the request. Bodies hold prompts and answers, which no log may show:
+so ``repr`` of a message leaves out its body.
+"""
+
+from dataclasses import field
+from typing import Any
+
+from protocol.kinds import KIB, MIB, Kind, Message, Way, message
+
+
+# 12 MiB: the body of a GENERATE, and the token ids of the answer so far.
+@message(Kind.JOB, Way.SUPERVISOR_TO_WORKER, largest=12 * MIB)
+class JobMessage(Message):
+    """Give a request to a worker."""
+
+    channel: int
+    request: int
+    carry: dict[str, Any]
+    """What the worker needs to know besides the request. What is not set is 0, none or false.
+
+    seq        number of the next event
+    token_ids  the tokens that an earlier worker has delivered (bin, u32 little endian). The supervisor keeps them
+               without knowing what they mean
+    resumes    how many times another worker has taken over the request
+    queue_ms   milliseconds that the request has waited
+    progress   bool: the client wants reports
+    party      a number: whose turn a compilation takes, and who pays for it. It is the channel. Over TCP, all
+               connections of one key have the same party
+    stay       bool: the worker must not park the job again
+    """
+    body: bytes = field(repr=False)
+
+
+@message(Kind.CANCEL_JOB, Way.SUPERVISOR_TO_WORKER, largest=64)
+class CancelJob(Message):
+    """End a job that the worker has."""
+
+    channel: int
+    request: int
+
+
+@message(Kind.SHUTDOWN, Way.SUPERVISOR_TO_WORKER, largest=64)
+class Shutdown(Message):
+    """End the worker's process."""
+
+
+@message(Kind.ASK, Way.SUPERVISOR_TO_WORKER, largest=3 * MIB + 64)
+class Ask(Message):
+    """Hand a client's CALL to a worker: ``tokenize`` {prompt | messages} or ``detokenize`` {token_ids}."""
+
+    ask: int
+    verb: str
+    body: bytes = field(repr=False)
+
+
+@message(Kind.ANSWER, Way.WORKER_TO_SUPERVISOR, largest=3 * MIB)
+class AnswerMessage(Message):
+    """Answer ASK."""
+
+    ask: int
+    body: bytes = field(repr=False)
+
+
+@message(Kind.READY, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
+class Ready(Message):
+    """Say that the model is loaded and generates."""
+
+    body: bytes = field(repr=False)
+
+
+@message(Kind.PROGRESS, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
+class ProgressMessage(Message):
+    """Say how far the load is."""
+
+    body: bytes = field(repr=False)
+
+
+@message(Kind.STATS, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
+class Stats(Message):
+    """Say what the engine does and which memory it uses."""
+
+    body: bytes = field(repr=False)
+
+
+@message(Kind.PREFILL, Way.WORKER_TO_SUPERVISOR, largest=64)
+class Prefill(Message):
+    """Say how much of a request's prompt the engine has computed, in tokens."""
+
+    channel: int
+    request: int
+    done: int
+    total: int
+
+
+@message(Kind.PARKED, Way.WORKER_TO_SUPERVISOR, largest=64)
+class Parked(Message):
+    """Give a job back. The worker compiles its constraint first, and meanwhile the request holds no slot."""
+
+    channel: int
+    request: int
+
+
+@message(Kind.COMPILED, Way.WORKER_TO_SUPERVISOR, largest=64)
+class Compiled(Message):
+    """Say that a job that was given back may be sent again.
+
+    The worker sends COMPILED, too, for a request that was cancelled meanwhile, unless the compilation had not begun.
+    """
+
+    channel: int
+    request: int
+    party: int
+    """The ``party`` in the job's ``carry``."""
+    milliseconds: int
+    """Processor time that the compilation took."""
