@@ -84,14 +84,14 @@ def test_protocol_names_no_module_of_the_other_packages(path: Path) -> None:
     assert not [*mentions(path, "supervisor"), *mentions(path, "model_worker")]
 
 
-def test_the_contract_imports_neither_the_client_nor_what_processes_share() -> None:
-    contract = [path for path in modules("protocol") if path.parent == ROOT / "protocol"]
-    assert not {
-        name for path in contract for name in imports(path) if name.startswith(("protocol.client", "protocol.process"))
-    }
-    assert not {
-        name for path in modules("protocol/process") for name in imports(path) if name.startswith("protocol.client")
-    }
+def test_the_rooms_of_protocol_import_in_one_direction() -> None:
+    """The contract imports no room, and what processes share does not import the client."""
+    allowed = {"": set(), "process": {"process"}, "client": {"process", "client"}}
+    for room, others in allowed.items():
+        for path in modules("protocol"):
+            if path.parent == ROOT / "protocol" / room:
+                rooms = {name.split(".")[1] for name in imports(path) if name.startswith("protocol.")} & {*allowed}
+                assert rooms <= others, path
 
 
 @pytest.mark.parametrize("path", [p for package in PACKAGES[1:] for p in modules(package)], ids=str)
