@@ -17,9 +17,9 @@ from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import How
 from supervisor.requests.scheduler import Scheduler
-from supervisor.shutdown import Shutdown
+from supervisor.shutdown import SupervisorShutdown
 from supervisor.spelling import spelled_name
-from supervisor.supervisor_status import SupervisorStatus
+from supervisor.supervisor_status import SupervisorDescription
 from supervisor.workers.lifecycle import AT_REST, WorkerState
 from supervisor.workers.worker_life import Desired
 
@@ -35,8 +35,8 @@ class AdminContext:
     fleet: Fleet
     reloads: Reloads
     scheduler: Scheduler
-    shutdown: Shutdown
-    status: SupervisorStatus
+    shutdown: SupervisorShutdown
+    status: SupervisorDescription
 
 
 def answer(context: AdminContext, verb: str, body: bytes, *, admin: bool) -> Result:

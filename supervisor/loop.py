@@ -54,9 +54,9 @@ from supervisor.requests.scheduler import Scheduler
 from supervisor.runtime_dir import RuntimeDir
 from supervisor.runtime_watch import CHECK_S as RUNTIME_CHECK_S
 from supervisor.runtime_watch import RuntimeWatch
-from supervisor.shutdown import Shutdown
+from supervisor.shutdown import SupervisorShutdown
 from supervisor.signals import Signals
-from supervisor.supervisor_status import SupervisorStatus
+from supervisor.supervisor_status import SupervisorDescription
 from supervisor.worker_frames import WorkerFrames
 from supervisor.workers.hang_detector import CHECK_S as LEASE_CHECK_S
 from supervisor.workers.local_launcher import LocalLauncher
@@ -115,13 +115,15 @@ class Supervisor:
         self._fleet = Fleet(config, self._scheduler, timers, self._launcher, self._effects, runtime.path, back, log)
         self._on_demand = OnDemandLoader(self._fleet, self._fleet.registry)
         self._reloads = Reloads(self._fleet, self._scheduler, timers, log)
-        self._shutdown = Shutdown(self._fleet, self._reloads, self._scheduler, self._clients, self._effects, log)
+        self._shutdown = SupervisorShutdown(
+            self._fleet, self._reloads, self._scheduler, self._clients, self._effects, log
+        )
         self._frames = WorkerFrames(
             self._fleet, self._scheduler, self._queries, self._authorizer, self._deadlines, self._reactor, self._effects
         )
         self._workers = WorkerPort(self._context, back, front, self._frames.slot_of)
         # Parts that bring the others together.
-        status = SupervisorStatus(
+        status = SupervisorDescription(
             runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,
             self._authorizer, self._zap, self._shutdown,
         )  # fmt: skip

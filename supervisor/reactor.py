@@ -1,10 +1,11 @@
-"""The bare loop: descriptors and ZeroMQ sockets that become readable, and timers. Decides nothing.
+"""The bare loop: call handlers when descriptors and ZeroMQ sockets become readable, and when timers are due.
 
-zmq_poll asks every socket it is given, twice, by a system call each: even with the few that are busy, that and what
-pyzmq adds take as long as to forward a token. So here is one epoll of everything, in which a ZeroMQ socket stands with
-its descriptor. That is edge-triggered: it tells of what came since the socket was last used, for whatever purpose (a
-send may take in, unseen, that something has come). Hence the rule: before a wait, every socket that was used is asked
-once more. The busy ones are asked in each turn; the others if something else than busy sockets was handled.
+zmq_poll asks every socket twice, with a system call each time. Even for the few busy sockets, that and what pyzmq adds
+take as long as forwarding a token. So the reactor has one epoll of everything. A ZeroMQ socket is in it with its
+descriptor, which is edge-triggered: it reports only what came since the socket was last used, for whatever purpose. A
+send may take note of input without reporting it. Hence the rule: before a wait, every socket that was used is asked
+once more. The reactor asks busy sockets in each turn. It asks the other sockets if anything but a busy socket was
+handled.
 """
 
 import select
@@ -21,7 +22,7 @@ Handler = Callable[[], object]
 Condition = Callable[[], bool]
 
 CHECK_S: Final = 0.001
-"""While busy sockets have input all the time: how often the others, and the timers, get their turn."""
+"""Seconds after which other sockets and timers get their turn, while busy sockets have input all the time."""
 
 
 class Reactor:
@@ -33,7 +34,8 @@ class Reactor:
         self._busy: list[tuple[AnySocket, Handler, Condition]] = []
         self._others: list[tuple[AnySocket, Handler, Condition]] = []
         self._descriptors: dict[int, Handler] = {}
-        """Of what is called when its descriptor tells of something: busy sockets, and what is none of ZeroMQ's."""
+        """Handlers that are called when their descriptor is readable: those of busy sockets, and of all that is not a
+        ZeroMQ socket."""
         self._busy_descriptors: set[int] = set()
         self._poll_all = True
         self._look_at = 0.0
@@ -41,9 +43,10 @@ class Reactor:
     def watch(self, source: Any, handler: Handler, *, busy: bool = False, waiting: Condition = lambda: False) -> None:
         """Call ``handler`` whenever a socket, or anything with a descriptor, is readable (level-triggered).
 
-        busy  (ZeroMQ's only) asked in each turn; its handler may be called when there is nothing. Of sockets that are
-              not, whoever uses one elsewhere than in a handler of its own or a timer calls ``look`` afterwards
-        waiting  (ZeroMQ's only) whether the handler still has something to do, though the socket may have no input
+        busy     for a ZeroMQ socket: ask it in each turn. Its handler may be called when there is no input. Code that
+                 uses a socket that is not busy calls ``poll_all`` afterwards, unless it runs in that socket's own
+                 handler or in a timer
+        waiting  for a ZeroMQ socket: tells whether the handler still has something to do without input
         """
         if isinstance(source, zmq.Socket):
             (self._busy if busy else self._others).append((source, handler, waiting))
@@ -57,11 +60,11 @@ class Reactor:
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def poll_all(self) -> None:
-        """Ask all sockets before the next wait: one that is not busy was used, and may have something to read."""
+        """Ask all sockets before the next wait. Call this after using a socket that is not busy: it may have input."""
         self._poll_all = True
 
     def every(self, interval_s: float, callback: Callable[[], None]) -> None:
-        """Call again and again, ``interval_s`` after the last call has returned."""
+        """Call ``callback`` again and again, each time ``interval_s`` seconds after it has returned."""
 
         def run() -> None:
             callback()
@@ -84,7 +87,7 @@ class Reactor:
             handled = handled or self._poll_all
         wait = 0 if handled else self.timers.wait_s(now)
         for descriptor, _ in self._epoll.poll(wait):
-            # Of a busy socket not asked first: a token that comes alone is on its way the sooner.
+            # A busy socket's handler is called without asking the socket first: a single token gets on its way sooner.
             if (handler := self._descriptors.get(descriptor)) is not None:
                 handler()
                 after()

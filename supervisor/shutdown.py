@@ -13,7 +13,7 @@ from supervisor.requests.in_flight import ToClient
 from supervisor.requests.scheduler import Scheduler
 
 
-class Shutdown:
+class SupervisorShutdown:
     """Whether the supervisor is shutting down, and how far it is.
 
     begun  whether a shutdown has begun

@@ -16,12 +16,12 @@ from supervisor.ports.request_authorizer import RequestAuthorizer
 from supervisor.ports.worker_port import RELAY, WorkerPort
 from supervisor.ports.zap import ZapHandler
 from supervisor.requests.scheduler import Scheduler
-from supervisor.shutdown import Shutdown
+from supervisor.shutdown import SupervisorShutdown
 from supervisor.worker_frames import WorkerFrames
 
 
-class SupervisorStatus:
-    """Collects what ``status`` shows of the supervisor. Made when the supervisor starts."""
+class SupervisorDescription:
+    """Collects what ``status`` shows of the supervisor. Make it when the supervisor starts: it counts the uptime."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class SupervisorStatus:
         frames: WorkerFrames,
         authorizer: RequestAuthorizer | None,
         zap: ZapHandler,
-        shutdown: Shutdown,
+        shutdown: SupervisorShutdown,
     ) -> None:
         self._started = time.monotonic()
         self._runtime_dir = runtime_dir

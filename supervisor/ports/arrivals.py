@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 _MIB = 1 << 20
 SHORT_MESSAGES, SHORT_BYTES = 512, 4 * _MIB
-"""A line that is shorter than both is not to blame for the growth of the process."""
+"""Messages and bytes. A connection with fewer of both in its queue is not to blame for the growth of the process."""
 T = TypeVar("T")
 
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 class ArrivalLimits:
     """How much may wait to be handled.
 
-    The Python client sends at most 7,000 requests a second (64 KB each: 5,500), which the supervisor handles in 0.4 s:
-    nothing of it waits. A client that has 10,000 requests ready and sends them all at once stays below half of
+    The Python client sends at most 7,000 requests a second (5,500 if each has 64 KB). The supervisor handles these in
+    0.4 s, so no message waits. A client that has 10,000 requests ready and sends them all at once stays below half of
     ``messages_of_connection``. Each message also costs about 300 bytes beside its content.
     """
 
@@ -34,8 +34,8 @@ class ArrivalLimits:
     can take them from it, and more than that on a busy machine, so most of a flood waits where it cannot be counted."""
 
 
-class _Line(Generic[T]):
-    """What waits of one connection."""
+class _ConnectionQueue(Generic[T]):
+    """The waiting messages of one connection, and their size in bytes."""
 
     __slots__ = ("messages", "size")
 
@@ -45,11 +45,11 @@ class _Line(Generic[T]):
 
 
 class Arrivals(Generic[T]):
-    """Lines of messages by channel, the number of a connection. ``next`` takes one from each line in turn."""
+    """Queues of messages by channel, the number of a connection. ``next`` takes one message from each queue in turn."""
 
     def __init__(self, bounds: ArrivalLimits) -> None:
         self.bounds = bounds
-        self._lines: dict[int, _Line[T]] = {}
+        self._queues: dict[int, _ConnectionQueue[T]] = {}
         self._turns: deque[int] = deque()
         self._messages = self._bytes = 0
         self._over: set[int] = set()
@@ -60,39 +60,39 @@ class Arrivals(Generic[T]):
         return self._messages > 0
 
     def add(self, channel: int, message: T, size: int) -> None:
-        """Put a message of ``size`` bytes at the end of its connection's line."""
-        if (line := self._lines.get(channel)) is None:
-            line = self._lines[channel] = _Line()
+        """Put a message of ``size`` bytes at the end of its connection's queue."""
+        if (queue := self._queues.get(channel)) is None:
+            queue = self._queues[channel] = _ConnectionQueue()
             self._turns.append(channel)
-        line.messages.append((message, size))
-        line.size += size
+        queue.messages.append((message, size))
+        queue.size += size
         self._messages += 1
         self._bytes += size
-        if len(line.messages) > self.bounds.messages_of_connection or line.size > self.bounds.bytes_of_connection:
+        if len(queue.messages) > self.bounds.messages_of_connection or queue.size > self.bounds.bytes_of_connection:
             self._over.add(channel)
 
     def next(self) -> tuple[int, T] | None:
         """Take out the first message of the connection whose turn it is; None if nothing waits."""
         while self._turns:
             channel = self._turns.popleft()
-            if (line := self._lines.get(channel)) is None:
-                continue  # dropped: no channel has a line twice
-            message, size = line.messages.popleft()
-            line.size -= size
+            if (queue := self._queues.get(channel)) is None:
+                continue  # its messages were dropped, and no channel is used twice
+            message, size = queue.messages.popleft()
+            queue.size -= size
             self._messages -= 1
             self._bytes -= size
-            if line.messages:
+            if queue.messages:
                 self._turns.append(channel)
             else:
-                del self._lines[channel]
+                del self._queues[channel]
             return channel, message
         return None
 
     def drop(self, channel: int) -> None:
         """Drop the waiting messages of a connection that has ended."""
-        if (line := self._lines.pop(channel, None)) is not None:
-            self._messages -= len(line.messages)
-            self._bytes -= line.size
+        if (queue := self._queues.pop(channel, None)) is not None:
+            self._messages -= len(queue.messages)
+            self._bytes -= queue.size
         self._over.discard(channel)
 
     def has_grown(self, resident: int) -> bool:
@@ -111,20 +111,20 @@ class Arrivals(Generic[T]):
     def excessive(self, *, grown: bool) -> list[tuple[int, int, int]]:
         """Return (channel, messages, bytes) of the connections that have to be ended, since too much of them waits.
 
-        If too much of all connections waits, or the process has ``grown`` by too much, the connections with the
-        longest lines are returned, and those with a line of half that length or more. Many connections that flood at
+        If too much of all connections waits, or the process has ``grown`` by too much, this returns the connections
+        with the longest queues, and those with a queue of at least half that length. Many connections that flood at
         once would otherwise be ended one after the other, while the rest of them go on.
         """
         found, self._over = self._over, set()
         if self._messages < SHORT_MESSAGES and self._bytes < SHORT_BYTES:
             return []
         if grown or self._messages > self.bounds.messages_of_all:
-            found |= self._longest(lambda line: len(line.messages), SHORT_MESSAGES)
+            found |= self._longest(lambda queue: len(queue.messages), SHORT_MESSAGES)
         if grown or self._bytes > self.bounds.bytes_of_all:
-            found |= self._longest(lambda line: line.size, SHORT_BYTES)
-        return [(channel, len(self._lines[channel].messages), self._lines[channel].size) for channel in found]
+            found |= self._longest(lambda queue: queue.size, SHORT_BYTES)
+        return [(channel, len(self._queues[channel].messages), self._queues[channel].size) for channel in found]
 
-    def _longest(self, length: Callable[[_Line[T]], int], at_least: int) -> set[int]:
-        """Return the channels whose line has ``at_least``, and at least half of the longest line's length."""
-        enough = max(at_least, max(map(length, self._lines.values())) / 2)
-        return {channel for channel, line in self._lines.items() if length(line) >= enough}
+    def _longest(self, length: Callable[[_ConnectionQueue[T]], int], at_least: int) -> set[int]:
+        """Return the channels whose queue is as long as ``at_least``, and half as long as the longest queue."""
+        enough = max(at_least, max(map(length, self._queues.values())) / 2)
+        return {channel for channel, queue in self._queues.items() if length(queue) >= enough}

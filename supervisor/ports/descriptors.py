@@ -1,9 +1,12 @@
-"""Descriptors: libzmq aborts the whole process if it has none left for an incoming connection. We stop before.
+"""Decide when so many descriptors are in use that ports must take no new connections.
 
-Connections are taken by libzmq's own thread, which is ahead of us by up to ``UNSEEN`` of each port, and by those that
-the kernel has ready when we stop listening. So many, and some for workers and for operators, are kept in reserve. With
-fewer than COMFORTABLE there are not so many to keep: then half of them are, and it takes a fast flood, while our thread
-does not get to run, to come to the end of them. That is said at start.
+libzmq aborts the whole process if it finds no descriptor for an incoming connection. libzmq's own thread takes
+connections. It is ahead of the supervisor's thread by up to ``UNSEEN`` connections of each port, and by those that the
+kernel has ready when the port stops listening. So that many descriptors are kept in reserve, and some more for workers
+and for operators.
+
+A process that may have fewer than COMFORTABLE descriptors cannot keep that reserve. It keeps half of them, and logs a
+warning at start: a fast flood could use up the reserve while the supervisor's thread does not get to run.
 
 The port for operators has a share of its own. It goes on taking connections while the others take none.
 """
@@ -16,8 +19,9 @@ import resource
 from supervisor.ports.monitors import UNSEEN
 
 COMFORTABLE = 4096
+"""The limit on descriptors from which on the whole reserve can be kept."""
 BACKLOG = 128
-"""Connections that the kernel may have ready for each socket: they come even after we stopped listening."""
+"""Connections that the kernel may have ready for each socket. They come even after the socket stopped listening."""
 FOR_OURSELVES = 64
 """Descriptors for workers that are started, files that are read, and connections that are seen in the meantime."""
 FOR_OPERATORS = 32
@@ -27,9 +31,9 @@ OF_SUPERVISOR = 48
 OF_WORKER = 8
 """Descriptors for each worker. 5 were counted; starting one takes a few more."""
 FEWEST_CLIENTS = 32
-"""Connections that there must be room for."""
+"""Connections of clients that there must be room for."""
 LAST = 16
-"""Descriptors that not even operators get."""
+"""Descriptors that are kept free even from operators."""
 
 
 class TooFewDescriptors(Exception):
@@ -37,7 +41,10 @@ class TooFewDescriptors(Exception):
 
 
 def reserve_of(limit: int, ports: int) -> int:
-    """Descriptors of ``limit`` that are not for clients, where so many ports listen."""
+    """Return how many descriptors of ``limit`` are not for clients.
+
+    ports  how many sockets clients connect to
+    """
     if limit < COMFORTABLE:
         return limit // 2
     return ports * (UNSEEN + BACKLOG) + FOR_OURSELVES
@@ -64,7 +71,7 @@ def raise_limit(workers: int, ports: int) -> int:
 
 
 class DescriptorBudget:
-    """Which ports should take no new connections, because so many descriptors are in use.
+    """Says when ports should take no new connections, and when they may take connections again.
 
     limit  descriptors that this process may have, see ``raise_limit``
     ports  sockets that clients connect to

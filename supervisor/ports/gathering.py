@@ -1,8 +1,9 @@
 """Find local connections that fill libzmq's memory with messages that libzmq never hands over.
 
-libzmq reads a message of several parts whole before we get any of it, however long the message grows. And it reads, but
-never passes on, the messages of a client that chose a routing id which another connection has. Over TCP the kernel
-counts the bytes of each connection (see ``tcp_listener``); of a local connection it tells only whether more is there.
+libzmq reads a message of several parts whole before it passes any part on, however long the message grows. It also
+reads the messages of a client that chose the routing id of another connection, and never passes them on. Over TCP the
+kernel counts the bytes of each connection (see ``tcp_listener``). Of a local connection it tells only how much is
+unread.
 """
 
 import fcntl
@@ -13,7 +14,7 @@ from protocol import limits
 
 GROWTH = 4 * limits.SOCKET_MAX_FRAME
 """Bytes that the process must have grown by before a connection is suspected."""
-BACKLOG = 32 << 10
+UNREAD = 32 << 10
 """Bytes that a suspected connection must have in the kernel's buffer. A flood is faster than libzmq and keeps the
 buffer full. A client's request is mostly smaller. On a busy machine libzmq may leave it unread for two checks, which
 are 50 ms apart: a client beside a flood lost its connection for that."""
@@ -21,8 +22,10 @@ _FIONREAD = 0x541B
 
 
 class Gathering:
-    """Decides which connections to end. The memory has grown. In two checks in a row each of these connections had
-    BACKLOG bytes that libzmq had still to read, and brought no message."""
+    """Decides which connections to end, once the memory has grown by too much.
+
+    It ends a connection that in two checks in a row brought no message, while libzmq had UNREAD bytes of it to read.
+    """
 
     def __init__(self) -> None:
         self._calm: int | None = None
@@ -43,14 +46,14 @@ class Gathering:
             return self._suspects
         before = self._suspects
         speaking = heard()
-        self._suspects = {fd for fd in accepted if fd not in speaking and _has_backlog(fd)}
+        self._suspects = {fd for fd in accepted if fd not in speaking and _has_unread(fd)}
         if not self._suspects:
             self._calm = resident
         return before & self._suspects
 
 
-def _has_backlog(fd: int) -> bool:
+def _has_unread(fd: int) -> bool:
     try:
-        return int.from_bytes(fcntl.ioctl(fd, _FIONREAD, bytes(4)), sys.byteorder) >= BACKLOG
+        return int.from_bytes(fcntl.ioctl(fd, _FIONREAD, bytes(4)), sys.byteorder) >= UNREAD
     except OSError:  # closed meanwhile
         return False

@@ -1,9 +1,9 @@
-"""The monitor of a listening socket, opened so that libzmq cannot get far ahead of us in taking connections.
+"""Open the monitor of a listening socket so that libzmq cannot get far ahead of the supervisor.
 
-libzmq's own thread takes connections as they come, whether our thread runs or not, and aborts the process when one over
-ipc finds no descriptor left. But it waits where its events are not read: its end of a monitor's pipe holds 1,000 of
-them, and ours as many more as we allow. So no more connections than that are ever taken behind our back, however fast
-they come and however long we are kept from looking.
+libzmq's own thread takes connections as they come, whether the supervisor's thread runs or not. It aborts the process
+if it finds no descriptor for a connection over ipc. But it waits when the events of its monitor are not read. libzmq's
+end of the monitor's pipe holds 1,000 events, and the supervisor's end as many as its mark allows. So libzmq never takes
+more connections than that before the supervisor has read about them.
 """
 
 from itertools import count
@@ -13,22 +13,24 @@ import zmq
 from supervisor.ports.sockets import Context
 
 UNSEEN = 1000 + 1
-"""Connections that are taken before their events are read, at most: libzmq's default mark, and ours below."""
-_OURS = 1
+"""The most connections that libzmq takes before their events are read: its default mark, and the mark of our end."""
+_OUR_MARK = 1
 _numbers = count(1)
-"""An address is free again some time after its socket was closed, when another may be where that one was."""
+"""Numbers for addresses. An address becomes free only some time after its socket was closed, so none is used twice."""
 
 
 def open_monitor(context: Context, socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
-    """The socket to read its events from.
+    """Return the socket from which the events of ``socket`` can be read.
 
-    It is closed, and never disabled: ``disable_monitor`` waits for libzmq's thread, which may be waiting for us to read
-    on. What is left of it goes with the context's ``term``, which wakes that thread.
+    events  the events to report, as bits
+
+    Close the returned socket, and do not call ``disable_monitor``: it waits for libzmq's thread, which may be waiting
+    for the supervisor to read events. The context's ``term`` wakes that thread and removes the rest of the monitor.
     """
     endpoint = f"inproc://monitor-{next(_numbers)}"
     socket.monitor(endpoint, events)
     monitor = context.socket(zmq.PAIR)
-    monitor.setsockopt(zmq.RCVHWM, _OURS)
+    monitor.setsockopt(zmq.RCVHWM, _OUR_MARK)
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.connect(endpoint)
     return monitor

@@ -1,14 +1,14 @@
-"""Which clients are asked for a sign of life, and when: each once a second, a few at a time. Pure.
+"""Choose the clients that are sent a PING now: each client once a second, a few clients at a time. Pure.
 
-All at once, some hundred questions and answers would keep every token waiting for 10 ms, once a second.
+Some hundred PINGs and PONGs all at once would keep every token waiting for 10 ms, once a second.
 """
 
 from collections.abc import Callable, Collection
 
 PROBE_INTERVAL_S = 0.05
-"""Between two parts of a round."""
+"""Seconds between two parts of a round."""
 PARTS = 20
-"""In which a round is done: a second in all."""
+"""Parts of a round. A round takes a second."""
 
 
 class Probes:
@@ -19,7 +19,10 @@ class Probes:
         self._parts = 0
 
     def next(self, channels: Callable[[], Collection[int]]) -> list[int]:
-        """Those to ask now. To be called every PROBE_INTERVAL_S; ``channels`` is asked at the beginning of a round."""
+        """Return the channels of the clients to probe now. Call this every PROBE_INTERVAL_S.
+
+        channels  returns all connections with unfinished requests. It is called when a round begins
+        """
         if not self._parts:
             self._left, self._parts = list(channels()), PARTS
         count = -(-len(self._left) // self._parts)

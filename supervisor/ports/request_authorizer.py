@@ -26,7 +26,7 @@ REVOKE_S = 0.5
 
 
 class RequestAuthorizer:
-    """Admits or refuses messages of keyed connections."""
+    """Admits or refuses the messages of connections that have a key."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class RequestAuthorizer:
         self._scheduler = scheduler
         self._log = log
         self._unfinished: dict[str, Unfinished] = {}
-        """By public key, of those that have a limit."""
+        """By public key, the unfinished requests of each key that has a limit."""
         self._parties: dict[str, int] = {}
-        """By public key, the number by which workers know a key."""
+        """By public key, the number by which workers know the key."""
         self.forbidden = 0
 
     def party(self, connection: ClientConnection) -> int:
@@ -70,7 +70,7 @@ class RequestAuthorizer:
         return True
 
     def note(self, connection: ClientConnection, message: Generate) -> None:
-        """It was submitted: if it was accepted, it counts."""
+        """Count a request against its key's limits, if the scheduler has accepted it."""
         key = connection.channel, message.request
         if self._scheduler.holds(*key):
             identity = connection.identity
@@ -82,7 +82,7 @@ class RequestAuthorizer:
             self._ring.allowance(identity, now).charge(1 + len(message.body) // BYTES_PER_TOKEN, now)
 
     def charge(self, message: Events) -> None:
-        """Tokens have come for one of the connections."""
+        """Charge a key for the tokens in a frame for one of its connections."""
         connection = self.port.connections_by_channel.get(message.channel)
         if connection is not None and connection.identity.tokens_per_minute is not None:
             now = time.monotonic()
@@ -120,7 +120,7 @@ class RequestAuthorizer:
         return effects
 
     def describe(self) -> dict[str, Any]:
-        """For ``status``."""
+        """Return the port and its keys as ``status`` shows them."""
         connections: dict[str, int] = {}
         for connection in self.port.connections_by_channel.values():
             public_key = connection.identity.public_key

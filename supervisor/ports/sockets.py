@@ -1,4 +1,4 @@
-"""What all ROUTERs of the supervisor have in common."""
+"""Make, bind and clear the ROUTER sockets of the supervisor."""
 
 import ctypes
 import os
@@ -10,13 +10,13 @@ from supervisor.ports.socket_file import SocketFile
 from supervisor.ports.zap import ZAP_DOMAIN
 
 PARTS_LIMIT = 2048
-"""Parts of a message of several that are read and dropped per turn of the loop: one may have millions."""
+"""Parts of one message that are read and dropped per turn of the loop. A message may have millions of parts."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
 
 def skip_parts(socket: zmq.Socket[bytes]) -> bool:
-    """Read and drop what is left of a message of several parts; whether that was all. Its first part has been read."""
+    """Read and drop up to PARTS_LIMIT parts of a message. Return whether none is left. The first part has been read."""
     for _ in range(PARTS_LIMIT):
         if not socket.getsockopt(zmq.RCVMORE):
             return True
@@ -25,11 +25,11 @@ def skip_parts(socket: zmq.Socket[bytes]) -> bool:
 
 
 def router(context: Context) -> zmq.Socket[bytes]:
-    """A ROUTER that says when a peer is gone, gives no peer another's frames, and cuts off frames beyond 16 MiB.
+    """Return a ROUTER that reports when a peer is gone, and ends connections that send frames beyond 16 MiB.
 
-    Nobody can know its routing ids. libzmq numbers connections, from a number that the C library draws and that is the
-    same in each process unless the generator is seeded. A peer that chose the next number for its routing id would make
-    libzmq abort the process.
+    No peer receives the frames of another peer, and no peer can guess a routing id. libzmq numbers its connections,
+    beginning with a number that the C library draws. The number is the same in each process unless the generator is
+    seeded. A peer that chose the next number as its routing id would make libzmq abort the process.
     """
     ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
     socket = context.socket(zmq.ROUTER)
@@ -58,7 +58,10 @@ def client_router(context: Context, backlog: int) -> zmq.Socket[bytes]:
 
 
 def bind_private(socket: zmq.Socket[bytes], endpoint: str, domain: bytes = ZAP_DOMAIN) -> SocketFile:
-    """Bind an ipc socket that only our own user can connect to: mode 0600, and the ZAP domain that says who may."""
+    """Bind an ipc socket to which only processes of the supervisor's user can connect, and return its file.
+
+    domain  the ZAP domain, by which ``ZapHandler`` decides about a connection
+    """
     socket.setsockopt(zmq.ZAP_DOMAIN, domain)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     return SocketFile(socket, endpoint)

@@ -1,9 +1,12 @@
-"""Admits connections: answers ZAP (ZeroMQ RFC 27) inside the supervisor's loop. Over ipc processes of our own user may
-connect, and to the workers' socket only workers. Over TCP holders of a key that is on the list may connect.
+"""Decide which processes may connect: answer ZAP (ZeroMQ RFC 27) inside the supervisor's loop.
 
-pyzmq's ready-made authenticator does not look at uids. libzmq gives the peer of an ipc connection as
-``localhost:uid:gid:pid`` (SO_PEERCRED), which cannot be forged. Over CURVE it gives the client's public key, after the
-client has proved that it has the secret one; the answer names it as User-Id, which libzmq puts on every message.
+Over ipc, processes of the supervisor's own user may connect, and to the workers' socket only workers. Over TCP, clients
+with a key that is on the list may connect.
+
+pyzmq's ready-made authenticator does not look at uids. libzmq names the peer of an ipc connection as
+``localhost:uid:gid:pid`` (SO_PEERCRED), which cannot be forged. Over CURVE libzmq names the client's public key, after
+the client has proved that it has the secret key. The answer returns the public key as User-Id, and libzmq puts that on
+every message.
 """
 
 import time
@@ -19,15 +22,16 @@ WORKER_DOMAIN = b"modelctl-back"
 TCP_DOMAIN = b"modelctl-tcp"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ADMITTED, DENIED, TRY_LATER = b"200", b"400", b"500"
-"""The client is told 400 and 500, and our own does not try again after 400. (After 300 it would be told nothing.)"""
+"""Status codes. libzmq tells a client 400 and 500, and modelctl's own client does not try again after 400. A client
+would not be told of 300."""
 
 
 class ZapHandler:
-    """Must exist before the first socket is bound, and outlive them all.
+    """Answers libzmq's questions. Make it before the first socket is bound, and close its socket after all others.
 
-    uid        of those that may connect over ipc
-    is_worker  whether the process with this pid is a worker, and may connect to the workers' socket
-    ring       the keys that may connect over TCP; None: nobody may
+    uid        the user whose processes may connect over ipc
+    is_worker  tells whether the process with this pid is a worker, and may connect to the workers' socket
+    ring       the keys that may connect over TCP; None if none may
     """
 
     def __init__(
@@ -80,5 +84,5 @@ class ZapHandler:
 
 
 def _answer(allowed: bool, otherwise: bytes) -> tuple[bytes, bytes]:
-    """Status and text."""
+    """Return the status and the text of an answer."""
     return (ADMITTED, b"OK") if allowed else (DENIED, otherwise)

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from supervisor.ports.arrivals import SHORT_MESSAGES, ArrivalLimits, Arrivals
-from supervisor.ports.gathering import BACKLOG, GROWTH, Gathering
+from supervisor.ports.gathering import GROWTH, UNREAD, Gathering
 
 MIB = 1 << 20
 
@@ -93,13 +93,13 @@ def test_nobody_is_suspected_of_gathering_while_memory_does_not_grow() -> None:
     assert not asked
 
 
-@pytest.mark.parametrize(("unread", "ended"), [(0, False), (BACKLOG - 1, False), (BACKLOG, True)])
+@pytest.mark.parametrize(("unread", "ended"), [(0, False), (UNREAD - 1, False), (UNREAD, True)])
 def test_only_a_connection_with_a_backlog_is_suspected_when_memory_has_grown(unread: int, ended: bool) -> None:
     """A small request that libzmq has not read yet is no sign of a flood: on a busy machine that takes long."""
     gathering = Gathering()
     client, ours = socket.socketpair()
     with client, ours:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * BACKLOG)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * UNREAD)
         client.sendall(b"x" * unread)
         grown = (MIB, MIB + GROWTH, MIB + GROWTH)
         found = [gathering.find_abusers(resident, [ours.fileno()], set) for resident in grown]

@@ -34,7 +34,7 @@ class Box:
             end=lambda channel, error: self._note(("end", channel, error)),
             take_gone=self._take_gone,
             gone=self._scheduler_gone,
-            replicas={"w": self.replica},
+            registry=SimpleNamespace(replicas={"w": self.replica}),
             kill=lambda replica, why: self._note(("kill", why)),
             wake=lambda model: self._note(("wake", model)),
             advance_soon=lambda: self._note("advance"),
@@ -119,3 +119,10 @@ def test_only_the_loop_can_carry_effects_out() -> None:
             continue
         names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
         assert "EffectRunner" not in names, path
+
+
+def test_the_loop_wires_nothing_after_construction() -> None:
+    """An object gets what it needs when it is made: no line sets an attribute of an attribute of the loop."""
+    for node in ast.walk(ast.parse((ROOT / "supervisor/loop.py").read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            assert isinstance(node.value, ast.Name), ast.unparse(node)
