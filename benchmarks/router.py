@@ -18,25 +18,24 @@ sender back: streams whose client is behind are another measurement. Latency is 
 sender) writes into a token to its receipt; events come at random times, 2,000 a second.
 """
 
-import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.synchronize import Event
 
 import psutil
 import zmq
 
-from benchmarks.flood_engine import TEXT, Pace, Taken, stamp
+from benchmarks.flood_engine import Taken
 from benchmarks.harness import Server, arguments_for, quiet_heap
 from benchmarks.report import Result, write
+from benchmarks.unrouted import Without, age, forward, proxy
 from protocol import limits
-from protocol.codec import EventWriter, encode, pack_body
-from protocol.messages import Credit, EventEntry, Generate, Hello, Kind
-from protocol.process.socket_calls import DONT_WAIT, receive_now, send_to
+from protocol.codec import encode, pack_body
+from protocol.messages import Credit, Generate, Hello, Kind
+from protocol.process.socket_calls import DONT_WAIT, receive_now
 
 STREAMS, SINGLE = 16, 64
 """Of one connection, whose tokens come together, or one by one."""
@@ -53,149 +52,6 @@ GRANT = limits.STREAM_WINDOW // 2
 TELL = 16
 """Events after which the engine is told how far the reader is."""
 PATIENCE_MS = 60_000
-MARK = 10_000
-"""Messages that the sockets hold, as the worker's does."""
-
-Sent = tuple[int, float | None, int]
-"""(messages, their rate or None, seed) of one run without the supervisor."""
-
-
-def event_frame(text: str = TEXT) -> bytes:
-    """EVENTS with one token, as a worker sends it."""
-    writer = EventWriter()
-    event = writer.event((1000,), {"text": text})
-    return writer.frame(1, 1, [EventEntry(1, 10_000, 0, 1, len(event))], event)
-
-
-# --- without the supervisor
-
-
-def send(endpoint: str, wanted: "multiprocessing.Queue[Sent | None]") -> None:
-    """A process that sends messages, whenever it is told how many."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.SNDHWM, MARK)
-        socket.connect(endpoint)
-        frame = event_frame()
-        head = frame[: -len(TEXT)]
-        while (order := wanted.get()) is not None:
-            messages, rate, seed = order
-            if rate is None:
-                for _ in range(messages):
-                    socket.send(frame)
-            else:
-                pace = Pace(rate, seed)
-                for _ in range(messages):
-                    pace.wait()
-                    socket.send(head + stamp().encode())
-
-
-def between(front: str, back: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """(of the sender, of the reader) of whoever stands between them."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    inner, outer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
-    for socket, endpoint in ((inner, back), (outer, front)):
-        socket.setsockopt(zmq.SNDHWM, MARK)
-        socket.setsockopt(zmq.RCVHWM, MARK)
-        socket.bind(endpoint)
-    return inner, outer
-
-
-def proxy(front: str, back: str, ready: Event) -> None:
-    """A process that is libzmq's proxy, until it is terminated."""
-    inner, outer = between(front, back)
-    ready.set()
-    zmq.proxy(inner, outer)
-
-
-def forward(front: str, back: str, ready: Event) -> None:
-    """As ``proxy``, in Python: everything that is there is taken and passed on, in one direction."""
-    inner, outer = between(front, back)
-    ready.set()
-    while True:
-        inner.poll()
-        with suppress(zmq.Again):
-            while True:
-                sender, frame = receive_now(inner, DONT_WAIT), receive_now(inner, DONT_WAIT)
-                try:
-                    send_to(outer, sender, frame)
-                except zmq.Again:  # the reader is behind by as much as may be
-                    outer.poll(flags=zmq.POLLOUT)
-                    send_to(outer, sender, frame)
-
-
-class Without:
-    """A sender and this reader; between them nothing, or what ``middle`` does in a process of its own (``proxy``,
-    ``forward``). A context manager."""
-
-    def __init__(self, middle: Callable[[str, str, Event], None] | None = None) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._scratch = tempfile.TemporaryDirectory(prefix="modelctl-bench-")
-        front, back = (f"ipc://{self._scratch.name}/{name}" for name in ("front", "back"))
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.RCVHWM, MARK)
-        self._wanted: multiprocessing.Queue[Sent | None] = spawn.Queue()
-        self._sender = spawn.Process(target=send, args=(front if middle is None else back, self._wanted))
-        self._middle = None
-        if middle is not None:
-            ready = spawn.Event()
-            self._middle = spawn.Process(target=middle, args=(front, back, ready))
-            self._middle.start()
-            ready.wait()
-            self._socket.connect(front)
-            # a DEALER hands what comes on to whoever is there: a ROUTER's message has the sender's identity before it
-        else:
-            self._socket.bind(front)
-        self._sender.start()
-        self._parts = 1 if middle is None else 2
-
-    def __enter__(self) -> "Without":
-        self.flood(1000)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._wanted.put(None)
-        self._sender.join()
-        if self._middle is not None:
-            self._middle.terminate()
-            self._middle.join()
-        self._socket.close(linger=0)
-        self._context.term()
-        self._scratch.cleanup()
-
-    def flood(self, messages: int) -> float:
-        """Messages a second, at the reader."""
-        self._wanted.put((messages, None, 0))
-        receive, second = self._socket.recv, self._parts == 2
-        begun = self._first()
-        for _ in range(messages - 1):
-            receive()
-            if second:
-                receive()
-        return (messages - 1) / (time.perf_counter() - begun)
-
-    def latencies(self, messages: int, rate: float, seed: int) -> list[float]:
-        """Seconds of each on its way."""
-        self._wanted.put((messages, rate, seed))
-        found = []
-        for _ in range(messages):
-            if self._parts == 2:
-                self._socket.recv()
-            found.append(age(self._socket.recv()))
-        return found
-
-    def _first(self) -> float:
-        for _ in range(self._parts):
-            self._socket.recv()
-        return time.perf_counter()
-
-
-def age(frame: bytes) -> float:
-    """Seconds since the time that the frame ends with."""
-    return (time.monotonic_ns() - int(frame[-len(TEXT) :], 16)) / 1e9
-
-
-# --- with it
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.docs.markdown import table
-from tools.docs.performance import ResultFile, result_files
+from tools.docs.performance import ResultFile, result_files, target_text, verdict
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 BEGIN, END = "<!-- figures: made by `python -m tools.docs` -->", "<!-- figures: end -->"
@@ -17,37 +17,37 @@ class Headline:
     says    what the figure is about, for a reader who does not know the benchmark
     file    the result file
     result  the name of the figure in it
-    form    the figure as a text, with the value as {}
-    target  the target as a text, with the bound as {}
+    form    how the value is written
+    unit    what stands behind the value and behind the bound of the target
     """
 
     says: str
     file: str
     result: str
-    form: str
-    target: str
+    form: str = "{:.0f}"
+    unit: str = ""
 
 
 HEADLINES = (
     Headline(
         "ExLlamaV2, 8B, 32 requests at once: tokens per second, over the package's own generator without a server",
-        "serving-exllamav2", "8b, 32 streams: served over bare", "{:.2f} times", "at least {} times",
+        "serving-exllamav2", "8b, 32 streams: served over bare", "{:.2f}", " times",
     ),
     Headline(
         "ExLlamaV2 on a machine without flash-attn, 32 requests at once: over the package's own fallback",
-        "unpaged", "served over paged=False", "{:.0f} times", "at least {} times",
+        "unpaged", "served over paged=False", "{:.0f}", " times",
     ),
     Headline(
         "events through the supervisor for one client with 16 streams, over two sockets without a router",
-        "router", "one client of 16 streams, over raw messages", "{:.2f} times", "at least {} times",
+        "router", "one client of 16 streams, over raw messages", "{:.2f}", " times",
     ),
     Headline(
         "death of a worker that has torch loaded, until the supervisor sees it, median",
-        "deaths", "embedded engine: seen after, median", "{:.0f} ms", "at most {} ms",
+        "deaths", "embedded engine: seen after, median", "{:.0f}", " ms",
     ),
     Headline(
         "random faults against real processes, 10,000 episodes: broken promises",
-        "chaos", "violations of the invariants", "{:.0f}", "{}",
+        "chaos", "violations of the invariants",
     ),
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ def figures(files: dict[str, ResultFile]) -> str:
 
 def _row(file: ResultFile, headline: Headline) -> tuple[str, str, str, str, str]:
     (result,) = (result for result in file.results if result["name"] == headline.result)
-    target = headline.target.format(result["target"].split()[1])
+    target = target_text(result["target"]) + headline.unit
+    value = headline.form.format(float(result["value"])) + headline.unit
     machine = file.content["machine"].partition(", Python")[0].replace("(R)", "")
-    verdict = "met" if result["meets"] else "**missed**"
-    return headline.says, headline.form.format(float(result["value"])), target, verdict, machine
+    return headline.says, value, target, verdict(result["meets"]), machine

@@ -107,11 +107,17 @@ def _origin(file: ResultFile) -> str:
 
 
 def _row(result: dict[str, Any]) -> tuple[str, str, str, str]:
-    verdict = {True: "met", False: "**missed**", None: ""}[result["meets"]]
-    return result["name"], f"{shown(result['value'])} {result['unit']}", _target(result["target"]), verdict
+    value = f"{shown(result['value'])} {result['unit']}"
+    return result["name"], value, target_text(result["target"]), verdict(result["meets"])
 
 
-def _target(target: str | None) -> str:
+def verdict(meets: bool | None) -> str:
+    """Return what a table says of a figure and its target; nothing if the figure has no target."""
+    return {True: "met", False: "**missed**", None: ""}[meets]
+
+
+def target_text(target: str | None) -> str:
+    """Return a result's target in words, for example "at least 0.97"; nothing if there is none."""
     if target is None:
         return ""
     sign, bound = target.split()
