@@ -30,7 +30,7 @@ DECISIONS = (
     "ports/probes.py",
     "schema_validation.py",
     *(f"placement/{name}.py" for name in ("policy", "gpu_shares", "sizes", "affinity", "eviction", "vram_return")),
-    *(f"placement/{name}.py" for name in ("nvml_answers", "circuit_breaker")),
+    *(f"placement/{name}.py" for name in ("gpus", "circuit_breaker")),
 )
 """Modules of supervisor that decide: no sockets, no clock, no processes."""
 

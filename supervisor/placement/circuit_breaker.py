@@ -1,7 +1,7 @@
 """A circuit breaker for questions to the GPU driver. Pure: times are arguments, monotonic seconds.
 
-The supervisor asks the driver on its one thread, on which every token waits. A driver that hangs or has become slow may
-therefore cost TIMEOUT_S once. After that nobody waits for an answer until one has come quickly.
+The supervisor asks the driver on its one thread, and every token waits for that thread. So a driver that hangs or has
+become slow may cost TIMEOUT_S once. After that, no reading waits for an answer until one has come quickly.
 """
 
 from enum import Enum
@@ -9,11 +9,11 @@ from enum import Enum
 TIMEOUT_S = 0.5
 """How long the supervisor waits for an answer. Usual answers take 1 to 30 ms."""
 QUIET_S = 2.0
-"""How long nothing is asked after a late answer. With a driver that hangs again and again, this and TIMEOUT_S say how
-much time is lost."""
+"""How long no question is sent after a late answer. QUIET_S and TIMEOUT_S together bound the time that a driver costs
+which hangs again and again."""
 RESTART_S, RESTART_MAX_S = 5.0, 300.0
-"""From one time that the process that asks the driver is started again to the next, at least; twice as long after each
-of those that follow closely, such as where it ends whenever it opens the driver."""
+"""Least and greatest pause between two starts of the process that asks the driver. The pause doubles with each start
+that follows closely on the last, for example because the process ends whenever it opens the driver."""
 
 
 class BreakerState(Enum):
@@ -22,13 +22,13 @@ class BreakerState(Enum):
     CLOSED = "closed"
     """Ask, and wait for the answer."""
     HALF_OPEN = "half open"
-    """Ask, only to learn how long the driver takes: nobody waits."""
+    """Ask, only to learn how long the driver takes. No reading waits for the answer."""
     OPEN = "open"
-    """There is a question out that nobody waits for any more, or it is too early for another."""
+    """Do not ask: an older question has no answer yet, or it is too early for another."""
 
 
 class CircuitBreaker:
-    """Decides about the questions to one process. At most one question is out at a time."""
+    """Decides about the questions to one process. At most one question is without an answer."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -38,20 +38,24 @@ class CircuitBreaker:
         self._quiet_until = 0.0
 
     def next(self, now: float) -> BreakerState:
+        """Return whether to ask now, and whether to wait for the answer."""
         if self._out is not None or (self._slow and now < self._quiet_until):
             return BreakerState.OPEN
         return BreakerState.HALF_OPEN if self._slow else BreakerState.CLOSED
 
     def asked(self, asking: BreakerState) -> None:
-        """A question went out, as ``next`` said."""
+        """Note that a question was sent, in the state that ``next`` returned."""
         self._out, self._gave_up = asking, False
 
     def gave_up(self) -> None:
-        """Its time is over. Its answer, if one comes, is old."""
+        """Note that the reading waits no longer. The answer, if it comes, is old."""
         self._slow = self._gave_up = True
 
     def answered(self, took_s: float, now: float) -> None:
-        """The answer came. ``took_s``: how long the driver took."""
+        """Note that the answer came.
+
+        took_s  seconds that the driver took
+        """
         if self._gave_up or (self._slow and took_s >= self._timeout_s / 2):
             self._quiet_until = now + QUIET_S
         else:
@@ -59,24 +63,24 @@ class CircuitBreaker:
         self._out, self._gave_up = None, False
 
     def forget(self) -> None:
-        """The process is gone, and what was asked with it. The next one has not been slow yet."""
+        """Note that the process is gone, with its question. The next process has not been slow yet."""
         self._out, self._gave_up, self._slow = None, False, False
 
     @property
     def is_out(self) -> bool:
-        """Whether an answer is due."""
+        """Return whether a question has no answer yet."""
         return self._out is not None
 
 
 class Restarts:
-    """Of a process that may end again and again. The first is at once."""
+    """Decides when a process that may end again and again is started again. The first start is at once."""
 
     def __init__(self) -> None:
         self._last: float | None = None
         self._pause_s = RESTART_S
 
     def next(self, now: float) -> bool:
-        """Whether it is started again now."""
+        """Return whether to start the process now."""
         since = None if self._last is None else now - self._last
         if since is not None and since < self._pause_s:
             return False

@@ -1,7 +1,8 @@
-"""The GPUs as NVML tells of them, read by a process of its own (``nvml_child``) that is asked over a socket.
+"""Read the GPUs from NVML in a process of its own (``nvml_child``), which is asked over a socket.
 
-A reading waits for ``PATIENCE_S`` at most, and if that was in vain, none waits until the driver answers quickly again:
-see ``patience``, which decides. Here is the process, and the socket.
+The driver may hang, and the supervisor has one thread. So a reading waits for ``TIMEOUT_S`` at most. After a reading
+that waited in vain, no reading waits until the driver answers quickly again; ``circuit_breaker`` decides that. This
+module holds the process and the socket, and ``gpus`` reads the answers.
 """
 
 import logging
@@ -18,30 +19,43 @@ from pathlib import Path
 from protocol.process.helper_environment import helper_environment
 from supervisor.packages import directory_of, directory_of_titles
 from supervisor.placement.circuit_breaker import TIMEOUT_S, BreakerState, CircuitBreaker, Restarts
-from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
-from supervisor.placement.nvml_answers import MAX_ANSWER, Answer, Fixed, Nonsense, question, read_answer, read_greeting
+from supervisor.placement.gpus import (
+    MAX_ANSWER,
+    BadAnswer,
+    FixedFacts,
+    Gpu,
+    GpusAbsent,
+    GpusLate,
+    GpusUnknown,
+    Reading,
+    encode_question,
+    read_answer,
+    read_greeting,
+)
 
 START_S = 2.0
-"""How long the first reading of all waits for the driver to be opened, which may take seconds where nothing keeps it
-open (no persistence mode). Before anything is served only; who is to be placed waits longer, without holding up the
-loop."""
+"""How long the first reading waits until the driver is open. Opening takes seconds where nothing keeps the driver open
+(no persistence mode). The supervisor waits so only before it serves anything. Models that are to be placed wait longer,
+and do not hold up the loop."""
 ONCE_S = 30.0
-"""The same for a command, and how long it waits for the answer: nothing else waits meanwhile."""
+"""How long a command waits until the driver is open, and for its answer. Nothing else waits meanwhile."""
 LEAVE_S = 0.2
-"""How long the end of a process is waited for that was killed."""
+"""How long to wait for the end of a process that was killed."""
 _PROGRAM = str(Path(__file__).with_name("nvml_child.py"))
 
 
 class _Ended(Exception):
-    """The process is gone, or has closed its socket."""
+    """The process that asks NVML is gone, or has closed its socket."""
 
 
 class _Child:
-    """The process and the socket to it. ``fixed``: None until it has opened the driver. The constructor raises OSError
-    where there is no process or descriptor left."""
+    """A process that asks NVML, and the socket to it. Raises OSError if no process or descriptor is left.
+
+    fixed  what never changes of the GPUs; None until the process has opened the driver
+    """
 
     def __init__(self, where: str) -> None:
-        self.fixed: tuple[Fixed, ...] | None = None
+        self.fixed: tuple[FixedFacts, ...] | None = None
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_ANSWER)
@@ -64,14 +78,14 @@ class _Child:
         self._poll.register(self._socket, select.POLLIN)
 
     def send(self, frame: bytes) -> None:
-        """Raises _Ended."""
+        """Send a question. Raises _Ended."""
         try:
             self._socket.send(frame)
         except OSError:
             raise _Ended from None
 
     def receive(self, within_s: float) -> bytes | None:
-        """What it says next; None if that takes longer. Raises _Ended, Nonsense."""
+        """Return the next message; None if that takes longer. Raises _Ended, BadAnswer."""
         if not self._poll.poll(math.ceil(within_s * 1000)):
             return None
         try:
@@ -83,11 +97,11 @@ class _Child:
         if not frame:
             raise _Ended
         if flags & socket.MSG_TRUNC:
-            raise Nonsense(f"it is longer than {MAX_ANSWER} bytes")
+            raise BadAnswer(f"it is longer than {MAX_ANSWER} bytes")
         return frame
 
     def end(self) -> str:
-        """Kill it. Returns how it had ended, or what is known of that."""
+        """Kill the process. Return how it ended, as far as that is known."""
         self._socket.close()
         self._process.kill()
         try:
@@ -98,11 +112,12 @@ class _Child:
 
 
 class GpuReader:
-    """See ``gpus.Gpus``. Starts the process at once, and waits for it at the first reading. From the main thread only:
-    the process lives as long as the thread that started it.
+    """Reads the GPUs of this machine. Starts the process at once, and waits for it at the first reading.
 
-    patience_s  how long a reading waits for its answer
-    start_s     how long the first one waits for the driver to be opened
+    Use it from the main thread only: the process lives as long as the thread that started it.
+
+    timeout_s  how long a reading waits for its answer
+    start_s    how long the first reading waits until the driver is open
     """
 
     def __init__(self, log: logging.Logger, timeout_s: float = TIMEOUT_S, start_s: float = START_S) -> None:
@@ -114,7 +129,7 @@ class GpuReader:
         self._child: _Child | None = None
         self._greeted = False
         self._refusal: str | None = None
-        """Why a later process could not open the driver, which an earlier one could."""
+        """Why a later process could not open the driver, although an earlier one could."""
         self._number = 0
         self._only: Collection[int] | None = None
         self._where = directory_of("pynvml")
@@ -122,6 +137,7 @@ class GpuReader:
             self._start(self._where)
 
     def read(self, only: Collection[int] | None = None) -> list[Gpu]:
+        """Return all GPUs as they are now, or those with the indices ``only``. Raises GpusUnknown."""
         if self._where is None:
             raise GpusAbsent("the package nvidia-ml-py is not installed")
         if self._child is None:
@@ -137,7 +153,7 @@ class GpuReader:
             self._log.warning("the process that asks NVML ended (%s): it is started again", self._drop())
             self._start_again(self._where)
             raise GpusLate("the process that asks it ended") from None
-        except Nonsense as e:
+        except BadAnswer as e:
             self._drop()
             self._log.error("the process that asks NVML said what cannot be (%s): killed, and started again", e)
             self._start_again(self._where)
@@ -148,7 +164,7 @@ class GpuReader:
         self._drop()
 
     def _start_again(self, where: str) -> None:
-        """If it is time for that."""
+        """Start a new process if enough time has passed since the last start."""
         if self._restarts.next(time.monotonic()):
             self._start(where)
 
@@ -159,7 +175,7 @@ class GpuReader:
             self._log.error("the process that asks NVML cannot be started: %s; trying again", e.strerror or e)
 
     def _open(self, child: _Child) -> None:
-        """See that the driver is open. Raises GpusUnknown, _Ended, Nonsense."""
+        """Read the greeting of the process if that has not been done. Raises GpusUnknown, _Ended, BadAnswer."""
         if child.fixed is not None:
             return
         wait_s, self._start_s = self._start_s, 0.0
@@ -179,7 +195,7 @@ class GpuReader:
             raise late
         self._number += 1
         self._only = only
-        child.send(question(self._number, only))
+        child.send(encode_question(self._number, only))
         self._breaker.asked(asking)
         if asking is BreakerState.HALF_OPEN:
             raise late
@@ -191,8 +207,10 @@ class GpuReader:
             raise GpusUnknown(answer.error)
         return answer.gpus
 
-    def _hear(self, child: _Child, within_s: float) -> Answer | None:
-        """The next answer. What nobody waits for any more is old, and only tells how quick the driver is."""
+    def _hear(self, child: _Child, within_s: float) -> Reading | None:
+        """Return the next answer, None if there is none within the time.
+
+        An answer that comes too late is of use, too: it says how quick the driver is."""
         frame = child.receive(within_s)
         if frame is None:
             return None
@@ -208,7 +226,7 @@ class GpuReader:
 
 
 def read_once() -> list[Gpu]:
-    """All GPUs, for a command that waits. Raises GpusUnknown."""
+    """Return all GPUs, for a command, which can wait. Raises GpusUnknown."""
     quiet = logging.Logger(__name__)  # of nobody's handlers: the exception says what there is to say
     quiet.addHandler(logging.NullHandler())
     reader = GpuReader(quiet, timeout_s=ONCE_S, start_s=ONCE_S)

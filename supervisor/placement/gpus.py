@@ -1,25 +1,45 @@
-"""The GPUs of this box, as those who place models and wait for memory see them.
+"""What a GPU of this machine is, and how the answers of the process that asks NVML become GPUs. Pure.
 
-They are counted as nvidia-smi does, whatever this process's own CUDA_VISIBLE_DEVICES says, and so do the pins of
-models.yaml: workers get CUDA_DEVICE_ORDER=PCI_BUS_ID. NVML, which tells of them, is asked by ``gpu_reader``.
+GPUs are counted as nvidia-smi counts them, whatever CUDA_VISIBLE_DEVICES of this process says. So do the pins of
+models.yaml: workers get CUDA_DEVICE_ORDER=PCI_BUS_ID.
+
+The process that asks NVML (``nvml_child``) may fail in any way, since the driver runs in it. So every value of its
+messages is checked. ``gpu_reader`` sends the questions and receives the answers, each a JSON text:
+
+    child to supervisor, once the driver is open   {"gpus": [{uuid, cpus, nodes}]} or {"absent": why};
+                                                   cpus and nodes are masks in words of 64 bits
+    supervisor to child                            {number, only}; only: indices of GPUs, or null for all
+    child to supervisor                            {number, took_s, "gpus": [{index, total, used, free,
+                                                   processes: [[pid, bytes or null]], mig}]}
+                                                   or {number, took_s, "error": why}
 """
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 EVERY = "GPU-"
 """A pin that means each GPU: the beginning of all UUIDs."""
+MAX_ANSWER = 1 << 17
+"""Most bytes of an answer: enough for some 5,000 processes that hold memory."""
+MAX_GPUS = 256
+MAX_TEXT = 200
+_MOST = 1 << 64
+"""NVML's numbers have 64 bits."""
+_WORDS = 64
+"""Most words of a mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU at one moment; sizes in bytes.
+    """One GPU at one moment. Sizes are in bytes.
 
-    processes  pid → bytes it holds here, None where the driver does not tell them. In a container these may be numbers
-               of another pid namespace, or none at all.
-    mig        whether it is divided into MIG instances, which CUDA sees instead of it
-    cpus       CPUs of this machine that are nearest to it, nodes: NUMA nodes of their memory; empty: not known
+    processes  pid → bytes that the process holds on this GPU; None where the driver does not say how many. In a
+               container the pids may be those of another pid namespace, and processes may be missing.
+    mig        whether the GPU is divided into MIG instances, which CUDA sees in its place
+    cpus       CPUs of this machine that are nearest to the GPU; empty if that is not known
+    nodes      NUMA nodes that are nearest to the GPU; empty if that is not known
     """
 
     index: int
@@ -33,7 +53,7 @@ class Gpu:
     nodes: frozenset[int] = frozenset()
 
     def is_meant(self, pin: str) -> bool:
-        """Whether a pin of models.yaml means this GPU: its index, or its UUID or the beginning of it."""
+        """Return whether a pin of models.yaml means this GPU: its index, its UUID, or the beginning of its UUID."""
         return pin == str(self.index) or self.uuid.lower().startswith(pin.lower())
 
 
@@ -42,18 +62,153 @@ class GpusUnknown(Exception):
 
 
 class GpusAbsent(GpusUnknown):
-    """Nor will they ever be: the package or the driver is missing."""
+    """The GPUs can never be read: the package or the driver is missing."""
 
 
 class GpusLate(GpusUnknown):
-    """The answer is not there yet. Another try, later, may have it; nobody needs to wait for that in between."""
+    """The answer has not come yet. A later try may have it. Nobody needs to wait in between."""
 
 
-class Gpus(Protocol):
-    """Somebody who knows the GPUs."""
+class BadAnswer(Exception):
+    """The process that asks NVML sent something that cannot be an answer. The message says what is wrong with it."""
 
-    def read(self, only: Collection[int] | None = None) -> list[Gpu]:
-        """All GPUs as they are now, or those of these indices. Raises GpusUnknown."""
 
-    def close(self) -> None:
-        """Nothing is read any more."""
+@dataclass(frozen=True, slots=True)
+class FixedFacts:
+    """What never changes of a GPU. ``Gpu`` explains the fields."""
+
+    uuid: str
+    cpus: frozenset[int]
+    nodes: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """The first message of the process that asks NVML.
+
+    gpus    the facts that never change, by the index of the GPU
+    absent  why the driver cannot be opened; None if it is open
+    """
+
+    gpus: tuple[FixedFacts, ...] = ()
+    absent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An answer of the process that asks NVML.
+
+    took_s  seconds that the driver took
+    gpus    the GPUs that were asked for
+    error   why they cannot be read; None if they can
+    """
+
+    took_s: float
+    gpus: list[Gpu]
+    error: str | None = None
+
+
+def encode_question(number: int, only: Collection[int] | None) -> bytes:
+    """Return the message that asks for the GPUs with the indices ``only``, or for all GPUs if that is None."""
+    return json.dumps({"number": number, "only": None if only is None else sorted(only)}).encode()
+
+
+def read_greeting(frame: bytes) -> Greeting:
+    """Read the first message of the process that asks NVML. Raises BadAnswer."""
+    reply = _map(frame)
+    if "absent" in reply:
+        return Greeting(absent=_words(reply, "absent"))
+    return Greeting(tuple(map(_fixed, _list(reply, "gpus", MAX_GPUS))))
+
+
+def read_answer(frame: bytes, number: int, only: Collection[int] | None, fixed: Sequence[FixedFacts]) -> Reading:
+    """Read the answer to question ``number`` about the GPUs ``only``. Raises BadAnswer.
+
+    fixed  what the greeting said of the GPUs
+    """
+    reply = _map(frame)
+    if _number(reply, "number") != number:
+        raise BadAnswer("it answers what was not asked")
+    took_s = reply.get("took_s")
+    if not isinstance(took_s, float) or not 0 <= took_s < 1e9:
+        raise BadAnswer("took_s is no time")
+    if "error" in reply:
+        return Reading(took_s, [], _words(reply, "error"))
+    gpus = [_gpu(entry, fixed) for entry in _list(reply, "gpus", MAX_GPUS)]
+    if [gpu.index for gpu in gpus] != [i for i in range(len(fixed)) if only is None or i in only]:
+        raise BadAnswer("gpus are not those that were asked for")
+    return Reading(took_s, gpus)
+
+
+def _map(frame: bytes) -> dict[str, Any]:
+    if len(frame) > MAX_ANSWER:
+        raise BadAnswer(f"it is longer than {MAX_ANSWER} bytes")
+    try:
+        reply = json.loads(frame)
+    except (ValueError, RecursionError):
+        raise BadAnswer("it is no JSON") from None
+    return _is_map(reply)
+
+
+def _is_map(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadAnswer("a map is expected where there is none")
+    return value
+
+
+def _list(reply: dict[str, Any], key: str, most: int) -> list[Any]:
+    value = reply.get(key)
+    if not isinstance(value, list) or len(value) > most:
+        raise BadAnswer(f"{key} is no list of at most {most}")
+    return value
+
+
+def _number(reply: dict[str, Any], key: str, below: int = _MOST) -> int:
+    return _is_number(reply.get(key), key, below)
+
+
+def _is_number(value: object, what: str, below: int = _MOST) -> int:
+    if type(value) is not int or not 0 <= value < below:  # a bool is no number here
+        raise BadAnswer(f"{what} is no whole number from 0 to {below - 1}")
+    return value
+
+
+def _words(reply: dict[str, Any], key: str) -> str:
+    """Return a text for people, made fit for one line of a log."""
+    value = reply[key]
+    if not isinstance(value, str):
+        raise BadAnswer(f"{key} is no text")
+    return "".join(c if c.isprintable() else " " for c in value)[:MAX_TEXT]
+
+
+def _fixed(entry: object) -> FixedFacts:
+    reply = _is_map(entry)
+    uuid = reply.get("uuid")
+    if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_TEXT or not (uuid.isascii() and uuid.isprintable()):
+        raise BadAnswer("uuid is none")
+    cpus, nodes = (_set_bits([_is_number(w, key) for w in _list(reply, key, _WORDS)]) for key in ("cpus", "nodes"))
+    return FixedFacts(uuid, cpus, nodes)
+
+
+def _gpu(entry: object, fixed: Sequence[FixedFacts]) -> Gpu:
+    reply = _is_map(entry)
+    index = _number(reply, "index", len(fixed))
+    total = _number(reply, "total")
+    used, free = (_number(reply, key, total + 1) for key in ("used", "free"))
+    mig = reply.get("mig")
+    if not isinstance(mig, bool):
+        raise BadAnswer("mig is neither true nor false")
+    held = dict(map(_process, _list(reply, "processes", MAX_ANSWER)))
+    known = fixed[index]
+    return Gpu(index, known.uuid, total, used, free, held, mig, known.cpus, known.nodes)
+
+
+def _process(entry: object) -> tuple[int, int | None]:
+    if not isinstance(entry, list) or len(entry) != 2:
+        raise BadAnswer("a process is no pair of pid and bytes")
+    pid, size = entry
+    return _is_number(pid, "pid", 1 << 32), None if size is None else _is_number(size, "a process's memory")
+
+
+def _set_bits(words: Iterable[int]) -> frozenset[int]:
+    return frozenset(64 * n + bit for n, word in enumerate(words) for bit in range(64) if word >> bit & 1)

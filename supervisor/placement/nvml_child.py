@@ -1,15 +1,16 @@
-"""A process that asks NVML, and does nothing else: it may hang with the driver, or be killed, at any moment.
+"""A program that asks NVML, and does nothing else. It may hang with the driver, or be killed, at any moment.
 
-A GPU that has fallen off the bus makes calls into the driver take seconds, or for ever, and the driver's library alone
-takes 18 MB. Neither is to happen to the supervisor: ``gpu_reader.GpuReader`` starts this file as a program, with
-``python -I -S``, and asks it one question at a time. It imports the standard library, pynvml and setproctitle only.
+A GPU that has fallen off the bus makes calls into the driver take seconds, or for ever. The driver's library alone
+takes 18 MB. The supervisor must have neither. So ``gpu_reader.GpuReader`` starts this file as a program, with
+``python -I -S``, and asks one question at a time. The program imports the standard library, pynvml and setproctitle
+only.
 
     python -I -S nvml_child.py PARENT WHERE TITLES
 
 PARENT  pid of the supervisor
-WHERE   directory in which pynvml is found; the end of what is looked through
+WHERE   directory in which pynvml is found
 TITLES  directory in which setproctitle is found
-stdin   a SEQPACKET socket, both ways, whose messages are JSON, see ``nvml_answers``. Its end is the end of this.
+stdin   a SEQPACKET socket, both ways. Its messages are JSON, as ``gpus`` describes. The program ends when it is closed.
 """
 
 import ctypes
@@ -24,11 +25,11 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _LONGEST_QUESTION = 1 << 14
 _MASK_WORDS = 64
-"""Of 64 bits each: 4096 CPUs, or nodes."""
+"""Words of 64 bits: enough for 4096 CPUs, or nodes."""
 
 
 class _Nvml:
-    """The GPUs as nvidia-ml-py tells of them. Every call may raise its NVMLError, and may take for ever."""
+    """Asks nvidia-ml-py. Every call may raise NVMLError, and may take for ever."""
 
     def __init__(self, pynvml: Any) -> None:
         self._nvml = pynvml
@@ -36,20 +37,21 @@ class _Nvml:
         self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
 
     def fixed(self) -> list[dict[str, Any]]:
-        """What does not change of each."""
+        """Return what never changes, of each GPU."""
         return [
             {"uuid": _text(self._nvml.nvmlDeviceGetUUID(h)), "cpus": self._cpus(h), "nodes": self._nodes(h)}
             for h in self._handles
         ]
 
     def now(self, only: list[int] | None) -> list[dict[str, Any]]:
-        """What does, of each or of these indices."""
+        """Return what changes, of all GPUs or of those with the indices ``only``."""
         wanted = range(len(self._handles)) if only is None else only
         return [{"index": i, **self._gpu(handle)} for i, handle in enumerate(self._handles) if i in wanted]
 
     def _gpu(self, handle: Any) -> dict[str, Any]:
-        # In this order: what a process takes between the two calls is then missing from what is free, and counts once
-        # more as what it is about to take. The other way round it would count as free, and be promised to another.
+        # The processes are asked for first. Memory that a process takes between the two calls is then missing from the
+        # free memory, and counts a second time as what the process is about to take. In the other order it would count
+        # as free, and be promised to another worker.
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         return {
@@ -60,7 +62,7 @@ class _Nvml:
             "mig": self._is_divided(handle),
         }
 
-    # Not every GPU and driver tells the following: then it is not known.
+    # Not every GPU and driver answers the following questions.
 
     def _is_divided(self, handle: Any) -> bool:
         try:
@@ -119,15 +121,15 @@ def _serve() -> None:
 
 
 def _main() -> None:
-    # before anything of the driver: from then on this may hang, and see no end of the socket (as ``parent_death`` of
-    # the workers, which a program without our packages cannot import)
+    # Before the driver is opened: from then on this process may hang, and not notice that the socket was closed.
+    # ``model_worker.parent_death`` does the same for workers, but this program cannot import our packages.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(sys.argv[1]):
         return
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(ignored, signal.SIG_IGN)  # the supervisor decides when it is not needed any more
+        signal.signal(ignored, signal.SIG_IGN)  # the supervisor ends this process
     sys.path += sys.argv[2:4]
-    os.environ["SPT_NOENV"] = "1"  # as ``process_title`` of the workers
+    os.environ["SPT_NOENV"] = "1"  # see ``process_title`` of the workers
     from setproctitle import setproctitle
 
     setproctitle("modelctl: NVML reader")
@@ -138,5 +140,5 @@ if __name__ == "__main__":
     try:
         _main()
     except OSError:
-        pass  # nobody is there any more
-    os._exit(0)  # without the driver's own leave, which may hang as well
+        pass  # the supervisor is gone
+    os._exit(0)  # closing the driver may hang, too

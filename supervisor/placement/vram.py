@@ -8,7 +8,7 @@ from typing import Any
 
 from supervisor.model_logs import about
 from supervisor.placement.gpu_reader import START_S, GpuReader
-from supervisor.placement.gpus import Gpu, Gpus, GpusAbsent, GpusLate, GpusUnknown
+from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
 from supervisor.placement.vram_return import Return, VramReturns, listing
 from supervisor.timers import Timers
 
@@ -40,7 +40,7 @@ class Vram:
     waits, and nothing is shown. While NVML answers late, memory is waited for as long as if it were not back."""
 
     def __init__(self, timers: Timers, log: logging.Logger) -> None:
-        self._gpus: Gpus | None = None
+        self._gpus: GpuReader | None = None
         self._opened = self._serves = False
         self._timers = timers
         self._log = log

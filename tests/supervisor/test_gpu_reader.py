@@ -15,8 +15,18 @@ import pytest
 from supervisor.placement import circuit_breaker
 from supervisor.placement.circuit_breaker import BreakerState, CircuitBreaker, Restarts
 from supervisor.placement.gpu_reader import GpuReader
-from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
-from supervisor.placement.nvml_answers import MAX_ANSWER, Fixed, Nonsense, question, read_answer, read_greeting
+from supervisor.placement.gpus import (
+    MAX_ANSWER,
+    BadAnswer,
+    FixedFacts,
+    Gpu,
+    GpusAbsent,
+    GpusLate,
+    GpusUnknown,
+    encode_question,
+    read_answer,
+    read_greeting,
+)
 from tests.nvml_box import GIB, Box
 from tests.serving import ROOT, is_alive, is_helper, wait_until
 
@@ -67,7 +77,7 @@ def test_a_process_is_started_again_at_once_and_then_not_too_often() -> None:
 
 # --- what is believed ------------------------------------------------------------------------------------------------
 
-FIXED = (Fixed("GPU-0", frozenset({0, 64}), frozenset()), Fixed("GPU-1", frozenset(), frozenset()))
+FIXED = (FixedFacts("GPU-0", frozenset({0, 64}), frozenset()), FixedFacts("GPU-1", frozenset(), frozenset()))
 
 
 def reading(**other: Any) -> dict[str, Any]:
@@ -86,7 +96,7 @@ def test_an_answer_becomes_gpus() -> None:
     error = read_answer(failed, 3, None, FIXED).error
     assert error is not None
     assert (error[:17], len(error)) == ("GPU is  [1mlost!!", 200)
-    assert json.loads(question(3, {1, 0})) == {"number": 3, "only": [0, 1]}
+    assert json.loads(encode_question(3, {1, 0})) == {"number": 3, "only": [0, 1]}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +135,7 @@ def test_an_answer_becomes_gpus() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(frame: bytes) -> None:
-    with pytest.raises(Nonsense):
+    with pytest.raises(BadAnswer):
         read_answer(frame, 3, [1], FIXED)
 
 
@@ -143,7 +153,7 @@ def test_what_cannot_be_is_refused(frame: bytes) -> None:
     ],
 )
 def test_a_greeting_that_cannot_be_is_refused(gpus: object) -> None:
-    with pytest.raises(Nonsense):
+    with pytest.raises(BadAnswer):
         read_greeting(json.dumps({"gpus": gpus}).encode())
 
 
