@@ -122,7 +122,7 @@ def _serve() -> None:
 
 def _main() -> None:
     # Before the driver is opened: from then on this process may hang, and not notice that the socket was closed.
-    # ``model_worker.parent_death`` does the same for workers, but this program cannot import our packages.
+    # Workers do the same (``parent_death``), but this program cannot import our packages.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(sys.argv[1]):
         return
