@@ -1,9 +1,9 @@
-"""Credit that clients grant in advance: how much of it may be used before they have shown that they read. Pure.
+"""Limit how much credit in advance is used before a client has shown that it reads. Pure.
 
-A client that grants credit for what it has consumed never has more than the window. One that grants more has its
-stream's events go to libzmq, which keeps them however many they are, although nobody may be reading. So credit beyond
-the window is put aside and used a window at a time. MOST_UNREAD windows of a connection may be used like that; then the
-client has to answer a PING, which shows that it has read everything that was sent before.
+A client that grants credit only for events that it has consumed never has more credit than the window. If a client
+grants more, all its events go to libzmq, which keeps any number of them although the client may not be reading. So
+credit beyond the window is put aside and used one window at a time. A connection may use MOST_UNREAD windows like that.
+Then the client has to answer a PING. Its answer shows that it has read everything that was sent before the PING.
 """
 
 from dataclasses import dataclass, field
@@ -15,15 +15,17 @@ from protocol.messages import Ping
 from supervisor.requests.in_flight import InFlight, ToClient
 
 MOST_UNREAD: Final = 32
-"""Windows of credit in advance, of 256 events each, that a connection may have used and not be known to have read."""
+"""Windows of credit in advance, of 256 events each, that a connection may use before it has shown that it reads."""
 
 
 @dataclass(slots=True)
 class _Connection:
-    """unread    windows that were used since the client is known to have read
-    nonce     of the PING that was not answered yet; 0 if there is none
-    proved    windows that were used when that PING was sent
-    waiting   requests that hold events until more may be used, in order
+    """What one connection has used.
+
+    unread   windows that were used since the client last showed that it reads
+    nonce    of the PING that is not answered yet; 0 if there is none
+    proved   windows that were used when that PING was sent
+    waiting  requests that hold events until more credit may be used, in order
     """
 
     unread: int = 0
@@ -33,7 +35,10 @@ class _Connection:
 
 
 class Advances:
-    """``window``: events of a stream that its client need not have read."""
+    """The credit in advance of all connections.
+
+    window  events of a stream that may be on the way although its client may not have read them
+    """
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -47,9 +52,10 @@ class Advances:
         request.advance += events - now
 
     def use(self, request: InFlight) -> list[ToClient]:
-        """Use a window of what was put aside, if that may be. The PING to send, if one is due.
+        """Use one window of the credit that was put aside, if the connection may use more. Return the PING to send.
 
-        If not even a PING may be sent, since one is out, the request is noted and ``answered`` returns it.
+        Return nothing if no PING is due. If the connection may use no more, the request is noted. ``answered`` returns
+        it when the client has answered the PING that is on its way.
         """
         if not request.advance:
             return []
@@ -64,7 +70,7 @@ class Advances:
         return self._ask(request.channel, connection)
 
     def answered(self, channel: int, nonce: int) -> tuple[list[ToClient], list[InFlight]]:
-        """The client has answered a PING: the next PING, if one is due, and the requests that can go on."""
+        """Take note of a PONG. Return the next PING, if one is due, and the requests that can go on."""
         connection = self._connections.get(channel)
         if connection is None or nonce != connection.nonce:
             return [], []
@@ -77,12 +83,12 @@ class Advances:
         return self._ask(channel, connection), waiting
 
     def leave(self, request: InFlight) -> None:
-        """The request waits no more."""
+        """Forget a request that may have waited for a PONG."""
         if (connection := self._connections.get(request.channel)) is not None:
             connection.waiting.pop(request, None)
 
     def gone(self, channel: int) -> None:
-        """The connection has ended."""
+        """Forget a connection that has ended."""
         self._connections.pop(channel, None)
 
     def _ask(self, channel: int, connection: _Connection) -> list[ToClient]:

@@ -20,7 +20,8 @@ MOST_IN_FRAME = 4096
 
 @dataclass(frozen=True)
 class SendBufferLimits:
-    """Bytes of held events, and how long a stream may hold any without a sign of its client."""
+    """How many bytes of events may be held, and how long (in seconds) a stream may hold any without a sign of its
+    client."""
 
     of_stream: int = _MIB
     of_connection: int = 16 * _MIB
@@ -29,7 +30,7 @@ class SendBufferLimits:
 
 
 class CreditControl:
-    """Keeps what every stream has sent and what it holds back.
+    """Counts what every stream has sent, and holds events back.
 
     window  events that a stream may be ahead of its client's grants
     """
@@ -41,17 +42,18 @@ class CreditControl:
         self._of_channel: Counter[int] = Counter()
         self._total = 0
         self._holding: dict[InFlight, float] = {}
-        """Since when each stream has waited for its client, which granted nothing since."""
+        """Since when each stream has held events without a new grant of its client, monotonic seconds."""
 
     # --- sending ------------------------------------------------------------------------------------------------
 
     def count_sent(self, request: InFlight, entry: EventEntry) -> None:
-        """An event goes to the client with the frame it came in."""
+        """Take note that an event goes to the client."""
         request.sent = entry.seq + 1
         request.credit -= 1
         request.delivered_tokens += entry.tokens
 
     def hold(self, request: InFlight, entry: EventEntry, event: bytes, now: float) -> None:
+        """Hold an event until its client grants credit. Ask ``excess`` afterwards."""
         before = request.held.cost
         request.held.add(entry.flags, entry.tokens, event)
         request.holds = True
@@ -59,13 +61,13 @@ class CreditControl:
         self._holding.setdefault(request, now)
 
     def grant(self, request: InFlight, events: int) -> None:
-        """The client has consumed events, or has room for them."""
+        """Add credit: the client has consumed events, or has room for them."""
         self.advances.grant(request, min(events, self.window))
         if events:
             self._holding.pop(request, None)
 
     def has_read(self, request: InFlight) -> None:
-        """The client has shown that it reads: the time that the stream may wait for it begins anew."""
+        """The client has shown that it reads. The time that its stream may hold events begins anew."""
         self._holding.pop(request, None)
 
     def release(self, request: InFlight, now: float, *, all_of_it: bool = False) -> tuple[list[ToClient], int]:
@@ -113,22 +115,24 @@ class CreditControl:
         return frames, index[-1].flags
 
     def end_with_error(self, request: InFlight, error: WireError) -> ToClient:
-        """The one terminal event, made here because the worker cannot. What is held is dropped; ``delivered_tokens``
-        says what was not."""
+        """Return the terminal event of a request whose worker cannot make it. Held events are dropped.
+
+        ``delivered_tokens`` in it says how many tokens the client got.
+        """
         self.drop(request)
         return self._terminal(
             request, EventFlag.ERROR, {"error": error.to_wire(), "delivered_tokens": request.delivered_tokens}
         )
 
     def end_cancelled(self, request: InFlight) -> ToClient:
-        """The terminal event of a request that no worker has, and that its client cancelled."""
+        """Return the terminal event of a cancelled request whose worker cannot make it."""
         self.drop(request)
         usage = {"prompt_tokens": 0, "completion_tokens": request.delivered_tokens}
         fields: dict[str, object] = {"text": "", "finish_reason": FinishReason.CANCELLED, "usage": usage, "timings": {}}
         return self._terminal(request, EventFlag.FINISHED, fields)
 
     def drop(self, request: InFlight) -> None:
-        """Nobody will read what is held."""
+        """Drop the held events of a request. No client will read them."""
         self._charge(request, -request.held.cost)
         request.held.clear()
         request.holds = False
@@ -138,7 +142,8 @@ class CreditControl:
     # --- bounds -------------------------------------------------------------------------------------------------
 
     def excess(self, request: InFlight) -> tuple[InFlight, WireError] | None:
-        """Whose stream has to be ended because of what was just held for this one, and what it is told."""
+        """Return the request that has to be ended because an event was just held for this one, and the error that ends
+        it. Return None if the held events are within their limits."""
         bounds, own, all_its = self.bounds, request.held.cost, self._of_channel[request.channel]
         if own > bounds.of_stream or all_its > bounds.of_connection:
             message = (
@@ -156,7 +161,8 @@ class CreditControl:
         return None
 
     def stalled(self, now: float) -> list[tuple[InFlight, WireError]]:
-        """Streams whose client has granted nothing for too long although events wait, and what they are told."""
+        """Return the requests whose clients have granted nothing for too long although events wait, and the errors that
+        end them."""
         stall_s = self.bounds.stall_s
         return [
             (
@@ -172,6 +178,7 @@ class CreditControl:
 
     @property
     def held_bytes(self) -> int:
+        """Bytes of all held events."""
         return self._total
 
     def _terminal(self, request: InFlight, flag: EventFlag, fields: dict[str, object]) -> ToClient:

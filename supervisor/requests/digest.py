@@ -1,12 +1,12 @@
-"""What stands for many bytes where they are only to be known again. Pure."""
+"""Make short digests of long byte strings, which only have to be recognized again. Pure."""
 
 try:
-    # As hashlib has it; but that loads OpenSSL beside, which takes 3.5 MB and 12 ms, and is needed for nothing here.
+    # hashlib has the same function, but also loads OpenSSL. That takes 3.5 MB and 12 ms, and nothing here needs it.
     from _blake2 import blake2b
-except ImportError:  # a Python that keeps it elsewhere
+except ImportError:  # this Python was built without the module
     from hashlib import blake2b
 
 
 def digest(content: bytes, key: bytes = b"") -> bytes:
-    """16 bytes. key: at most 64 bytes that make it another one."""
+    """Return the digest of ``content``, 16 bytes. Another ``key`` (at most 64 bytes) makes another digest."""
     return blake2b(content, digest_size=16, key=key).digest()

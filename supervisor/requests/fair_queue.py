@@ -1,10 +1,11 @@
-"""The line of requests that wait for one model: fair between clients, weighted by priority, nobody starves. Pure.
+"""The queue of requests that wait for one model. It is fair between clients and weighted by priority. Pure.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996) on two levels, with tokens as the service, as VTC (Sheng et al.,
-"Fairness in Serving Large Language Models", 2024) has it: each client of each priority has an account of the tokens
-that were computed for it, and the next request is that of the account served least. Priorities share in the same way,
-by weight: one that is seldom used goes first whenever it is, and the least of them still moves while the others queue.
-Who comes (back) begins where the others are: idle time saves nothing up.
+The method is start-time fair queueing (Goyal, Vin, Cheng 1996) on two levels. The service that is shared is tokens, as
+in VTC (Sheng et al., "Fairness in Serving Large Language Models", 2024). Each client has an account for each priority,
+which counts the tokens that were computed for the client. The next request is one of the account that was served least.
+Priorities share in the same way, by weight. A priority that is seldom used goes first when it is used. The lowest one
+still moves while the others have requests waiting, so no client starves. A client that comes, or comes back, begins
+where the other clients are: idle time earns no claim.
 """
 
 import heapq
@@ -17,13 +18,18 @@ if TYPE_CHECKING:
     from supervisor.requests.in_flight import InFlight
 
 WEIGHTS = {"interactive": 16, "normal": 4, "batch": 1}
-"""Of 21 tokens, while all three have requests waiting."""
+"""How many of 21 tokens each priority gets while all three have requests waiting."""
 _ties = count()
 
 
 @dataclass(slots=True, eq=False)
 class Band:
-    """One priority. ``served``: tokens divided by the weight; ``clock``: what the account chosen last had got."""
+    """One priority.
+
+    served   tokens that were computed for it, divided by its weight
+    clock    ``served`` of the account that was chosen last
+    waiting  requests that wait
+    """
 
     weight: int
     served: float = 0.0
@@ -31,23 +37,24 @@ class Band:
     waiting: int = 0
     accounts: dict[int, "Account"] = field(default_factory=dict)
     heap: list[tuple[float, int, "Account"]] = field(default_factory=list)
-    """(served, tie, account) of those with requests waiting. ``served`` may be outdated: the true one is no less."""
+    """(served, tie, account) of the accounts with requests waiting. ``served`` may be outdated: then it is too low."""
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One client within one priority. ``served``: tokens."""
+    """One client within one priority. ``served``: tokens that were computed for it."""
 
     band: Band
     served: float = 0
     requests: list["InFlight"] = field(default_factory=list)
-    """In order. A list, since most are empty while their requests run: an empty deque takes 600 bytes."""
+    """Those that wait, in order. A list, because most accounts have none, and an empty deque takes 600 bytes."""
     in_heap: bool = False
 
     def charge(self, tokens: int) -> None:
-        """So many tokens were computed for this client."""
+        """Count tokens that were computed for this client."""
         self.served += tokens
-        # Who comes new begins at the share of those that wait, or a stream of newcomers would keep them out for ever.
+        # A new client begins at the share of the clients that wait. Otherwise a stream of new clients could keep those
+        # waiting for ever.
         self.band.clock += tokens / max(1, len(self.band.heap))
         self.band.served += tokens / self.band.weight
 
@@ -58,9 +65,9 @@ class FairQueue:
     def __init__(self) -> None:
         self._bands = {name: Band(weight) for name, weight in WEIGHTS.items()}
         self._clock = 0.0
-        """What the band that was chosen last had got."""
+        """``served`` of the band that was chosen last."""
         self.cost = 0
-        """Tokens of all prompts waiting."""
+        """Tokens of the prompts of all requests that wait."""
 
     def __len__(self) -> int:
         return sum(band.waiting for band in self._bands.values())
@@ -71,7 +78,7 @@ class FairQueue:
                 yield from account.requests
 
     def account(self, channel: int, priority: str) -> Account:
-        """A client's account; made at its first request."""
+        """Return a client's account. It is made at the client's first request of this priority."""
         band = self._bands[priority]
         account = band.accounts.get(channel)
         if account is None:
@@ -79,29 +86,30 @@ class FairQueue:
         return account
 
     def charge(self, channel: int, tokens: int) -> None:
-        """Charge a client for something that is not part of an answer. Nothing if it is gone."""
+        """Charge a client for something that is not part of an answer. A client that is gone is not charged."""
         accounts = (band.accounts.get(channel) for band in self._bands.values())
         if (account := next(filter(None, accounts), None)) is not None:
             account.charge(tokens)
 
     def forget(self, channel: int) -> None:
-        """The client is gone, and none of its requests waits here."""
+        """Forget a client that is gone. None of its requests may wait here."""
         for band in self._bands.values():
             band.accounts.pop(channel, None)
-            if len(band.heap) > 64 + 2 * len(band.accounts):  # those that left
+            if len(band.heap) > 64 + 2 * len(band.accounts):  # entries of clients that left
                 for _, _, account in band.heap:
                     account.in_heap = bool(account.requests)
                 band.heap = [entry for entry in band.heap if entry[2].in_heap]
                 heapq.heapify(band.heap)
 
     def push(self, request: "InFlight") -> None:
+        """Let a request wait."""
         account = request.account
         band = account.band
         if not band.waiting:
             band.served = max(band.served, self._clock)
         if not account.requests:
             account.served = max(account.served, band.clock)
-        if request.charged:  # it has had its turn, and comes back
+        if request.charged:  # it has had its turn already, and was given back
             account.requests.insert(0, request)
         else:
             account.requests.append(request)
@@ -112,15 +120,15 @@ class FairQueue:
             heapq.heappush(band.heap, (account.served, next(_ties), account))
 
     def pop(self) -> "InFlight":
-        """Remove the next request, and charge its prompt the first time. There must be one."""
+        """Remove the next request, and charge its prompt the first time. At least one request must wait."""
         band = min((b for b in self._bands.values() if b.waiting), key=lambda b: b.served)
         self._clock = max(self._clock, band.served)
         while True:
             served, _, account = band.heap[0]
-            if not account.requests:  # they were cancelled
+            if not account.requests:  # all were cancelled
                 heapq.heappop(band.heap)
                 account.in_heap = False
-            elif served < account.served:  # it got tokens meanwhile
+            elif served < account.served:  # tokens were computed for the client meanwhile
                 heapq.heapreplace(band.heap, (account.served, next(_ties), account))
             else:
                 break
@@ -137,20 +145,20 @@ class FairQueue:
         return request
 
     def remove(self, request: "InFlight") -> None:
-        """Take a request out that waits here. Raises ValueError if it does not."""
+        """Take out a request that waits here. Raises ValueError if it does not wait here."""
         request.account.requests.remove(request)
         request.account.band.waiting -= 1
         self.cost -= request.cost
 
     def position(self, request: "InFlight") -> int:
-        """About how many requests are before this one: those of higher priority, and in turns with other clients."""
+        """Return about how many requests are before this one. Higher priorities go first; clients take turns."""
         own = request.account.requests.index(request)
         ahead = own
         for band in self._bands.values():
             if band is request.account.band:
                 break
             ahead += band.waiting
-        for _, _, account in request.account.band.heap:  # who has nothing waiting is not before it
+        for _, _, account in request.account.band.heap:  # an account with nothing waiting is not before it
             if account is not request.account:
                 ahead += min(len(account.requests), own + (account.served <= request.account.served))
         return ahead

@@ -1,4 +1,4 @@
-"""The records that scheduling works on, and its effects: plain data."""
+"""The record of one accepted request, and the effects of scheduling: plain data."""
 
 from dataclasses import InitVar, dataclass, field
 
@@ -9,13 +9,13 @@ from supervisor.requests.route import Route
 from supervisor.requests.send_buffer import SendBuffer
 
 PROBATION = 4
-"""Events with which a request shows that it did not kill its worker. The supervisor may have seen fewer events than
-the worker that died had computed: the step in which the worker died brought none, on a GPU the next step may have been
-queued already, and the events of the last step or two may have been lost on their way out of the process. A step brings
-at most one event of a request, however many tokens are in it (with speculation it has several)."""
+"""Events after which a request has shown that it did not kill its worker. The supervisor may have seen fewer events
+than the dead worker had computed. The step in which the worker died brought none. On a GPU the next step may have been
+queued already. The events of the last step or two may have been lost on their way out of the process. A step brings at
+most one event of a request, however many tokens are in it (with speculation there are several)."""
 
 
-@dataclass(slots=True)  # not frozen: that makes it three times as dear, and there is one for every token
+@dataclass(slots=True)  # not frozen: a frozen one takes three times as long to make, and every token needs one
 class ToClient:
     """Effect: send a frame to a client connection."""
 
@@ -37,7 +37,7 @@ class ToWorker:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Effect: requests wait, and workers of their model sleep."""
+    """Effect: requests wait for a model, and one of its unloaded workers has to be loaded for them."""
 
     model: str
 
@@ -47,30 +47,34 @@ Effect = ToClient | ToWorker | Wake
 
 @dataclass(slots=True, eq=False)
 class InFlight(RequestProgress):
-    """One accepted request. ``sent`` events have gone to the client; ``held`` ones wait for credit, in order. What
-    changes with every event is RequestProgress's.
+    """One accepted request. RequestProgress has the fields that change with every event.
 
-    accepted, started  monotonic seconds: of acceptance, and of the first time that a worker was given it
+    channel, request   the client's connection, and the number that the client gave the request
     cost               tokens of the prompt, estimated from its bytes
-    window             events that may go to the client before it grants any
+    account            the client's account in the fair queue
+    accepted, started  monotonic seconds: when the request was accepted, and when a worker was first given it
+    window             events that may go to the client before it grants any credit
+    held               events that wait for credit, in order
+    worker             the name of the worker that has it, or had it last
+    cancelled          whether its client has cancelled it
     resumes            how often it went on in another worker
-    begun              number of the first event that is due from its present worker
-    place              events that it had when a worker died while computing it, or a request just like it: this request
-                       is a suspect. None for one that is not
-    alone              one more death that is blamed on it makes it poisoned: it is on probation alone
-    party              whose turn it is when its constraint is compiled, and who pays for that: its channel, or a number
-                       that all connections of a key have
+    begun              number of the first event that is expected from its present worker
+    place              for a suspect: how many events it had when a worker died while computing it, or while computing a
+                       request with the same payload. None for a request under no suspicion
+    alone              whether one more death that is blamed on it makes it poisoned: then it is on probation alone
+    party              who takes turns with others when its constraint is compiled, and pays for that: its channel, or a
+                       number that all connections of a key share
     parkings           how often a worker gave it back to compile its constraint
-    compiler           (worker, generation) of the worker that does so, or keeps the constraint for it
+    compiler           (worker, generation) of the worker that compiles its constraint, or keeps the compiled one
     charged            whether its account has paid for its prompt
-    advance            credit beyond the window, see ``advance``
+    advance            credit beyond the window, see ``advance.py``
     """
 
     channel: int
     request: int
     model: str
     route: Route
-    body: bytes = field(repr=False)  # a fault of our own is logged, and with it what it was about: never a prompt
+    body: bytes = field(repr=False)  # a fault of the supervisor is logged with the request, but never with its prompt
     cost: int
     account: Account
     accepted: float
@@ -99,33 +103,33 @@ class InFlight(RequestProgress):
         return self.channel, self.request
 
     def settle(self) -> None:
-        """Charge its account."""
+        """Charge the account for the tokens that it has not been charged for yet."""
         if self.unpaid:
             self.account.charge(self.unpaid)
             self.unpaid = 0
 
     @property
     def held_terminal(self) -> bool:
-        """Whether the last of the held events is the request's end."""
+        """Whether the last of the held events is the terminal event."""
         return self.phase is RequestPhase.HELD
 
     @property
     def next_seq(self) -> int:
-        """The number of the event that is due from the worker."""
+        """The number of the next event that is expected from the worker."""
         return self.sent + len(self.held)
 
     @property
     def is_new(self) -> bool:
-        """Whether its present worker may still be reading its prompt, or has only just begun to answer."""
+        """Whether its present worker may still be reading the prompt, or has only just begun to answer."""
         return self.next_seq < self.begun + PROBATION
 
     @property
     def on_probation(self) -> bool:
-        """Whether a death now would be blamed on this suspect: it is new to its worker, or where it was at a death."""
+        """Whether a death now would be blamed on this suspect: it is new to its worker, or near its place."""
         place = self.place
         return place is not None and (self.is_new or place - PROBATION <= self.next_seq < place + PROBATION)
 
     @property
     def has_passed(self) -> bool:
-        """Whether the request is under no suspicion, or has passed its probation in its present worker for good."""
+        """Whether the request is under no suspicion, or has passed its probation in its present worker."""
         return self.place is None or self.next_seq >= max(self.begun, self.place) + PROBATION

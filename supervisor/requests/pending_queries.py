@@ -1,4 +1,4 @@
-"""Remember which connection asked a worker what (tokenize, detokenize), until the worker has answered. Pure."""
+"""Remember which client asked a worker a question (tokenize, detokenize), until the worker has answered. Pure."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -9,9 +9,9 @@ from protocol.messages import Reply
 from supervisor.requests.in_flight import ToClient
 
 MOST = 256
-"""Questions that a worker may have to answer at once, ..."""
+"""Questions that a worker may have to answer at once."""
 MOST_OF_CHANNEL = 32
-"""... and those of one connection among them."""
+"""Questions of one connection that a worker may have to answer at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class Asker:
 
 
 class PendingQueries:
-    """The queries that workers have yet to answer."""
+    """The questions that workers have yet to answer."""
 
     def __init__(self) -> None:
         self._ids = count(1)
         self._open: dict[str, dict[int, Asker]] = {}
 
     def begin(self, worker: str, asker: Asker) -> int:
-        """The number of a new question. Raises OVERLOADED."""
+        """Note a question and return its number. Raises WireError (OVERLOADED) if too many are open."""
         asked = self._open.setdefault(worker, {})
         own = sum(other.channel == asker.channel for other in asked.values())
         if len(asked) >= MOST or own >= MOST_OF_CHANNEL:
@@ -48,9 +48,9 @@ class PendingQueries:
         return number
 
     def answered(self, worker: str, number: int) -> Asker | None:
-        """Who asked; None if nobody waits for this."""
+        """Take note of an answer. Return the client that asked, or None if no client waits for this answer."""
         return self._open.get(worker, {}).pop(number, None)
 
     def worker_gone(self, worker: str) -> list[Asker]:
-        """Those who get no answer."""
+        """Forget the questions that a dead worker cannot answer. Return the clients that asked them."""
         return list(self._open.pop(worker, {}).values())

@@ -1,4 +1,4 @@
-"""Make the answer to a refused frame. Pure. ``protocol.messages`` (ERROR) states the rule."""
+"""Make the message that answers a refused frame. Pure. ``protocol.messages`` (ERROR) states the rule."""
 
 from protocol.codec import pack_body, pack_error
 from protocol.errors import WireError
@@ -6,10 +6,10 @@ from protocol.messages import Error, Kind, Message, Reply
 
 
 def refusal(error: WireError, kind: Kind | None, number: int, *, runs: bool) -> Error | Reply:
-    """Return the message that answers a frame which is refused.
+    """Return the message that answers a refused frame.
 
-    Clients end what an ERROR names. So only a GENERATE is answered by an ERROR with its number, and only while no
-    accepted request has that number.
+    A client ends the request that an ERROR names. So only a GENERATE is answered by an ERROR with its number, and only
+    while no accepted request has that number.
 
     kind, number  of the refused frame, see ``codec.named``
     runs          whether a request of this connection with that number was accepted and has not ended

@@ -1,14 +1,15 @@
-"""Where a request is."""
+"""The phases of a request. They have a file of their own, because ``fast_path`` and ``request_progress``, which imports
+it, both need them."""
 
 from enum import Enum
 
 
 class RequestPhase(Enum):
     WAITING = "waiting"
-    """In the model's queue: new, or to go on after the death of its worker."""
+    """The request is in its model's queue: it is new, or goes on after the death of its worker, or is parked."""
     RUNNING = "running"
     """A worker has its job."""
     ENDED = "ended"
-    """The client has its terminal event, or is gone; the worker still has to let go of the job."""
+    """The terminal event is on its way, or the client is gone. The worker may still have to let the job go."""
     HELD = "held"
-    """The worker has finished; the client still has to grant credit for the last events."""
+    """The worker has finished. The client still has to grant credit for the last events."""

@@ -1,14 +1,17 @@
-"""What changes of a request with every event. Compiled, if that is to be had (see
-``protocol.process.compiled``): the fields are then C's own, and ``fast_path`` reads and writes them without Python.
+"""The fields of a request that change with every event.
 
-resumable         whether another worker may go on with it: ``ids`` are kept
+If the compiled module can be used (see ``protocol.process.compiled``), the class is ``fast_path.RequestProgress``. Its
+fields are C's own, and ``fast_path`` reads and writes them without Python.
+
+phase             where the request is
+resumable         whether another worker may go on with it. Only then ``ids`` are kept
 credit            events that may go to the client before it grants more
 sent              events that have gone to the client
-delivered_tokens  tokens in them
-unpaid            tokens that its account has not been charged for yet
+delivered_tokens  tokens in those events
+unpaid            tokens that the client's account has not been charged for yet
 has_tokens        whether any token has come
-holds             whether events wait for the client's credit (asked for every event)
-ids               what the answer consists of so far (u32 little endian), held events included, if it is resumable
+holds             whether events wait for the client's credit. This is asked for every event
+ids               token ids of the answer so far, those of held events included (u32, little endian)
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What the supervisor itself needs to know of a request: the ``route`` of GENERATE, checked."""
+"""Check the ``route`` of a GENERATE: the part of a request that the supervisor itself reads. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from supervisor.spelling import spelled, spelled_name
 
 PRIORITIES = ("interactive", "normal", "batch")
 MAX_MS = 86_400_000
-"""A day: nobody waits for longer."""
+"""One day. No client waits for longer."""
 MAX_AFFINITY = 256
 
 
@@ -33,13 +33,14 @@ class Route:
     """Report the place in the queue, and how far the load and the prompt are, until the first token."""
 
 
-_USUAL = Route()
+_EMPTY = Route()
 
 
 def read_route(given: dict[str, Any]) -> Route:
-    """Raises RequestError naming the key, its value and what it may be."""
+    """Return the route that a client has given. Raises RequestError, which names the key, its value and the allowed
+    values."""
     if not given:
-        return _USUAL
+        return _EMPTY
     for key, value in given.items():
         check = CHECKS.get(key) if isinstance(key, str) else None
         if check is None:
@@ -80,4 +81,4 @@ CHECKS = {
     "affinity": (_is_affinity, f"a string of 1 to {MAX_AFFINITY} characters"),
     "progress": _BOOL,
 }
-"""For each key a test of its value, and what the value must be, in words."""
+"""For each key: a check of its value, and the allowed values in words."""

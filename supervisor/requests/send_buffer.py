@@ -4,49 +4,44 @@ from array import array
 from collections.abc import Iterator
 
 EVENT_COST = 12
-"""What one held event takes beside its own bytes."""
+"""Bytes that one held event takes beside its own."""
 _FIELDS = 3
 
 
 class SendBuffer:
-    """A queue of events. Their sequence numbers follow from each other and are not kept.
+    """A queue of the events of one stream. Their sequence numbers are consecutive, so they are not kept.
 
-    A deque of (entry, bytes) would take 250 bytes an event, six times what a token's event has itself.
+    A deque of (entry, bytes) would take 250 bytes for each event: six times the event of a token itself.
     """
 
     __slots__ = ("_at", "_body", "_bytes_at", "_numbers")
 
     def __init__(self) -> None:
-        self._numbers = array("I")  # (flags, tokens, length) of each
+        self._numbers = array("I")  # (flags, tokens, length) of each event
         self._body = bytearray()
-        self._at = 0  # of numbers and body, what has been taken out
-        self._bytes_at = 0
+        self._at = 0  # numbers before this one have been taken out,
+        self._bytes_at = 0  # and bytes before this one
 
     def __len__(self) -> int:
         return (len(self._numbers) - self._at) // _FIELDS
 
     @property
     def cost(self) -> int:
-        """Bytes that the line takes."""
+        """Bytes that the queue takes."""
         return len(self._body) - self._bytes_at + EVENT_COST * len(self)
 
     def add(self, flags: int, tokens: int, event: bytes) -> None:
         self._numbers.extend((flags, tokens, len(event)))
         self._body += event
 
-    def first(self) -> tuple[int, int, int]:
-        """(flags, tokens, length) of the first. There must be one."""
-        flags, tokens, length = self._numbers[self._at : self._at + _FIELDS]
-        return flags, tokens, length
-
     def take(self, count: int) -> tuple[list[tuple[int, int, int]], bytes]:
-        """Remove the first ``count``: (flags, tokens, length) of each, and their bytes joined."""
+        """Remove the first ``count`` events. Return (flags, tokens, length) of each, and their bytes joined."""
         entries = list(self._triples(count))
         size = sum(length for _, _, length in entries)
         body = bytes(memoryview(self._body)[self._bytes_at : self._bytes_at + size])
         self._at += _FIELDS * count
         self._bytes_at += size
-        if 2 * self._at >= len(self._numbers):  # each byte is moved once at most for each that was taken
+        if 2 * self._at >= len(self._numbers):  # so at most one byte is moved for each byte that was taken
             del self._numbers[: self._at], self._body[: self._bytes_at]
             self._at = self._bytes_at = 0
         return entries, body

@@ -23,7 +23,7 @@ LONGEST_MS = 3_600_000
 
 
 class WorkerEvents:
-    """Handles the messages of workers that concern requests.
+    """Handles the messages of workers about requests.
 
     dropped  EVENTS frames of a former generation, and events of requests that are over
     """
@@ -176,6 +176,7 @@ class WorkerEvents:
     def _hold(
         self, worker_slot: WorkerSlot, request: InFlight, entry: EventEntry, event: bytes, now: float
     ) -> list[Effect]:
+        """Hold an event until its client grants credit. If too much is then held, end a stream because of that."""
         self._table.credit.hold(request, entry, event, now)
         if entry.flags & TERMINAL:
             request.phase = RequestPhase.HELD

@@ -1,4 +1,4 @@
-"""A model's workers as the scheduler sees them, and which of them a request goes to. Pure."""
+"""The workers of a model as the scheduler sees them, and the choice of the worker for a conversation. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,26 +10,30 @@ from supervisor.requests.digest import digest
 from supervisor.requests.in_flight import InFlight
 
 MOST_PREFIXES = 10_000
-"""Affinities remembered for a model; those not used for longest are forgotten first."""
+"""Conversations that are remembered for a model. Those that were not used for longest are forgotten first."""
 PREFIX_CHARS = 256
-"""The beginning of a prompt that stands for a conversation."""
+"""Characters at the beginning of a prompt that identify its conversation."""
 FIRST_TURN_CHARS = 4096
-"""The same of messages, of which those up to the first of the user count: what follows changes from turn to turn."""
+"""Characters of a chat's messages that identify its conversation. Only messages up to the user's first one count,
+because the later ones change from turn to turn."""
 LONG_BODY = 64 << 10
-"""Bytes of a body beyond which its own beginning stands for that of its prompt: unpacking megabytes, only to look at
-the first of them, would keep everybody waiting."""
+"""The longest body that is unpacked to find the beginning of its prompt. For a longer one, the first bytes of the body
+identify the conversation: while the supervisor unpacks megabytes, all clients wait."""
 IMBALANCE = 0.5
-"""Share of its capacity by which a worker may be busier than the least busy one and still be preferred for its cache.
-A system prompt that all conversations share would otherwise send them all to one worker."""
+"""By which share of its capacity a worker may be busier than the least busy one and still be preferred for its cache.
+Without this limit, a system prompt that all conversations share would send all of them to one worker."""
 
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
     """One worker of a model, as the scheduler sees it.
 
+    worker      its name
+    refusal     the error for new requests; None while requests may wait for this worker
     capacity    jobs that the worker takes now
     batch_size  how many of them it computes at once
-    refusal     the error for new requests; None while requests may wait for this worker
+    generation  which of the worker's processes is up; 0 if none is ready
+    running     the requests that the worker has, by (channel, request)
     """
 
     worker: str
@@ -39,18 +43,18 @@ class WorkerSlot:
     generation: int = 0
     running: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     tokens: int = 0
-    """Generated since the supervisor's start."""
+    """Tokens that the worker has generated since the supervisor's start."""
     unloaded: bool = False
-    """No process, until it is woken."""
+    """Whether the worker has no process until requests need it."""
     suspects: list[InFlight] = field(default_factory=list)
-    """Those of the running requests that have yet to pass their probation."""
+    """The running requests that have yet to pass their probation."""
 
     def open(self, generation: int, capacity: int, batch_size: int) -> None:
-        """A new process is ready."""
+        """Take note that a new process of the worker is ready."""
         self.generation, self.capacity, self.batch_size = generation, capacity, batch_size
 
     def close(self) -> list[InFlight]:
-        """The process is gone. Return the requests that it had."""
+        """Take note that the process is gone. Return the requests that it had."""
         running = list(self.running.values())
         self.generation = self.capacity = self.batch_size = 0
         self.running.clear()
@@ -58,14 +62,14 @@ class WorkerSlot:
         return running
 
     def give(self, request: InFlight) -> None:
-        """The worker gets a request."""
+        """Give the worker a request."""
         self.running[request.key] = request
         request.begun = request.next_seq
         if request.place is not None:
             self.suspects.append(request)
 
     def review_suspects(self) -> None:
-        """Forget the suspects that have ended or passed."""
+        """Forget the suspects that have ended, and those that have passed their probation."""
         if self.suspects:
             self.suspects = [r for r in self.suspects if self.running.get(r.key) is r and not r.has_passed]
 
@@ -76,12 +80,12 @@ class WorkerSlot:
 
     @property
     def tries_alone(self) -> bool:
-        """Whether a request is on probation that must be alone with that."""
+        """Whether a request is on probation that must be the only one on probation."""
         return any(request.alone and request.on_probation for request in self.suspects)
 
     @property
     def unsettled(self) -> int:
-        """How many requests may be the reason if the worker dies: those that are new to it, and those on probation."""
+        """How many requests may be the reason if the worker dies: those new to the worker, and those on probation."""
         return sum(request.is_new or request.on_probation for request in self.running.values())
 
     @property
@@ -91,22 +95,27 @@ class WorkerSlot:
 
     @property
     def process(self) -> tuple[str, int]:
-        """The worker, and which of its processes this is: its generation."""
+        """The worker and the generation of its process."""
         return self.worker, self.generation
 
     @property
     def load(self) -> float:
+        """Which share of the worker's capacity is in use."""
         return len(self.running) / self.capacity
 
 
 class Affinity:
-    """Where a conversation was computed last: its prefix is in that worker's cache."""
+    """Remembers which worker computed a conversation last, because the prefix is in that worker's cache."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[bytes, str] = OrderedDict()
 
     def choose(self, worker_slots: Sequence[WorkerSlot], key: bytes) -> WorkerSlot:
-        """Of worker slots that have room, that of the key; else the one with the least to do."""
+        """Choose one of the slots that have room: that of the worker which computed the conversation last, unless it is
+        much busier than the least busy worker; else that of the least busy worker.
+
+        key  identifies the conversation, see ``affinity_key``
+        """
         worker = self._last.get(key)
         chosen = min(worker_slots, key=lambda worker_slot: worker_slot.load)
         for worker_slot in worker_slots:
@@ -121,20 +130,21 @@ class Affinity:
 
 
 def affinity_key(request: InFlight) -> bytes:
-    """What stands for the request's conversation: its affinity, else the beginning of its prompt."""
+    """Return what identifies the request's conversation: its affinity, else the beginning of its prompt."""
     if request.route.affinity is not None:
         kind, identity = b"k", request.route.affinity.encode(errors="surrogatepass")
     else:
         kind, identity = b"p", _beginning(request.body)
-    return kind + digest(identity)  # many are remembered, and an affinity may have 1 KB
+    return kind + digest(identity)  # many keys are remembered, and an affinity may have 1 KB
 
 
 def _beginning(body: bytes) -> bytes:
+    """Return the beginning of the prompt that a body holds."""
     if len(body) > LONG_BODY:
         return body[:FIRST_TURN_CHARS]
     try:
         fields = unpack_body(body)
-    except FrameError:  # the worker refuses it
+    except FrameError:  # the worker will refuse the request
         return b""
     if isinstance(ids := fields.get("token_ids"), bytes):
         return ids[:PREFIX_CHARS]
