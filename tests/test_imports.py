@@ -23,10 +23,7 @@ DECISIONS = (
         if path.suffix != ".pyi"
     ),
     *(f"keys/{name}.py" for name in ("rights", "allowance", "records", "endpoint", "unfinished")),
-    *(
-        f"workers/{name}.py"
-        for name in ("lifecycle", "worker_life", "stop_ladder", "exits", "crash_diagnosis", "hang_detector")
-    ),
+    *(f"workers/{name}.py" for name in ("lifecycle", "worker_life", "stop_ladder", "exits", "hang_detector")),
     "ports/probes.py",
     "schema_validation.py",
     *(f"placement/{name}.py" for name in ("policy", "gpu_shares", "sizes", "affinity", "eviction", "vram_return")),

@@ -1,7 +1,7 @@
-"""The models and their processes: what lifecycle decides is done here.
+"""Carry out what is decided about the lives of all workers: start, stop, restart, kill, and clean up after a death.
 
-``Fleet`` owns every worker's record, its process and its timers; a model has one worker, or several (replicas). It is
-driven by the loop: worker messages, exits and timers come in. Frames for clients and workers go into the effect queue.
+``WorkerLife`` decides. ``Fleet`` takes orders, messages of workers, exits and timers, hands them to the worker's life,
+and carries out the actions that it returns. Frames for clients and workers go into the effect queue.
 """
 
 import logging
@@ -21,6 +21,7 @@ from supervisor.fleet.replica import ROOM_RETRY_S, Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
 from supervisor.fleet.starts import Starts
 from supervisor.model_logs import about, without_ours
+from supervisor.placement.policy import gib
 from supervisor.placement.vram import Vram
 from supervisor.requests.effect_queue import EffectQueue, WorkerChanged
 from supervisor.requests.in_flight import ToWorker
@@ -38,7 +39,7 @@ RATE_WINDOW_S = 1.0
 
 
 class Fleet:
-    """All models. Every method runs on the supervisor's one thread."""
+    """All workers of all models. Every method runs on the supervisor's one thread."""
 
     def __init__(
         self,
@@ -64,30 +65,30 @@ class Fleet:
 
     # --- orders -------------------------------------------------------------------------------------------------
 
-    def start(self, name: str, cause: str) -> None:
+    def start(self, worker: str, cause: str) -> None:
         """Order a worker up, whatever it does now. A worker on its way down is started again when it has stopped."""
-        replica = self.registry.replicas[name]
+        replica = self.registry.replicas[worker]
         self._carry_out(replica, replica.life.start(time.monotonic(), cause))
 
-    def rest(self, name: str, cause: str) -> None:
+    def rest(self, worker: str, cause: str) -> None:
         """Let the first request for its model start a worker that is stopped or has failed."""
-        replica = self.registry.replicas[name]
+        replica = self.registry.replicas[worker]
         self._carry_out(replica, replica.life.rest(time.monotonic(), cause))
 
-    def unload(self, name: str, cause: str) -> None:
+    def unload(self, worker: str, cause: str) -> None:
         """End the process of a worker that is ready and idle. Its next request starts it again."""
-        replica = self.registry.replicas[name]
+        replica = self.registry.replicas[worker]
         self._carry_out(replica, replica.life.unload(time.monotonic(), cause))
 
-    def stop(self, name: str, cause: str, *, now: bool = False) -> None:
+    def stop(self, worker: str, cause: str, *, now: bool = False) -> None:
         """Order a worker down: after its requests, bounded by the time for draining, or at once."""
-        replica = self.registry.replicas[name]
+        replica = self.registry.replicas[worker]
         if (transition := replica.life.stop(time.monotonic(), cause, at_once=now)) is not None:
             self._carry_out(replica, transition)
 
-    def restart(self, name: str, cause: str) -> None:
+    def restart(self, worker: str, cause: str) -> None:
         """Stop a worker, then start it; requests wait meanwhile. A worker without a process is just started."""
-        replica = self.registry.replicas[name]
+        replica = self.registry.replicas[worker]
         self._carry_out(replica, replica.life.restart(time.monotonic(), cause))
 
     def respec(self, replica: Replica, spec: ModelSpec) -> None:
@@ -105,7 +106,7 @@ class Fleet:
         self._settle(replica, was_lazy)
 
     def _settle(self, replica: Replica, was_lazy: bool) -> None:
-        """At rest, one that has become lazy sleeps, and one that is so no more does not."""
+        """Let requests start a stopped worker that has become lazy, and stop an unloaded one that is lazy no more."""
         lazy = replica.spec.config.lazy
         if replica.state is WorkerState.UNLOADED and not lazy:
             self.stop(replica.name, "it is not lazy any more")
@@ -114,13 +115,13 @@ class Fleet:
 
     @property
     def all_stopped(self) -> bool:
-        """No process is left. Their VRAM may still be on its way back: ``vram.awaited``."""
+        """Return whether no process is left. The driver may still hold VRAM of the last ones: ``vram.awaited``."""
         return all(replica.process is None for replica in self.registry.replicas.values())
 
     # --- what workers say ---------------------------------------------------------------------------------------
 
     def on_worker_message(self, replica: Replica, message: Message) -> None:
-        """HELLO, PROGRESS, READY and STATS. Raises FrameError for a body that is not what it should be."""
+        """Handle HELLO, PROGRESS, READY and STATS. Raises FrameError for a body that is not valid."""
         match message:
             case Hello(body):
                 checked_hello(body)
@@ -134,8 +135,6 @@ class Fleet:
             case Ready(body):
                 replica.info = checked_ready(body)
                 replica.progress = {}
-                if replica.process is not None:
-                    self.starts.loaded(replica, replica.process.pid)
                 self._report(replica, Event.LOADED, self._loaded(replica))
             case Stats(body):
                 replica.stats = checked_stats(body)
@@ -143,18 +142,29 @@ class Fleet:
                 raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")
 
     def _loaded(self, replica: Replica) -> str:
-        """Say how a load went: how long it took, on what the model computes, and what memory it holds now."""
+        """Measure the memory of a worker that is ready now, and compare it with the estimate. Return, for the log, how
+        the load went: how long it took, on what the model computes, and what memory it holds."""
         parts = [
             f"loaded in {replica.info['load_seconds']} s on {replica.info['device']}",
             f"attention: {replica.info['attention']}",
             f"context {replica.info['context']} tokens",
         ]
-        if replica.process is not None:
-            if (held := replica.process.memory()) is not None:
-                parts.append(f"{held / 2**20:.0f} MiB of RAM")
-            vram = self.vram.describe(replica.name, replica.process.pid)["vram_bytes"]
-            if vram is not None:
-                parts.append(f"{vram / 2**20:.0f} MiB of VRAM")
+        if (process := replica.process) is None:
+            return ", ".join(parts)
+        self.vram.ready(replica.name, process.pid)
+        vram = self.vram.describe(replica.name, process.pid)
+        if replica.memory.holding is not None:
+            measured, expected = replica.memory.loaded(vram["vram_by_gpu"] or {})
+            if measured and expected:
+                off = (measured - expected) / expected * 100
+                self._log.info(
+                    "%s: holds %s GiB, estimated were %s (%+.1f %%)", replica.name, gib(measured), gib(expected), off,
+                    extra=about(replica.name),
+                )  # fmt: skip
+        if (ram := process.memory()) is not None:
+            parts.append(f"{ram / 2**20:.0f} MiB of RAM")
+        if vram["vram_bytes"] is not None:
+            parts.append(f"{vram['vram_bytes'] / 2**20:.0f} MiB of VRAM")
         return ", ".join(parts)
 
     def on_exit(self, process: Launched) -> None:
@@ -162,19 +172,20 @@ class Fleet:
         replica = self.registry.worker_of(process)
         asked = replica.state is WorkerState.STOPPING  # a draining worker has not been told to leave yet
         code = self._launcher.reap(process)
+        tail = without_ours(logs.tail(replica.log_path, since=replica.log_begin))
+        killed = (replica.kill_reason, replica.killed_for) if replica.killed_for else None
+        report = classify(code, asked=asked, log_tail=tail, killed=killed)
         self.registry.process_ended(replica)
         self.vram.ended(replica.name, process.pid)
         self.starts.worker_gone(replica.name)
-        tail = without_ours(logs.tail(replica.log_path, since=replica.log_begin))
-        killed = (replica.kill_reason, replica.killed_for) if replica.killed_for else None
-        self._ended(replica, classify(code, asked=asked, log_tail=tail, killed=killed), process.pid)
+        self._ended(replica, report, process.pid)
 
     def check_progress(self) -> None:
-        """See which workers get on, and end those that hang. To be called every ``watch.CHECK_S``."""
+        """End the workers that hang. To be called every ``hang_detector.CHECK_S``."""
         self._hang_watch.check(self.registry.replicas.values(), time.monotonic())
 
     def kill(self, replica: Replica, why: str, reason: str = "killed") -> None:
-        """End a worker that hangs, is out of its mind or out of reach. Its requests end when it is gone."""
+        """Kill a worker that hangs, sends nonsense or cannot be reached. Its requests go on after its end."""
         if replica.process is not None and replica.killed_for is None and not replica.process.is_gone:
             replica.killed_for, replica.kill_reason = why, reason
             self._log.error(
@@ -187,7 +198,7 @@ class Fleet:
         self._ended(replica, report, None)
 
     def _ended(self, replica: Replica, report: ExitReport, pid: int | None) -> None:
-        """There is no process any more, or there never was one: what follows from that."""
+        """Carry out what follows when there is no process any more, or when none could be started."""
         for timer in [*replica.ladder, replica.drain_timer]:
             if timer is not None:
                 timer.cancel()
@@ -211,16 +222,19 @@ class Fleet:
             )
 
     def _try_room_again(self, replica: Replica) -> None:
-        if replica.state is WorkerState.FAILED and replica.lacks_room:  # a reload may have made it another
+        if replica.state is WorkerState.FAILED and replica.lacks_room:  # a reload may have changed it
             self.rest(replica.name, "there may be room by now")
 
     def after_events(self, replica: Replica) -> None:
-        """Requests of a worker have ended: a drain may be over."""
+        """End the drain of a worker if it has no request left. To be called when requests of the worker have ended."""
         if replica.state is WorkerState.DRAINING and self._scheduler.work(replica.name)[0] == 0:
             self._report(replica, Event.DRAINED, "no request left")
 
     def sample_rates(self, elapsed_s: float) -> None:
-        """Tokens per second of each worker since the last sample, and when it was last busy."""
+        """Note the tokens per second of each worker since the last sample, and when each was last busy.
+
+        elapsed_s  seconds since the last sample
+        """
         for name, replica in self.registry.replicas.items():
             running, tokens = self._scheduler.work(name)
             if running or tokens != replica.tokens_seen:
@@ -228,7 +242,7 @@ class Fleet:
             replica.tokens_per_s = (tokens - replica.tokens_seen) / elapsed_s
             replica.tokens_seen = tokens
 
-    # --- effects ------------------------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------
 
     def _report(self, replica: Replica, event: Event, cause: str) -> None:
         """Carry out what follows from an event in a worker's life. Raises IllegalTransition."""
@@ -246,24 +260,26 @@ class Fleet:
         self._effects.add([WorkerChanged()])
 
     def _do(self, replica: Replica, action: LifecycleAction, now: float) -> None:
-        name = replica.name
+        worker = replica.name
         match action:
             case LifecycleAction.SPAWN:
                 self.starts.begin(replica)
             case LifecycleAction.OPEN:
                 replica.last_active = now
                 capacity, batch_size = replica.info["max_jobs"], replica.spec.config.max_batch_size
-                self._effects.add(self._scheduler.open(name, replica.generation, capacity, now, batch_size=batch_size))
+                self._effects.add(
+                    self._scheduler.open(worker, replica.generation, capacity, now, batch_size=batch_size)
+                )
             case LifecycleAction.ACCEPT_NEW:
-                self._scheduler.accept_new(name)
+                self._scheduler.accept_new(worker)
             case LifecycleAction.HOLD_NEW:
-                self._effects.add(self._scheduler.pause(name, now))
+                self._effects.add(self._scheduler.pause(worker, now))
             case LifecycleAction.REST:
-                self._effects.add(self._scheduler.rest(name, now))
+                self._effects.add(self._scheduler.rest(worker, now))
             case LifecycleAction.REFUSE_NEW:
-                self._effects.add(self._scheduler.refuse_new(name, replica.refusal(), now))
+                self._effects.add(self._scheduler.refuse_new(worker, replica.refusal(), now))
             case LifecycleAction.END_WAITING:
-                self._effects.add(self._scheduler.end_waiting(name, replica.refusal()))
+                self._effects.add(self._scheduler.end_waiting(worker, replica.refusal()))
             case LifecycleAction.END_ACTIVE:
                 asked = replica.last_exit is not None and replica.last_exit.reason == "asked"
                 if asked:
@@ -273,9 +289,9 @@ class Fleet:
                     reason = replica.last_exit.reason if replica.last_exit else "gone"
                     message = f"model {replica.model!r}: the worker process ended ({reason})"
                     error = WireError(ErrorCode.WORKER_DIED, message)
-                self._effects.add(self._scheduler.worker_gone(name, error, now, struck=not asked))
+                self._effects.add(self._scheduler.worker_gone(worker, error, now, struck=not asked))
                 if replica.state is WorkerState.STOPPED and not replica.life.comes_again:
-                    self._effects.add(self._scheduler.release_held(name, now))
+                    self._effects.add(self._scheduler.release_held(worker, now))
             case LifecycleAction.WATCH_DRAIN:
                 replica.drain_timer = self._timers.at(
                     now + self.registry.config.supervisor.stop.drain, lambda: self._drain_expired(replica)

@@ -63,9 +63,13 @@ class Stage(Enum):
 
 
 class Start:
-    """The start of one process. ``Starts.begin`` makes it."""
+    """The start of one process, of a new generation. ``Starts.begin`` makes it.
+
+    number  the starts' order in time
+    """
 
     def __init__(self, starts: "Starts", replica: Replica, number: int) -> None:
+        starts.registry.new_generation(replica)
         self._starts = starts
         self.replica = replica
         self._spec = replica.spec

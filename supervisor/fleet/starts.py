@@ -9,11 +9,10 @@ from supervisor.config import ModelSpec
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
 from supervisor.fleet.start import Stage, Start
-from supervisor.model_logs import about
 from supervisor.placement.estimates import Estimator
 from supervisor.placement.gpu_requests import declared, gpu_request_of
 from supervisor.placement.gpu_shares import Needs
-from supervisor.placement.policy import Holding, Placed, gib, place, rooms
+from supervisor.placement.policy import Holding, Placed, place, rooms
 from supervisor.placement.vram import Vram
 from supervisor.timers import Timers
 from supervisor.workers.exits import ExitReport
@@ -23,7 +22,7 @@ from supervisor.workers.launcher import Launcher
 class StartControl(Protocol):
     """What a start asks of the fleet."""
 
-    def unload(self, name: str, cause: str) -> None: ...
+    def unload(self, worker: str, cause: str) -> None: ...
     def not_started(self, replica: Replica, report: ExitReport) -> None: ...
 
 
@@ -73,7 +72,6 @@ class Starts:
     def begin(self, replica: Replica) -> None:
         """Begin the start of a worker's next process. The fleet hears of it again only if there is no process after
         all, and never from within this call."""
-        self.registry.new_generation(replica)
         self._number += 1
         start = self._under_way[replica.name] = Start(self, replica, self._number)
         start.begin()
@@ -98,20 +96,6 @@ class Starts:
                 start.leaving.discard(worker)
                 if not start.leaving:
                     self.at_next_turn(start.decide_again)
-
-    def loaded(self, replica: Replica, pid: int) -> None:
-        """Measure what a worker holds that is ready now, and compare that with the estimate."""
-        self.vram.ready(replica.name, pid)
-        if replica.memory.holding is None:
-            return
-        by_gpu = self.vram.describe(replica.name, pid)["vram_by_gpu"] or {}
-        measured, expected = replica.memory.loaded(by_gpu)
-        if measured and expected:
-            off = (measured - expected) / expected * 100
-            self.log.info(
-                "%s: holds %s GiB, estimated were %s (%+.1f %%)", replica.name, gib(measured), gib(expected), off,
-                extra=about(replica.name),
-            )  # fmt: skip
 
     def fits_surge(self, old: Replica, after: ModelSpec) -> bool:
         """Return whether a successor would find room beside the old worker, as far as that is known without reading the

@@ -53,7 +53,7 @@ class Launcher(Protocol):
     def ended(self) -> list[Launched]:
         """The workers that are gone and were not reaped yet."""
 
-    def reap(self, worker: Launched) -> int:
+    def reap(self, process: Launched) -> int:
         """End what a worker that is gone has left behind. Its exit code, or minus the signal's number."""
 
     def sweep(self, holds: Mapping[int, str]) -> None:

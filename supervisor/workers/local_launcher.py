@@ -1,34 +1,154 @@
-"""Workers as processes of this box: spawned, watched through their pidfds, guarded, reaped."""
+"""Workers as processes of this machine: spawned, watched through their pidfds, guarded, signalled as groups, reaped."""
 
 import logging
+import multiprocessing
+import multiprocessing.reduction
+import operator
+import os
 import select
+import signal
+import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from protocol.process.helper_environment import helper_environment
+from protocol.process.progress_lease import Reading, WatchedPage
 from protocol.process.worker_spec import WorkerSpec
 from supervisor.packages import directory_of_titles
 from supervisor.timers import Timers
-from supervisor.workers.guard import Guard
+from supervisor.worker_modules import worker_main
+from supervisor.workers.guard import Guard, kill_group
 from supervisor.workers.launcher import Launched
 from supervisor.workers.orphans import Orphans
 from supervisor.workers.processes import is_stopped
-from supervisor.workers.worker_process import WorkerProcess
 
 GUARD_RETRY_S = 1.0
 GUARD_CHECK_S = 1.0
-"""Seconds between looks whether the guard still runs. A guard that was stopped (SIGSTOP) could not act when the
-supervisor dies, and nothing else tells of it."""
+"""Seconds between two checks that the guard runs. A guard that was stopped (SIGSTOP) could not act when the supervisor
+dies, and nothing else shows that it was stopped."""
+_SPAWN = multiprocessing.get_context("spawn")
+_WORKER_MAIN = worker_main()  # imported now: at a start there may be no descriptor left
+_CONDITIONS = {
+    "R": "it is computing",
+    "S": "it sleeps",
+    "D": "it waits in the kernel (a disk or a driver)",
+    "T": "it is stopped (SIGSTOP)",
+    "t": "it is stopped (a debugger)",
+}
+"""What the state of a worker's main thread means, see proc(5)."""
+
+
+class _Inherited:
+    """A descriptor of which a spawned process gets a copy. In that process, the argument is the number of the copy."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.methodcaller("detach"), (multiprocessing.reduction.DupFd(self._descriptor),)
+
+
+class WorkerProcess:
+    """A running worker. ``pidfd`` becomes readable when the process has ended, whatever its children do.
+
+    ``Process.sentinel`` does not: a child of the worker that survives keeps it silent. The constructor raises OSError
+    if the system has no process or descriptor left.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        # PR_SET_PDEATHSIG fires when the *thread* that spawned ends.
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("workers must be spawned from the main thread")
+        self._page = WatchedPage(spec.leases.start_s)
+        try:
+            arguments = (spec, _Inherited(self._page.descriptor))
+            self._process = _SPAWN.Process(target=_WORKER_MAIN, args=arguments, name=f"worker-{spec.engine.model}")
+            self._process.start()
+        except BaseException:
+            self._page.close()
+            raise
+        self._page.handed_over()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+        except OSError:  # no descriptor is left: a process that nobody watches must not stay
+            self._process.kill()
+            self._process.join()
+            self._page.close()
+            raise
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether the process has ended, even if it was not reaped yet."""
+        poll = select.poll()  # not select(): there may be more descriptors than it can count
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the worker and its process group. Do nothing if they have ended."""
+        kill_group(self.pid, number)
+
+    def read_lease(self) -> Reading:
+        return self._page.read()
+
+    def dump_stacks(self) -> None:
+        try:
+            os.kill(self.pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            pass
+
+    def condition(self) -> str:
+        try:
+            after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2]
+        except OSError:
+            return "it is gone"
+        return _CONDITIONS.get(after_name[:1], "it is gone")
+
+    def memory(self) -> int | None:
+        try:
+            pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
+        except (OSError, IndexError):
+            return None
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def abandon(self) -> None:
+        """Kill a process that was just started, and wait for its end."""
+        self._process.kill()
+        self._process.join()
+        self._page.close()
+        os.close(self.pidfd)
+
+    def end_group(self) -> None:
+        """Kill what a worker that has ended left behind. Call this before ``join``: as long as the worker is a zombie,
+        its pid cannot belong to another process."""
+        kill_group(self.pid, signal.SIGKILL)
+
+    def join(self) -> int:
+        """Collect the exit status and free the pidfd, once that is readable.
+
+        Returns the exit code, or minus the number of the signal that ended the process. Only ``join`` reaps; a
+        ``waitpid`` of our own would leave multiprocessing believing in a living child for ever. ``exitcode`` does what
+        ``Process.join(0)`` would, which imports a module for it: where no descriptor is left, that fails.
+        """
+        code = self._process.exitcode
+        self._page.close()
+        os.close(self.pidfd)
+        self._process.close()
+        return code if code is not None else -signal.SIGKILL
 
 
 class LocalLauncher:
-    """See ``launcher.Launcher``. Lives on the main thread: workers die with the thread that spawned them."""
+    """Starts and ends workers on this machine, see ``launcher.Launcher``. Use it on the main thread only: workers die
+    with the thread that spawned them."""
 
     def __init__(self, timers: Timers, orphans: Orphans, log: logging.Logger) -> None:
         self._timers = timers
         self._orphans = orphans
         self._log = log
-        self._workers: dict[int, WorkerProcess] = {}
+        self._processes: dict[int, WorkerProcess] = {}
         """By pidfd."""
         self._epoll = select.epoll()
         self._guard = Guard(helper_environment(), directory_of_titles())
@@ -40,42 +160,42 @@ class LocalLauncher:
         return self._epoll.fileno()
 
     def start(self, spec: WorkerSpec) -> WorkerProcess:
-        worker = WorkerProcess(spec)
+        process = WorkerProcess(spec)
         try:
-            self._epoll.register(worker.pidfd, select.EPOLLIN)
+            self._epoll.register(process.pidfd, select.EPOLLIN)
         except OSError:  # a process that nobody watches must not stay
-            worker.abandon()
+            process.abandon()
             raise
-        self._guard.watch(worker.pid)
-        self._orphans.record(worker.pid, spec.engine.model)
-        self._workers[worker.pidfd] = worker
-        return worker
+        self._guard.watch(process.pid)
+        self._orphans.record(process.pid, spec.engine.model)
+        self._processes[process.pidfd] = process
+        return process
 
     def is_worker(self, pid: int) -> bool:
-        """Whether this process is a worker that was started here and has not been reaped."""
-        return any(worker.pid == pid for worker in self._workers.values())
+        """Return whether this process is a worker that this launcher has started and not reaped yet."""
+        return any(process.pid == pid for process in self._processes.values())
 
     def ended(self) -> list[Launched]:
-        # before the workers, one of whose successors may need it
+        # The guard comes before the workers, since a worker's successor may need it.
         ready = sorted(self._epoll.poll(0), key=lambda event: event[0] != self._guard.pidfd)
         gone: list[Launched] = []
         for descriptor, _ in ready:
-            if descriptor in self._workers:
-                gone.append(self._workers[descriptor])
+            if descriptor in self._processes:
+                gone.append(self._processes[descriptor])
             else:
                 self._log.warning("the guard process ended; starting another")
                 self._epoll.unregister(descriptor)
                 self._restart_guard()
         return gone
 
-    def reap(self, worker: Launched) -> int:
-        assert isinstance(worker, WorkerProcess)
-        self._epoll.unregister(worker.pidfd)
-        del self._workers[worker.pidfd]
-        worker.end_group()
-        self._guard.forget(worker.pid)  # while the number is still ours, or the guard could kill its next owner
-        code = worker.join()
-        self._orphans.forget(worker.pid)
+    def reap(self, process: Launched) -> int:
+        assert isinstance(process, WorkerProcess)
+        self._epoll.unregister(process.pidfd)
+        del self._processes[process.pidfd]
+        process.end_group()
+        self._guard.forget(process.pid)  # before the pid can belong to another process, which the guard would kill
+        code = process.join()
+        self._orphans.forget(process.pid)
         return code
 
     def sweep(self, holds: Mapping[int, str]) -> None:
@@ -90,7 +210,7 @@ class LocalLauncher:
         self._epoll.close()
 
     def _check_guard(self) -> None:
-        """Kill a guard that was stopped. Its end is noticed as any other, and another one takes its place."""
+        """Kill a guard that was stopped. ``ended`` then sees its end and starts another guard."""
         if is_stopped(self._guard.pid):
             self._log.warning("the guard process (pid %d) was stopped: replacing it", self._guard.pid)
             self._guard.kill()

@@ -15,7 +15,7 @@ from supervisor.requests.in_flight import InFlight
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.worker_ends import WorkerEnds
 from supervisor.requests.worker_events import WorkerEvents
-from supervisor.workers import worker_process
+from supervisor.workers import local_launcher
 from supervisor.workers.guard import Guard
 from supervisor.workers.hang_detector import HangDetector, HangVerdict
 from supervisor.workers.worker_life import RestartHistory
@@ -102,7 +102,7 @@ def _keep_gone() -> None:
 
 def _leak_descriptors() -> None:
     """A worker's pidfd is not closed."""
-    original = worker_process.os.close
+    original = local_launcher.os.close
 
     class Os:
         def __getattr__(self, name: str) -> Any:
@@ -114,7 +114,7 @@ def _leak_descriptors() -> None:
             if "pidfd" not in os.readlink(f"/proc/self/fd/{descriptor}"):
                 original(descriptor)
 
-    worker_process.os = Os()  # type: ignore[assignment]
+    local_launcher.os = Os()  # type: ignore[assignment]
 
 
 def _tell_prompts() -> None:
@@ -138,7 +138,7 @@ def _see_no_hang() -> None:
 def _leave_orphans() -> None:
     """The guard knows of no worker, and what a worker left behind is not ended with it."""
     Guard.watch = lambda self, group: None  # type: ignore[method-assign]
-    worker_process.WorkerProcess.end_group = lambda self: None  # type: ignore[method-assign]
+    local_launcher.WorkerProcess.end_group = lambda self: None  # type: ignore[method-assign]
 
 
 def _miss_deadlines() -> None:

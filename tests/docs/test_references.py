@@ -46,7 +46,7 @@ def test_what_does_not_exist_is_told(text: str, message: str) -> None:
     [
         "`supervisor/loop.py`",
         "`docs/images/`",
-        "`worker_process.py`",
+        "`local_launcher.py`",
         "`tests/test_imports.py::test_nothing_unpickles`",
         "`protocol.messages.TERMINAL`",
         "`supervisor.listen`",

@@ -65,9 +65,9 @@ class Placing:
         self.placed.append((spec.engine.model, spec.visible_devices))
         return Process()
 
-    def unload(self, name: str, cause: str) -> None:
+    def unload(self, worker: str, cause: str) -> None:
         """What the starts ask of the fleet."""
-        raise AssertionError(f"{name} is unloaded: {cause}")
+        raise AssertionError(f"{worker} is unloaded: {cause}")
 
     def not_started(self, replica: Replica, report: ExitReport) -> None:
         self.refused[replica.name] = report
