@@ -10,7 +10,7 @@ It has the methods of ``protocol.client.sync_client.Client``, and the same rules
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from protocol.client.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
 from protocol.client.async_streams import AsyncChoices, AsyncStream
@@ -18,7 +18,14 @@ from protocol.client.client_key import ClientKey
 from protocol.client.connection import check_can_generate, check_welcomed
 from protocol.client.liveness import DEFAULT_SILENCE_S
 from protocol.client.loop_connection import LoopConnection
-from protocol.client.request_builder import choice_requests, generate_request, pack_token_ids, tokenize_params
+from protocol.client.request_builder import (
+    choice_requests,
+    collect_options,
+    generate_request,
+    pack_token_ids,
+    tokenize_params,
+)
+from protocol.client.request_options import RequestOptions
 from protocol.client.stream_base import OnProgress
 
 __all__ = ["AsyncChoices", "AsyncClient", "AsyncStream", "Completion", "Delta", "Progress", "TokenLogprob"]
@@ -90,54 +97,16 @@ class AsyncClient:
         model: str,
         prompt: str | None = None,
         *,
-        messages: Sequence[dict[str, Any]] | None = None,
-        token_ids: Iterable[int] | bytes | None = None,
-        tools: Sequence[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-        json_schema: dict[str, Any] | str | None = None,
-        regex: str | None = None,
-        choice: Sequence[str] | None = None,
-        max_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
-        temperature: float | None = None,
-        seed: int | None = None,
-        resume: bool = True,
-        priority: str | None = None,
-        queue_ms: int | None = None,
-        ttft_ms: int | None = None,
-        deadline_ms: int | None = None,
-        affinity: str | None = None,
         on_progress: OnProgress | None = None,
         timeout: float | None = None,
-        **sampling: Any,
+        **options: Unpack[RequestOptions],
     ) -> AsyncStream:
         """Send a request, without waiting, and return the stream of its answer.
 
         The options and errors are those of ``Client.generate``. If the client has to connect anew first, it does so in
         the background, and the stream raises the errors of that.
         """
-        given = sampling | {
-            "prompt": prompt,
-            "messages": messages,
-            "token_ids": token_ids,
-            "tools": tools,
-            "template_kwargs": template_kwargs,
-            "json_schema": json_schema,
-            "regex": regex,
-            "choice": choice,
-            "max_tokens": max_tokens,
-            "stop": stop,
-            "temperature": temperature,
-            "seed": seed,
-            "resume": resume,
-            "priority": priority,
-            "queue_ms": queue_ms,
-            "ttft_ms": ttft_ms,
-            "deadline_ms": deadline_ms,
-            "affinity": affinity,
-            "progress": on_progress is not None,
-        }
-        connection, (state,) = self._begin(model, [given])
+        connection, (state,) = self._begin(model, [collect_options(prompt, options, progress=on_progress is not None)])
         return AsyncStream(connection, state, timeout, on_progress)
 
     def choices(
@@ -148,21 +117,30 @@ class AsyncClient:
         n: int,
         on_progress: Callable[[int, Progress], None] | None = None,
         timeout: float | None = None,
-        **request: Any,
+        **options: Unpack[RequestOptions],
     ) -> AsyncChoices:
         """Send ``n`` requests with one prompt, and return their answers.
 
         The options are those of ``Client.choices``.
         """
-        requests = choice_requests({"prompt": prompt, "progress": on_progress is not None} | request, n)
+        requests = choice_requests(collect_options(prompt, options, progress=on_progress is not None), n)
         connection, states = self._begin(model, requests)
         callbacks = [on_progress and partial(on_progress, i) for i in range(n)]
         streams = (AsyncStream(connection, state, timeout, tell) for state, tell in zip(states, callbacks, strict=True))
         return AsyncChoices(tuple(streams), timeout)
 
-    async def complete(self, model: str, prompt: str | None = None, **request: Any) -> Completion:
+    async def complete(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Completion:
         """Return the whole answer. Takes the options of ``generate``, and raises the errors of its stream."""
-        return await self.generate(model, prompt, **request).complete()
+        stream = self.generate(model, prompt, on_progress=on_progress, timeout=timeout, **options)
+        return await stream.complete()
 
     async def tokenize(
         self,
@@ -209,8 +187,8 @@ class AsyncClient:
         if self._connected is not None:
             self._connected.close()
 
-    def _begin(self, model: str, given: Sequence[dict[str, Any]]) -> tuple[LoopConnection, list[StreamState]]:
-        requests = [(model, *generate_request(each)) for each in given]
+    def _begin(self, model: str, wanted: Sequence[dict[str, Any]]) -> tuple[LoopConnection, list[StreamState]]:
+        requests = [(model, *generate_request(each)) for each in wanted]
         connection = self._usable()
         check_can_generate(connection)
         return connection, connection.begin(requests)

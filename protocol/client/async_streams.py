@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 from protocol.client.answers import Completion, Delta
-from protocol.client.choices_base import ChoicesBase
 from protocol.client.loop_connection import LoopConnection
-from protocol.client.stream_base import StreamBase
+from protocol.client.stream_base import ChoicesBase, StreamBase
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -1,8 +1,8 @@
-"""One client connection: a line to the supervisor and the session that it feeds. The two clients only wait differently.
+"""One connection of a client: the transport to the supervisor, and the session that takes in what arrives.
 
-Nothing here blocks except ``close`` (bounded by LINGER_MS). The two kinds of it are ``shared_connection`` (any threads,
-a lock) and ``loop_connection`` (one event loop); they say how one waits, and what finalizers may do, which run wherever
-the garbage collector happens to.
+Nothing here blocks except ``close``, which takes LINGER_MS at most. ``SharedConnection`` (any threads, one lock) and
+``LoopConnection`` (one event loop) add how a program waits. They also say what finalizers may do, because the garbage
+collector runs finalizers in any thread and between any two instructions.
 """
 
 import os
@@ -20,39 +20,36 @@ import zmq
 import protocol
 from protocol.client.answers import CallState, Delta, StreamState, Touched
 from protocol.client.client_key import ClientKey
-from protocol.client.liveness import DEFAULT_SILENCE_S, Liveness, PeerState
+from protocol.client.liveness import DEFAULT_SILENCE_S, Liveness, PeerState, Redial
 from protocol.client.session import ClientSession
 from protocol.client.transport import LINGER_MS, Sockets, Transport
 from protocol.errors import ErrorCode, WireError
 from protocol.process.private_paths import check_runtime_dir
 from protocol.process.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint, ipc_path
 
-FIRST_PAUSE_S: Final = 0.05
 PROBE_LOOK_S: Final = 0.01
 """Seconds between two looks at the probe of a listener with which the handshake failed."""
-LONGEST_PAUSE_S: Final = 2.0
-"""Pauses between tries to connect double from the first to the longest, less a random half."""
 
 
-class Connection:
-    """Made without connecting: the first ``pump`` does.
+class ClientConnection:
+    """A connection of a client. The constructor does not connect: the first ``pump`` does.
 
-    endpoint     where the supervisor listens; unset is found in the runtime directory
-    runtime_dir  the supervisor's directory; unset is ``default_runtime_dir()``
-    admin        connect to the operators' socket
+    endpoint     where the supervisor listens. Unset: the socket in the runtime directory
+    runtime_dir  the supervisor's directory. Unset: ``default_runtime_dir()``
+    admin        connect to the admin socket
     key          for an endpoint over TCP: the key, or the file that holds it
     patience     seconds until WELCOME must have come
-    redial       whether to try again, until ``patience`` is over, if nobody listens; if False, the first failure is
-                 final. A handshake for which the supervisor was too busy is tried again in any case. Only HELLO is
-                 sent before WELCOME, so no request is ever sent twice
-    silence      seconds, see ``protocol.client.liveness``
+    redial       whether to try again, until ``patience`` is over, if nobody listens. If False, the first failure is
+                 final. If the supervisor was too busy for the handshake, the connection tries again in any case. It
+                 sends only HELLO before WELCOME, so it never sends a request twice
+    silence      seconds, see ``Liveness``
 
-    Raises ValueError for a socket path that is too long, a runtime directory of another user's, a key file that cannot
-    be used, and a key without an endpoint over TCP; ``pump`` for what is no endpoint.
+    Raises ValueError for a socket path that is too long, a runtime directory of another user, a key file that cannot
+    be used, and a key without an endpoint over TCP. ``pump`` raises ValueError for a text that is no endpoint.
     """
 
     lock: AbstractContextManager[Any] = nullcontext()
-    """Held by whoever uses the session or the socket."""
+    """The thread that uses the session or the socket holds this lock."""
 
     def __init__(
         self,
@@ -84,22 +81,20 @@ class Connection:
         now = time.monotonic()
         self._pid = os.getpid()
         self._noted: deque[tuple[Callable[[StreamState], None], StreamState]] = deque()
-        self._patience, self._redial = patience, redial
-        self._give_up_at = now + patience
-        self._dial_at = now
-        self._dials = 0
-        self._failure: str | None = None
-        self._rejected = False
+        self._redial = Redial(patience, redial, now)
         self._liveness = Liveness(silence, now)
         self._check_at = now
-        # a context of its own: nothing is shared with other users of zmq in this process
+        # A context of its own: the connection shares nothing with other users of zmq in this process.
         self._sockets = Sockets()
         weakref.finalize(self, self._sockets.close).atexit = False
 
-    # ---- what the clients do with it; each takes the lock
+    # ---- what the clients call. Each of these methods takes the lock.
 
     def begin(self, requests: Sequence[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[StreamState]:
-        """Sends requests (model, body, route) together: all, or what ``ClientSession.generate`` raises."""
+        """Send requests (model, body, route) together. If one of them cannot be sent, send none.
+
+        Raises the errors of ``ClientSession.generate``.
+        """
         try:
             with self.lock:
                 states: list[StreamState] = []
@@ -116,7 +111,7 @@ class Connection:
             self._settle()
 
     def ask(self, verb: str, params: dict[str, Any]) -> CallState:
-        """Sends a CALL. Raises what ``ClientSession.call`` does."""
+        """Send a CALL. Raises the errors of ``ClientSession.call``."""
         try:
             with self.lock:
                 state = self.session.call(verb, params)
@@ -126,16 +121,16 @@ class Connection:
             self._settle()
 
     def forget(self, state: CallState) -> None:
-        """Nobody waits for this call's REPLY any more."""
+        """Drop the REPLY to a call when it comes, because nobody waits for it any more."""
         with self.lock:
             self.session.forget_call(state)
 
     def take(self, state: StreamState) -> Delta | None:
-        """The next delta; None if there is none yet, or (``ended``) will be none. Raises how the request ended."""
+        """Return the next delta. None if none has come yet, or if the request has ended. Raises the request's error."""
         try:
             with self.lock:
                 delta = self.session.take(state)
-                # Only with a delta in hand: a pump after None could end the stream with an error that nobody takes.
+                # Pump only with a delta in hand. After None, it could end the stream with an error that nobody takes.
                 if delta is not None and self.waits_to_send:
                     self.pump()
                 return delta
@@ -144,7 +139,7 @@ class Connection:
                 self._settle()
 
     def cancel(self, state: StreamState) -> None:
-        """Asks for the end of a request, which is then read as usual."""
+        """Ask the supervisor to end a request. The stream then brings the end as usual."""
         self.check()
         try:
             with self.lock:
@@ -155,7 +150,7 @@ class Connection:
             self._settle()
 
     def drop(self, state: StreamState) -> None:
-        """Cancels a request and drops what was not read. Not for finalizers, which may run while the lock is held."""
+        """Cancel a request, and drop what was not read. Not for finalizers, which may run while the lock is held."""
         if self.closed:
             return
         try:
@@ -166,19 +161,19 @@ class Connection:
             self._settle()
 
     def is_lost(self) -> bool:
-        """Whether this connection is of no more use, as far as is known now."""
+        """Return whether the connection has ended, as far as the client knows now."""
         try:
             with self.lock:
-                # notices an end since the last look, and answers what came, before anything new is sent
+                # The pump notices an end since the last look, and answers what came, before anything new is sent.
                 self.pump()
                 return self.session.broken is not None
         finally:
             self._settle()
 
     def abandon(self, state: StreamState) -> None:
-        """``drop`` for finalizers: safe in any thread and in the midst of anything.
+        """Do what ``drop`` does. Finalizers may call it, in any thread and at any time.
 
-        Where it cannot be done at once it is noted, and done by whoever holds the lock, once that is done.
+        If the lock is taken, the request is noted, and the thread that holds the lock drops it afterwards.
         """
         if state.abandoned or self._sockets.closed:
             return
@@ -186,7 +181,7 @@ class Connection:
         self._settle()
 
     def close(self) -> None:
-        """Ends the connection; the supervisor cancels what is unfinished. Takes LINGER_MS at most. May be repeated."""
+        """End the connection. The supervisor then cancels its unfinished requests. A second call does nothing."""
         if self.closed or os.getpid() != self._pid:
             return
         with self.lock:
@@ -203,7 +198,7 @@ class Connection:
         self._sockets.close()
 
     def check_process(self) -> None:
-        """Raises RuntimeError after a fork."""
+        """Raise RuntimeError after a fork."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"this client belongs to process {self._pid} and was used in {os.getpid()}, after a fork: "
@@ -211,30 +206,30 @@ class Connection:
             )
 
     def check(self) -> None:
-        """Raises RuntimeError where this connection may not be used."""
+        """Raise RuntimeError if the caller may not use this connection."""
         self.check_process()
 
-    # ---- the work; whoever calls holds the lock
+    # ---- the work. The caller holds the lock.
 
     def pump(self) -> None:
-        """Takes in what arrived, sends what is due, and notices the end of the connection, or connects."""
+        """Connect if that is due. Take in what arrived, send what waits, and notice the end of the connection."""
         if self.closed:
             return
         touched: list[Touched] = []
         try:
             now = time.monotonic()
-            if self.transport is None and now >= self._dial_at and self.session.broken is None:
+            if self.transport is None and now >= self._redial.at and self.session.broken is None:
                 self._dial(now, touched)
             while True:
                 self._do_noted()
                 if self.transport is not None and not self.transport.left:
                     self._exchange(self.transport, now, touched)
-                if not self._noted:  # a finalizer, while we were at it
+                if not self._noted:  # a finalizer may have noted something meanwhile
                     break
             if now >= self._check_at or self.session.welcome is None or self.session.broken is not None:
                 self._check_deadlines(now, touched)
         except BaseException:
-            # An interrupt (Ctrl-C) between taking a frame and applying it loses the frame, perhaps someone's last one.
+            # An interrupt (Ctrl-C) between taking a frame and applying it loses the frame, which may end a request.
             touched += self.session.lose("interrupted while reading from the supervisor")
             self._leave_endpoint()
             self._changed(touched)
@@ -242,13 +237,15 @@ class Connection:
         self._changed(touched)
 
     def due(self) -> float | None:
-        """Seconds after which ``pump`` has to be called though nothing arrived; None while nothing is awaited."""
+        """Return the seconds after which to call ``pump`` even if nothing arrives. None if nothing is awaited."""
         if self.closed or self.session.broken is not None:
             return None
         now = time.monotonic()
         if self.session.welcome is None:
-            at = self._give_up_at if self.transport is not None else min(self._give_up_at, self._dial_at)
-            if self.transport is not None and self.transport.asks_who_listens:
+            at = self._redial.give_up_at
+            if self.transport is None:
+                at = min(at, self._redial.at)
+            elif self.transport.asks_who_listens:
                 at = min(at, now + PROBE_LOOK_S)
         elif self.session.unfinished:
             at = self._check_at
@@ -258,41 +255,42 @@ class Connection:
 
     @property
     def waits_to_send(self) -> bool:
+        """Whether frames wait that may be sent now."""
         return bool(self.session.outbox) and self.session.welcome is not None
 
-    # ---- what the two kinds of connection do each in its way
+    # ---- what the two subclasses do each in its own way
 
     def _watch(self, transport: Transport) -> None:
-        """There are new descriptors to wait on."""
+        """Wait on the descriptors of a new transport from now on."""
 
     def _unwatch(self) -> None:
-        """They are about to be closed."""
+        """Stop waiting on the transport's descriptors, which are about to be closed."""
 
     def _changed(self, touched: list[Touched]) -> None:
-        """These requests and calls changed; the connection itself may have, too."""
+        """Wake what waits for these requests and calls. The connection itself may have changed, too."""
 
     def _settle(self) -> None:
-        """Does what was noted, if this is the moment."""
+        """Do what was noted, if the lock is free."""
         raise NotImplementedError
 
     # ---- steps
 
     def _dial(self, now: float, touched: list[Touched]) -> None:
-        self._dials += 1
+        self._redial.begin()
         try:
             self.transport = self._sockets.transport = Transport(
                 self._sockets.context, self.endpoint, self.session.hello, self._key
             )
-        except zmq.ZMQError as e:  # no descriptors are left, mostly
+        except zmq.ZMQError as e:  # mostly because no descriptors are left
             self._failed(f"cannot make a socket for {self.endpoint}: {e}", now, touched)
         else:
             self._watch(self.transport)
 
     def _failed(self, reason: str, now: float, touched: list[Touched]) -> None:
-        """The connection ended, or could not be made: it is tried again, or lost."""
+        """Try again after the connection ended or could not be made, or give it up."""
         transport, session = self.transport, self.session
         refused, rejected = transport is not None and transport.refused, transport is not None and transport.rejected
-        again = self._redial or (transport is not None and transport.overdue)
+        again = self._redial.always or (transport is not None and transport.overdue)
         if not again or refused or session.welcome is not None or session.broken is not None:
             touched += session.reject(reason) if rejected else session.lose(reason)
             return
@@ -300,43 +298,35 @@ class Connection:
             self._unwatch()
             transport.hang_up(0)
         self.transport = self._sockets.transport = None
-        self._failure, self._rejected = reason, rejected
-        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._dials - 1))
-        self._dial_at = now + pause * random.uniform(0.5, 1)
+        self._redial.again(reason, rejected, now, random.uniform(0.5, 1))
 
     def _exchange(self, transport: Transport, now: float, touched: list[Touched]) -> None:
-        # The monitor is read before the socket: when it tells of the end, all that came before the end is still
+        # Read the monitor before the socket. When the monitor reports the end, all that came before the end is still
         # readable, and a terminal event among it must not turn into a lost connection.
         end = transport.read_monitor(self.session.goaway)
         while True:
-            # Frames of another user's listener are not even read: its WELCOME would release the waiting requests.
+            # Do not read frames of another user's listener: its WELCOME would release the waiting requests.
             if transport.trusted:
                 if self._receive_all(transport, touched):
                     self._liveness.heard(now)
                 self._send_all(transport)
-            # Sending can consume the edge of the socket's file descriptor that tells of new input, so whoever waits
-            # on the descriptor next would never wake up: look again. The socket is asked before the listener is
-            # trusted, too: the descriptor of a socket that is not asked stays readable, and the waiting would spin.
+            # Sending can consume the edge of the socket's file descriptor that reports new input. A thread that waits
+            # on the descriptor next would never wake up. So look again. Ask the socket even before the listener is
+            # trusted: the descriptor of a socket that nobody asks stays readable, and the waiting thread would spin.
             if not transport.has_input or not transport.trusted:
                 break
         if end is not None:
             self._failed(end, now, touched)
 
     def _check_deadlines(self, now: float, touched: list[Touched]) -> None:
-        """What is due though nothing happened."""
+        """Do what is due although nothing arrived: give up, send PING, or leave."""
         session, liveness = self.session, self._liveness
         self._check_at = now + liveness.step
-        if session.broken is None and session.welcome is None and now >= self._give_up_at:
-            # The last try may have begun just now: unless somebody took the call, the one before it tells more.
+        if session.broken is None and session.welcome is None and now >= self._redial.give_up_at:
             taken = self.transport is not None and self.transport.connected
-            silent = f"the supervisor at {self.endpoint} did not answer within {self._patience:.3g} s"
-            if not taken and ipc_path(self.endpoint) is None:
-                silent = (
-                    f"nobody took the connection to {self.endpoint} within {self._patience:.3g} s: the address or its "
-                    "name is wrong, or a firewall is between"
-                )
-            why = silent if taken or self._failure is None else self._failure
-            touched += session.reject(why) if self._rejected and why is self._failure else session.lose(why)
+            local = ipc_path(self.endpoint) is not None
+            why, rejected = self._redial.why_given_up(self.endpoint, local=local, taken=taken)
+            touched += session.reject(why) if rejected else session.lose(why)
         elif session.broken is None and session.welcome is not None:
             peer = liveness.check(now, waiting=session.unfinished)
             if peer is PeerState.ASK:
@@ -365,7 +355,7 @@ class Connection:
             self._send_all(self.transport)
 
     def _receive_all(self, transport: Transport, touched: list[Touched]) -> int:
-        """How many frames there were."""
+        """Take in all frames that have arrived, and return their number."""
         receive, take_in, frames = transport.socket.recv, self.session.receive, 0
         while True:
             try:
@@ -383,21 +373,20 @@ class Connection:
             try:
                 transport.socket.send(outbox[0], zmq.NOBLOCK)
             except zmq.Again:
-                # the supervisor is behind in reading: the next pump goes on here
-                return
+                return  # the supervisor is behind in reading: the next pump goes on here
             outbox.popleft()
 
 
-def check_welcomed(connection: Connection) -> bool:
-    """Whether WELCOME came. Raises the reason if it cannot come any more."""
+def check_welcomed(connection: ClientConnection) -> bool:
+    """Return whether WELCOME has come. Raises the reason if it cannot come any more."""
     session = connection.session
     if session.welcome is None and session.broken is not None:
         raise session.broken
     return session.welcome is not None
 
 
-def check_can_generate(connection: Connection) -> None:
-    """Raises UNSUPPORTED on the operators' socket, which takes calls only."""
+def check_can_generate(connection: ClientConnection) -> None:
+    """Raise WireError (unsupported) on a connection to the admin socket, which takes calls only."""
     if connection.admin:
         raise WireError(
             ErrorCode.UNSUPPORTED, "requests go to the front socket: open another client, without admin=True"

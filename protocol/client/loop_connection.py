@@ -7,14 +7,14 @@ from collections.abc import Collection
 from typing import Any
 
 from protocol.client.answers import Touched
-from protocol.client.connection import Connection
+from protocol.client.connection import ClientConnection
 from protocol.client.transport import Transport
 
 _WELCOME = 0
 """What waits for the greeting, among the ids of requests and calls (which begin at 1)."""
 
 
-class LoopConnection(Connection):
+class LoopConnection(ClientConnection):
     """Used by the running loop's thread only; ``abandon`` by any."""
 
     def __init__(self, endpoint: str | None, **more: Any) -> None:

@@ -7,12 +7,18 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any, Final
 
+from protocol.client.request_options import RequestOptions
 from protocol.codec import pack_body
 from protocol.errors import RequestError
 from protocol.limits import MAX_STRING
 from protocol.messages import ROUTE_KEYS
 
 MOST_CHOICES: Final = 1024
+
+
+def collect_options(prompt: str | None, options: RequestOptions, *, progress: bool) -> dict[str, Any]:
+    """Return what a program asks for, under the names of the wire. ``progress`` says that it wants reports."""
+    return {**options, "prompt": prompt, "progress": progress}
 
 
 def generate_request(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

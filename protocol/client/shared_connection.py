@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from protocol.client.answers import StreamState, Touched
-from protocol.client.connection import Connection, check_welcomed
+from protocol.client.connection import ClientConnection, check_welcomed
 from protocol.client.transport import Transport
 
 _LONGEST_WAIT_S = 1.0
 """After which a waiting thread looks for itself, whatever it was told."""
 
 
-class SharedConnection(Connection):
+class SharedConnection(ClientConnection):
     """Everything that takes the lock may be called from any thread; ``pump`` by whoever holds the lock."""
 
     lock: "threading.RLock"

@@ -1,13 +1,14 @@
-"""What the streams of both clients share.
+"""What the streams and the choices of both clients share.
 
 The modules ``sync_streams`` and ``async_streams`` beside this one add how a program waits for the next event.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from protocol.client.answers import Completion, Delta, Progress, StreamState, TokenLogprob
-from protocol.client.connection import Connection
+from protocol.client.connection import ClientConnection
+from protocol.errors import WireError
 from protocol.messages import FinishReason
 
 OnProgress = Callable[[Progress], None]
@@ -17,7 +18,7 @@ class StreamBase:
     """The part of one request's answer that was read."""
 
     def __init__(
-        self, connection: Connection, state: StreamState, timeout: float | None, on_progress: OnProgress | None
+        self, connection: ClientConnection, state: StreamState, timeout: float | None, on_progress: OnProgress | None
     ) -> None:
         self._connection = connection
         self._state = state
@@ -101,9 +102,9 @@ class StreamBase:
         self._left = True
 
     def _now(self) -> Delta | None:
-        """The next delta, if it has come; None if there is none yet or (``_over``) will be none.
+        """Return the next delta, if it has come. None if none has come yet, or if the stream is over.
 
-        Raises how the request ended, and what ``on_progress`` raises.
+        Raises the request's error, and what ``on_progress`` raises.
         """
         if self._left:
             return None
@@ -114,7 +115,7 @@ class StreamBase:
 
     @property
     def _over(self) -> bool:
-        """Nothing will come any more, and what came was taken."""
+        """Whether nothing more will come, and everything that came was taken."""
         return self._left or (self._state.ended and not self._state.deltas and self._state.error is None)
 
     @property
@@ -125,3 +126,58 @@ class StreamBase:
 
     def _completion(self) -> Completion:
         return Completion(self.text, self.token_ids, self.finish_reason or "", self.usage, self.timings, self.logprobs)
+
+
+_S = TypeVar("_S", bound=StreamBase)
+
+
+class ChoicesBase(Generic[_S]):
+    """Several answers to one prompt.
+
+    streams  the stream of each answer
+    """
+
+    def __init__(self, streams: tuple[_S, ...], timeout: float | None) -> None:
+        self.streams = streams
+        self._timeout = timeout
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self.streams)
+
+    def cancel(self) -> None:
+        """Ask the supervisor to end every unfinished request. The streams then bring their ends as usual."""
+        for stream in self.streams:
+            stream.cancel()
+
+    def close(self) -> None:
+        """Cancel every unfinished request, and drop what was not read. A second call does nothing."""
+        for stream in self.streams:
+            stream.close()
+
+    def _abandon(self) -> None:
+        for stream in self.streams:
+            stream._abandon()
+
+    def _now(self) -> tuple[int, Delta] | None:
+        """Return (index, delta) of a stream that has a delta, each stream in turn. None if no stream has one now."""
+        for ahead in range(len(self.streams)):
+            index = (self._turn + ahead) % len(self.streams)
+            try:
+                delta = self.streams[index]._now()
+            except WireError as e:
+                e.index = index
+                self.close()
+                raise
+            if delta is not None:
+                self._turn = index + 1
+                return index, delta
+        return None
+
+    @property
+    def _unfinished(self) -> list[_S]:
+        return [stream for stream in self.streams if not stream._over]
+
+    def _timed_out(self) -> TimeoutError:
+        self.close()
+        return TimeoutError(f"no event of any choice within {self._timeout} s: all were cancelled")

@@ -18,13 +18,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from protocol.client.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
 from protocol.client.client_key import ClientKey
 from protocol.client.connection import check_can_generate
 from protocol.client.liveness import DEFAULT_SILENCE_S
-from protocol.client.request_builder import choice_requests, generate_request, pack_token_ids, tokenize_params
+from protocol.client.request_builder import (
+    choice_requests,
+    collect_options,
+    generate_request,
+    pack_token_ids,
+    tokenize_params,
+)
+from protocol.client.request_options import RequestOptions
 from protocol.client.shared_connection import SharedConnection
 from protocol.client.stream_base import OnProgress
 from protocol.client.sync_streams import Choices, Stream
@@ -106,91 +113,23 @@ class Client:
         model: str,
         prompt: str | None = None,
         *,
-        messages: Sequence[dict[str, Any]] | None = None,
-        token_ids: Iterable[int] | bytes | None = None,
-        tools: Sequence[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-        json_schema: dict[str, Any] | str | None = None,
-        regex: str | None = None,
-        choice: Sequence[str] | None = None,
-        max_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
-        temperature: float | None = None,
-        seed: int | None = None,
-        resume: bool = True,
-        priority: str | None = None,
-        queue_ms: int | None = None,
-        ttft_ms: int | None = None,
-        deadline_ms: int | None = None,
-        affinity: str | None = None,
         on_progress: OnProgress | None = None,
         timeout: float | None = None,
-        **sampling: Any,
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """Send a request, without waiting, and return the stream of its answer.
 
-        Exactly one of these is the prompt:
-        prompt           text, taken as it is
-        messages         a conversation, a list of {"role": ..., "content": ...}, rendered by the model's chat template.
-                         ``tools`` (descriptions of functions) and ``template_kwargs`` (further variables) go to the
-                         template, too
-        token_ids        token ids, or bytes (u32, little endian)
+        on_progress  function that is called with a ``Progress`` until the first token. The thread that reads the stream
+                     calls it, and its exceptions are raised there
+        timeout      seconds without any event of this request, while the stream is read. Then the request is cancelled
+                     and the stream raises TimeoutError. Unset: wait as long as the supervisor answers, because a model
+                     may be loading
+        options      the prompt, and everything else that ``RequestOptions`` describes
 
-        At most one of these gives the answer a shape:
-        json_schema      a JSON schema, as a dict or as JSON text. The answer is JSON without white space between its
-                         parts; ``whitespace_flexible=True`` allows white space
-        regex            a regular expression that the whole answer matches
-        choice           texts; the answer is one of them
-
-        These say when the answer ends, and how its tokens are drawn:
-        max_tokens       most tokens of the answer. Unset: what is left of the model's context
-        stop             strings that end the answer, or one string
-        temperature      0 always takes the likeliest token
-        seed             seed of the random draws. Unset: a random seed
-        sampling         every other option by its name, such as top_k, min_tokens or logprobs
-
-        These say how the request is served:
-        resume           go on with the answer in another worker if its worker dies: no token twice, none missing
-        priority         "interactive", "normal" (the default) or "batch"
-        queue_ms         longest wait for a worker, in milliseconds. The request then ends with queue_timeout
-        ttft_ms          longest wait for the first token, in milliseconds. The request then ends with
-                         deadline_exceeded
-        deadline_ms      longest time to the end of the answer, in milliseconds. The request then ends with
-                         deadline_exceeded
-        affinity         text of up to 256 characters: requests with the same text go to the same worker, where their
-                         prefix is in the cache. Unset: the beginning of the prompt stands for it
-        on_progress      function that is called with a ``Progress`` until the first token. The thread that reads the
-                         stream calls it, and its exceptions are raised there
-        timeout          seconds without any event of this request, while the stream is read. Then the request is
-                         cancelled and the stream raises TimeoutError. Unset: wait as long as the supervisor answers,
-                         because a model may be loading
-
-        An option that is None is unset. Raises ConnectionLost if no connection could be made, and WireError: too_large,
-        draining, or invalid_request for a value that cannot be sent. The stream raises every other error of the
-        request, and names the field.
+        Raises ConnectionLost if no connection could be made, and WireError: too_large, draining, or invalid_request for
+        a value that cannot be sent. The stream raises every other error of the request, and names the field.
         """
-        given = sampling | {
-            "prompt": prompt,
-            "messages": messages,
-            "token_ids": token_ids,
-            "tools": tools,
-            "template_kwargs": template_kwargs,
-            "json_schema": json_schema,
-            "regex": regex,
-            "choice": choice,
-            "max_tokens": max_tokens,
-            "stop": stop,
-            "temperature": temperature,
-            "seed": seed,
-            "resume": resume,
-            "priority": priority,
-            "queue_ms": queue_ms,
-            "ttft_ms": ttft_ms,
-            "deadline_ms": deadline_ms,
-            "affinity": affinity,
-            "progress": on_progress is not None,
-        }
-        connection, (state,) = self._begin(model, [given])
+        connection, (state,) = self._begin(model, [collect_options(prompt, options, progress=on_progress is not None)])
         return Stream(connection, state, timeout, on_progress)
 
     def choices(
@@ -201,24 +140,33 @@ class Client:
         n: int,
         on_progress: Callable[[int, Progress], None] | None = None,
         timeout: float | None = None,
-        **request: Any,
+        **options: Unpack[RequestOptions],
     ) -> Choices:
         """Send ``n`` requests with one prompt, and return their answers. The requests share the prompt's cache.
 
         n            how many, 1 to 1024
         on_progress  function that is called with (index, ``Progress``)
         timeout      seconds without any event of any of the requests, after which all are cancelled
-        request      the options of ``generate``. With a ``seed``, request i has the seed ``seed + i``
+        options      the options of ``generate``. With a ``seed``, request i has the seed ``seed + i``
         """
-        requests = choice_requests({"prompt": prompt, "progress": on_progress is not None} | request, n)
+        requests = choice_requests(collect_options(prompt, options, progress=on_progress is not None), n)
         connection, states = self._begin(model, requests)
         callbacks = [on_progress and partial(on_progress, i) for i in range(n)]
         streams = (Stream(connection, state, timeout, tell) for state, tell in zip(states, callbacks, strict=True))
         return Choices(tuple(streams), timeout)
 
-    def complete(self, model: str, prompt: str | None = None, **request: Any) -> Completion:
+    def complete(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Completion:
         """Return the whole answer. Takes the options of ``generate``, and raises the errors of its stream."""
-        return self.generate(model, prompt, **request).complete()
+        stream = self.generate(model, prompt, on_progress=on_progress, timeout=timeout, **options)
+        return stream.complete()
 
     def tokenize(
         self,
@@ -269,8 +217,8 @@ class Client:
         self._closed = True
         self._connection.close()
 
-    def _begin(self, model: str, given: Sequence[dict[str, Any]]) -> tuple[SharedConnection, list[StreamState]]:
-        requests = [(model, *generate_request(each)) for each in given]
+    def _begin(self, model: str, wanted: Sequence[dict[str, Any]]) -> tuple[SharedConnection, list[StreamState]]:
+        requests = [(model, *generate_request(each)) for each in wanted]
         connection = self._usable()
         check_can_generate(connection)
         return connection, connection.begin(requests)

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 from protocol.client.answers import Completion, Delta
-from protocol.client.choices_base import ChoicesBase
 from protocol.client.shared_connection import SharedConnection
-from protocol.client.stream_base import StreamBase
+from protocol.client.stream_base import ChoicesBase, StreamBase
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

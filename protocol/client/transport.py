@@ -287,7 +287,7 @@ def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     # No limit of libzmq's for the handshake: at its end one sees only that there is no connection, as with a wrong key.
-    # ``Connection`` gives up when its patience is over, and knows that nobody has answered.
+    # ``ClientConnection`` gives up when its patience is over, and knows that nobody has answered.
     socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
     interval, timeout, ttl = IPC_HEARTBEAT_MS if ipc else TCP_HEARTBEAT_MS
     socket.setsockopt(zmq.HEARTBEAT_IVL, interval)

@@ -23,7 +23,8 @@ def test_a_signature_has_types_as_written_and_values_of_defaults() -> None:
     page = client_page()
     generate = part(page, "#### `Client.generate()`")
     assert "    messages: Sequence[dict[str, Any]] | None = None,\n" in generate
-    assert "    **sampling: Any,\n) -> Stream\n" in generate
+    assert "    top_k: int | None = None,\n" in generate
+    assert "    **options: Unpack[RequestOptions]" in part(page, "#### `AsyncClient.generate()`")
     assert "self" not in generate.partition("```")[2].partition("```")[0]
     assert "| `temperature` | 0 always takes the likeliest token |" in generate
     assert "    silence: float = 15.0,\n" in part(page, "### Client")

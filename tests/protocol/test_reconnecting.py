@@ -16,7 +16,8 @@ import zmq
 
 from modelctl import AsyncClient, Client
 from protocol.client import connection
-from protocol.client.connection import FIRST_PAUSE_S, check_welcomed
+from protocol.client.connection import check_welcomed
+from protocol.client.liveness import FIRST_PAUSE_S
 from protocol.client.loop_connection import LoopConnection
 from protocol.client.session import ClientSession
 from protocol.client.shared_connection import SharedConnection
@@ -128,9 +129,9 @@ def test_nobody_there_is_said_in_time(runtime_dir: Path) -> None:
 def test_a_try_that_begins_as_the_time_ends_does_not_hide_why_the_others_failed(runtime_dir: Path) -> None:
     shared = SharedConnection(f"ipc://{runtime_dir}/front", patience=60, redial=True)
     try:
-        wait_until(lambda: bool(shared.pump() or shared._failure), "the first try to fail")
-        shared._dial(shared._give_up_at, [])  # the last one, that nothing is known of yet
-        shared._check_deadlines(shared._give_up_at, [])
+        wait_until(lambda: bool(shared.pump() or shared._redial.failure), "the first try to fail")
+        shared._dial(shared._redial.give_up_at, [])  # the last one, that nothing is known of yet
+        shared._check_deadlines(shared._redial.give_up_at, [])
         with pytest.raises(ConnectionLost, match="no supervisor is running here"):
             shared.wait_welcome()
     finally:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from protocol.chat import Conversation
+from protocol.client.request_options import RequestOptions
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError
 from protocol.messages import ROUTE_KEYS
@@ -341,3 +342,9 @@ def test_any_fields_make_a_request_or_a_request_error(fields: dict[str, Any]) ->
         message = e.message
     for never in (SECRET, "validation", "Input should", "tuple"):
         assert never not in message
+
+
+def test_the_clients_know_the_names_of_all_options() -> None:
+    """``RequestOptions`` names them for editors. ``prompt`` is a parameter of its own, ``progress`` is no option."""
+    wire = {*GenerateRequest.model_fields, *ALIASES, *ROUTE_KEYS} - {"prompt", "progress"}
+    assert {*RequestOptions.__annotations__} == wire

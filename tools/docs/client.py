@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from inspect import Parameter
-from typing import Any
+from typing import Any, Unpack, get_args, get_origin
 
 import modelctl
 from tools.docs.docstrings import render
@@ -25,6 +25,8 @@ SECTIONS = {
 """The public names, in the order in which a reader meets them."""
 MADE_BY_PROGRAMS = ("Client", "AsyncClient")
 """Classes whose constructor a program calls. The client makes objects of the other classes."""
+FIRST_CLIENT = "Client"
+"""The class whose first method with ``RequestOptions`` shows every option. The others refer to it by their types."""
 INTRODUCTION = """\
 ```python
 from modelctl import Client
@@ -81,6 +83,7 @@ def _class_part(name: str, kind: type) -> Iterator[str]:
     if issubclass(kind, Enum):
         yield "Members: " + ", ".join(f"`{member.name}`" for member in kind) + "."
         return
+    described: set[type] = set()
     for attribute, member in _members(kind):
         path = f"{name}.{attribute}"
         if isinstance(member, property):
@@ -88,8 +91,14 @@ def _class_part(name: str, kind: type) -> Iterator[str]:
             yield _code(f"{attribute}: {ast.unparse(_definition(member.fget).returns)}")
         else:
             yield f"#### `{path}()`"
-            yield _code(_signature(inspect.unwrap(member)))
+            options = _keywords(inspect.unwrap(member))
+            first = options is not None and name == FIRST_CLIENT and options not in described
+            yield _code(_signature(inspect.unwrap(member), options if first else None))
         yield render(_docstring(member, path))
+        if not isinstance(member, property) and first:
+            assert options is not None
+            described.add(options)
+            yield render(_docstring(options, options.__name__))
 
 
 def _docstring(owner: Any, path: str) -> str:
@@ -124,8 +133,18 @@ def _constructor(name: str, kind: type) -> str:
     return _signature(kind.__init__).replace("def __init__(", f"{name}(").replace(") -> None", ")")  # type: ignore[misc]
 
 
-def _signature(function: Any) -> str:
-    """Return a function's signature: types as they are written in its source, and the values of the defaults."""
+def _keywords(function: Any) -> type | None:
+    """Return the TypedDict that describes a function's further keywords. None if the function has none."""
+    kinds = {name: each.kind for name, each in inspect.signature(function).parameters.items()}
+    hint = next((inspect.get_annotations(function)[n] for n, k in kinds.items() if k is Parameter.VAR_KEYWORD), None)
+    return get_args(hint)[0] if get_origin(hint) is Unpack else None
+
+
+def _signature(function: Any, options: type | None = None) -> str:
+    """Return a function's signature: types as they are written in its source, and the values of the defaults.
+
+    options  a TypedDict whose keys stand in the place of the function's further keywords
+    """
     node = _definition(function)
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     written = [*node.args.posonlyargs, *node.args.args, node.args.vararg, *node.args.kwonlyargs, node.args.kwarg]
@@ -138,6 +157,10 @@ def _signature(function: Any) -> str:
             parts.append("/")
         if parameter.kind is Parameter.KEYWORD_ONLY and kind not in (Parameter.KEYWORD_ONLY, Parameter.VAR_POSITIONAL):
             parts.append("*")
+        if options is not None and parameter.kind is Parameter.VAR_KEYWORD:
+            keys = (node for node in _definition(options).body if isinstance(node, ast.AnnAssign))
+            parts += [f"{ast.unparse(key.target)}: {ast.unparse(key.annotation)} = None" for key in keys]
+            continue
         stars = _STARS.get(parameter.kind, "")
         default = "" if parameter.default is Parameter.empty else f" = {parameter.default!r}"
         parts.append(f"{stars}{parameter.name}: {types[parameter.name]}{default}")

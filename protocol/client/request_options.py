@@ -1,0 +1,117 @@
+"""The options of a request: the keywords of ``generate``, ``complete`` and ``choices`` of both clients."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypedDict
+
+
+class RequestOptions(TypedDict, total=False):
+    """Exactly one of these is the prompt:
+    prompt           text, taken as it is
+    messages         a conversation, a list of {"role": ..., "content": ...}, rendered by the model's chat template.
+                     ``tools`` (descriptions of functions) and ``template_kwargs`` (further variables) go to the
+                     template, too
+    token_ids        token ids, or bytes (u32, little endian)
+
+    At most one of these gives the answer a shape:
+    json_schema      a JSON schema, as a dict or as JSON text. The answer is JSON without white space between its
+                     parts; ``whitespace_flexible=True`` allows white space
+    regex            a regular expression that the whole answer matches
+    choice           texts; the answer is one of them
+
+    These say when the answer ends, and how its tokens are drawn:
+    max_tokens       most tokens of the answer. Unset: what is left of the model's context
+    stop             strings that end the answer, or one string
+    temperature      0 always takes the likeliest token
+    seed             seed of the random draws. Unset: a random seed
+
+    These say how the request is served:
+    resume           go on with the answer in another worker if its worker dies: no token twice, none missing. Unset:
+                     True
+    priority         "interactive", "normal" (the default) or "batch"
+    queue_ms         longest wait for a worker, in milliseconds. The request then ends with queue_timeout
+    ttft_ms          longest wait for the first token, in milliseconds. The request then ends with
+                     deadline_exceeded
+    deadline_ms      longest time to the end of the answer, in milliseconds. The request then ends with
+                     deadline_exceeded
+    affinity         text of up to 256 characters: requests with the same text go to the same worker, where their
+                     prefix is in the cache. Unset: the beginning of the prompt stands for it
+
+    The page of options (docs/request-options.md) describes every other one. An option that is None is unset.
+    """
+
+    messages: Sequence[dict[str, Any]] | None
+    token_ids: Iterable[int] | bytes | None
+    tools: Sequence[dict[str, Any]] | None
+    template_kwargs: dict[str, Any] | None
+    json_schema: dict[str, Any] | str | None
+    regex: str | None
+    choice: Sequence[str] | None
+    max_tokens: int | None
+    stop: Sequence[str] | None
+    temperature: float | None
+    seed: int | None
+    resume: bool | None
+    priority: str | None
+    queue_ms: int | None
+    ttft_ms: int | None
+    deadline_ms: int | None
+    affinity: str | None
+    # The worker checks these.
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    top_a: float | None
+    typical_p: float | None
+    tfs: float | None
+    skew: float | None
+    smoothing_factor: float | None
+    temperature_last: bool | None
+    min_temp: float | None
+    max_temp: float | None
+    temp_exponent: float | None
+    repetition_penalty: float | None
+    penalty_range: int | None
+    repetition_decay: int | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    dry_multiplier: float | None
+    dry_base: float | None
+    dry_allowed_length: int | None
+    dry_range: int | None
+    dry_sequence_breakers: Sequence[str] | None
+    xtc_probability: float | None
+    xtc_threshold: float | None
+    mirostat_mode: Literal[0, 2] | None
+    mirostat_tau: float | None
+    mirostat_eta: float | None
+    logit_bias: dict[int, float] | dict[str, float] | None
+    banned_tokens: Sequence[int] | None
+    allowed_tokens: Sequence[int] | None
+    ignore_eos: bool | None
+    cfg_scale: float | None
+    min_tokens: int | None
+    stop_token_ids: Sequence[int] | None
+    banned_strings: Sequence[str] | None
+    token_healing: bool | None
+    whitespace_flexible: bool | None
+    logprobs: bool | None
+    top_logprobs: int | None
+    preset: Literal["none", "steady"] | None
+    negative_prompt: str | None
+    # other names, which other servers use
+    max_completion_tokens: int | None
+    max_length: int | None
+    min_length: int | None
+    stop_sequence: str | Sequence[str] | None
+    rep_pen: float | None
+    repetition_range: int | None
+    rep_pen_range: int | None
+    typical: float | None
+    dynatemp_low: float | None
+    dynatemp_high: float | None
+    dynatemp_exponent: float | None
+    ban_eos_token: bool | None
+    guidance_scale: float | None
+    dry_penalty_last_n: int | None
