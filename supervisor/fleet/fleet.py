@@ -207,10 +207,10 @@ class Fleet:
         replica.stats, replica.progress, replica.tokens_per_s = {}, {}, 0.0
         now = time.monotonic()
         blames_request = report.retry and self._scheduler.finds_culprit(replica.name, now)
-        transition, verdict = replica.life.ended(report, now, blames_request=blames_request, chance=random.random())
-        if verdict:
+        transition, what_next = replica.life.ended(report, now, blames_request=blames_request, chance=random.random())
+        if what_next:
             self._log.warning(
-                "%s: pid %s: %s; %s", replica.shown, pid or "none", report.message, verdict,
+                "%s: pid %s: %s; %s", replica.shown, pid or "none", report.message, what_next,
                 extra=about(replica.log_name),
             )  # fmt: skip
         self._carry_out(replica, transition)
@@ -262,7 +262,7 @@ class Fleet:
     def _do(self, replica: Replica, action: LifecycleAction, now: float) -> None:
         worker = replica.name
         match action:
-            case LifecycleAction.SPAWN:
+            case LifecycleAction.BEGIN_START:
                 self.starts.begin(replica)
             case LifecycleAction.OPEN:
                 replica.last_active = now

@@ -18,7 +18,7 @@ class Killer(Protocol):
 
 
 class HangWatch:
-    """Checks workers whenever ``check`` is called.
+    """Checks all workers whenever ``check`` is called.
 
     kill  ends a worker's process: (replica, why, reason of its exit)
     """
@@ -34,7 +34,7 @@ class HangWatch:
         for replica in replicas:
             process = replica.process
             if process is None or (reading := process.read_lease()) is None:
-                replica.detector = None  # nothing there, or started in a way that does not show
+                replica.detector = None  # no process, or one that has no lease
                 continue
             if replica.detector is None:  # a new process
                 replica.detector = HangDetector(reading)
@@ -43,7 +43,7 @@ class HangWatch:
 
     def _act(self, replica: Replica, process: Launched, detector: HangDetector, verdict: HangVerdict) -> None:
         if verdict in (HangVerdict.HUNG, HangVerdict.LOST) and (process.is_gone or replica.killed_for is not None):
-            return  # it is dead, or dying; the loop is about to hear of it
+            return  # it has ended, or was killed: the loop is about to see its end
         if verdict is HangVerdict.HUNG:
             message = f"{replica.shown}: pid {process.pid} {detector.story()}; {process.condition()}"
             self._log.error("%s", message, extra=about(replica.log_name))

@@ -1,4 +1,4 @@
-"""reload and restart in turns: what an order means for each model. Carried out by ``rollout``."""
+"""Find out what ``reload``, and ``restart`` of several workers, mean for each model. ``rollout`` carries it out."""
 
 import logging
 import time
@@ -19,7 +19,7 @@ from supervisor.yaml_source import ConfigError
 
 
 class Reloads:
-    """Orders that concern several workers. ``advance_soon`` is to be called when a worker's state has changed."""
+    """The orders that concern several workers. Call ``advance_soon`` when a worker's state has changed."""
 
     def __init__(self, fleet: Fleet, scheduler: Scheduler, timers: Timers, log: logging.Logger) -> None:
         self._fleet = fleet
@@ -31,8 +31,10 @@ class Reloads:
         self.rollouts = Rollouts(fleet, log)
 
     def read_again(self, cause: str, how: How, only: str | None = None) -> int:
-        """``reload`` with what models.yaml holds now. Raises WireError where that cannot be used, and changes nothing
-        then."""
+        """Reload models.yaml as it is now. Return the order's number.
+
+        Raises WireError, and changes nothing, if the file cannot be used.
+        """
         before = self._registry.config
         try:
             config = load_config(before.file)
@@ -52,9 +54,11 @@ class Reloads:
         return self.reload(config, cause, how, only)
 
     def reload(self, config: Config, cause: str, how: How, only: str | None = None) -> int:
-        """Make it so: all models, or one, whose workers are then exchanged in any case. Returns the order's number.
+        """Order that a configuration is carried out, for all models or one. Return the order's number.
 
-        What that means for each worker is found out when the orders before are done.
+        What that means for each worker is decided when the orders before are done.
+
+        only  the model; its workers are exchanged even if nothing has changed
         """
         before = self._registry.config
         if only is not None:
@@ -77,10 +81,10 @@ class Reloads:
         return number
 
     def restart_in_turns(self, replicas: Sequence[Replica], cause: str) -> int:
-        """Exchange several workers of a model, one after the other. Returns the order's number."""
+        """Order that several workers of a model are exchanged, one after the other. Return the order's number."""
         models, labels = {r.model for r in replicas}, [r.label for r in replicas]
 
-        def plan() -> Plan:  # of what is there by then: an earlier order may have made them others, or removed them
+        def plan() -> Plan:  # made later: an order before this one may change or remove these workers
             there = [replica for label in labels if (replica := self._registry.shown(label)) is not None]
             steps = [RolloutStep(r.model, r.label, r.desired_spec, forced=True) for r in there]
             return Plan(dict.fromkeys(models, Change.WORKERS), steps)
@@ -90,7 +94,7 @@ class Reloads:
         return number
 
     def advance_soon(self) -> None:
-        """Not at once: we may be in the middle of a transition."""
+        """Let the rollouts go on in the next turn, since a worker may be in the middle of a transition."""
         if self.rollouts.busy and not self._advancing:
             self._advancing = True
             self._timers.at(time.monotonic(), self._advance)
@@ -120,7 +124,7 @@ class Reloads:
         self._scheduler.set_limits(model, spec.queue_limits)
         if change is Change.WORKERS:
             missing = [label for label in spec.workers if label not in there]
-            # where there was one, "a", and are to be several, it becomes "a:1"; of several, one that is wanted stays
+            # If one worker "a" becomes several, it gets the label "a:1". Of several, one that is desired up stays.
             for replica in sorted(workers, key=lambda replica: replica.desired is not Desired.UP):
                 if replica.label not in spec.workers and missing:
                     self._registry.relabel(replica, missing.pop(0))

@@ -138,19 +138,19 @@ class Start:
         memory = self.replica.memory = WorkerMemory(needs, self._gpu_request.counts[0], self._spec.engine_spec)
         if reading is None:
             starts.say_unseen()
-            verdict = place_unseen(self._gpu_request, starts.outer)
+            decision = place_unseen(self._gpu_request, starts.outer)
         else:
             limits = starts.registry.config.supervisor.vram_limit
-            verdict = place(self._gpu_request, needs, rooms(reading, starts.holdings(), limits), starts.outer)
-        if isinstance(verdict, Placed):
-            memory.placed, memory.cpus = verdict, near_cpus(verdict.gpus, starts.cpus)
-            self._say_placed(verdict, memory)
-            self._launch(verdict.devices, verdict)
-        elif not (verdict.missing and self._waits_for_room(verdict)):
-            reason = "no room" if verdict.missing else "unreadable" if late else "config"
+            decision = place(self._gpu_request, needs, rooms(reading, starts.holdings(), limits), starts.outer)
+        if isinstance(decision, Placed):
+            memory.placed, memory.cpus = decision, near_cpus(decision.gpus, starts.cpus)
+            self._say_placed(decision, memory)
+            self._launch(decision.devices, decision)
+        elif not (decision.missing and self._waits_for_room(decision)):
+            reason = "no room" if decision.missing else "unreadable" if late else "config"
             # After a crash, a refusal for want of room is not final: what fills the GPU now may go.
             crashed = bool(self.replica.life.history.recent)
-            self._refuse_soon(not_admitted(reason, verdict.message, retry=reason != "config" and crashed))
+            self._refuse_soon(not_admitted(reason, decision.message, retry=reason != "config" and crashed))
 
     def _waits_for_reading(self) -> bool:
         """Return whether the start is decided again later, because the GPUs answer late."""

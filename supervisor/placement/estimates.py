@@ -103,8 +103,8 @@ class _Running:
 
 
 class Estimator:
-    """The questions that are out. Runs on the supervisor's one thread; ``descriptor`` is readable when ``ended`` has
-    something to tell."""
+    """The questions that have no answer yet. Runs on the supervisor's one thread. ``descriptor`` is readable when
+    ``ended`` has an answer to take in."""
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
@@ -117,7 +117,10 @@ class Estimator:
         return self._epoll.fileno()
 
     def ask(self, worker: str, question: Question, done: Callable[[Estimated], None]) -> None:
-        """Call ``done`` later, once, with the answer. Raises OSError if there is no process or descriptor left."""
+        """Start a process that answers a question, and call ``done`` later, once, with the answer.
+
+        Raises OSError if the system has no process or descriptor left.
+        """
         self.forget(worker)
         process, answer = start([question])
         try:
@@ -133,7 +136,7 @@ class Estimator:
         running.timer = self._timers.at(time.monotonic() + ESTIMATE_S, lambda: self._too_late(running))
 
     def forget(self, worker: str) -> bool:
-        """Nobody wants the answer any more. Returns whether one was out."""
+        """Cancel a worker's question. Return whether there was one without an answer."""
         running = self._running.pop(worker, None)
         if running is None or running.done is None:
             return False
@@ -142,7 +145,7 @@ class Estimator:
         return True
 
     def ended(self) -> None:
-        """Take in the answers of processes that have ended."""
+        """Take in the answers of the processes that have ended."""
         for pidfd, _ in self._epoll.poll(0):
             running = self._by_pidfd.pop(pidfd)
             self._epoll.unregister(pidfd)
@@ -150,16 +153,8 @@ class Estimator:
             code = running.process.wait()
             self._tell(running, (answers(running.answer) or [_lost(code)])[0])
 
-    def close(self) -> None:
-        """End what is still out, without an answer."""
-        for running in self._by_pidfd.values():
-            running.process.kill()
-            os.close(running.pidfd)
-            os.close(running.answer)
-        self._epoll.close()
-
     def _too_late(self, running: _Running) -> None:
-        running.process.kill()  # where it cannot be killed either (a dead network file system), it is not waited for
+        running.process.kill()  # on a dead network file system that may fail, too, so its end is not awaited
         self._tell(running, _LATE)
 
     def _tell(self, running: _Running, estimated: Estimated) -> None:
@@ -206,10 +201,12 @@ def _wait(process: "subprocess.Popen[bytes]", answer: int) -> Estimated:
 
 
 def start(questions: Sequence[Question]) -> "tuple[subprocess.Popen[bytes], int]":
-    """The process, and the descriptor that has its answers when it is gone. From the main thread only: it lives as long
-    as the thread that started it. Raises OSError."""
+    """Start a process that answers questions. Return it, and the descriptor that has its answers when it has ended.
+
+    Call this on the main thread only, since the process lives as long as the thread that started it. Raises OSError.
+    """
     asked = [asdict(question) for question in questions]
-    # found where this package is, whatever the directory in which the user happens to be
+    # the module is found beside this package, whatever the current directory is
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
     stdin = os.memfd_create("questions", os.MFD_CLOEXEC)
     stdout = -1
@@ -236,10 +233,10 @@ def start(questions: Sequence[Question]) -> "tuple[subprocess.Popen[bytes], int]
 
 
 def answers(descriptor: int) -> list[Estimated]:
-    """The answers that a process has left. Frees the descriptor."""
+    """Return the answers that a process has left, and close the descriptor."""
     with open(descriptor, "rb") as f:
         f.seek(0)
-        return [_read(line) for line in f.read(MAX_ANSWER).split(b"\n")[:-1]]  # what ends without one is cut off
+        return [_read(line) for line in f.read(MAX_ANSWER).split(b"\n")[:-1]]  # a last line without its end is cut off
 
 
 def _read(line: bytes) -> Estimated:

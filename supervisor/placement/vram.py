@@ -1,4 +1,4 @@
-"""The VRAM of workers: who holds what, and that the next worker is spawned when the last one's memory is back."""
+"""Read the GPU memory that workers hold, and let a start wait until a dead worker's memory is free again."""
 
 import logging
 import time
@@ -13,17 +13,26 @@ from supervisor.placement.vram_return import Return, VramReturns, listing
 from supervisor.timers import Timers
 
 POLL_S = 0.02
-"""Between readings while a dead process's memory is awaited."""
+"""Seconds between two readings while the memory of a dead process is awaited."""
 FRESH_S = 1.0
-"""How old a reading may be that ``status`` shows."""
+"""How many seconds old a reading may be that ``status`` shows."""
 CHECK_S = 0.25
-"""Between looks whether an answer that is late has come."""
+"""Seconds between two checks whether an answer of NVML that is late has come."""
 
 
 @dataclass
 class _WatchedWorker:
-    """One model's. ``gpus``: indices that its pins mean, None before a reading has told. ``ready``: pid of its last
-    worker that was loaded, ``looked``: for which NVML has been read since, ``seen``: which it listed alive then."""
+    """What is known of one worker's GPU memory.
+
+    pins         the worker's GPUs, as models.yaml names them
+    gpus         indices of these GPUs; None before the first reading
+    ready        pid of the worker's last process that was loaded
+    looked       that pid, once NVML was read after the load
+    seen         that pid, once NVML has listed it
+    returned     what became of the last process's memory: "awaited", "back", "not back" or "not watched"
+    returned_ms  how long the memory took to come back
+    on_free      the start that waits until dead workers have given their memory back
+    """
 
     pins: Collection[str]
     gpus: frozenset[int] | None = None
@@ -36,8 +45,10 @@ class _WatchedWorker:
 
 
 class Vram:
-    """All workers' VRAM. Runs on the supervisor's one thread, by the loop's timers; never sleeps. Without NVML nobody
-    waits, and nothing is shown. While NVML answers late, memory is waited for as long as if it were not back."""
+    """The GPU memory of all workers. Runs on the supervisor's one thread and never sleeps: timers of the loop call it.
+
+    Without NVML no start waits, and ``status`` shows no memory. While NVML answers late, memory counts as not back.
+    """
 
     def __init__(self, timers: Timers, log: logging.Logger) -> None:
         self._gpus: GpuReader | None = None
@@ -54,29 +65,32 @@ class Vram:
         self._workers: dict[str, _WatchedWorker] = {}
 
     def watch(self, worker: str, pins: Collection[str]) -> None:
-        """A worker that is pinned to GPUs, by its pins in models.yaml. For the first, NVML begins to be opened."""
+        """Watch the GPUs of a worker. The first call starts the process that opens NVML.
+
+        pins  the worker's GPUs, as models.yaml names them
+        """
         if not self._opened:
             self._opened, self._gpus = True, GpuReader(self._log, start_s=0.0 if self._serves else START_S)
         self._workers[worker] = _WatchedWorker(pins)
 
     def serves(self) -> None:
-        """From now on tokens wait meanwhile: a driver that is opened later, for a model that a reload has brought, is
-        not waited for."""
+        """Take note that clients are served from now on. A driver that is opened later, for a model that a reload adds,
+        is not waited for: every token would wait, too."""
         self._serves = True
 
     def unwatch(self, worker: str) -> None:
-        """A worker that is stopped will not come back. What it held is still waited for."""
+        """Forget a worker that was removed. Starts still wait for the memory that it held."""
         self._workers.pop(worker, None)
 
     def close(self) -> None:
-        """The supervisor leaves."""
+        """End the process that reads NVML."""
         if self._gpus is not None:
             self._gpus.close()
             self._gpus = None
 
     @property
     def trouble(self) -> str | None:
-        """Why the GPUs cannot be read, for people; None if they can be, or nobody uses them."""
+        """Return why the GPUs cannot be read, for people. None if they can be read, or no worker uses them."""
         if self._trouble is None:
             return None
         since, why = self._trouble
@@ -84,23 +98,23 @@ class Vram:
 
     @property
     def late(self) -> bool:
-        """Whether the last reading was none because the answer is late: another try may have it."""
+        """Return whether the last reading failed because the answer is late. Another try may get it."""
         return self._trouble is not None and isinstance(self._trouble[1], GpusLate)
 
     @property
     def awaited(self) -> bool:
-        """Whether memory of a dead process is still out."""
+        """Return whether memory of a dead process is not back yet."""
         return bool(self._returns.gpus)
 
     def ready(self, worker: str, pid: int) -> None:
-        """The model is loaded: if NVML knows our pids at all, it lists this one now."""
+        """Read the GPUs after a load. If NVML knows the pids of workers at all, it lists this one now."""
         watched = self._workers.get(worker)
         if watched is not None:
             watched.ready = pid
             self._read()
 
     def ended(self, worker: str, pid: int) -> None:
-        """The worker's process is gone. From now on ``when_free`` waits for its memory."""
+        """Take note that a worker's process has ended. ``when_free`` waits for its memory from now on."""
         watched = self._workers.get(worker)
         if watched is None:
             return
@@ -127,7 +141,10 @@ class Vram:
             )
 
     def when_free(self, worker: str, on_free: Callable[[], None]) -> None:
-        """Call ``spawn``: at once, or when no dead worker holds memory of the model's GPUs, or its time is over."""
+        """Call ``on_free`` when no dead worker holds memory of this worker's GPUs any more.
+
+        That may be at once. Memory that is not back ``DEADLINE_S`` seconds after its worker's end is not waited for.
+        """
         watched = self._workers.get(worker)
         if watched is not None and watched.gpus is None:
             self._read()
@@ -138,21 +155,24 @@ class Vram:
         self._log.info("%s: waits for the VRAM of pid %s", worker, ", ".join(map(str, pids)), extra=about(worker))
         watched.on_free = on_free
 
-    def forget(self, worker: str) -> bool:
-        """The model is not to be spawned any more. Returns whether it was waiting for that."""
+    def forget(self, worker: str) -> None:
+        """Cancel ``when_free`` for a worker."""
         watched = self._workers.get(worker)
-        if watched is None or watched.on_free is None:
-            return False
-        watched.on_free = None
-        return True
+        if watched is not None:
+            watched.on_free = None
 
     def reading(self) -> list[Gpu] | None:
-        """All GPUs as they are now; None if they cannot be read."""
+        """Read all GPUs now. Return None if they cannot be read."""
         return self._read()
 
     def describe(self, worker: str, pid: int | None) -> dict[str, Any]:
-        """vram_bytes: what the present process holds by NVML, vram_by_gpu: GPU → these bytes; vram_return: "awaited",
-        "back", "not back" or "not watched", of the last process; vram_returned_ms. None: not known."""
+        """Return what ``status`` shows about a worker's memory. None means not known.
+
+        vram_bytes: what the present process holds by NVML. vram_by_gpu: GPU → these bytes. vram_return: "awaited",
+        "back", "not back" or "not watched", of the last process. vram_returned_ms: after how many milliseconds.
+
+        pid  of the present process; None if there is none
+        """
         watched = self._workers.get(worker)
         if watched is None:
             return {"vram_bytes": None, "vram_by_gpu": None, "vram_return": None, "vram_returned_ms": None}
@@ -166,7 +186,7 @@ class Vram:
         }
 
     def holders(self) -> dict[int, str]:
-        """pid → what it holds of the GPUs that are used, as NVML lists it, in words."""
+        """Return pid → what that process holds of the GPUs that models use, by NVML, in words."""
         recent = self._recent()
         used = {index for watched in self._workers.values() for index in watched.gpus or ()}
         holdings: dict[int, list[str]] = {}
@@ -178,7 +198,7 @@ class Vram:
         return {pid: " and ".join(parts) for pid, parts in holdings.items()}
 
     def describe_gpus(self) -> list[dict[str, Any]]:
-        """Every GPU of the box: index, uuid, total_bytes, used_bytes, free_bytes. Empty if none is used."""
+        """Return index, uuid, total_bytes, used_bytes and free_bytes of every GPU. Empty if no model uses a GPU."""
         return [
             {
                 "index": gpu.index,
@@ -191,9 +211,9 @@ class Vram:
         ]
 
     def _poll_later(self, now: float, took_s: float = 0.0) -> None:
-        if not self._polling:  # one timer for all that is awaited
+        if not self._polling:  # one timer serves all dead processes
             self._polling = True
-            self._timers.at(now + max(POLL_S, 2 * took_s), self._poll)  # where the driver is slow, tokens go first
+            self._timers.at(now + max(POLL_S, 2 * took_s), self._poll)  # if the driver is slow, tokens go first
 
     def _poll(self) -> None:
         self._polling = False
@@ -208,13 +228,13 @@ class Vram:
             self._settled(outcome)
         if self._returns.gpus:
             self._poll_later(now, now - begun)
-        for watched in list(self._workers.values()):  # a spawn may make others sleep, or wake
+        for watched in list(self._workers.values()):  # a start may unload or start other workers
             if watched.on_free is not None and not self._returns.pids_on(watched.gpus or ()):
                 on_free, watched.on_free = watched.on_free, None
                 on_free()
 
     def _settled(self, outcome: Return) -> None:
-        watched = self._workers.get(outcome.worker) or _WatchedWorker(())  # one that was removed meanwhile
+        watched = self._workers.get(outcome.worker) or _WatchedWorker(())  # the worker was removed meanwhile
         watched.returned = "back" if outcome.back else "not back"
         watched.returned_ms = round(outcome.after_s * 1000, 1) if outcome.back else None
         where = ", ".join(map(str, sorted(outcome.gpus)))
@@ -230,13 +250,13 @@ class Vram:
             )  # fmt: skip
 
     def _recent(self) -> list[Gpu]:
-        """All GPUs, read at most ``FRESH_S`` ago; empty if they cannot be read."""
+        """Return all GPUs, read at most ``FRESH_S`` ago. Empty if they cannot be read."""
         if self._last is None or time.monotonic() - self._last[0] > FRESH_S:
             self._read()
         return self._last[1] if self._last else []
 
     def _read(self, only: Collection[int] | None = None) -> list[Gpu] | None:
-        """The GPUs; None if they cannot be read, which is said."""
+        """Read the GPUs. Return None if they cannot be read, and say so in the log."""
         if self._gpus is None:
             return None
         try:
@@ -255,7 +275,7 @@ class Vram:
     def _unreadable(self, why: GpusUnknown, now: float) -> None:
         before, since = (None, now) if self._trouble is None else (self._trouble[1], self._trouble[0])
         self._trouble = since, why
-        self._last = now, []  # not asked again for each model of a status
+        self._last = now, []  # so that NVML is not asked again for each model of a status
         if isinstance(why, GpusAbsent):
             self._log.warning("VRAM is not watched: NVML: %s", why)
             self.close()
@@ -266,13 +286,13 @@ class Vram:
             self._timers.at(now + CHECK_S, self._read_late_answer)
 
     def _read_late_answer(self) -> None:
-        """Whether an answer that was late has come: nobody else may ask for hours, and it is to be said."""
+        """Check whether a late answer has come, and say so in the log. Nothing else may read the GPUs for hours."""
         self._looking = False
         if self.late:
             self._read()
 
     def _note(self, reading: list[Gpu]) -> None:
-        """Which GPUs the pins mean, where no reading has told yet, and which workers NVML lists alive."""
+        """Note which GPUs the pins mean, at the first reading, and which workers NVML lists."""
         for watched in self._workers.values():
             if watched.gpus is None:
                 meant = (gpu.index for gpu in reading for pin in watched.pins if gpu.is_meant(pin))

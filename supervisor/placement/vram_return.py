@@ -1,7 +1,7 @@
-"""Whose VRAM is still out although its process is gone. Pure: readings and times are arguments.
+"""Which dead processes still hold GPU memory. Pure: readings and times are arguments.
 
-The driver gives a dead process's memory back a moment after its end (0.1 to 0.3 s after SIGKILL were measured). A
-worker spawned before that finds its GPU as full as it was.
+The driver frees a dead process's memory a moment after the end of the process. Measured were 0.1 to 0.3 s after
+SIGKILL. A worker that is started before that finds its GPU as full as it was.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from supervisor.placement.gpus import Gpu
 
 DEADLINE_S = 10.0
-"""How long a dead process's memory is waited for."""
+"""Seconds for which a start waits for the memory of a dead process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """What has become of it. ``after_s``: seconds from the process's end to the reading that decided."""
+    """What became of a dead process's memory.
+
+    back     whether it is free again; False if the time for waiting is over
+    after_s  seconds from the process's end to the reading that decided
+    """
 
     worker: str
     pid: int
@@ -33,25 +37,29 @@ class _Awaited:
 
 
 class VramReturns:
-    """The dead processes that GPUs still list."""
+    """The dead processes whose memory is awaited."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self._deadline_s = deadline_s
         self._awaited: list[_Awaited] = []
 
     def died(self, worker: str, pid: int, reading: Sequence[Gpu], now: float) -> bool:
-        """A worker's process is gone; ``reading``: the GPUs right after. Returns whether one of them lists it still."""
+        """Take note that a worker's process has ended. Return whether a GPU still lists it.
+
+        reading  the GPUs right after the end
+        """
         gpus = listing(reading, pid)
         if gpus:
             self._awaited.append(_Awaited(worker, pid, gpus, now))
         return bool(gpus)
 
     def died_unseen(self, worker: str, pid: int, gpus: frozenset[int], now: float) -> None:
-        """The same while the GPUs answer late. A later reading tells whether any of these lists it."""
+        """Take note that a worker's process has ended while the GPUs answer late. A later reading shows whether one of
+        these GPUs lists it."""
         self._awaited.append(_Awaited(worker, pid, gpus, now))
 
     def read(self, reading: Sequence[Gpu], now: float) -> list[Return]:
-        """A later reading of at least ``gpus``: what is back, and what is given up because its time is over."""
+        """Take in a later reading of at least ``gpus``. Return what is back or given up after the deadline."""
         over = []
         for awaited in self._awaited:
             back = not listing(reading, awaited.pid)
@@ -61,12 +69,12 @@ class VramReturns:
         return self._remove(over)
 
     def unread(self, now: float) -> list[Return]:
-        """The GPUs answer late: what is given up because its time is over."""
+        """Return what is given up after the deadline, while the GPUs answer late."""
         late = [a for a in self._awaited if now - a.since >= self._deadline_s]
         return self._remove([Return(a.worker, a.pid, a.gpus, False, now - a.since) for a in late])
 
     def give_up(self, now: float) -> list[Return]:
-        """The GPUs can no longer be read: everything that is awaited, as not back."""
+        """Return everything that is awaited, as not back, because the GPUs can no longer be read."""
         return self._remove([Return(a.worker, a.pid, a.gpus, False, now - a.since) for a in self._awaited])
 
     def _remove(self, over: list[Return]) -> list[Return]:
@@ -76,14 +84,14 @@ class VramReturns:
 
     @property
     def gpus(self) -> frozenset[int]:
-        """The GPUs that have to be read on; empty when nothing is awaited."""
+        """Return the GPUs that have to be read until the memory is back. Empty if no memory is awaited."""
         return frozenset[int]().union(*(a.gpus for a in self._awaited))
 
     def pids_on(self, gpus: Collection[int]) -> list[int]:
-        """The dead processes that hold memory of any of these GPUs."""
+        """Return the dead processes that hold memory of any of these GPUs."""
         return [a.pid for a in self._awaited if a.gpus.intersection(gpus)]
 
 
 def listing(reading: Sequence[Gpu], pid: int) -> frozenset[int]:
-    """The GPUs that list a process."""
+    """Return the GPUs that list a process."""
     return frozenset(gpu.index for gpu in reading if pid in gpu.processes)

@@ -1,11 +1,11 @@
-"""The guard: a tiny process that kills the workers' groups when the supervisor is gone, however it went.
+"""The guard: a small process that kills the workers' process groups when the supervisor has ended, for any reason.
 
-PR_SET_PDEATHSIG already kills each worker, but is cleared on fork: what a worker started (a compiler, a data loader)
-would live on and hold the GPU. The guard holds the read end of a pipe whose write end only the supervisor has; the
-kernel closes it with the supervisor.
+PR_SET_PDEATHSIG already kills each worker, but a child process does not inherit it. What a worker started (a compiler,
+a data loader) would live on and hold the GPU. The guard has the read end of a pipe, and only the supervisor has the
+write end. The kernel closes that end when the supervisor ends.
 
-``Guard`` runs in the supervisor. The rest of the file is also the guard's own program, run with ``python -I -S``. It is
-given the directory of setproctitle, the one package that it imports.
+``Guard`` runs in the supervisor. The rest of the file is also the guard's own program, run with ``python -I -S``. Its
+argument is the directory of setproctitle, the only package that it imports.
 """
 
 import os
@@ -15,7 +15,7 @@ import sys
 
 
 class Guard:
-    """The supervisor's end. ``pid`` and ``pidfd`` let the loop notice if somebody kills the guard.
+    """The guard's process, as the supervisor sees it. ``pidfd`` lets the loop notice if somebody kills the guard.
 
     environment  of the guard's process
     titles       directory in which the guard's process finds setproctitle
@@ -63,12 +63,12 @@ class Guard:
         self._tell(f"+{group}\n")
 
     def forget(self, group: int) -> None:
-        """The group is gone; its number may be given to others."""
+        """Forget a process group that has ended. Its number may belong to another group soon."""
         self._groups.discard(group)
         self._tell(f"-{group}\n")
 
     def restart(self) -> None:
-        """Somebody killed the guard: start another that knows the same groups. Raises OSError; may be repeated."""
+        """Start another guard, which knows the same groups. Raises OSError; then call it again later."""
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
@@ -77,11 +77,11 @@ class Guard:
         self._start()
 
     def kill(self) -> None:
-        """End a guard that does not run any more; ``restart`` follows when its pidfd is readable."""
+        """Kill a guard that was stopped. The loop calls ``restart`` when its pidfd is readable."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the guard once nothing is left to be killed, and reap it."""
+        """End the guard, once no worker is left, and reap it."""
         self._close_pipe()
         try:
             self._process.wait(timeout=1)
@@ -95,15 +95,18 @@ class Guard:
 
     def _tell(self, line: str) -> None:
         if self._pipe < 0:
-            return  # a new guard could not be started yet: ``restart`` tells it all groups
+            return  # no guard could be started yet: ``restart`` gives it all groups
         try:
             os.write(self._pipe, line.encode())
         except BrokenPipeError:
-            pass  # the guard is dead; its pidfd is readable and restart() follows
+            pass  # the guard has ended: its pidfd is readable, and the loop calls ``restart``
 
 
 def kill_group(group: int, signal_number: int) -> None:
-    """Signal a whole process group, or just its future leader if it has not called setsid yet. Gone is fine."""
+    """Send a signal to a process group, or to its future leader if that has not called setsid yet.
+
+    Do nothing if neither exists.
+    """
     try:
         os.killpg(group, signal_number)
     except (ProcessLookupError, PermissionError):

@@ -15,8 +15,8 @@ from protocol.process.progress_lease import Reading, WorkerPhase
 CHECK_S = 0.1
 """Seconds between two checks of all workers."""
 DUMP_S = 1.0
-"""How long a hung worker is given to write its stacks before it is killed. Writing them takes a millisecond of
-processor time. On a machine whose cores were all taken, a worker did not get that within 0.3 s."""
+"""Seconds that a hung worker gets to write its stacks before it is killed. Writing them takes a millisecond of
+processor time. On a machine whose cores were all busy, a worker did not get that within 0.3 s."""
 _DOING = {
     WorkerPhase.STARTING: "before it came up",
     WorkerPhase.LOADING: "while loading",
@@ -41,13 +41,13 @@ class CheckClock:
 class HangVerdict(StrEnum):
     FINE = "fine"
     HUNG = "hung"
-    """Its lease has just run out: have it write its stacks."""
+    """Its lease has just run out: ask it for its stacks."""
     DOOMED = "doomed"
-    """Hung, and being given time for that."""
+    """It hangs, and still has time to write its stacks."""
     SPARED = "spared"
-    """It hung at the last check, and has made progress since."""
+    """It hung at the check before, and has made progress since."""
     LOST = "lost"
-    """Hung, and the time for its stacks is over: kill it. Every later check says so again."""
+    """It hangs, and the time for its stacks is over: kill it. Every later check returns this again."""
 
 
 @dataclass
@@ -58,10 +58,10 @@ class HangDetector:
     silent_s: float = 0.0
     hung: bool = False
     overdue_s: float = 0.0
-    """Counted since it was found hung."""
+    """Seconds counted since it was found hung."""
 
     def check(self, reading: Reading, passed_s: float) -> HangVerdict:
-        """Take in the lease that was read ``passed_s`` seconds after the check before."""
+        """Take in a lease that was read ``passed_s`` seconds after the check before, and return what follows."""
         if reading.word != self.reading.word:
             spared = self.hung
             self.reading, self.silent_s, self.hung, self.overdue_s = reading, 0.0, False, 0.0
@@ -77,16 +77,16 @@ class HangDetector:
 
     @property
     def can_tell(self) -> bool:
-        """Whether it has come far enough to write its stacks when asked; before, being asked ends it."""
+        """Return whether the worker can write its stacks. Before its first lease, the signal that asks would end it."""
         return self.reading.phase is not WorkerPhase.STARTING
 
     def story(self) -> str:
-        """What is wrong with a hung one, for people."""
+        """Return what is wrong with a hung worker, for people."""
         phase = self.reading.phase
         doing = "in no known phase" if phase is None else _DOING[phase]
         return f"hung: no progress for {self.silent_s:.1f} s {doing} (lease {self.reading.lease_s:g} s)"
 
     def describe(self) -> dict[str, str | float]:
-        """phase: "starting", "loading", "idle" or "step"; beat_s: seconds since it was last seen to get on."""
+        """Return phase ("starting", "loading", "idle" or "step") and beat_s, the seconds since its last progress."""
         phase = self.reading.phase
         return {"phase": "unknown" if phase is None else phase.name.lower(), "beat_s": round(self.silent_s, 1)}

@@ -1,7 +1,7 @@
-"""Where worker processes are started and ended: the one seam between the supervisor's decisions and a machine.
+"""The interface between the supervisor's decisions and the machine on which worker processes are started and ended.
 
-``supervisor.workers.local_launcher`` is this box. A launcher for several boxes would be a second implementation;
-health, restarts, draining and routing never ask which one it is.
+``supervisor.workers.local_launcher`` starts them on this machine. A launcher for several machines would be a second
+implementation. Health checks, restarts, draining and routing do not depend on which one it is.
 """
 
 from collections.abc import Mapping
@@ -12,17 +12,17 @@ from protocol.process.worker_spec import WorkerSpec
 
 
 class Launched(Protocol):
-    """A worker that was started. Every method is harmless once it is gone."""
+    """A worker's process. Its methods may be called when it has ended, and do nothing then."""
 
     @property
     def pid(self) -> int: ...
 
     @property
     def is_gone(self) -> bool:
-        """Dead, though perhaps not reaped yet."""
+        """Return whether the process has ended, even if it was not reaped yet."""
 
     def signal(self, number: int) -> None:
-        """Signal the worker and everything that it has started."""
+        """Send a signal to the worker and everything that it has started."""
 
     def read_lease(self) -> Reading | None:
         """Return what the worker's page of ``protocol.process.progress_lease`` holds; None if it has no such page."""
@@ -34,34 +34,34 @@ class Launched(Protocol):
         """
 
     def condition(self) -> str:
-        """What the system says of it, for people: "it is stopped (SIGSTOP)"."""
+        """Return what the system says about the process, for people: "it is stopped (SIGSTOP)"."""
 
     def memory(self) -> int | None:
-        """Bytes of RAM that it holds; None where that is not known."""
+        """Return the bytes of RAM that the process holds; None if that is not known."""
 
 
 class Launcher(Protocol):
-    """Starts workers, and tells of the end of each exactly once. Nothing here blocks."""
+    """Starts workers, and reports the end of each exactly once. No method blocks, except ``sweep``."""
 
     @property
     def descriptor(self) -> int:
-        """Readable when ``ended`` has something to tell."""
+        """A descriptor that is readable when a worker has ended."""
 
     def start(self, spec: WorkerSpec) -> Launched:
-        """Start a worker of this generation. Raises OSError where there is no process or descriptor left."""
+        """Start a worker. Raises OSError if the system has no process or descriptor left."""
 
     def ended(self) -> list[Launched]:
-        """The workers that are gone and were not reaped yet."""
+        """Return the workers that have ended and were not reaped yet."""
 
     def reap(self, process: Launched) -> int:
-        """End what a worker that is gone has left behind. Its exit code, or minus the signal's number."""
+        """End what a worker that has ended left behind. Return its exit code, or minus the signal's number."""
 
     def sweep(self, holds: Mapping[int, str]) -> None:
-        """End what a former supervisor's launcher has left behind, and say in the log what that was. Called once,
-        before the first ``start``; may take some seconds if something is there.
+        """End what a former supervisor's workers have left behind, and name it in the log. Call this once, before the
+        first ``start``. It may take some seconds if something is left.
 
-        holds  pid → what it holds of the GPUs, in words: whoever is no leftover is named, and left alone
+        holds  pid → what that process holds of the GPUs, in words. Processes that are not ours are named only
         """
 
     def close(self) -> None:
-        """Call when no worker is left."""
+        """Free what the launcher holds. Call this when no worker is left."""

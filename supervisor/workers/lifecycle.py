@@ -61,8 +61,8 @@ class Event(StrEnum):
 class LifecycleAction(StrEnum):
     """What the fleet has to do after a transition."""
 
-    SPAWN = "spawn"
-    """Start a process of a new generation."""
+    BEGIN_START = "begin start"
+    """Begin the start of a process of a new generation."""
     OPEN = "open"
     """Give the worker the requests that wait."""
     REFUSE_NEW = "refuse new"
@@ -89,14 +89,14 @@ class LifecycleAction(StrEnum):
 
 
 _S, _E, _X = WorkerState, Event, LifecycleAction
-_START = (_X.FORGIVE, _X.ACCEPT_NEW, _X.SPAWN)
+_START = (_X.FORGIVE, _X.ACCEPT_NEW, _X.BEGIN_START)
 
 TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleAction, ...]]] = {
     # The road up.
     (_S.STOPPED, _E.START): (_S.STARTING, _START),
     (_S.STARTING, _E.HELLO): (_S.LOADING, ()),
     (_S.LOADING, _E.LOADED): (_S.READY, (_X.OPEN,)),
-    (_S.BACKOFF, _E.BACKOFF_OVER): (_S.STARTING, (_X.SPAWN,)),
+    (_S.BACKOFF, _E.BACKOFF_OVER): (_S.STARTING, (_X.BEGIN_START,)),
     (_S.BACKOFF, _E.START): (_S.STARTING, _START),  # an operator need not wait for the pause
     (_S.FAILED, _E.START): (_S.STARTING, _START),
     # The road down.

@@ -1,11 +1,12 @@
-"""What a killed supervisor has left behind: its successor finds it at start, names it, and ends what is surely ours.
+"""Find orphans: processes that a killed supervisor left behind. The next supervisor names them, and ends those that
+surely belonged to it.
 
-The kernel (PR_SET_PDEATHSIG) and the guard end the workers with their supervisor. This is for what escapes both: a
-process that a worker started and that has left its group, with nobody there to kill it; one that does not die at once.
-It holds a GPU, and the next worker would fail for want of memory and not know why.
+The kernel (PR_SET_PDEATHSIG) and the guard end the workers together with their supervisor. Two kinds of processes
+escape both: one that a worker started and that has left the worker's group, and one that does not die at once. Such a
+process may hold a GPU. Then the next worker would fail for want of memory, and the reason would be hard to find.
 
-``workers.json`` in the runtime directory names the workers. What they start carries a mark in its environment, which
-only processes of the same user can read.
+``workers.json`` in the runtime directory names the workers. The processes that they start have a mark in their
+environment. Only processes of the same user can read it.
 """
 
 import json
@@ -24,15 +25,15 @@ from supervisor.workers.processes import Seen, boot_id, command_of, processes_wi
 FILE = "workers.json"
 MARK = "MODELCTL_SUPERVISOR_MARK"
 DYING_S = 0.5
-"""How long what dies with its supervisor may take, before it is called left behind."""
+"""Seconds that processes which die with their supervisor may take, before they count as orphans."""
 ENDING_S = 2.0
-"""How long to wait for the end of what was killed."""
+"""Seconds to wait for the end of orphans that were killed."""
 POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A worker. ``started``: clock ticks from boot, which tell it from a later owner of its number."""
+    """A worker. ``started``, in clock ticks from boot, tells it from a later process with its pid."""
 
     pid: int
     started: int
@@ -41,7 +42,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one supervisor wrote of its workers."""
+    """What one supervisor wrote about its workers."""
 
     boot: str
     marks: tuple[str, ...]
@@ -50,7 +51,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """A process that is left. ``ours``: surely. If not, it is where a worker's process was, and is left alone."""
+    """A process that is left. One that is not surely ``ours`` was in the session of a worker, and is left alone."""
 
     pid: int
     started: int
@@ -60,14 +61,15 @@ class Orphan:
 
 
 def left_behind(record: Record, boot: str, seen: Iterable[Seen], uid: int, spare: Collection[int]) -> list[Orphan]:
-    """Which of these processes a former supervisor's workers are, or were started by.
+    """Return the processes that are a former supervisor's workers, or that such workers have started.
 
-    Surely ours is a process of this user that carries a mark of the record, or is a worker by number and start time,
-    or belongs to the session of such a worker. In the session of a worker that is gone, a process without the mark
-    may have come by the number otherwise: it is named only. Nothing of another boot is anybody's.
+    A process of this user is surely ours in three cases: it has a mark of the record, it is a worker by pid and start
+    time, or it is in the session of such a worker. In the session of a worker that has ended, a process without the
+    mark may belong to somebody else, who got the number later. It is named only. Records of another boot count for
+    nothing.
 
     boot   id of the present boot
-    spare  pids that are never meant: this process and its forebears
+    spare  pids that are left out: this process and its ancestors
     """
     if record.boot != boot:
         return []
@@ -80,9 +82,9 @@ def left_behind(record: Record, boot: str, seen: Iterable[Seen], uid: int, spare
             continue
         worker = recorded.get(process.session) or recorded.get(process.pid)
         if worker is not None and starts.get(worker.pid, worker.started) != worker.started:
-            worker = None  # the number has another owner
+            worker = None  # the pid belongs to another process now
         if worker is not None and process.started < worker.started:
-            worker = None  # older than the worker: none of its children
+            worker = None  # older than the worker, so not its child
         ours = process.mark in record.marks or (worker is not None and worker.pid in starts)
         if ours or worker is not None:
             model = worker.model if worker is not None else "-"
@@ -91,7 +93,8 @@ def left_behind(record: Record, boot: str, seen: Iterable[Seen], uid: int, spare
 
 
 class Orphans:
-    """Keeps the record of a runtime directory whose lock is held. A full disk costs the record, and nothing else."""
+    """Keeps the record of workers in a runtime directory that this supervisor has locked. A full disk costs only that
+    record."""
 
     def __init__(self, directory: Path, log: logging.Logger) -> None:
         self._path = directory / FILE
@@ -102,28 +105,28 @@ class Orphans:
         self._former = self._read()
         mark = os.urandom(16).hex()
         self._marks: tuple[str, ...] = (mark,)
-        os.environ[MARK] = mark  # for whatever this process starts from now on
+        os.environ[MARK] = mark  # inherited by everything that this process starts from now on
 
     def record(self, pid: int, model: str) -> None:
-        """A worker was started, and is not reaped yet."""
+        """Add a worker that was started to the record."""
         started = start_of(pid)
         if started is not None:
             self._workers[pid] = Recorded(pid, started, model)
             self._write()
 
     def forget(self, pid: int) -> None:
-        """It was reaped."""
+        """Take a worker that was reaped out of the record."""
         if self._workers.pop(pid, None) is not None:
             self._write()
 
     def sweep(self, holds: Mapping[int, str]) -> list[Orphan]:
-        """End what is left of former supervisors, and say so in the log. To be called once, before the first worker.
+        """End the orphans of former supervisors, name them in the log, and return them. Call this once, before the
+        first worker is started.
 
-        Takes no time if nothing is left, ``DYING_S`` + ``ENDING_S`` at most.
+        It takes no time if nothing is left, and at most ``DYING_S`` + ``ENDING_S``.
 
-        holds  pid → what it holds of the GPUs that are to be used, in words; those that are not ours are named as well
-
-        Returns what was found.
+        holds  pid → what that process holds of the GPUs that models will use, in words. Processes that are not ours
+               are named as well
         """
         former, found = self._former, list[Orphan]()
         if former is not None:
@@ -146,11 +149,11 @@ class Orphans:
         if former is not None and any(left.ours for left in found):
             self._expect_the_end(former)
         self._former = None
-        self._write()  # the mark, before anything carries it
+        self._write()  # so the mark is in the record before any process has it
         return found
 
     def write_again(self) -> None:
-        """Write the record into a directory that was made again."""
+        """Write the record into a runtime directory that was made again."""
         self._write()
 
     def _expect_the_end(self, former: Record) -> None:
@@ -163,7 +166,7 @@ class Orphans:
         return left_behind(former, self._boot, seen, os.getuid(), lineage(os.getpid(), seen))
 
     def _wait_for_the_end(self, former: Record, seconds: float) -> list[Orphan]:
-        """What is surely ours and left when there is nothing more, or the time is over."""
+        """Wait until no orphan that is surely ours is left, or the time is over. Return those that are left."""
         deadline = time.monotonic() + seconds
         while (left := [each for each in self._find(former) if each.ours]) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -181,7 +184,7 @@ class Orphans:
             return None
 
     def _write(self) -> None:
-        """Whole or not at all: whoever is killed in the middle leaves the former record."""
+        """Write the record whole or not at all. If this process is killed meanwhile, the former record stays."""
         new = self._path.with_name(FILE + ".new")
         stored = {"boot": self._boot, "marks": self._marks, "workers": [asdict(w) for w in self._workers.values()]}
         try:
@@ -196,7 +199,7 @@ class Orphans:
 
 
 def lineage(pid: int, seen: Iterable[Seen]) -> set[int]:
-    """This process and its forebears."""
+    """Return a process and its ancestors."""
     found, parents = set[int](), {process.pid: process.parent for process in seen}
     while pid and pid not in found:
         found.add(pid)
@@ -205,7 +208,7 @@ def lineage(pid: int, seen: Iterable[Seen]) -> set[int]:
 
 
 def _kill(left: Orphan) -> None:
-    """By a handle of the process, so that no later owner of its number is meant."""
+    """Kill an orphan through a pidfd, so that a later process with its pid is never hit."""
     try:
         handle = os.pidfd_open(left.pid)
     except OSError:

@@ -1,4 +1,4 @@
-"""The processes of this machine, read from /proc (proc(5)): no more than it takes to tell one from another."""
+"""Read from /proc, see proc(5), what tells the processes of this machine from one another."""
 
 import os
 from collections.abc import Iterator
@@ -11,8 +11,12 @@ COMMAND_LENGTH = 120
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A living process. ``started``: clock ticks from boot. ``mark``: what its environment says under the name asked
-    for; None also where that cannot be read. ``command``: its arguments, shortened."""
+    """A living process.
+
+    started  clock ticks from boot
+    mark     the value of the environment variable asked for; None if the process has none, or it cannot be read
+    command  its arguments, shortened
+    """
 
     pid: int
     parent: int
@@ -24,7 +28,7 @@ class Seen:
 
 
 def boot_id() -> str:
-    """The kernel's own id of this boot; empty where it does not tell."""
+    """Return the kernel's id of this boot; empty if the kernel has none."""
     try:
         return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -32,7 +36,7 @@ def boot_id() -> str:
 
 
 def start_of(pid: int) -> int | None:
-    """When the process was started, in clock ticks from boot; None if there is none."""
+    """Return when a process was started, in clock ticks from boot; None if there is no such process."""
     stat = _stat(pid)
     return None if stat is None else stat[3]
 
@@ -44,7 +48,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def processes_with(variable: str) -> Iterator[Seen]:
-    """Every process that is neither dead nor a zombie. ``variable`` names the one of its environment that is read."""
+    """Return every process that is neither dead nor a zombie.
+
+    variable  the environment variable that is read as ``Seen.mark``
+    """
     for name in os.listdir(_PROC):
         if not name.isdecimal():
             continue
@@ -61,7 +68,7 @@ def processes_with(variable: str) -> Iterator[Seen]:
 
 
 def command_of(pid: int) -> str:
-    """What it was started as, for people; its name where that is not told; a question mark if it is gone."""
+    """Return the command line of a process, for people; its name if it has none; a question mark if it has ended."""
     try:
         arguments = (_PROC / str(pid) / "cmdline").read_bytes()
         shown = arguments or (_PROC / str(pid) / "comm").read_bytes()
@@ -72,7 +79,7 @@ def command_of(pid: int) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int, int, int] | None:
-    """(state, parent, session, start). The name in parentheses may hold anything, parentheses too."""
+    """Return state, parent, session and start. The name in parentheses may hold parentheses itself."""
     try:
         text = (_PROC / str(pid) / "stat").read_bytes()
     except OSError:

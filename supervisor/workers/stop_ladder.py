@@ -1,10 +1,10 @@
-"""The stop ladder as a pure plan: what to do to a worker at which time until it is gone.
+"""The stop ladder: what is sent to a worker, and when, until its process has ended. Pure.
 
-    0  SHUTDOWN  asks; the worker finishes its step, closes and exits 0. Of no use while it loads: it does not read.
-    1  SIGTERM   to the whole group; the default action ends a worker whatever its Python is doing, children too.
-    2  SIGKILL   to the whole group; ends stopped (SIGSTOP) and deaf processes.
+    0  SHUTDOWN  asks the worker. It finishes its step, closes and exits with 0. A worker that loads does not read it.
+    1  SIGTERM   to the whole group. Its default action ends a worker whatever its Python does, and its children.
+    2  SIGKILL   to the whole group. It also ends processes that are stopped (SIGSTOP) or ignore SIGTERM.
 
-Each rung is there for what the one before cannot end. Only the last is certain.
+Each rung is there for what the rung before cannot end. Only the last one is certain.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Rung(StrEnum):
 
 @dataclass(frozen=True)
 class LadderTimes:
-    """Seconds a rung is given before the next."""
+    """Seconds that each rung gets before the next one is due."""
 
     shutdown_s: float = 5.0
     sigterm_s: float = 2.0
@@ -27,13 +27,13 @@ class LadderTimes:
 
 PATIENT = LadderTimes()
 IMPATIENT = LadderTimes(shutdown_s=0.5, sigterm_s=0.5)
-"""For ``stop --now``: gone within about a second even if it hangs."""
+"""For ``stop --now``: ends a worker within about a second, even if it hangs."""
 
 
 def plan(now: float, times: LadderTimes, *, reads_messages: bool) -> list[tuple[float, Rung]]:
-    """The rungs of one climb as (monotonic time, rung), first rung due at once.
+    """Return the rungs of one climb, as pairs of monotonic time and rung. The first rung is due at once.
 
-    reads_messages  the worker is past loading, so that SHUTDOWN can reach it
+    reads_messages  whether the worker is loaded, so that it reads SHUTDOWN
     """
     rungs: list[tuple[float, Rung]] = []
     at = now

@@ -108,11 +108,11 @@ class Transition:
 
 
 class Ended(NamedTuple):
-    """What follows from the end of a process. ``verdict`` says it for the log; it is empty for an end that was asked
+    """What follows from the end of a process. ``what_next`` says it for the log; it is empty for an end that was asked
     for."""
 
     transition: Transition
-    verdict: str
+    what_next: str
 
 
 class WorkerLife:
@@ -193,12 +193,12 @@ class WorkerLife:
             pause, why = 0.0, ", a request is to blame"
         elif report.retry:
             pause = self.history.failed(now, chance)
-        verdict = f"next try in {pause:.1f} s{why}" if pause is not None else "not tried again"
+        what_next = f"next try in {pause:.1f} s{why}" if pause is not None else "not tried again"
         if self.state in GOING_DOWN:
-            verdict = "it was being stopped"
+            what_next = "it was being stopped"
         self.pause_s = pause or 0.0
         event = Event.DIED if pause is not None else Event.DIED_FOR_GOOD
-        return Ended(self.apply(event, now, report.message), verdict)
+        return Ended(self.apply(event, now, report.message), what_next)
 
     def settle(self, now: float) -> Transition | None:
         """Go from ``stopped`` towards the desired state, once a process has ended. Return None if there is nothing to

@@ -1,6 +1,6 @@
-"""What workers report of themselves, checked: it is kept, shown to people and packed again for clients.
+"""Check what workers report about themselves. The supervisor keeps it, shows it to people and packs it for clients.
 
-A worker is our own program, but it computes on foreign files; what it says must not be able to stop the supervisor.
+A worker is our own program, but it computes on foreign files. So nothing that it sends may stop the supervisor.
 """
 
 from typing import Any
@@ -23,14 +23,14 @@ _PROGRESS: dict[str, tuple[type, ...]] = {"phase": (str,), "done": (int,), "tota
 
 
 def checked_hello(body: bytes) -> None:
-    """Raises FrameError unless the worker is of our own build."""
+    """Raise FrameError unless the worker has the supervisor's own version."""
     build = _flat(body, {"build": (str,)})["build"]
     if build != __version__:
         raise FrameError(ErrorCode.BAD_VERSION, f"a worker of build {build}, the supervisor is {__version__}")
 
 
 def checked_ready(body: bytes) -> dict[str, Any]:
-    """context, max_jobs (at least 1), load_seconds, device, attention, chat. Raises FrameError."""
+    """Return context, max_jobs (at least 1), load_seconds, device, attention and chat. Raises FrameError."""
     ready = _flat(body, _READY)
     if ready["max_jobs"] < 1 or ready["context"] < 1:
         raise FrameError(ErrorCode.BAD_FRAME, "READY with no room for a job")
@@ -38,17 +38,17 @@ def checked_ready(body: bytes) -> dict[str, Any]:
 
 
 def checked_progress(body: bytes) -> dict[str, Any]:
-    """phase, done, total. Raises FrameError."""
+    """Return phase, done and total. Raises FrameError."""
     return _flat(body, _PROGRESS)
 
 
 def checked_stats(body: bytes) -> dict[str, Any]:
-    """Names and numbers or short texts. Raises FrameError."""
+    """Return names, each with a number or a short text. Raises FrameError."""
     return _flat(body, {})
 
 
 def _flat(body: bytes, wanted: dict[str, tuple[type, ...]]) -> dict[str, Any]:
-    """A map without containers in it: nested a thousand deep it could be kept, but not be packed again."""
+    """Return a map without containers in it. A map nested a thousand deep could be kept, but not packed again."""
     report = unpack_body(body)
     if len(report) > MAX_KEYS:
         raise FrameError(ErrorCode.BAD_FRAME, f"a report of {len(report)} entries (at most {MAX_KEYS})")

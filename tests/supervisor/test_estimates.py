@@ -89,7 +89,7 @@ def test_what_takes_too_long_is_ended_and_may_be_tried_again(hanging: Path, monk
     assert "could not be read within" in reported.error
     wait_until(lambda: not asking.turn() or not asking.estimator._by_pidfd, 30)
     assert ask_now([Question(spec(hanging))] * 2) == [reported, reported]
-    asking.estimator.close()
+    asking.estimator._epoll.close()
     assert set(os.listdir("/proc/self/fd")) == before
     assert len(asking.message) == 1
 
@@ -108,7 +108,7 @@ def test_a_question_that_is_forgotten_is_not_answered(hanging: Path) -> None:
         "the process that reads its files ended (signal 9) without an answer",
         True,
     )
-    asking.estimator.close()
+    asking.estimator._epoll.close()
 
 
 def test_an_answer_that_is_cut_off_is_none(tmp_path: Path) -> None:

@@ -97,14 +97,14 @@ def test_requests_never_wait_for_a_model_that_will_not_come() -> None:
         if before in takes_new and after not in takes_new:
             assert effects.index(X.REFUSE_NEW) < effects.index(X.END_WAITING), (before, event)
         if before not in takes_new and after in takes_new:
-            assert effects.index(X.ACCEPT_NEW) < effects.index(X.SPAWN), (before, event)
+            assert effects.index(X.ACCEPT_NEW) < effects.index(X.BEGIN_START), (before, event)
         if before in takes_new and after in takes_new:
             assert X.END_WAITING not in effects, (before, event)
 
 
 def test_a_process_is_spawned_only_where_there_is_none() -> None:
     for (before, event), (after, effects) in TRANSITIONS.items():
-        assert (X.SPAWN in effects) == (before not in HAS_PROCESS and after in HAS_PROCESS), (before, event)
+        assert (X.BEGIN_START in effects) == (before not in HAS_PROCESS and after in HAS_PROCESS), (before, event)
         if X.CLIMB in effects:
             assert before in HAS_PROCESS
             assert after is S.STOPPING

@@ -23,7 +23,7 @@ def life(*, ready: bool = False) -> WorkerLife:
 
 
 def ended(worker: WorkerLife, report: ExitReport, *, blames_request: bool = False) -> str:
-    return worker.ended(report, 110.0, blames_request=blames_request, chance=0.0).verdict
+    return worker.ended(report, 110.0, blames_request=blames_request, chance=0.0).what_next
 
 
 def test_a_worker_that_was_never_started_is_stopped_since_it_was_made() -> None:
