@@ -73,7 +73,9 @@ class WorkerEvents:
     def compiled(self, worker: str, key: tuple[int, int], milliseconds: int, now: float) -> list[Effect]:
         """A worker has compiled the constraint of a request, or given up. Let the request take its turn again.
 
-        milliseconds  processor time of the compilation, which the client pays for. Raises FrameError if it cannot be
+        milliseconds  processor time of the compilation, which the client pays for
+
+        Raises FrameError for a time that is not possible.
         """
         if milliseconds > LONGEST_MS:
             raise FrameError(ErrorCode.BAD_FRAME, f"a constraint took {milliseconds} ms of processor time")
@@ -89,10 +91,10 @@ class WorkerEvents:
     def events(self, worker: str, frame: bytes, message: Events, now: float) -> list[Effect]:
         """Pass on what one engine step brought for one connection.
 
-        frame  the message as it came. Where every stream in it has credit, the frame is passed on whole, which is what
-               makes the router cheap
+        frame  the message as it came. If every stream in it has credit, the frame is passed on whole. That saves the
+               supervisor the packing, and nearly all frames pass like that
 
-        Raises FrameError, nothing changed, if an event has another number than the one that is expected.
+        Raises FrameError if an event has another number than the one that is expected. Then nothing has changed.
         """
         queue = self._table.queue_of_worker[worker]
         worker_slot = queue.worker_slots[worker]
@@ -148,7 +150,7 @@ class WorkerEvents:
                 continue
             ended = ended or bool(entry.flags & TERMINAL)
             if request.phase is RequestPhase.ENDED:
-                if entry.flags & TERMINAL:  # the worker has let go
+                if entry.flags & TERMINAL:  # the worker has let the job go
                     self._table.leave_slot(worker_slot, request)
                     self._table.leave(request)
                 continue
@@ -189,8 +191,10 @@ class WorkerEvents:
 
 
 def requests_of_whole_frame(worker_slot: WorkerSlot, message: Events) -> list[InFlight] | None:
-    """Return the request of each event if the frame may go to its client whole, else None. This is the reference of the
-    decision that ``FastPath.fits`` makes for nearly all frames: it passes no frame that this function refuses.
+    """Return the request of each event if the frame may go to its client whole, else None.
+
+    This is the reference. ``FastPath.fits`` makes the same decision without Python for nearly all frames. It never
+    passes a frame that this function refuses.
 
     A frame passes whole if every event in it is the next one expected for a running request, which has credit for the
     event and holds none back. Raises FrameError if an event has another number than the one that is expected.
