@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 
-from model_worker.engine import Delta, Finished, Job
+from model_worker.engine import Finished, Job, NewTokens
 from model_worker.engines import build_engine
 from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
@@ -29,7 +29,7 @@ def main(engine: str, directory: str, device: str, prompt: str, kept: str = "") 
         gc.collect()
         gc.freeze()
     made.submit(Job(0, tuple(made.encode(prompt)), 8, SamplingParams(temperature=0.0)))
-    while not any(isinstance(event, Delta | Finished) and event.token_ids for event in made.step()):
+    while not any(isinstance(event, NewTokens | Finished) and event.token_ids for event in made.step()):
         pass
     print("token", flush=True)
     os._exit(0)

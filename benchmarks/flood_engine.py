@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from itertools import cycle, islice
 
-from model_worker.engine import Capabilities, Delta, EngineEvent, EngineStats, Finished, Job
+from model_worker.engine import Capabilities, EngineEvent, EngineStats, Finished, Job, NewTokens
 from protocol.process.worker_spec import EngineSpec
 from tests.deterministic_engine import DeterministicEngine
 
@@ -96,7 +96,7 @@ class FloodEngine(DeterministicEngine):
         rounds = min(min(bound, self._given[number].max_new_tokens - 1) - self._made[number] for number in due)
         if not rounds:
             return self._unplanned(turns[0], TEXT)
-        events: list[list[EngineEvent]] = [[Delta(number, TOKEN, TEXT) for number in turn] for turn in turns]
+        events: list[list[EngineEvent]] = [[NewTokens(number, TOKEN, TEXT) for number in turn] for turn in turns]
         self._plan, self._turns = islice(cycle(events), rounds * len(events)), turns
         self.steps += 1
         return next(self._plan)
@@ -120,7 +120,7 @@ class FloodEngine(DeterministicEngine):
         for number in numbers:
             self._made[number] = made = self._made[number] + 1
             if made < (most := self._given[number].max_new_tokens):
-                events.append(Delta(number, TOKEN, text))
+                events.append(NewTokens(number, TOKEN, text))
                 self._order.append(number)
             else:
                 del self._given[number], self._made[number]

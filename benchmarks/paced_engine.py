@@ -10,7 +10,7 @@ a machine share.
 import time
 from collections import deque
 
-from model_worker.engine import Delta, EngineEvent, Finished
+from model_worker.engine import EngineEvent, Finished, NewTokens
 from protocol.process.worker_spec import EngineSpec
 from tests.deterministic_engine import DeterministicEngine
 
@@ -54,4 +54,4 @@ class PacedEngine(DeterministicEngine):
             del self.jobs[number]
             return Finished(number, [0], text, "length", len(job.prompt_ids), k + 1)
         self.jobs[number] = (job, k + 1)
-        return Delta(number, [0], text)
+        return NewTokens(number, [0], text)

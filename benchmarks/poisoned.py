@@ -8,7 +8,7 @@ import signal
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from model_worker.engine import Delta, EngineEvent, Job
+from model_worker.engine import EngineEvent, Job, NewTokens
 
 POISON = 1 << 40
 """A request with the seed POISON + k kills its worker in the step that computes its token k. Token 0 is the first one;
@@ -48,7 +48,7 @@ class Poisoned(Engine):
         if any(left <= 0 for left in self._left.values()):
             os.kill(os.getpid(), signal.SIGKILL)
         for event in events:
-            if isinstance(event, Delta) and event.job in self._left:
+            if isinstance(event, NewTokens) and event.job in self._left:
                 self._left[event.job] -= len(event.token_ids)
         return events
 

@@ -28,7 +28,7 @@ from time import perf_counter, thread_time
 import zmq
 
 from benchmarks.report import RESULTS, Result, write
-from model_worker.engine import Capabilities, Delta, EngineEvent, EngineStats, Finished, Job, ProgressCallback
+from model_worker.engine import Capabilities, EngineEvent, EngineStats, Finished, Job, NewTokens, ProgressCallback
 from model_worker.engines import build_engine
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ class PacedEngine:
         if self._steps == STEPS:
             events: list[EngineEvent] = [Finished(job, (self._steps,), text, "length", 1, STEPS) for job in self._jobs]
         else:
-            events = [Delta(job, (self._steps,), text) for job in self._jobs]
+            events = [NewTokens(job, (self._steps,), text) for job in self._jobs]
         while perf_counter() - begun < self._step_s:
             pass
         used = thread_time()
@@ -133,7 +133,7 @@ class RestlessEngine(PacedEngine):
             return []
         self._steps = step = self._steps + 1
         if step == 1:
-            self._events = [Delta(job, (1000,), " token") for job in self._jobs]
+            self._events = [NewTokens(job, (1000,), " token") for job in self._jobs]
             self.used = -thread_time()
         elif step == self._last:
             self.used += thread_time()

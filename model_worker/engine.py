@@ -106,7 +106,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class DrawnToken:
     """A drawn token, its log-probability, and the likeliest tokens at its place as (token id, log-probability), best
     first.
 
@@ -120,19 +120,19 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
-class Delta:
+class NewTokens:
     """New tokens and text of a job. ``text`` may be empty while part of a character or a possible stop string is held
     back."""
 
     job: int
     token_ids: Sequence[int]
     text: str
-    logprobs: Sequence[TokenLogprob] = ()  # one for each of token_ids, if the request asked for them
+    logprobs: Sequence[DrawnToken] = ()  # one for each of token_ids, if the request asked for them
 
 
 @dataclass(slots=True)
 class Finished:
-    """The last event of a job. ``token_ids`` and ``text`` are those that no Delta has delivered yet.
+    """The last event of a job. ``token_ids`` and ``text`` are those that no NewTokens has delivered yet.
 
     The token ids of all events of a job add up to ``completion_tokens``. They include those of an end token and of a
     stop string, whose text is left out.
@@ -153,7 +153,7 @@ class Finished:
     cached_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    logprobs: Sequence[TokenLogprob] = ()
+    logprobs: Sequence[DrawnToken] = ()
     draft_accepted: int = 0
     draft_rejected: int = 0
 
@@ -183,7 +183,7 @@ class Failed:
     error: WireError
 
 
-EngineEvent = Delta | Finished | Failed | Prefilling
+EngineEvent = NewTokens | Finished | Failed | Prefilling
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from model_worker.engine import Engine, Job, LoadError
-from protocol.chat import Conversation
+from protocol.chat import ChatFields
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.presets import PRESETS
 from protocol.request import GenerateRequest, parse_generate
@@ -41,7 +41,7 @@ class Intake:
             raise WireError(ErrorCode.WORKER_DIED, f"the worker died, and an answer with {why} cannot go on in another")
         return request
 
-    def conversation(self, request: Conversation) -> dict[str, Any] | None:
+    def conversation(self, request: ChatFields) -> dict[str, Any] | None:
         """Return the chat template's input for a conversation, or None if the prompt is no conversation.
 
         Raises RequestError.

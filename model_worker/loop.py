@@ -12,7 +12,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from model_worker.engine import Delta, Engine, EngineEvent, Failed, Finished, Prefilling, TokenLogprob
+from model_worker.engine import DrawnToken, Engine, EngineEvent, Failed, Finished, NewTokens, Prefilling
 from model_worker.intake import Intake, prompt_field
 from model_worker.link import SupervisorLink
 from model_worker.parking import Parking
@@ -244,7 +244,7 @@ class WorkerLoop:
     def _emit(self, event: EngineEvent) -> None:
         # If an engine names a job that the worker does not have, it no longer knows whose tokens are whose. The
         # KeyError ends the process (invariant 2 in docs/invariants.md).
-        if isinstance(event, Delta):
+        if isinstance(event, NewTokens):
             tracked = self._jobs[event.job]
             if event.token_ids or event.text:
                 fields: dict[str, object] = {"text": event.text}
@@ -290,7 +290,7 @@ class WorkerLoop:
             fields["logprobs"] = self._logprobs(finished.logprobs)
         self._send(tracked, token_ids, fields, EventFlag.FINISHED)
 
-    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[Any]:
+    def _logprobs(self, tokens: Sequence[DrawnToken]) -> list[Any]:
         """Return log-probabilities as ``protocol.messages`` has them: [[logprob, bytes, [[id, logprob, bytes], ...]],
         ...]."""
         spell = self._token_bytes

@@ -18,8 +18,11 @@ class JobCursor:
     def request(self) -> int: ...
 
 class Outbox:
-    """The compiled twin of ``sending.PlainOutbox``. Its fast path takes a Delta of one of the jobs whose token ids fit
-    four bytes, whose text can be encoded, and that has no log-probabilities."""
+    """The compiled twin of ``sending.PlainOutbox``.
+
+    Its fast path takes a NewTokens of one of the jobs if its token ids fit four bytes, its text can be encoded, and it
+    has no log-probabilities.
+    """
 
     def __init__(self, socket: AnySocket, generation: int, most_events: int, most_bytes: int) -> None: ...
     def steps(

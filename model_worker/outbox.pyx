@@ -1,6 +1,6 @@
 """The compiled twin of ``sending``: the events of one step become one frame for each channel, without Python.
 
-The fast path takes ordinary events only: a Delta of a job that the loop has, with a text and token ids as engines give
+The fast path takes ordinary events only: a NewTokens of a job that the loop has, with a text and token ids as engines give
 them, and no log-probabilities. This module decides and refuses nothing else. The Python code handles every other event
 and hands in the result (``queue``), so that all events leave in their order.
 
@@ -25,7 +25,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 import zmq
 
-from model_worker.engine import Delta
+from model_worker.engine import NewTokens
 from protocol.process.progress_lease import ProgressLease
 from protocol.process.libzmq cimport Message, bytes_of, calls, handle_of, is_readable, send_bytes, send_message
 from protocol.messages import VERSION, EventFlag, Kind
@@ -64,7 +64,7 @@ cdef double LOOK_S = 20e-6
 ctypedef unsigned long long u64
 
 cdef object _BEAT = ProgressLease
-cdef object _DELTA = Delta
+cdef object _DELTA = NewTokens
 cdef Py_ssize_t _JOB = _slot("job")
 cdef Py_ssize_t _TOKEN_IDS = _slot("token_ids")
 cdef Py_ssize_t _TEXT = _slot("text")
@@ -76,15 +76,15 @@ cdef u64 _MOST_SEQ = 1 << 63
 
 
 cdef Py_ssize_t _slot(str name) except -1:
-    """Return where a Delta keeps a field. Reading it there costs a tenth of reading the attribute."""
-    cdef Py_ssize_t found = modelctl_slot(Delta.__dict__[name])
+    """Return where a NewTokens keeps a field. Reading it there costs a tenth of reading the attribute."""
+    cdef Py_ssize_t found = modelctl_slot(NewTokens.__dict__[name])
     if found < 0:
-        raise ImportError(f"Delta.{name} is not in a slot")
+        raise ImportError(f"NewTokens.{name} is not in a slot")
     return found
 
 
 cdef inline object _field(object delta, Py_ssize_t slot):
-    """Return a field of a Delta; None if the field was deleted."""
+    """Return a field of a NewTokens; None if the field was deleted."""
     cdef PyObject *found = (<PyObject **>(<char *><PyObject *>delta + slot))[0]
     return None if found is NULL else <object>found
 

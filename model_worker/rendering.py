@@ -84,7 +84,7 @@ class Renderer:
         self._children: list[_Child] = []
 
     def ask(self, key: int, channel: int, conversation: dict[str, Any]) -> None:
-        """Render ``Conversation.for_template()`` when its turn comes. ``channel`` is the connection of the client."""
+        """Render ``ChatFields.for_template()`` when its turn comes. ``channel`` is the connection of the client."""
         self._waiting.setdefault(channel, deque()).append(_Chat(key, channel, conversation))
 
     def cancel(self, key: int) -> None:

@@ -78,7 +78,7 @@ class ChatMessage(BaseModel):
         return self
 
 
-class Conversation(BaseModel):
+class ChatFields(BaseModel):
     """The fields of GENERATE and of tokenize that the chat template sees."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -97,7 +97,7 @@ class Conversation(BaseModel):
     """Continue the last message, instead of beginning a new turn."""
 
     @model_validator(mode="after")
-    def _converse(self) -> "Conversation":
+    def _converse(self) -> "ChatFields":
         if self.messages is None:
             for name in ("tools", "template_kwargs", "add_generation_prompt", "continue_final_message"):
                 if getattr(self, name) not in (None, False):

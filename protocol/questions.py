@@ -6,14 +6,14 @@ detokenize  {token_ids: bin}                  ->  {text}
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from protocol.chat import ChatMessage, Conversation
+from protocol.chat import ChatFields, ChatMessage
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, FrameError, RequestError
 from protocol.field_errors import request_error
 from protocol.sampling_params import FieldsDisagree
 
 
-class Tokenize(Conversation):
+class Tokenize(ChatFields):
     """How a prompt, or a conversation with the model's own chat template, is cut into tokens."""
 
     prompt: str | None = None

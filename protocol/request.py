@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from protocol.chat import ChatMessage, Conversation
+from protocol.chat import ChatFields, ChatMessage
 from protocol.codec import unpack_body
 from protocol.errors import FrameError, RequestError
 from protocol.field_errors import request_error
@@ -73,7 +73,7 @@ def _schema_text(given: Any) -> Any:
     return text
 
 
-class GenerateRequest(SamplingParams, Conversation):
+class GenerateRequest(SamplingParams, ChatFields):
     """The body of GENERATE. Exactly one of prompt, messages and token_ids."""
 
     prompt: str | None = None

@@ -4,7 +4,7 @@ from typing import Any
 
 from model_worker.engine import ChatTemplate, Engine
 from model_worker.rendering import Renderer
-from protocol.chat import Conversation
+from protocol.chat import ChatFields
 from protocol.errors import WireError
 from tests.serving import wait_until
 
@@ -13,7 +13,7 @@ def render(template: ChatTemplate, messages: list[dict[str, Any]], limit: int = 
     """The text that a template makes of messages, in a process of its own. Raises what the request would end with."""
     renderer = Renderer(template, limit)
     try:
-        conversation = Conversation.model_validate({"messages": messages, **fields})
+        conversation = ChatFields.model_validate({"messages": messages, **fields})
         renderer.ask(1, 1, conversation.for_template())
         ((_, outcome),) = wait_until(renderer.collect, 30, "a rendered conversation")
     finally:

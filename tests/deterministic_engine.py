@@ -16,14 +16,14 @@ from hashlib import blake2b
 from model_worker.engine import (
     Capabilities,
     ChatTemplate,
-    Delta,
+    DrawnToken,
     EngineEvent,
     EngineStats,
     Finished,
     Job,
     LoadError,
+    NewTokens,
     ProgressCallback,
-    TokenLogprob,
 )
 from model_worker.engines.admission import check_job
 from model_worker.link import SupervisorLink
@@ -53,10 +53,10 @@ def _token(prompt: bytes, k: int) -> str:
     return LETTERS[int.from_bytes(digest, "little") % len(LETTERS)]
 
 
-def _logprobs(job: Job, token: int) -> tuple[TokenLogprob, ...]:
+def _logprobs(job: Job, token: int) -> tuple[DrawnToken, ...]:
     if job.top_logprobs is None:
         return ()
-    return (TokenLogprob(token, 0.0, ((token, 0.0),) if job.top_logprobs else ()),)
+    return (DrawnToken(token, 0.0, ((token, 0.0),) if job.top_logprobs else ()),)
 
 
 class DeterministicEngine:
@@ -137,7 +137,7 @@ class DeterministicEngine:
                 events.append(finished)
             else:
                 self.jobs[job_id] = (job, k + 1)
-                events.append(Delta(job_id, [ord(text)], text, _logprobs(job, ord(text))))
+                events.append(NewTokens(job_id, [ord(text)], text, _logprobs(job, ord(text))))
         return events
 
     def before_token(self, job: Job, k: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import flood_engine, scale, soak
 from benchmarks.flood_engine import FloodEngine, Taken
 from benchmarks.paced_engine import PacedEngine
-from model_worker.engine import Delta, Finished, Job
+from model_worker.engine import Finished, Job, NewTokens
 from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
 
@@ -29,7 +29,7 @@ def test_the_paced_engine_gives_every_job_as_many_tokens_in_turn() -> None:
         if turn == 40:
             engine.cancel(2)
         (event,) = engine.step()
-        assert isinstance(event, Delta | Finished)
+        assert isinstance(event, NewTokens | Finished)
         # A token may come late in its slot of 1 ms, so the time between two of them says nothing; the slots do.
         slots.append((int(event.text) - 500_000 + 1_000) // 1_000_000)
         events.append(event)
@@ -68,7 +68,7 @@ def test_the_flood_gives_every_job_what_it_asked_for_and_is_never_ahead_by_more_
         events = engine.step()
         assert kind == "all" or len(events) <= 1
         for event in events:
-            assert isinstance(event, Delta | Finished)
+            assert isinstance(event, NewTokens | Finished)
             assert event.job not in ended
             assert (event.token_ids, event.text) == (flood_engine.TOKEN, flood_engine.TEXT)
             made[event.job] += 1

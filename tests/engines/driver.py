@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from model_worker.engine import Delta, Engine, Failed, Finished, Job, Prefilling, TokenLogprob
+from model_worker.engine import DrawnToken, Engine, Failed, Finished, Job, NewTokens, Prefilling
 from protocol.errors import RequestError
 from protocol.request import SamplingParams
 
@@ -28,7 +28,7 @@ class Outcome:
     ids: list[int] = field(default_factory=list)
     deltas: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[DrawnToken] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
     finished: Finished | None = None
     failed: RequestError | None = None
@@ -90,7 +90,7 @@ class Driver:
                 assert not event.logprobs
             else:
                 assert [logprob.token_id for logprob in event.logprobs] == list(event.token_ids)
-            if isinstance(event, Delta):
+            if isinstance(event, NewTokens):
                 assert event.token_ids or event.text
                 outcome.deltas.append(event.text)
                 outcome.sizes.append(len(outcome.ids))

@@ -15,7 +15,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_worker.engine import Delta, EngineEvent, Failed, Finished, Prefilling, TokenLogprob
+from model_worker.engine import DrawnToken, EngineEvent, Failed, Finished, NewTokens, Prefilling
 from model_worker.link import MAX_FRAME_BYTES, MAX_FRAME_EVENTS
 from model_worker.loop import WorkerLoop, _Tracked
 from model_worker.sending import Outbox, PlainOutbox
@@ -129,7 +129,7 @@ class Text(str):
 
 
 @dataclass(slots=True)
-class OwnDelta(Delta):
+class OwnDelta(NewTokens):
     more: int = field(default=0)
 
 
@@ -140,13 +140,13 @@ TEXTS = st.one_of(
     st.builds("".__class__.__mul__, st.sampled_from("aé€😀"), st.sampled_from([0, 1, 31, 32, 255, 256])),
 )
 JOBS = st.sampled_from([*OWN_IDS])
-LOGPROBS = [TokenLogprob(7, -0.5, ((8, -0.25),))]
+LOGPROBS = [DrawnToken(7, -0.5, ((8, -0.25),))]
 DELTAS = st.one_of(
-    st.builds(Delta, JOBS, st.one_of(IDS, IDS.map(tuple)), TEXTS),
-    st.builds(Delta, JOBS, st.just((5,)), st.just("x")),
-    st.builds(Delta, JOBS, IDS, TEXTS, st.sampled_from([(), [], LOGPROBS])),
-    st.builds(Delta, JOBS, st.sampled_from([(True,), (Id.NINE,), range(3), (), [], (1, Id.NINE)]), TEXTS),
-    st.builds(Delta, JOBS, IDS, TEXTS.map(Text)),
+    st.builds(NewTokens, JOBS, st.one_of(IDS, IDS.map(tuple)), TEXTS),
+    st.builds(NewTokens, JOBS, st.just((5,)), st.just("x")),
+    st.builds(NewTokens, JOBS, IDS, TEXTS, st.sampled_from([(), [], LOGPROBS])),
+    st.builds(NewTokens, JOBS, st.sampled_from([(True,), (Id.NINE,), range(3), (), [], (1, Id.NINE)]), TEXTS),
+    st.builds(NewTokens, JOBS, IDS, TEXTS.map(Text)),
     st.builds(OwnDelta, JOBS, IDS, TEXTS),
 )
 OTHERS = st.one_of(
@@ -216,18 +216,18 @@ def test_every_length_that_a_number_and_a_text_can_have() -> None:
             for number in numbers:
                 road.loop._jobs[number + 10] = _Tracked(number, number, number if number < MOST else 0, number // 2, {})
                 for size in sizes:
-                    road.run([[Delta(number + 10, [min(number, 2**32 - 1)], "x" * size)]])
+                    road.run([[NewTokens(number + 10, [min(number, 2**32 - 1)], "x" * size)]])
             for tokens in (1, 2, 4096, 4097):
-                road.run([[Delta(1, range(tokens), "")], [Delta(1, [*range(tokens)], "")]])
+                road.run([[NewTokens(1, range(tokens), "")], [NewTokens(1, [*range(tokens)], "")]])
             for events in (15, 16, 65535, 65536):
-                road.run([[Delta(1, (1,), "")] * events])
+                road.run([[NewTokens(1, (1,), "")] * events])
             made.append((road.rest(), [(job.seq, job.tokens) for job in road.loop._jobs.values()]))
     assert made[0] == made[1]
 
 
 def test_a_stretch_of_steps_ends_with_what_is_not_usual_with_input_and_in_time() -> None:
     with Road(Outbox, 10, 1000) as road:
-        usual: list[EngineEvent] = [Delta(1, (7,), "x"), Delta(5, (), "")]
+        usual: list[EngineEvent] = [NewTokens(1, (7,), "x"), NewTokens(5, (), "")]
         road.engine.script = [list(usual) for _ in range(50)] + [[*usual, Prefilling(2, 1, 2), *usual]]
         road.loop._turn()
         assert (road.engine.steps, beats(road.lease)) == (51, 51)
@@ -262,7 +262,7 @@ def test_a_stretch_of_steps_ends_with_what_is_not_usual_with_input_and_in_time()
     ("most_events", "most_bytes", "size"), [(MAX_FRAME_EVENTS, MAX_FRAME_BYTES, 240), (4096, 1 << 20, 60_000)]
 )
 def test_a_frame_has_at_most_so_many_events_and_bytes(most_events: int, most_bytes: int, size: int) -> None:
-    for events in ([Delta(1, (i,), "x") for i in range(2 * most_events + 1)], [Delta(1, (), "y" * size)] * 40):
+    for events in ([NewTokens(1, (i,), "x") for i in range(2 * most_events + 1)], [NewTokens(1, (), "y" * size)] * 40):
         made = []
         for kind in (Outbox, PlainOutbox):
             with Road(kind, most_events, most_bytes) as road:
@@ -281,15 +281,24 @@ def test_a_frame_has_at_most_so_many_events_and_bytes(most_events: int, most_byt
 def test_a_long_event_arrives_whole(size: int) -> None:
     with Road(Outbox, 10, 1 << 20) as road:
         ids = tuple(range(size // 16))
-        road.run([[Delta(1, (1,), "a"), Delta(1, (), "é" * (size // 2)), Delta(1, ids, ""), Delta(1, (2,), "b")]])
+        road.run(
+            [
+                [
+                    NewTokens(1, (1,), "a"),
+                    NewTokens(1, (), "é" * (size // 2)),
+                    NewTokens(1, ids, ""),
+                    NewTokens(1, (2,), "b"),
+                ]
+            ]
+        )
         events = [unpack_event(*event) for frame in road.rest() for event in split_events(decode_events(frame))]
         texts = [fields["text"] for _, fields in events]
         assert texts == ["a", "é" * (size // 2), "", "b"]
         assert [ids for ids, _ in events] == [(1,), (), ids, (2,)]
 
 
-def without(name: str) -> Delta:
-    delta = Delta(1, (1,), "x")
+def without(name: str) -> NewTokens:
+    delta = NewTokens(1, (1,), "x")
     delattr(delta, name)
     return delta
 
@@ -297,18 +306,18 @@ def without(name: str) -> Delta:
 @pytest.mark.parametrize(
     ("event", "error"),
     [
-        (Delta(99, (1,), "x"), KeyError),
-        (Delta(99, (), ""), KeyError),
+        (NewTokens(99, (1,), "x"), KeyError),
+        (NewTokens(99, (), ""), KeyError),
         (Finished(99, (1,), "x", "stop", 1, 1), KeyError),
-        (Delta([], (1,), "x"), TypeError),  # type: ignore[arg-type]
-        (Delta(1, (1,), "\ud800"), UnicodeEncodeError),
-        (Delta(1, (-1,), "x"), OverflowError),
-        (Delta(1, (2**32,), "x"), OverflowError),
-        (Delta(1, (2**64, 1), "x"), Exception),
-        (Delta(1, (1, -1), "x"), Exception),
-        (Delta(1, (1.0,), "x"), AttributeError),  # type: ignore[arg-type]
-        (Delta(1, None, "x"), TypeError),  # type: ignore[arg-type]
-        (Delta(1, ("1", "2"), "x"), Exception),  # type: ignore[arg-type]
+        (NewTokens([], (1,), "x"), TypeError),  # type: ignore[arg-type]
+        (NewTokens(1, (1,), "\ud800"), UnicodeEncodeError),
+        (NewTokens(1, (-1,), "x"), OverflowError),
+        (NewTokens(1, (2**32,), "x"), OverflowError),
+        (NewTokens(1, (2**64, 1), "x"), Exception),
+        (NewTokens(1, (1, -1), "x"), Exception),
+        (NewTokens(1, (1.0,), "x"), AttributeError),  # type: ignore[arg-type]
+        (NewTokens(1, None, "x"), TypeError),  # type: ignore[arg-type]
+        (NewTokens(1, ("1", "2"), "x"), Exception),  # type: ignore[arg-type]
         (without("job"), AttributeError),
         (without("token_ids"), AttributeError),
         (without("text"), AttributeError),
@@ -321,12 +330,12 @@ def test_what_ends_the_process_does_so_on_either_road(event: Any, error: type[Ex
     for kind in (Outbox, PlainOutbox):
         with Road(kind, 10, 1000) as road:
             with pytest.raises(error) as raised:
-                road.run([[Delta(1, (1,), "x"), event, Delta(1, (1,), "x")]])
+                road.run([[NewTokens(1, (1,), "x"), event, NewTokens(1, (1,), "x")]])
             roads.append((road.state, road.rest(), raised.type))
     assert roads[0] == roads[1]
 
 
-@pytest.mark.parametrize("events", [(Delta(1, (1,), "x"),), ()])
+@pytest.mark.parametrize("events", [(NewTokens(1, (1,), "x"),), ()])
 def test_events_need_not_be_a_list(events: Any) -> None:
     for kind in (Outbox, PlainOutbox):
         with Road(kind, 10, 1000) as road:
@@ -335,8 +344,8 @@ def test_events_need_not_be_a_list(events: Any) -> None:
 
 def test_misuse_is_refused() -> None:
     with Road(Outbox, 10, 1000) as road:
-        assert road.outbox.take([Delta(1, (1,), "x")], 5, road.loop._jobs) == 5
-        assert road.outbox.take([Delta(1, (1,), "x")], 0, {1: "no tally"}) == 0
+        assert road.outbox.take([NewTokens(1, (1,), "x")], 5, road.loop._jobs) == 5
+        assert road.outbox.take([NewTokens(1, (1,), "x")], 0, {1: "no tally"}) == 0
         for wrong in (
             lambda: road.outbox.take([], -1, road.loop._jobs),
             lambda: road.outbox.queue(1, EventEntry(1, 0, 0, 0, 5), b"four"),
@@ -395,7 +404,7 @@ def traced() -> Iterator[Callable[[], int]]:
 
 
 def test_memory_is_given_back(traced: Callable[[], int]) -> None:
-    many: list[EngineEvent] = [Delta(number, (1, 2**20), "some text €") for number in OWN_IDS for _ in range(20)]
+    many: list[EngineEvent] = [NewTokens(number, (1, 2**20), "some text €") for number in OWN_IDS for _ in range(20)]
     joined = []
     for kind in (Outbox, PlainOutbox):
         with Road(kind, 100, 10_000, room=1) as road:

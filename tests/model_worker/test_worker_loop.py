@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from model_worker.engine import Capabilities, Delta, EngineEvent, Finished, Job, TokenLogprob
+from model_worker.engine import Capabilities, DrawnToken, EngineEvent, Finished, Job, NewTokens
 from model_worker.loop import SLACK_JOBS, WorkerLoop
 from protocol.codec import pack_body, unpack_body, unpack_event
 from protocol.messages import TERMINAL, CancelJob, EventEntry, EventFlag, JobMessage, Message, Shutdown
@@ -267,9 +267,9 @@ class Tells(DeterministicEngine):
 
     def step(self) -> list[EngineEvent]:
         self.steps += 1
-        reported = [TokenLogprob(97, -0.5, ((98, -0.25), (97, -0.5)))]
+        reported = [DrawnToken(97, -0.5, ((98, -0.25), (97, -0.5)))]
         if self.steps == 1:
-            return [Delta(1, [97], "", reported)]
+            return [NewTokens(1, [97], "", reported)]
         return [Finished(1, [97], "aa", "stop", 1, 2, logprobs=reported, draft_accepted=3, draft_rejected=1)]
 
 
@@ -301,7 +301,7 @@ class NamesAStranger(DeterministicEngine):
         return [self.event]
 
 
-@pytest.mark.parametrize("event", [Delta(99, [1], "x"), Finished(99, [1], "x", "stop", 1, 1)])
+@pytest.mark.parametrize("event", [NewTokens(99, [1], "x"), Finished(99, [1], "x", "stop", 1, 1)])
 def test_an_engine_that_lost_count_ends_the_process(event: EngineEvent) -> None:
     with pytest.raises(KeyError):
         run(ScriptedLink([job(1, 1)], []), NamesAStranger(EngineSpec("m", "", "/"), event))
@@ -312,7 +312,7 @@ class HoldsBack(DeterministicEngine):
 
     def step(self) -> list[EngineEvent]:
         self.steps += 1
-        script: list[list[EngineEvent]] = [[Delta(1, [], "")], [Delta(1, [7], "")], [Delta(1, [], "ab")]]
+        script: list[list[EngineEvent]] = [[NewTokens(1, [], "")], [NewTokens(1, [7], "")], [NewTokens(1, [], "ab")]]
         return script[self.steps - 1] if self.steps <= 3 else [Finished(1, [8], "", "stop", 1, 2)]
 
     def submit(self, job: Job) -> None:

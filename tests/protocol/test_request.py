@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from protocol.chat import Conversation
+from protocol.chat import ChatFields
 from protocol.client.request_options import RequestOptions
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError
@@ -72,7 +72,7 @@ def test_every_field_is_taken(field: str, value: Any) -> None:
 
 
 def test_no_field_goes_untested() -> None:
-    others = {"prompt", "token_ids", "negative_prompt", *Conversation.model_fields}
+    others = {"prompt", "token_ids", "negative_prompt", *ChatFields.model_fields}
     assert set(GenerateRequest.model_fields) == FIELDS.keys() | others
     assert set(ALIASES.values()) <= set(GenerateRequest.model_fields)
     assert not ALIASES.keys() & set(GenerateRequest.model_fields)

@@ -7,7 +7,7 @@ from typing import Any
 
 from model_worker.engines.embedded import check as embedded
 from model_worker.engines.exllamav2 import options as exllamav2
-from protocol.chat import Conversation
+from protocol.chat import ChatFields
 from protocol.presets import PRESETS
 from protocol.request import ALIASES, GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, LIMITS
@@ -32,7 +32,7 @@ _OTHER_NAMES = {name: [alias for alias, target in ALIASES.items() if target == n
 
 def request_options_page() -> str:
     """Return the page."""
-    asked = [*("prompt", "token_ids"), *Conversation.model_fields]
+    asked = [*("prompt", "token_ids"), *ChatFields.model_fields]
     drawn = list(SamplingParams.model_fields)
     answer = [name for name in GenerateRequest.model_fields if name not in asked + drawn]
     presets = [(f"`{name}`", ", ".join(f"`{k}: {v}`" for k, v in given.items())) for name, given in PRESETS.items()]

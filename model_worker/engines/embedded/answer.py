@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-from model_worker.engine import Delta, Finished, Job, TokenLogprob
+from model_worker.engine import DrawnToken, Finished, Job, NewTokens
 from model_worker.engines.banned import BannedStrings, Verdict
 from model_worker.engines.constraint import Constraint, Mask
 from model_worker.engines.healing import Healing
@@ -40,7 +40,7 @@ class EmbeddedAnswer:
         self.end_ids = frozenset(eos_ids).union(job.stop_token_ids)
         self.started = 0.0  # seconds of the monotonic clock
         self.first_token = 0.0
-        self._logprobs: list[TokenLogprob] = []
+        self._logprobs: list[DrawnToken] = []
         self._silent: list[bool] = []  # for each of ids, whether it completed no text
         self._delivered = 0  # how many of ids
         self._new_stream = new_stream
@@ -99,7 +99,7 @@ class EmbeddedAnswer:
         heals = self._healing is not None and not self.ids
         return self.end_ids.union(excluded) if heals or self.completion_tokens < self._early else excluded
 
-    def take(self, token: int, logprob: TokenLogprob | None, now: float) -> Delta | Finished | None:
+    def take(self, token: int, logprob: DrawnToken | None, now: float) -> NewTokens | Finished | None:
         """Add a new token. Return more text, the end of the answer, or None.
 
         If the answer goes back, ``ids`` are fewer afterwards. Raises RequestError where a constraint becomes too
@@ -136,7 +136,7 @@ class EmbeddedAnswer:
         self._constraint.push(token)
         return self._constraint.finished
 
-    def give_up(self, now: float) -> Delta | Finished | None:
+    def give_up(self, now: float) -> NewTokens | Finished | None:
         """End the answer, because no token is left that may be drawn next."""
         self.first_token = self.first_token or now
         if self._judge is None and self._constraint is not None:
@@ -147,7 +147,7 @@ class EmbeddedAnswer:
         verdict = self._judge.give_up()
         return self._event(verdict.tokens, verdict.text, verdict.ended, now)
 
-    def _judged(self, judge: BannedStrings, token: int, now: float) -> Delta | Finished | None:
+    def _judged(self, judge: BannedStrings, token: int, now: float) -> NewTokens | Finished | None:
         reason: str | None = None
         verdicts: list[Verdict] = []
         if token in self.end_ids and judge.position >= (self._healing is not None):
@@ -190,7 +190,7 @@ class EmbeddedAnswer:
         for token in self.ids[complete:]:
             self._text.push(token)  # the beginning of a character, whose end is drawn again
 
-    def _event(self, count: int, text: str, reason: str | None, now: float) -> Delta | Finished | None:
+    def _event(self, count: int, text: str, reason: str | None, now: float) -> NewTokens | Finished | None:
         """Deliver the next ``count`` ids, except a healed one. Return None if there is nothing to deliver."""
         begin = self._delivered
         self._delivered = begin + count
@@ -200,7 +200,7 @@ class EmbeddedAnswer:
             begin, logprobs = 1, logprobs[1:]
         ids = self.ids[begin : self._delivered]
         if reason is None:
-            return Delta(self.job.id, ids, text, logprobs) if ids or text else None
+            return NewTokens(self.job.id, ids, text, logprobs) if ids or text else None
         return Finished(
             self.job.id,
             ids,

@@ -15,7 +15,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from model_worker.engine import Job, TokenLogprob
+from model_worker.engine import DrawnToken, Job
 from model_worker.engines.admission import excluded_ids, is_greedy
 from model_worker.engines.constraint import Mask
 from model_worker.engines.draws import Draws
@@ -179,9 +179,9 @@ def _limited(scores: torch.Tensor, excluded: Collection[int], only: Collection[i
     return scores
 
 
-def log_probability(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
+def log_probability(logits: torch.Tensor, token: int, top: int) -> DrawnToken:
     """Return log-probabilities of a token and of the ``top`` likeliest ones, from logits [vocab] as the model made
     them."""
     logprobs = logits.to("cpu", torch.float32).log_softmax(-1)
     values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
-    return TokenLogprob(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+    return DrawnToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from model_worker.engine import Delta, Failed, Finished, Job, TokenLogprob
+from model_worker.engine import DrawnToken, Failed, Finished, Job, NewTokens
 from model_worker.engines.banned import BannedStrings, Verdict
 from model_worker.engines.healing import Healing
 from model_worker.text import TextStream
@@ -48,7 +48,7 @@ class ExLlamaV2Answer:
         if self._started is None:
             self._started = now
 
-    def take(self, now: float) -> Delta | Finished | Failed | None:
+    def take(self, now: float) -> NewTokens | Finished | Failed | None:
         """Return the event of the last step. If it ends the answer and ``handle.ended`` is None, the caller must cancel
         the handle."""
         handle = self.handle
@@ -63,14 +63,14 @@ class ExLlamaV2Answer:
             text, found = self.text.push(ids[0])
             if found:
                 return self._finished(ids, text, "stop", now, logprobs)
-            return Delta(self.job.id, ids, text, logprobs)
+            return NewTokens(self.job.id, ids, text, logprobs)
         if handle.ended == FAILED:
             return Failed(self.job.id, handle.failure)
         return self._take(ids, logprobs, handle.ended, now)
 
     def _take(
-        self, ids: list[int], logprobs: list[TokenLogprob], ended: str | None, now: float
-    ) -> Delta | Finished | None:
+        self, ids: list[int], logprobs: list[DrawnToken], ended: str | None, now: float
+    ) -> NewTokens | Finished | None:
         text, found = "", False
         if self._healing is not None:
             text, found = self.text.push(ids[0])
@@ -87,7 +87,7 @@ class ExLlamaV2Answer:
         if found:
             return self._finished(ids, text, "stop", now, logprobs)
         if ended is None:
-            return Delta(self.job.id, ids, text, logprobs) if ids or text else None
+            return NewTokens(self.job.id, ids, text, logprobs) if ids or text else None
         return self._finished(ids, text + self.text.finish(), ended, now, logprobs)
 
     def _push(self, token: int, number: int) -> tuple[str, bool]:
@@ -97,7 +97,7 @@ class ExLlamaV2Answer:
             self._unstopped = 0
         return self.text.push(token)
 
-    def _finished(self, ids: list[int], text: str, reason: str, now: float, logprobs: list[TokenLogprob]) -> Finished:
+    def _finished(self, ids: list[int], text: str, reason: str, now: float, logprobs: list[DrawnToken]) -> Finished:
         handle = self.handle
         first = self._first or now
         cached = (handle.cached_pages * PAGE + handle.cached_tokens) // len(handle.sequences)
@@ -145,14 +145,14 @@ class GuardedAnswer(ExLlamaV2Answer):
         )  # fmt: skip
         self._kept: list[int] = []  # drawn tokens that were not taken back
         self._silent: list[bool] = []  # for each of them, whether it completed no text
-        self._logprobs: list[TokenLogprob] = []  # of those that are not delivered
+        self._logprobs: list[DrawnToken] = []  # of those that are not delivered
         self._unstopped = 1  # so that every step goes through _take
         self._cached: int | None = None
         self._speculated = (0, 0)
 
     def _take(
-        self, ids: list[int], logprobs: list[TokenLogprob], ended: str | None, now: float
-    ) -> Delta | Finished | None:
+        self, ids: list[int], logprobs: list[DrawnToken], ended: str | None, now: float
+    ) -> NewTokens | Finished | None:
         final, text = [], ""
         for number, token in enumerate(ids):
             at_end = ended is not None and number == len(ids) - 1
@@ -187,11 +187,11 @@ class GuardedAnswer(ExLlamaV2Answer):
                 return self._event(final, text + verdict.text, verdict.ended, now)
         return self._event(final, text, None, now)
 
-    def _release(self, verdict: Verdict) -> list[tuple[int, TokenLogprob | None]]:
+    def _release(self, verdict: Verdict) -> list[tuple[int, DrawnToken | None]]:
         """Return the tokens that a verdict makes final, except a healed one."""
         begin, end = self._delivered, self._delivered + verdict.tokens
         self._delivered = end
-        logprobs: list[TokenLogprob | None] = [*self._logprobs[: verdict.tokens]]
+        logprobs: list[DrawnToken | None] = [*self._logprobs[: verdict.tokens]]
         del self._logprobs[: verdict.tokens]
         released = list(zip(self._kept[begin:end], logprobs or [None] * verdict.tokens, strict=True))
         return released[1:] if self._healing is not None and begin == 0 else released
@@ -222,12 +222,12 @@ class GuardedAnswer(ExLlamaV2Answer):
         return Verdict()
 
     def _event(
-        self, final: list[tuple[int, TokenLogprob | None]], text: str, ended: str | None, now: float
-    ) -> Delta | Finished | None:
+        self, final: list[tuple[int, DrawnToken | None]], text: str, ended: str | None, now: float
+    ) -> NewTokens | Finished | None:
         ids = [token for token, _ in final]
         logprobs = [logprob for _, logprob in final if logprob is not None]
         if ended is None:
-            return Delta(self.job.id, ids, text, logprobs) if ids or text else None
+            return NewTokens(self.job.id, ids, text, logprobs) if ids or text else None
         event = self._finished(ids, text, ended, now, logprobs)
         if self._healing is not None and self._delivered:
             event.completion_tokens -= 1

@@ -21,7 +21,7 @@ import torch
 from exllamav2.generator import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exllamav2.generator.dynamic import _tensor_hash_checksum
 
-from model_worker.engine import TokenLogprob
+from model_worker.engine import DrawnToken
 from model_worker.engines.constraint import Constraint
 from model_worker.engines.draws import Draws
 from model_worker.engines.exllamav2.answer import COMPLETE, FAILED
@@ -114,7 +114,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self.top = top
         self.past = NGrams(prompts[0]) if ngrams else None
         self.fresh: list[int] = []
-        self.fresh_logprobs: list[TokenLogprob] = []
+        self.fresh_logprobs: list[DrawnToken] = []
         self.begun = returns > 0
         self.ended: str | None = None
         self.greedy = settings["top_k"] == 1
@@ -126,7 +126,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         )
         self._drawn = np.array([[prompts[0][-1]]], np.int64)
         self._drawn_tensor = torch.from_numpy(self._drawn)
-        self._logprob: TokenLogprob | None = None
+        self._logprob: DrawnToken | None = None
 
     def limit_draw(self, padded: int) -> None:
         """Limit the next draw to the tokens that the constraint allows. Raises RequestError where that is too costly.
@@ -373,10 +373,10 @@ def _release(page: Any) -> None:
         page.kv_position = 0
 
 
-def _logprob(raw: torch.Tensor, token: int, top: int) -> TokenLogprob:
+def _logprob(raw: torch.Tensor, token: int, top: int) -> DrawnToken:
     total = float(raw.logsumexp(0))
     if not top:
-        return TokenLogprob(token, float(raw[token]) - total)
+        return DrawnToken(token, float(raw[token]) - total)
     values, ids = raw.topk(min(top, len(raw)))
     likeliest = zip(ids.tolist(), (values - total).tolist(), strict=True)
-    return TokenLogprob(token, float(raw[token]) - total, tuple(likeliest))
+    return DrawnToken(token, float(raw[token]) - total, tuple(likeliest))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-from model_worker.engine import EngineEvent, Job, TokenLogprob
+from model_worker.engine import DrawnToken, EngineEvent, Job
 from model_worker.engines.exllamav2 import engine as exllamav2_engine
 from model_worker.engines.exllamav2.engine import ExLlamaV2Engine
 from model_worker.engines.exllamav2.load import Loaded
@@ -105,7 +105,7 @@ class Harness:
         self.driver.run()
         return outcome
 
-    def logprobs(self, outcome: Outcome) -> list[TokenLogprob]:
+    def logprobs(self, outcome: Outcome) -> list[DrawnToken]:
         return outcome.logprobs
 
     def expected(self, outcome: Outcome) -> list[int]:
