@@ -27,6 +27,7 @@ from protocol.messages import (
     Pong,
     Welcome,
 )
+from protocol.process.runtime_paths import front_endpoint
 
 GRANT = limits.STREAM_WINDOW // 2
 """Events of a stream after which the client grants as many more."""
@@ -64,7 +65,7 @@ class ManyStreams:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.SNDHWM, 0)
-            socket.connect(f"ipc://{runtime_dir}/front")
+            socket.connect(front_endpoint(runtime_dir))
             line = _Line(socket)
             self._lines.append(line)
             descriptor = int(socket.get(zmq.FD))

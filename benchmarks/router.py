@@ -35,6 +35,7 @@ from benchmarks.unrouted import Without, age, forward, proxy
 from protocol import limits
 from protocol.codec import encode, pack_body
 from protocol.messages import Credit, Generate, Hello, Kind
+from protocol.process.runtime_paths import front_endpoint
 from protocol.process.socket_calls import DONT_WAIT, receive_now
 
 STREAMS, SINGLE = 16, 64
@@ -77,7 +78,7 @@ class Through:
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
-            socket.connect(f"ipc://{server.runtime_dir}/front")
+            socket.connect(front_endpoint(server.runtime_dir))
             socket.send(encode(Hello(pack_body({"library": "benchmark"}))))
             self._poller.register(socket, zmq.POLLIN)
             self._sockets.append(socket)

@@ -10,12 +10,11 @@ from multiprocessing.synchronize import Event
 import zmq
 
 from benchmarks.flood_engine import TEXT, Pace, stamp
+from model_worker.link import SOCKET_MARK
 from protocol.codec import EventWriter
 from protocol.messages import EventEntry
 from protocol.process.socket_calls import DONT_WAIT, receive_now, send_to
 
-MARK = 10_000
-"""Messages that the sockets hold, as the worker's does."""
 Sent = tuple[int, float | None, int]
 """(messages, their rate or None, seed) of one run without the supervisor."""
 
@@ -30,7 +29,7 @@ def event_frame(text: str = TEXT) -> bytes:
 def send(endpoint: str, wanted: "multiprocessing.Queue[Sent | None]") -> None:
     """A process that sends messages, whenever it is told how many."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.SNDHWM, MARK)
+        socket.setsockopt(zmq.SNDHWM, SOCKET_MARK)
         socket.connect(endpoint)
         frame = event_frame()
         head = frame[: -len(TEXT)]
@@ -51,8 +50,8 @@ def between(front: str, back: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     inner, outer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     for socket, endpoint in ((inner, back), (outer, front)):
-        socket.setsockopt(zmq.SNDHWM, MARK)
-        socket.setsockopt(zmq.RCVHWM, MARK)
+        socket.setsockopt(zmq.SNDHWM, SOCKET_MARK)
+        socket.setsockopt(zmq.RCVHWM, SOCKET_MARK)
         socket.bind(endpoint)
     return inner, outer
 
@@ -90,7 +89,7 @@ class Without:
         front, back = (f"ipc://{self._scratch.name}/{name}" for name in ("front", "back"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.RCVHWM, MARK)
+        self._socket.setsockopt(zmq.RCVHWM, SOCKET_MARK)
         self._wanted: multiprocessing.Queue[Sent | None] = spawn.Queue()
         self._sender = spawn.Process(target=send, args=(front if middle is None else back, self._wanted))
         self._middle = None

@@ -86,9 +86,6 @@ class PacedEngine:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id % 256])
 
-    def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        return 1
-
     def submit(self, job: Job) -> None:
         self._jobs[job.id] = job
 

@@ -248,9 +248,6 @@ class Engine(Protocol):
         The bytes may be an incomplete character. Clients see them beside log-probabilities.
         """
 
-    def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Return how many cache units (pages or slots) the job would hold. Used for admission and status."""
-
     def submit(self, job: Job) -> None:
         """Accept a job, which a later step() starts. Ids are unique among unfinished jobs.
 

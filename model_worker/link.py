@@ -35,6 +35,8 @@ from protocol.process.worker_spec import WorkerSpec
 CONNECT_WAIT_MS = 10_000
 """Milliseconds that a connect may take. On a Unix socket it succeeds or fails at once, unless the machine is busy."""
 PROGRESS_INTERVAL_S = 0.05
+SOCKET_MARK = 10_000
+"""Messages that the socket holds in each direction before it takes no more."""
 MAX_FRAME_EVENTS = 256
 MAX_FRAME_BYTES = 4 << 10
 """Limits of an EVENTS frame with more than one event. With its index such a frame has 7 KB. A worker that is faster
@@ -52,8 +54,8 @@ class SupervisorLink:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, spec.routing_id)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 10_000)
-        socket.setsockopt(zmq.RCVHWM, 10_000)
+        socket.setsockopt(zmq.SNDHWM, SOCKET_MARK)
+        socket.setsockopt(zmq.RCVHWM, SOCKET_MARK)
         socket.setsockopt(zmq.MAXMSGSIZE, limits.SOCKET_MAX_FRAME)
         # A worker that lost its supervisor is of no use. A new generation is cleaner than a resumed connection.
         socket.setsockopt(zmq.RECONNECT_IVL, -1)

@@ -107,10 +107,6 @@ class Renderer:
         """Return descriptors that become readable when ``collect`` has results."""
         return [child.socket.fileno() for child in self._children if child.at_work and not child.gone]
 
-    @property
-    def pids(self) -> list[int]:
-        return [child.process.pid for child in self._children]
-
     def collect(self) -> list[Outcome]:
         """Return the results that are ready, and start what can be started. Does not block."""
         now = time.monotonic()

@@ -2,11 +2,9 @@
 
 import difflib
 
+from protocol.process.worker_spec import PAGE_TOKENS
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
 from supervisor.yaml_source import KeyPath
-
-PAGE = 256
-"""Tokens of a page of ExLlamaV2's cache."""
 
 
 def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
@@ -77,9 +75,9 @@ def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:
     problems = []
     for key in ("cache_size", "chunk_size"):
         value = getattr(config, key)
-        if value is not None and value % PAGE:
-            near = -(-value // PAGE) * PAGE
-            problems.append((key, f"is {value}: must be a multiple of {PAGE}, such as {near}"))
+        if value is not None and value % PAGE_TOKENS:
+            near = -(-value // PAGE_TOKENS) * PAGE_TOKENS
+            problems.append((key, f"is {value}: must be a multiple of {PAGE_TOKENS}, such as {near}"))
     if config.draft_model is not None and config.ngram_draft:
         problems.append(("ngram_draft", "speculates as draft_model does; keep one of them"))
     if config.draft_model is None:

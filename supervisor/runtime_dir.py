@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 
 from protocol.process.private_paths import NotPrivate, check_place, check_private, make_private
-from protocol.process.runtime_paths import PAUSED
+from protocol.process.runtime_paths import ADMIN, BACK, FRONT, PAUSED
 
 LOCK = "lock"
 """The file that holds the pid of the supervisor that has the directory."""
-SOCKETS = ("front", f"front{PAUSED}", "admin", f"admin{PAUSED}", "back")
+SOCKETS = (FRONT, FRONT + PAUSED, ADMIN, ADMIN + PAUSED, BACK)
 
 
 class RuntimeDirError(Exception):

@@ -112,9 +112,6 @@ class DeterministicEngine:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 
-    def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        return 1
-
     def submit(self, job: Job) -> None:
         check_job(job, self.capabilities, 256)
         self.pending.append(job)

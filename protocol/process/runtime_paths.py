@@ -9,8 +9,8 @@ from protocol.limits import IPC_PATH_MAX
 ENVIRONMENT_VARIABLE = "MODELCTL_RUNTIME_DIR"
 PAUSED = ".paused"
 """Ending of a socket's file while the supervisor takes no new connections through it."""
-_SOCKETS = ("front", "admin")
-"""Names of the sockets that clients connect to."""
+FRONT, ADMIN, BACK = "front", "admin", "back"
+"""File names of the sockets for requests, for operators and for workers."""
 
 
 def default_runtime_dir() -> Path:
@@ -24,17 +24,17 @@ def default_runtime_dir() -> Path:
 
 def front_endpoint(runtime_dir: str | os.PathLike[str]) -> str:
     """Endpoint of the socket for requests. Raises ValueError if the path is too long for a Unix socket."""
-    return _endpoint(runtime_dir, "front")
+    return _endpoint(runtime_dir, FRONT)
 
 
 def admin_endpoint(runtime_dir: str | os.PathLike[str]) -> str:
     """Endpoint of the socket for operators. Raises ValueError if the path is too long for a Unix socket."""
-    return _endpoint(runtime_dir, "admin")
+    return _endpoint(runtime_dir, ADMIN)
 
 
 def back_endpoint(runtime_dir: str | os.PathLike[str]) -> str:
     """Endpoint of the socket for workers. Raises ValueError if the path is too long for a Unix socket."""
-    return _endpoint(runtime_dir, "back")
+    return _endpoint(runtime_dir, BACK)
 
 
 def check_endpoint(endpoint: str) -> str:
@@ -60,8 +60,9 @@ def serve_hint(endpoint: str) -> str:
     if path is None:
         return "start it there with `modelctl serve`"
     directory = Path(path).parent
-    usual = (
-        directory == default_runtime_dir() or Path(path).name not in _SOCKETS
+    usual = directory == default_runtime_dir() or Path(path).name not in (
+        FRONT,
+        ADMIN,
     )  # serve makes no socket of another name
     option = "" if usual else f" --runtime-dir {shlex.quote(str(directory))}"
     return f"start it with `modelctl serve{option}`"

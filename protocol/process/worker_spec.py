@@ -5,6 +5,12 @@ from typing import Any
 
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 
+PAGE_TOKENS = 256
+"""Tokens of a page of ExLlamaV2's cache. The package fixes this number."""
+DEFAULT_RESERVE_MB = 256
+"""MB that ExLlamaV2's automatic split leaves free on each GPU if models.yaml says nothing else. The memory is for
+kernels that are loaded later, cuBLAS, attention and logits."""
+
 
 @dataclass(frozen=True)
 class EngineSpec:

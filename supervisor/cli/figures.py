@@ -4,8 +4,8 @@ unchanged."""
 from collections.abc import Callable, Mapping
 from typing import Any
 
-PAGE_TOKENS = 256
-"""Tokens of a page of ExLlamaV2's cache, which is a constant of the package."""
+from protocol.process.worker_spec import PAGE_TOKENS
+
 Values = Mapping[str, Any]
 
 

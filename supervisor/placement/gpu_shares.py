@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from protocol.process.worker_spec import DEFAULT_RESERVE_MB
+
 CONTEXT_BYTES = 612 << 20
 """What a process holds of each GPU by having a CUDA context at all. Measured on an H200, driver 580, torch 2.11; it is
 not the same on every GPU."""
-RESERVE_BYTES = 256 << 20
-"""What the engine's automatic split leaves free on each GPU, if models.yaml says nothing else."""
 HELD_BACK_BYTES = 256 << 20
-"""What ExLlamaV2's automatic split holds back beside that on each GPU until all layers are there (model.py,
+"""What ExLlamaV2's automatic split holds back beside its reserve on each GPU until all layers are there (model.py,
 ``minimum_reserve_vram`` of ``load_autosplit_gen``)."""
 
 
@@ -81,7 +81,7 @@ def divide(needs: Needs, rooms: Sequence[int], split: Split) -> list[int]:
         # in proportion to what is free, as the package does
         spare = spare if any(spare) else [1] * count
         return [own + rest * part // sum(spare) for own, part in zip(fixed, spare, strict=True)]
-    reserve = split.reserve or (RESERVE_BYTES,) * count
+    reserve = split.reserve or (DEFAULT_RESERVE_MB << 20,) * count
     held_back = [left + HELD_BACK_BYTES for left in reserve]
     spare = [max(0, part - left) for part, left in zip(spare, held_back, strict=True)]
     parts = _filled(rest, spare)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from protocol import limits
 from tests.chaos import engine as engines
 from tests.serving import engine
 
@@ -21,7 +22,7 @@ SECRET = "sesame"
 """In every prompt: it must be in no log and in no message."""
 SPAN_S = 0.15
 """In which load and faults begin."""
-WINDOW = 256
+WINDOW = limits.STREAM_WINDOW
 ENDLESS = 15_000
 
 TROUBLES = (*engines.RAISES, *engines.ENDS, *engines.HANGS, *engines.NONSENSE, *engines.HARMLESS)

@@ -56,10 +56,6 @@ def test_step_is_empty_when_idle(letters: Engine) -> None:
     Driver(letters).assert_idle()
 
 
-def test_pages_needed_grows_with_the_request(letters: Engine) -> None:
-    assert 1 <= letters.pages_needed(1, 1) <= letters.pages_needed(1500, 500)
-
-
 def test_encode_and_decode_are_inverse(letters: Engine, stories: Engine) -> None:
     for engine in (letters, stories):
         for text in ("sort: d b a c ->", "Zoë and さくら 🐻‍❄️", " leading space", "", "a\nb\tc"):

@@ -81,6 +81,11 @@ class Rendering:
         return outcome
 
 
+def pids_of(renderer: Renderer) -> list[int]:
+    """Return the pids of the processes that a renderer has now."""
+    return [child.process.pid for child in renderer._children]
+
+
 @pytest.fixture
 def rendering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rendering]]:
     # On a busy machine a template that loops takes longer than ten seconds to use up its second of processor time.
@@ -93,7 +98,7 @@ def rendering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Renderi
 
     yield make
     for one in made:
-        processes = [psutil.Process(pid) for pid in one.renderer.pids]
+        processes = [psutil.Process(pid) for pid in pids_of(one.renderer)]
         one.renderer.close()
         assert not [p for p in processes if is_alive(p)]
 
@@ -150,7 +155,7 @@ def test_a_template_that_allocates_without_end_is_stopped(rendering: Callable[..
 def processes(one: Rendering) -> list[psutil.Process]:
     """The processes that render."""
     with suppress(psutil.NoSuchProcess):  # one has ended meanwhile
-        return [p for p in map(psutil.Process, list(one.renderer.pids)) if is_alive(p)]
+        return [p for p in map(psutil.Process, list(pids_of(one.renderer))) if is_alive(p)]
     return []
 
 
@@ -223,7 +228,7 @@ def test_a_client_whose_chats_take_long_delays_others_little(rendering: Callable
     one.wait(101, 102)
     assert [one.outcomes[101], one.outcomes[102]] == ["fine", "fine"]
     assert len(one.order) < 2 + len(many) / 2, "it does not wait for all of another's"
-    assert len(one.renderer.pids) <= MOST_CHILDREN
+    assert len(pids_of(one.renderer)) <= MOST_CHILDREN
     for key in many:
         one.renderer.cancel(key)
 
@@ -249,15 +254,15 @@ def test_what_is_cancelled_has_no_outcome(rendering: Callable[..., Rendering]) -
 
 def test_one_process_does_where_templates_behave(rendering: Callable[..., Rendering]) -> None:
     one = rendering(SAYS)
-    assert not one.renderer.pids, "none before it is needed"
+    assert not pids_of(one.renderer), "none before it is needed"
     for key in range(50):
         one.ask(key, str(key), channel=key % 5)
     one.wait(*range(50))
     assert one.outcomes == {key: str(key) for key in range(50)}
-    assert len(one.renderer.pids) == 1
-    maps = Path(f"/proc/{one.renderer.pids[0]}/maps").read_text()
+    assert len(pids_of(one.renderer)) == 1
+    maps = Path(f"/proc/{pids_of(one.renderer)[0]}/maps").read_text()
     assert not re.search("torch|zmq|tokenizers|cuda", maps)
-    assert psutil.Process(one.renderer.pids[0]).rlimit(psutil.RLIMIT_AS)[0] <= 512 << 20
+    assert psutil.Process(pids_of(one.renderer)[0]).rlimit(psutil.RLIMIT_AS)[0] <= 512 << 20
 
 
 def test_out_of_descriptors(rendering: Callable[..., Rendering]) -> None:
@@ -365,13 +370,13 @@ renderer.ask(1, 1, conversation("x"))
 def is_stopped():
     if renderer.collect():  # its second was over before this was given the processor again
         renderer.ask(1, 1, conversation("x"))
-    if not (renderer.pids and renderer._children[0].ready):
+    if not (renderer._children and renderer._children[0].ready):
         return False
-    process = psutil.Process(renderer.pids[0])
+    process = psutil.Process(renderer._children[0].process.pid)
     process.suspend()  # its own timer cannot end it now
     return process.status() == psutil.STATUS_STOPPED
 wait_until(is_stopped, {WITHIN})
-print(renderer.pids[0], flush=True)
+print(renderer._children[0].process.pid, flush=True)
 time.sleep(60)
 """
 

@@ -145,10 +145,6 @@ class TransformersEngine:
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
 
-    def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Return one: a job holds one slot, whatever its length."""
-        return 1
-
     def submit(self, job: Job) -> None:
         """Queue a job, first come, first served. Raises RequestError for a job that cannot be computed."""
         if job.id in self._by_id or (self._constraints and job.id in self._constraints):

@@ -9,8 +9,8 @@ from model_worker.engines.healing import Healing
 from model_worker.text import TextStream
 from protocol.errors import RequestError
 from protocol.messages import FinishReason
+from protocol.process.worker_spec import PAGE_TOKENS
 
-PAGE = 256
 COMPLETE, FAILED = "complete", "failed"
 """Reasons for which a constraint ends an AnswerJob: nothing can follow; the constraint has become too costly."""
 
@@ -100,7 +100,7 @@ class ExLlamaV2Answer:
     def _finished(self, ids: list[int], text: str, reason: str, now: float, logprobs: list[DrawnToken]) -> Finished:
         handle = self.handle
         first = self._first or now
-        cached = (handle.cached_pages * PAGE + handle.cached_tokens) // len(handle.sequences)
+        cached = (handle.cached_pages * PAGE_TOKENS + handle.cached_tokens) // len(handle.sequences)
         return Finished(
             self.job.id,
             ids,
@@ -201,7 +201,7 @@ class GuardedAnswer(ExLlamaV2Answer):
         impossible."""
         handle = self.handle
         if self._cached is None:
-            self._cached = (handle.cached_pages * PAGE + handle.cached_tokens) // len(handle.sequences)
+            self._cached = (handle.cached_pages * PAGE_TOKENS + handle.cached_tokens) // len(handle.sequences)
         self._speculated = (
             self._speculated[0] + handle.accepted_draft_tokens, self._speculated[1] + handle.rejected_draft_tokens,
         )  # fmt: skip

@@ -35,12 +35,12 @@ from model_worker.engines.exllamav2.check import check
 from model_worker.engines.exllamav2.load import Loaded, load, make_generator
 from model_worker.engines.exllamav2.meter import Meter
 from model_worker.engines.exllamav2.ngram import propose_for_all
-from model_worker.engines.exllamav2.options import PAGE, offered, read_options
+from model_worker.engines.exllamav2.options import offered, read_options
 from model_worker.engines.exllamav2.sampling import check_sampling
 from model_worker.engines.healing import Healer, Healing
 from model_worker.engines.vetting import understood
 from protocol.errors import ErrorCode, RequestError, WireError
-from protocol.process.worker_spec import EngineSpec
+from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
 from protocol.request import SamplingParams
 
 THREADED = 3
@@ -94,7 +94,7 @@ class ExLlamaV2Engine:
         grows."""
         context = self.capabilities.context
         new = min(4, context - 1)
-        room = min(context, self._generator.max_pages * PAGE - loaded.draft_tokens) - new
+        room = min(context, self._generator.max_pages * PAGE_TOKENS - loaded.draft_tokens) - new
         for number in range(self._spec.max_batch_size):
             prompt = (0,) * min(room, 2 if number else loaded.chunk_size + 1)
             self.submit(Job(-1 - number, prompt, new, SamplingParams(temperature=0), min_new_tokens=new))
@@ -137,7 +137,7 @@ class ExLlamaV2Engine:
 
     def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Return the pages of 256 tokens that the job reserves when it starts. Shared prefixes may save some."""
-        return -(-(prompt_tokens + max_new_tokens + self._loaded.draft_tokens) // PAGE)
+        return -(-(prompt_tokens + max_new_tokens + self._loaded.draft_tokens) // PAGE_TOKENS)
 
     def submit(self, job: Job) -> None:
         """Queue a job. Raises RequestError for a job that the package would meet with an assertion, or read beyond a
@@ -200,11 +200,11 @@ class ExLlamaV2Engine:
         first."""
         pages = sum(self.pages_needed(len(prompt), job.max_new_tokens) for prompt in prompts)
         if len(prompts) == 2:
-            shorter = (min(map(len, prompts)) - 1) // PAGE
+            shorter = (min(map(len, prompts)) - 1) // PAGE_TOKENS
             pages -= next((n for n in range(shorter) if _page(prompts[0], n) != _page(prompts[1], n)), shorter)
         if pages > self._generator.max_pages:
             raise RequestError(
-                f"the request needs {pages} pages of {PAGE} tokens, the cache has {self._generator.max_pages}",
+                f"the request needs {pages} pages of {PAGE_TOKENS} tokens, the cache has {self._generator.max_pages}",
                 field="max_tokens",
                 code=ErrorCode.CONTEXT_OVERFLOW,
             )
@@ -339,4 +339,4 @@ class ExLlamaV2Engine:
 
 
 def _page(ids: Sequence[int], number: int) -> Sequence[int]:
-    return ids[number * PAGE : (number + 1) * PAGE]
+    return ids[number * PAGE_TOKENS : (number + 1) * PAGE_TOKENS]

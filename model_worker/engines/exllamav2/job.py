@@ -31,9 +31,9 @@ from model_worker.engines.exllamav2.sampling import NEVER, TokenBias
 from model_worker.engines.exllamav2.xtc import draw_excluding_top
 from protocol.errors import RequestError
 from protocol.messages import FinishReason
+from protocol.process.worker_spec import PAGE_TOKENS
 from protocol.request import SamplingParams
 
-PAGE = 256
 NOT_NUMBERS = "the model's logits are not numbers"
 UNLIKELY = 1e-30
 """A token that was drawn with a lower probability is not valid: probabilities were not numbers, or underflowed."""
@@ -232,7 +232,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         for sequence in self.sequences:
             sequence.sequence_ids.append(next_token)
             sequence.kv_position += 1
-            if not sequence.kv_position % PAGE:
+            if not sequence.kv_position % PAGE_TOKENS:
                 self._complete_page(sequence)
         if self._logprob is not None:
             self.fresh_logprobs.append(self._logprob)
@@ -276,16 +276,18 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         this job keeps its own page.
         """
         generator = self.generator
-        index = sequence.kv_position // PAGE - 1
+        index = sequence.kv_position // PAGE_TOKENS - 1
         page = sequence.allocated_pages[index]
         before = sequence.allocated_pages[index - 1].phash if index else None
-        name = _tensor_hash_checksum(sequence.sequence_ids.torch_slice(index * PAGE, (index + 1) * PAGE), before)
+        name = _tensor_hash_checksum(
+            sequence.sequence_ids.torch_slice(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS), before
+        )
         same = generator.referenced_pages.get(name)
         if same is None:
             if name in generator.unreferenced_pages:
                 generator.unreferenced_pages[name].clear()
             page.update_hash(name)
-        elif same.kv_position == PAGE:
+        elif same.kv_position == PAGE_TOKENS:
             serial = page.access_serial
             _release(page)
             sequence.allocated_pages[index] = same
@@ -313,7 +315,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             inputs: list[torch.Tensor] = super().get_input_ids_list(draft_tokens, idx, add_to_cache)
             return inputs
         if add_to_cache:
-            page = sequence.allocated_pages[sequence.kv_position // PAGE]
+            page = sequence.allocated_pages[sequence.kv_position // PAGE_TOKENS]
             assert page.ref_count == 1
             page.sequence.numpy()[0, page.kv_position] = self._drawn[0, 0]
             page.kv_position += 1
@@ -334,11 +336,11 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         left = 0
         for sequence in self.sequences:
             known = sequence.kv_position
-            for name in sequence.page_hashes[known // PAGE :]:
+            for name in sequence.page_hashes[known // PAGE_TOKENS :]:
                 page = pages[0].get(name) or pages[1].get(name)
-                if page is None or page.kv_position < PAGE:
+                if page is None or page.kv_position < PAGE_TOKENS:
                     break
-                known += PAGE
+                known += PAGE_TOKENS
             left += max(len(sequence.sequence_ids) - 1 - known, 0)
         return left
 
@@ -353,7 +355,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         for sequence in self.sequences:
             pages = sequence.allocated_pages or []
             for index in range(len(sequence.page_hashes), len(pages)):
-                page, known = pages[index], max(sequence.kv_position - index * PAGE, 0)
+                page, known = pages[index], max(sequence.kv_position - index * PAGE_TOKENS, 0)
                 if page.kv_position > known and not page.can_revert:
                     page.kv_position = known
             for page in pages:

@@ -4,9 +4,10 @@ Each refusal names the kernel in the package's source (exllamav2_ext/cuda) that 
 """
 
 from model_worker.engine import LoadError
-from model_worker.engines.exllamav2.options import PAGE, Sizes
+from model_worker.engines.exllamav2.options import Sizes
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import ModelShape, read_shape
+from protocol.process.worker_spec import PAGE_TOKENS
 
 INDICES = 1 << 31
 """Kernels count the elements of a matrix with 32-bit integers."""
@@ -77,7 +78,7 @@ def _check_sizes(directory: ModelDir, shape: ModelShape, sizes: Sizes, cache_mod
     if (most := min(GRID_ROWS, (INDICES - 1) // widest)) < sizes.chunk_size:
         raise LoadError(
             f"chunk_size is {sizes.chunk_size}: ExLlamaV2 computes at most {most} tokens of {directory.path} at a time "
-            f"rightly: set it to at most {most // PAGE * PAGE}",
+            f"rightly: set it to at most {most // PAGE_TOKENS * PAGE_TOKENS}",
             key="chunk_size",
         )
     logits = -(-shape.vocab // 32) * 32
@@ -89,9 +90,10 @@ def _check_sizes(directory: ModelDir, shape: ModelShape, sizes: Sizes, cache_mod
         )
     keys = shape.kv_heads * shape.head_dim
     if cache_mode != "FP16" and sizes.cache_size * keys >= INDICES:
+        most = (INDICES - 1) // keys // PAGE_TOKENS * PAGE_TOKENS
         raise LoadError(
             f"cache_size is {sizes.cache_size}, each token with {keys} elements of keys of {directory.path}: with "
-            f"{prefix}cache_mode {cache_mode} {counted}: set it to at most {(INDICES - 1) // keys // PAGE * PAGE}, or "
+            f"{prefix}cache_mode {cache_mode} {counted}: set it to at most {most}, or "
             "use FP16",
             key="cache_size",
         )

@@ -24,10 +24,8 @@ from model_worker.engines.exllamav2.mixture import keep_rows_apart
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.vetting import understood
+from protocol.process.worker_spec import DEFAULT_RESERVE_MB
 
-DEFAULT_RESERVE_MB = 256
-"""MB that the automatic split leaves free on each GPU, for kernels that are loaded later, cuBLAS, attention and
-logits."""
 MEGABYTE = 1 << 20
 
 _ALLOCATOR_SETTINGS = ((torch._C, "_accelerator_setAllocatorSettings"), (torch.cuda.memory, "_set_allocator_settings"))

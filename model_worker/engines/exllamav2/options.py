@@ -8,11 +8,9 @@ from typing import Any
 from model_worker.engine import LoadError
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.options import Options
-from protocol.process.worker_spec import EngineSpec
+from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
 from protocol.request import SamplingParams
 
-PAGE = 256
-"""Tokens of a page of the cache, fixed by ExLlamaV2."""
 CACHE_MODES = ("FP16", "Q8", "Q6", "Q4")
 DEFAULT_DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = 16
@@ -120,9 +118,9 @@ def sizes_of(spec: EngineSpec, options: ExLlamaV2Options, directory: ModelDir) -
     stretched = options.rope_scale is not None or options.rope_alpha is not None
     context, batch = directory.context(spec.max_seq_len, stretched=stretched), spec.max_batch_size
     speculated = options.draft_tokens if options.speculates else 0
-    padded = -(-(context + speculated) // PAGE) * PAGE
-    chunk_size = options.chunk_size or min(DEFAULT_CHUNK_SIZE, -(-context // PAGE) * PAGE)
-    cache_size = options.cache_size or max(padded, batch * PAGE)
+    padded = -(-(context + speculated) // PAGE_TOKENS) * PAGE_TOKENS
+    chunk_size = options.chunk_size or min(DEFAULT_CHUNK_SIZE, -(-context // PAGE_TOKENS) * PAGE_TOKENS)
+    cache_size = options.cache_size or max(padded, batch * PAGE_TOKENS)
     if cache_size < padded:
         tokens = f"{context} tokens" + (f" and {speculated} speculated ones" if speculated else "")
         raise LoadError(
@@ -201,7 +199,7 @@ def _check_together(read: ExLlamaV2Options, given: Mapping[str, Any]) -> None:
 
 
 def _size(options: Options, given: Mapping[str, Any], key: str) -> int | None:
-    return options.integer(key, 0, minimum=PAGE, multiple_of=PAGE) if key in given else None
+    return options.integer(key, 0, minimum=PAGE_TOKENS, multiple_of=PAGE_TOKENS) if key in given else None
 
 
 def _wrong(key: str, value: object, must: str) -> LoadError:

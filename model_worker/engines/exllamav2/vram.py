@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.check import check
 from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
-from model_worker.engines.exllamav2.options import PAGE, ExLlamaV2Options, Sizes
+from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir, Tensor
 from model_worker.engines.model_shape import ModelShape, read_shape
-from protocol.process.worker_spec import EngineSpec
+from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
 
 MAX_DEQUANTIZED = 512 << 20
 """The most elements of a matrix that the package unpacks at once (config.max_dq_size)."""
@@ -199,7 +199,7 @@ def _logits_bytes(shape: ModelShape, sizes: Sizes) -> int:
 
 def _page_buffers(shape: ModelShape, mode: str) -> int:
     """Return the bytes of one page for each kind of tensor of the cache. Pages are moved through it."""
-    elements = PAGE * shape.kv_heads * shape.head_dim
+    elements = PAGE_TOKENS * shape.kv_heads * shape.head_dim
     kinds = set(BYTES_PER_ELEMENT[mode])
     return sum(_block(int(elements * kind)) for kind in kinds) + (0 if mode == "FP16" else _block(elements // 16))
 
