@@ -57,8 +57,9 @@ class EffectRunner:
 
     def run(self) -> None:
         """Carry out what is queued, and what follows from that, until nothing is left."""
+        effects = self._queue.take()
         while True:
-            for effect in self._queue.take():
+            for effect in effects:
                 if isinstance(effect, ToClient):
                     self._clients.send(effect.channel, effect.frame)
                 elif isinstance(effect, ToWorker):
@@ -71,7 +72,7 @@ class EffectRunner:
                     self._reloads.advance_soon()
             for channel in self._clients.take_gone():
                 self._queue.add(self._scheduler.gone(channel, time.monotonic()))
-            if not self._queue:
+            if not (effects := self._queue.take()):
                 return
 
     def _send_to_worker(self, effect: ToWorker) -> None:

@@ -82,6 +82,8 @@ class ClientPort:
         self._table = ConnectionTable()
         self.connections_by_channel = self._table.by_channel
         """The connections that have brought a message, as they come and go. Only this port changes it."""
+        self.gone = self._table.gone
+        """Channels that have ended since the last ``take_gone``. Only this port changes it."""
         self._accepted = AcceptedDescriptors()
 
     def close(self) -> None:

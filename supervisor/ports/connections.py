@@ -69,7 +69,8 @@ class ConnectionTable:
         self.by_id: dict[bytes, ClientConnection] = {}
         self.by_channel: dict[int, ClientConnection] = {}
         self.by_fd: dict[int, ClientConnection] = {}
-        self._gone: list[int] = []
+        self.gone: list[int] = []
+        """Channels of connections that were removed since the last ``take_gone``. The list stays the same object."""
         self._left: dict[bytes, None] = {}
         """Routing ids of connections that have ended, oldest first."""
 
@@ -90,14 +91,13 @@ class ConnectionTable:
         if self.by_fd.get(connection.fd) is connection:
             del self.by_fd[connection.fd]
         self.ignore(connection.routing_id)
-        self._gone.append(connection.channel)
+        self.gone.append(connection.channel)
         return True
 
     def take_gone(self) -> list[int]:
         """Return the channels of the connections that were removed since the last call."""
-        if not self._gone:  # this is asked after every token
-            return self._gone
-        gone, self._gone = self._gone, []
+        gone = [*self.gone]
+        self.gone.clear()
         return gone
 
     def ignore(self, routing_id: bytes) -> None:

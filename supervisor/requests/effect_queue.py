@@ -34,14 +34,13 @@ class EffectQueue:
     def __init__(self) -> None:
         self._effects: list[QueuedEffect] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._effects)
-
     def add(self, effects: Iterable[QueuedEffect]) -> None:
         """Put effects at the end of the queue."""
         self._effects += effects
 
     def take(self) -> list[QueuedEffect]:
         """Take all effects out of the queue, in their order. Only the loop's EffectRunner calls this."""
-        taken, self._effects = self._effects, []
+        taken = self._effects
+        if taken:  # this is asked at least twice for every token
+            self._effects = []
         return taken

@@ -45,7 +45,7 @@ class Box:
     def run(self, *effects: Any) -> list[Any]:
         self.queue.add(effects)
         self.runner.run()
-        assert not self.queue
+        assert not self.queue.take()
         return self.done
 
     def _note(self, what: Any) -> None:
