@@ -12,7 +12,16 @@ from libc.string cimport memcmp
 
 import zmq
 
-from protocol.process.libzmq cimport DONT_WAIT, MORE_FOLLOWS, Message, bytes_of, calls, handle_of, send_bytes, send_message
+from protocol.process.libzmq cimport (
+    DONT_WAIT,
+    MORE_FOLLOWS,
+    Message,
+    bytes_of,
+    calls,
+    handle_of,
+    send_bytes,
+    send_message,
+)
 from protocol.process.sources cimport MODELCTL_SOURCES
 from supervisor.requests.fast_path cimport FastPath
 
@@ -43,8 +52,8 @@ cdef class Relay:
         self._client = None
         calls.init(&sender)
         calls.init(&frame)
-        # Within a call nothing else runs, so nothing can change. So the worker slot of a routing id is looked up once for
-        # consecutive frames of one worker, and the routing id of a client once for consecutive frames to one client.
+        # Within a call nothing else runs, so nothing can change. So the worker slot of a routing id is looked up once
+        # for consecutive frames of one worker, and a client's routing id once for consecutive frames to one client.
         try:
             while taken < limit:
                 if not _receive(&sender, back, True):
@@ -87,8 +96,9 @@ cdef class Relay:
         # the client is far behind.
         if send_bytes(front, self._client, MORE_FOLLOWS):
             return False
-        # The events are noted before the frame is sent: afterwards its bytes belong to libzmq. And the frame is sent even
-        # if there is no memory to note its events: after a first part alone, the next frame would go to this client.
+        # The events are noted before the frame is sent: afterwards its bytes belong to libzmq. And the frame is sent
+        # even if there is no memory to note its events: after a first part alone, the next frame would go to this
+        # client.
         try:
             tokens[0] += self._fast_path.passed()
         finally:

@@ -1,9 +1,9 @@
 """The compiled fast path of ``WorkerEvents.events``. The reference in Python is ``requests_of_whole_frame`` there.
 
-A frame takes the fast path if EventWriter wrote it, if it comes from the worker's present generation, and if every event
-in it is the next one expected for a running request. That request has credit, holds no events back, and does not end
-with this event. The frame has at most one event of each request. The fast path leaves every other frame to Python, and
-then has changed nothing.
+A frame takes the fast path if EventWriter wrote it, if it comes from the worker's present generation, and if every
+event in it is the next one expected for a running request. That request has credit, holds no events back, and does not
+end with this event. The frame has at most one event of each request. The fast path leaves every other frame to Python,
+and then has changed nothing.
 """
 
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE, PyByteArray_Resize
