@@ -19,8 +19,9 @@ from supervisor.cli.views import warn_of_lost_lines
 from supervisor.cli.waiting import settled_up, wait_for, why_not_ready
 from supervisor.logs import log_path
 
-WAIT_S = 10.0
-"""Seconds that a new supervisor has to answer."""
+STALLED_S = 10.0
+"""Seconds after which a new supervisor that does not answer and does not compute is given up. One that computes is only
+slow: on a busy machine its imports alone may take longer than that."""
 _DIRECTORIES = (ENVIRONMENT_VARIABLE, "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
 
 
@@ -65,7 +66,7 @@ def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
 
 def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path, autostart: list[str]) -> int:
     log = log_path(runtime_dir, SUPERVISOR_NAME)
-    deadline = time.monotonic() + WAIT_S
+    stall = _Stall(process.pid)
     answered = False
     while process.poll() is None:
         try:
@@ -79,7 +80,7 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
         except ConnectionLost:
             if answered:
                 process.wait()  # somebody has shut it down, or killed it
-            elif time.monotonic() > deadline:
+            elif stall.lasts(STALLED_S):
                 process.kill()
                 message = f"the supervisor does not answer; see {log}"
                 raise Failure(exit_codes.SOFTWARE, "no_answer", message) from None
@@ -91,6 +92,24 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
             raise Failure(exit_codes.FAILED, "not_ready", *failed)
         return exit_codes.OK
     return _account_for(process, log)
+
+
+class _Stall:
+    """How long a process has not computed."""
+
+    def __init__(self, pid: int) -> None:
+        self._stat = Path(f"/proc/{pid}/stat")
+        self._ticks = ""
+        self._since = time.monotonic()
+
+    def lasts(self, seconds: float) -> bool:
+        """Return whether the process has used no processor time for so many seconds."""
+        now = time.monotonic()
+        # Fields are counted behind the name of the program, which may hold spaces. They are utime and stime.
+        ticks = " ".join(self._stat.read_text().rpartition(")")[2].split()[11:13])
+        if ticks != self._ticks:
+            self._ticks, self._since = ticks, now
+        return now - self._since > seconds
 
 
 def _account_for(process: "subprocess.Popen[bytes]", log: Path) -> int:

@@ -109,3 +109,38 @@ def test_it_goes_on_when_the_wait_for_it_is_interrupted(away: Path) -> None:
     assert said.splitlines() == [message]
     with Client(runtime_dir=away / "r") as client:
         assert client.status("a")["models"][0]["state"] == "loading"
+
+
+SLOW = """
+import sys, time
+if "-q" in sys.orig_argv:  # the supervisor, not the command
+    while time.process_time() < 3:
+        pass
+"""
+STUCK = """
+import signal, sys
+if "-q" in sys.orig_argv:
+    signal.pause()
+"""
+
+
+def serve_after(away: Path, what: str) -> "subprocess.CompletedProcess[str]":
+    """Run ``serve --detach`` with a supervisor that does something else first. A stall is found after a second."""
+    config = configure(away, {"a": engine(autostart=False)})
+    (away / "sitecustomize.py").write_text(what)
+    return modelctl(
+        *("serve", "--detach", "-c", config, "--runtime-dir", away / "r"),
+        prelude="import supervisor.cli.detach\nsupervisor.cli.detach.STALLED_S = 1.0",
+        PYTHONPATH=f"{away}{os.pathsep}{ROOT}",
+    )
+
+
+def test_a_supervisor_that_is_slow_is_waited_for_while_it_computes(away: Path) -> None:
+    started = serve_after(away, SLOW)
+    assert started.returncode == 0, started.stderr
+
+
+def test_a_supervisor_that_does_nothing_is_given_up_and_killed(away: Path) -> None:
+    started = serve_after(away, STUCK)
+    assert started.returncode == 70
+    assert started.stderr == f"modelctl: the supervisor does not answer; see {away / 'r' / 'logs' / 'supervisor.log'}\n"
