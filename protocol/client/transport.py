@@ -41,6 +41,8 @@ _WATCHED: Final = (
     | zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
 )
+RECONNECT_MS = 1_000_000_000
+"""Milliseconds until libzmq connects again: in effect never, since a new connection is a new session."""
 
 
 class Transport:
@@ -280,7 +282,7 @@ def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     # answers. So it is told to wait eleven days, and ``pump`` disconnects once it has read everything. When libzmq
     # reconnects by itself, no code asks the kernel who listens. So a client must call ``pump`` within eleven days after
     # it lost its connection.
-    socket.setsockopt(zmq.RECONNECT_IVL, 1_000_000_000)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_MAX_FRAME)
     # Without a high-water mark on receiving: at the mark libzmq stops reading, heartbeats with it, and takes a client
     # that is slow to call us for dead. What can arrive unread is bounded by the credit of each stream.

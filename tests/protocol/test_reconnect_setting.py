@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from protocol.client.transport import RECONNECT_MS
 from tests.serving import wait_until
 
 ANSWERS = [b"answer %d" % n for n in range(5)]
@@ -44,11 +45,11 @@ def ended(directory: Path, interval: int, immediate: int) -> Iterator[zmq.Socket
 
 
 def test_with_a_long_interval_what_has_arrived_can_be_read(runtime_dir: Path) -> None:
-    with ended(runtime_dir, 1_000_000_000, immediate=0) as socket:
+    with ended(runtime_dir, RECONNECT_MS, immediate=0) as socket:
         assert [socket.recv(zmq.NOBLOCK) for _ in ANSWERS] == ANSWERS
 
 
-@pytest.mark.parametrize(("interval", "immediate"), [(-1, 0), (1_000_000_000, 1)])
+@pytest.mark.parametrize(("interval", "immediate"), [(-1, 0), (RECONNECT_MS, 1)])
 def test_without_reconnecting_and_with_immediate_it_is_dropped(
     runtime_dir: Path, interval: int, immediate: int
 ) -> None:

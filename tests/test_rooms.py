@@ -1,0 +1,56 @@
+"""Each test file stands in the directory of what it tests: what it imports decides.
+
+A line of a program that a test hands to another process counts as an import, too. Files beside this one concern the
+whole repository.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+SERVES = frozenset(
+    {"tests.serving.Serving", "tests.conftest.Serve", "tests.keyed", "tests.fuzzing.live", "tests.chaos"}
+)
+"""What starts a whole supervisor."""
+ROOMS = {
+    "protocol": ({"protocol", "modelctl"}, {"supervisor", "model_worker", "tools", "benchmarks", *SERVES}),
+    "model_worker": (
+        {"model_worker", "tests.deterministic_engine", "tests.chat"},
+        {"model_worker.engines", "supervisor", "tools", "benchmarks", *SERVES},
+    ),
+    "engines": ({"model_worker.engines", "tests.engines"}, {"supervisor", *SERVES}),
+    "supervisor": ({"supervisor"}, {"supervisor.cli", "tools.docs", "benchmarks", "tests.cli"}),
+    "cli": ({"supervisor.cli", "tests.cli"}, {"tools.docs"}),
+    "system": (SERVES, {"supervisor.cli", "tests.cli", "tools.docs", "benchmarks"}),
+    "served": (SERVES | {"tests.conftest"}, {"supervisor", "tests.cli", "benchmarks"}),
+    "fuzzing": ({"tests.fuzzing"}, {"tests.cli", "tools", "benchmarks"}),
+    "docs": (None, {"tools.demo_models", "benchmarks"}),
+    "tools": ({"tools"}, {"tools.docs"}),
+    "benchmarks": ({"benchmarks"}, {"supervisor", "tools.docs", *SERVES}),
+}
+"""For each directory: of what each of its files imports at least one thing (None: of nothing), and of what nothing."""
+_IMPORT = re.compile(r"^\s*from ([\w.]+) import (\([^)]*\)|[^\n#]*)|^\s*import ([\w., ]+)", re.MULTILINE)
+
+
+def imported(text: str) -> set[str]:
+    """Return what a text imports: modules, and the names that it takes from them."""
+    found = set()
+    for module, names, modules in _IMPORT.findall(text):
+        found |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))} if module else set()
+        found |= {name.split()[0] for name in modules.split(",") if name.strip()}
+    return found
+
+
+def of(names: set[str], packages: "set[str] | frozenset[str]") -> set[str]:
+    """Return those of the names that are these packages, or in them."""
+    return {name for name in names if any(name == package or name.startswith(f"{package}.") for package in packages)}
+
+
+@pytest.mark.parametrize("path", [path.relative_to(TESTS).as_posix() for path in sorted(TESTS.glob("*/**/test_*.py"))])
+def test_a_file_stands_in_the_directory_of_what_it_tests(path: str) -> None:
+    room, names = path.partition("/")[0], imported((TESTS / path).read_text())
+    some, none = ROOMS[room]
+    assert not of(names, none)
+    assert some is None or of(names, some)
