@@ -55,9 +55,14 @@ def pages() -> list[Path]:
     return [*(path for path in named if path.exists()), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def without_code(text: str) -> str:
+    """Return a page without its blocks of code."""
+    return _FENCE.sub("", text)
+
+
 def missing(text: str) -> list[str]:
     """Return a line for each thing that a page names and that does not exist."""
-    text = _FENCE.sub("", text)
+    text = without_code(text)
     words = [word for span in _CODE.findall(text) for word in span.split()]  # of a command, each alone
     found = [problem for word in words if not _PLACEHOLDER.search(word) and (problem := _problem(word)) is not None]
     for line in text.splitlines():
@@ -68,7 +73,7 @@ def missing(text: str) -> list[str]:
 
 def named_tests(text: str) -> list[str]:
     """Return the tests that a page names, each as path::name."""
-    return [span for span in _CODE.findall(_FENCE.sub("", text)) if span.startswith("tests/") and "::" in span]
+    return [span for span in _CODE.findall(without_code(text)) if span.startswith("tests/") and "::" in span]
 
 
 def _problem(span: str) -> str | None:

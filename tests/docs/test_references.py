@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.references import PRODUCT, ROOT, missing, named_tests, pages
+from tests.docs.references import PRODUCT, ROOT, missing, named_tests, pages, without_code
 
 INVARIANTS = ROOT / "docs/invariants.md"
 _HEADING = re.compile(r"^### (\d+)\. (.+)$", re.MULTILINE)
@@ -71,6 +71,22 @@ def test_the_index_names_each_promise_of_the_readme() -> None:
     assert promises
     for promise in promises:
         assert "](#" in named.get(promise.rstrip(". "), ""), f"{promise!r}: name its invariants in docs/invariants.md"
+
+
+INDEXED = ("request-options", "requests", "operations", "placement", "security", "shell", "engines")
+"""Pages whose parts are in the index of docs/testing.md."""
+
+
+def test_the_index_leads_from_each_part_of_a_page_to_its_tests() -> None:
+    headings = [
+        f"{name}.md: {heading}"
+        for name in INDEXED
+        for heading in re.findall(r"^## (.+)$", without_code((ROOT / f"docs/{name}.md").read_text()), re.MULTILINE)
+        if heading != "Report a vulnerability"
+    ]
+    rows = re.findall(r"^\| .+: \[(.+)\]\((.+)#.+\) \| (.+) \|$", (ROOT / "docs/testing.md").read_text(), re.MULTILINE)
+    assert [f"{page}: {heading}" for heading, page, _ in rows] == headings
+    assert not [heading for heading, _, tests in rows if not re.match(r"`tests/\w+/test_\w+\.py`", tests)]
 
 
 def test_each_invariant_has_tests() -> None:
