@@ -133,47 +133,48 @@ class Diagnosis:
     message: str
 
 
-def engine_fault(tail: Sequence[str]) -> Diagnosis:
+def engine_fault(log_tail: Sequence[str]) -> Diagnosis:
     """Return why an engine raised, from the exception that ended the worker or from the cause of that exception."""
-    lines = _exceptions(tail)
+    lines = _exceptions(log_tail)
     for line in lines:
         if fault := _known(line):
             return fault
     return Diagnosis("engine fault", lines[-1] if lines else "the engine raised")
 
 
-def last_lines(tail: Sequence[str], count: int) -> list[str]:
+def last_lines(log_tail: Sequence[str], count: int) -> list[str]:
     """Return at most ``count`` lines, without empty ones, that say most about the end of a process.
 
     These are the last lines. If the process wrote its stacks last, these are the first lines of the last stack, which
     is the main thread's.
     """
-    lines = [line for line in tail if line.strip()]
+    lines = [line for line in log_tail if line.strip()]
     stacks = [number for number, line in enumerate(lines) if _STACK.match(line)]
     if stacks and all(line.startswith('  File "') for line in lines[stacks[-1] + 1 :]):
         return lines[stacks[-1] :][:count]
     return lines[-count:]
 
 
-def abort_fault(tail: Sequence[str]) -> Diagnosis | None:
+def abort_fault(log_tail: Sequence[str]) -> Diagnosis | None:
     """Return why a worker ended by SIGABRT, from what C++ wrote before. None if that is not known."""
-    ends = [number for number, line in enumerate(tail) if line.startswith(_ABORTED)]
-    begin, end = (ends[-2] + 1 if len(ends) > 1 else 0), (ends[-1] if ends else len(tail))
-    started = [number for number in range(begin, end) if tail[number].startswith(_TERMINATE)]
+    ends = [number for number, line in enumerate(log_tail) if line.startswith(_ABORTED)]
+    begin, end = (ends[-2] + 1 if len(ends) > 1 else 0), (ends[-1] if ends else len(log_tail))
+    started = [number for number in range(begin, end) if log_tail[number].startswith(_TERMINATE)]
     if not started:
         return None
-    what = next((line for line in tail[started[-1] : end] if line.lstrip().startswith("what():")), tail[started[-1]])
+    lines = log_tail[started[-1] : end]
+    what = next((line for line in lines if line.lstrip().startswith("what():")), lines[0])
     return _known(what.strip().removeprefix("what():").strip())
 
 
-def _exceptions(tail: Sequence[str]) -> list[str]:
+def _exceptions(log_tail: Sequence[str]) -> list[str]:
     """Return the first line of each exception of the last traceback, from the cause to the exception raised last.
 
     The last line would not do: CUDA's errors end in lines of advice on debugging.
     """
-    starts = [number for number, line in enumerate(tail) if line.strip() == _TRACEBACK]
-    # The tail may not hold the beginning of a long traceback. Then all of the tail belongs to that traceback.
-    blocks = [tail[a:b] for a, b in itertools.pairwise([*(starts or [0]), len(tail)])]
+    starts = [number for number, line in enumerate(log_tail) if line.strip() == _TRACEBACK]
+    # The log's tail may not hold the beginning of a long traceback. Then all of it belongs to that traceback.
+    blocks = [log_tail[a:b] for a, b in itertools.pairwise([*(starts or [0]), len(log_tail)])]
     lines = [_exception_line(blocks[-1])]
     for block in reversed(blocks[:-1]):
         if not any(line.strip() == _CAUSED for line in block):
