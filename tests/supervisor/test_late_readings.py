@@ -60,6 +60,9 @@ class Placing:
             replica.life.history.failed(time.monotonic(), 0.0)
         self._starts.begin(replica)
 
+    def cancel(self, name: str) -> bool:
+        return self._starts.cancel(self._registry.replicas[name])
+
     def start(self, spec: WorkerSpec) -> Process:
         """What the starts ask of the launcher."""
         self.placed.append((spec.engine.model, spec.visible_devices))
@@ -70,6 +73,7 @@ class Placing:
         raise AssertionError(f"{worker} is unloaded: {cause}")
 
     def not_started(self, replica: Replica, report: ExitReport) -> None:
+        assert replica.name not in self.refused, "a start ends once"
         self.refused[replica.name] = report
 
     def turn(self) -> None:
@@ -127,6 +131,25 @@ def test_after_a_while_pins_are_obeyed_and_auto_is_refused(
         report = placing.refused[name]
         assert (report.reason, report.retry) == ("unreadable", retry)
         assert "gpu: auto needs NVML, which does not answer here" in report.message
+
+
+def test_a_start_that_waits_is_cancelled_once_and_places_nothing_later(placing: Placing, box: Box) -> None:
+    for name in ("ordered", "other"):
+        placing.admit(placing.watch(name, 0))
+    placing.turn()
+    assert placing.cancel("ordered")
+    assert placing.cancel("ordered"), "it ends in the next turn"
+    assert placing.refused == {}
+    wait_until(lambda: placing.turn() or placing.refused)
+    assert [(name, report.reason, report.retry) for name, report in placing.refused.items()] == [
+        ("ordered", "asked", False)
+    ]
+    assert not placing.cancel("ordered"), "it is over"
+    box.driver(hangs=None)
+    wait_until(lambda: placing.turn() or placing.placed)
+    for _ in range(20):
+        placing.turn()
+    assert placing.placed == [("other", "0")]
 
 
 def test_a_driver_that_is_opened_while_others_are_served_is_not_waited_for(
