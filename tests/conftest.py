@@ -11,11 +11,15 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.orphans import end_with_us
 from tests.serving import Serving, describe, marked_processes, wait_until
 
 SESSION_MARK = "MODELCTL_TEST_SESSION"
+# How long an example takes says something about the machine, not about the code.
+settings.register_profile("modelctl", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100)
+settings.load_profile("modelctl")
 # Every process that is started would compile all that it imports: half a second of each test that serves something.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -125,15 +125,15 @@ def _shown(sentence: str, message: Message) -> str:
 def explain(message: Message) -> Iterator[Row]:
     """Yield the bytes of a message's frame in order, with their meaning."""
     frame = encode(message)
-    names = [element.name for element in fields(message) if element.name != "kind"]
+    names = [element.name for element in fields(message) if element.name != "kind"]  # type: ignore[arg-type]
     reader = _Reader(frame)
     yield from reader.value(0, "the message: ")
     yield from reader.value(1, "version ")
     yield 1, reader.take(1), f"kind {int(message.kind)}, {message.kind.name}"
     for name in names:
-        if name == "index":
+        if name == "index" and isinstance(message, Events):
             yield from reader.value(1, "index: ")
-            for entry in message.index:  # type: ignore[union-attr]
+            for entry in message.index:
                 yield from reader.value(2, "entry: ")
                 for part in entry._fields:
                     yield from reader.value(3, f"{part} ", flags=part == "flags")
@@ -188,7 +188,7 @@ class _Reader:
             yield depth, head + text, f'{label}"{text.decode()}"'
         else:
             octets, number = self._scalar(first)
-            names = [str(flag.name) for flag in EventFlag if flags and number & flag]
+            names = [str(flag.name) for flag in EventFlag if flags and int(number) & flag]
             yield depth, octets, f"{label}{number}{': ' + ', '.join(names) if names else ''}"
 
     def _scalar(self, first: int) -> tuple[bytes, int | float | bool | str]:
