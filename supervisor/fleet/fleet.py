@@ -92,9 +92,10 @@ class Fleet:
         self._carry_out(replica, replica.life.restart(time.monotonic(), cause))
 
     def respec(self, replica: Replica, spec: ModelSpec) -> None:
+        """Set the specification of a worker's next process."""
         was_lazy = replica.spec.config.lazy
         self.registry.respec(replica, spec)
-        self._settle(replica, was_lazy)
+        self._follow_lazy(replica, was_lazy)
 
     def adopt_settings(self, replica: Replica, spec: ModelSpec) -> None:
         """Apply keys of a model that only the supervisor reads. The worker's process goes on."""
@@ -103,9 +104,9 @@ class Fleet:
             replica.apply_settings(spec)
         else:  # the present process is of an older specification still
             self.registry.respec(replica, spec)
-        self._settle(replica, was_lazy)
+        self._follow_lazy(replica, was_lazy)
 
-    def _settle(self, replica: Replica, was_lazy: bool) -> None:
+    def _follow_lazy(self, replica: Replica, was_lazy: bool) -> None:
         """Let requests start a stopped worker that has become lazy, and stop an unloaded one that is lazy no more."""
         lazy = replica.spec.config.lazy
         if replica.state is WorkerState.UNLOADED and not lazy:

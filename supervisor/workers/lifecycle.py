@@ -118,7 +118,7 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleA
     (_S.DRAINING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
     (_S.STOPPING, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
     (_S.STOPPING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
-    # Life on demand. A request that comes while the process is on its way out wakes the model when that is gone.
+    # On demand. A request that comes while the process is being stopped starts the worker again when that has ended.
     (_S.STOPPED, _E.ON_DEMAND): (_S.UNLOADED, (_X.REST,)),
     (_S.FAILED, _E.ON_DEMAND): (_S.UNLOADED, (_X.FORGIVE, _X.REST)),  # for want of room, which may be there by now
     (_S.UNLOADED, _E.START): (_S.STARTING, _START),
