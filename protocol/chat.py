@@ -1,4 +1,4 @@
-"""A conversation as a client sends it, for the model's own chat template: messages, tools, variables."""
+"""The fields of a conversation: messages, tools and variables for the model's own chat template."""
 
 from typing import Annotated, Any
 
@@ -8,23 +8,23 @@ from protocol.sampling_params import FieldsDisagree
 
 MOST_TOOLS = 256
 DEEPEST = 64
-"""Maps and lists within one another."""
+"""Most levels of maps and lists within one another."""
 RESERVED = frozenset(
     {
         "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "unk_token",
         "pad_token", "self",
     }
 )  # fmt: skip
-"""Variables of a template that are not the client's to set."""
+"""Variables of a template that a client may not set."""
 
 
 def _map(given: Any) -> Any:
-    """A map with names as keys. Raises ValueError."""
+    """Return a map whose keys are names. Raises ValueError for anything else."""
     if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
         raise ValueError("must be a map with strings as keys")
     depth = 0
     level: list[Any] = [given]
-    while level:  # what is nested without end cannot be packed again
+    while level:  # a value that is nested too deeply could not be packed again
         depth += 1
         if depth > DEEPEST:
             raise ValueError(f"must not be nested deeper than {DEEPEST}")
@@ -107,7 +107,7 @@ class ChatFields(BaseModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """What ``template_child.render`` is given of this; messages as they were given. Needs messages."""
+        """Return the arguments of the template. The messages are those that the client sent. Needs ``messages``."""
         ends = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         return {
             "messages": [message.model_dump(exclude_unset=True) for message in self.messages or ()],

@@ -1,9 +1,9 @@
-"""Bytes to messages and back, with limits; every failure is a FrameError, nothing else can escape.
+"""Make messages of bytes, and bytes of messages, with limits. Every failure is a FrameError.
 
-``decode`` is for frames, ``unpack_body`` for bodies. Both bound what hostile bytes can cost, to 20 MB and 50 ms:
-msgpack itself caps nesting at 1024, a count of containers and of their values caps what many small ones amount to, and
-what is not complete is found before anything is made of it (msgpack makes room for an array as it is announced: 5 KB of
-arrays in one another would take 80 MiB).
+``decode`` is for frames, and ``unpack_body`` for bodies. Hostile bytes cost at most 20 MB and 50 ms. msgpack itself
+limits nesting to 1024. A count of containers and of their values limits what many small ones amount to. Incomplete
+bytes are found before anything is made of them: msgpack makes room for an array as it is announced, so that 5 KB of
+arrays in one another would take 80 MiB.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,13 +27,13 @@ from protocol.messages import (
 from protocol.unpack_errors import why_refused
 
 Buffer = bytes | memoryview
-"""What a frame may be received as; a view spares a copy of what is refused for its size."""
+"""The types of a received frame. With a view, a frame that is too large is refused without a copy."""
 
 _packb = partial(msgpack.packb, use_bin_type=True)
 _EVENTS = int(Kind.EVENTS)
 _EVENTS_HEAD = bytes((0x96, VERSION, _EVENTS))
 _LARGEST_EVENTS = limits.MAX_FRAME[Kind.EVENTS]
-# what EventEntry(*entry) does, without a call into Python: this is the supervisor's hottest path
+# It does what EventEntry(*entry) does, without a call into Python: this is the supervisor's hottest path.
 _as_entry: Callable[[tuple[int, ...]], EventEntry] = partial(tuple.__new__, EventEntry)
 
 
@@ -50,7 +50,7 @@ _FIELD_TYPES: dict[Kind, tuple[tuple[str, type], ...]] = {
 
 
 class _Budget:
-    """msgpack hook that counts containers, and values in them, and stops a frame made of very many of either."""
+    """A hook of msgpack that counts containers and the values in them, and refuses too many of either."""
 
     __slots__ = ("containers", "values")
 
@@ -68,7 +68,7 @@ class _Budget:
 
 
 class _LongBudget(_Budget):
-    """Of a body that can hold long names, too: an error that names one would be as long."""
+    """A hook that also refuses long names in a map. An error that names such a key would be as long."""
 
     __slots__ = ()
 
@@ -79,14 +79,14 @@ class _LongBudget(_Budget):
 
 
 def _try(packed: Buffer) -> None:
-    """Raise what msgpack raises for a value that is not complete, without making anything of it."""
+    """Raise the error of msgpack if a value is not complete, without making anything of the value."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(packed), read_size=1)
     unpacker.feed(packed)
     unpacker.skip()
 
 
 def encode(message: Message) -> bytes:
-    """The frame of a message. Does not check limits (the receiver does; clients call ``check_size`` first)."""
+    """Return the frame of a message. The receiver checks the limits. Clients call ``check_size`` as well."""
     head: list[Any] = [VERSION, int(message.kind)]
     if isinstance(message, Events):
         head += [message.channel, message.generation, message.index, message.body]
@@ -97,7 +97,7 @@ def encode(message: Message) -> bytes:
 
 
 def check_size(frame: Buffer, kind: Kind) -> None:
-    """Raises FrameError(TOO_LARGE) naming the size and the limit, if the frame is larger than its kind may be."""
+    """Raise FrameError (TOO_LARGE) with the size and the limit if the frame is larger than its kind may be."""
     limit = limits.MAX_FRAME[kind]
     if len(frame) > limit:
         raise FrameError(
@@ -108,7 +108,7 @@ def check_size(frame: Buffer, kind: Kind) -> None:
 
 
 def kind_of(frame: Buffer) -> Kind:
-    """The kind of a frame, read from its first three bytes. Raises FrameError if it is not one of ours."""
+    """Return the kind of a frame, from its first three bytes. Raises FrameError if the kind is unknown."""
     if len(frame) < 3 or not 0x92 <= frame[0] <= 0x9F:
         raise FrameError(ErrorCode.BAD_FRAME, "not a msgpack array of at most 15 elements [version, kind, ...]")
     if frame[1] != VERSION:
@@ -120,9 +120,9 @@ def kind_of(frame: Buffer) -> Kind:
 
 
 def decode(frame: Buffer, allowed: frozenset[Kind]) -> Message:
-    """The message in a frame.
+    """Return the message in a frame.
 
-    allowed  the kinds this socket takes in this direction
+    allowed  the kinds that this socket takes in this direction
 
     Raises FrameError: BAD_FRAME, BAD_VERSION, UNSUPPORTED (kind unknown or not for this socket), TOO_LARGE; never
     another exception, whatever the bytes are. The FrameError holds the frame's kind and the number that it names.
@@ -144,7 +144,9 @@ def decode(frame: Buffer, allowed: frozenset[Kind]) -> Message:
                 list_hook=(budget := _Budget(limits.MAX_HEAD_CONTAINERS)),
                 object_hook=budget,
             )
-        except Exception as e:  # ValueError and its kin, TypeError for odd keys: hostile bytes must not get further
+        except (
+            Exception
+        ) as e:  # ValueError and its subclasses, TypeError for odd keys: no error of hostile bytes may escape
             raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name}: {why_refused(e)}") from None
         return _build(kind, values)
     except FrameError as e:
@@ -157,7 +159,7 @@ def _build(kind: Kind, values: list[Any]) -> Message:
     if len(values) != 2 + len(fields):
         raise FrameError(ErrorCode.BAD_FRAME, f"{kind.name} has {len(values)} elements, not {2 + len(fields)}")
     for (name, wanted), value in zip(fields, values[2:], strict=True):
-        # bool is an int in Python, not on the wire
+        # A bool is an int in Python, and not on the wire.
         if type(value) is not wanted:
             raise FrameError(
                 ErrorCode.BAD_FRAME,
@@ -184,7 +186,7 @@ def named(frame: Buffer) -> tuple[Kind | None, int]:
         return None, 0
     if kind not in NUMBERED:
         return kind, 0
-    unpacker = msgpack.Unpacker(max_buffer_size=16)  # which bounds announced lengths, too
+    unpacker = msgpack.Unpacker(max_buffer_size=16)  # this limits announced lengths, too
     unpacker.feed(frame[:16])
     try:
         unpacker.read_array_header()
@@ -195,12 +197,12 @@ def named(frame: Buffer) -> tuple[Kind | None, int]:
 
 
 def is_events(frame: bytes) -> bool:
-    """Whether a frame begins as those of EVENTS do (one written in a longer way than need be does not)."""
+    """Return whether a frame begins like EVENTS. False for an EVENTS frame that is not in the shortest form."""
     return frame.startswith(_EVENTS_HEAD)
 
 
 def decode_events(frame: bytes) -> Events:
-    """``decode`` of a frame that ``is_events``, without its looks at what others may be: the road of every token."""
+    """Decode a frame for which ``is_events`` is true. It is faster than ``decode``, and every token passes here."""
     if len(frame) > _LARGEST_EVENTS:
         check_size(frame, Kind.EVENTS)
     return _decode_events(frame)
@@ -217,7 +219,7 @@ def _decode_events(frame: Buffer) -> Events:
             max_ext_len=0,
             max_str_len=0,
             use_list=False,
-            # counting costs more than the rest of a small frame, which cannot amount to much anyway
+            # Counting costs more than the rest of a small frame, and a small frame cannot amount to much.
             list_hook=_Budget(limits.MAX_INDEX + 2, 6 * limits.MAX_INDEX + 6)
             if len(frame) > limits.UNCOUNTED_EVENTS
             else None,
@@ -230,7 +232,7 @@ def _decode_events(frame: Buffer) -> Events:
         entries, total = [], 0
         for entry in index:
             request, seq, flags, tokens, length = entry
-            # the sign bit of any of them is that of their union
+            # The union is negative if any of them is.
             if (
                 not (type(request) is type(seq) is type(flags) is type(tokens) is type(length) is int)
                 or type(entry) is not tuple
@@ -251,13 +253,13 @@ def _decode_events(frame: Buffer) -> Events:
 
 
 def pack_body(value: dict[str, Any]) -> bytes:
-    """A body: one msgpack map."""
+    """Return a body: one msgpack map."""
     body: bytes = _packb(value)
     return body
 
 
 def unpack_body(body: bytes) -> dict[str, Any]:
-    """The map in a body. Raises FrameError(BAD_FRAME) for anything else."""
+    """Return the map in a body. Raises FrameError (BAD_FRAME) for anything else."""
     try:
         kind = _Budget
         if len(body) > limits.UNTRIED_BODY:
@@ -279,38 +281,38 @@ def unpack_body(body: bytes) -> dict[str, Any]:
 
 
 def pack_error(error: WireError) -> bytes:
-    """The body of an ERROR message."""
+    """Return the body of an ERROR message."""
     return pack_body(error.to_wire())
 
 
 def pack_event(token_ids: Iterable[int], fields: dict[str, Any]) -> bytes:
-    """One event's bytes: the ids (u32, little endian), then the map."""
+    """Return the bytes of one event: the ids (u32, little endian), then the map."""
     ids = tuple(token_ids)
     return pack(f"<{len(ids)}I", *ids) + pack_body(fields)
 
 
 class EventWriter:
-    """``pack_event`` and ``encode`` of EVENTS where they are done for every token: one buffer for all of them.
+    """Do what ``pack_event`` and ``encode`` do for EVENTS. All frames share one buffer, which is faster.
 
-    For one thread, and nothing that a finalizer could call: the buffer is in use while an event is packed.
+    Only one thread may use it, and no finalizer: the buffer is in use while an event is packed.
     """
 
     def __init__(self) -> None:
         self._pack: Callable[[object], bytes] = msgpack.Packer(use_bin_type=True).pack
 
     def event(self, token_ids: Sequence[int], fields: dict[str, Any]) -> bytes:
-        """One event's bytes, as ``pack_event`` makes them."""
+        """Return the bytes of one event, as ``pack_event`` makes them."""
         if len(token_ids) == 1:
             return token_ids[0].to_bytes(4, "little") + self._pack(fields)
         return pack(f"<{len(token_ids)}I", *token_ids) + self._pack(fields)
 
     def frame(self, channel: int, generation: int, index: Sequence[EventEntry], body: bytes) -> bytes:
-        """The frame of an EVENTS message, as ``encode`` makes it."""
+        """Return the frame of an EVENTS message, as ``encode`` makes it."""
         return self._pack((VERSION, _EVENTS, channel, generation, index, body))
 
 
 def split_events(message: Events) -> list[tuple[EventEntry, bytes]]:
-    """Every event of a frame with its own bytes, in order."""
+    """Return every event of a frame with its bytes, in order."""
     slices, at = [], 0
     for entry in message.index:
         slices.append((entry, message.body[at : at + entry.length]))
@@ -319,7 +321,7 @@ def split_events(message: Events) -> list[tuple[EventEntry, bytes]]:
 
 
 def unpack_event(entry: EventEntry, event: bytes) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """(token ids, map) of one event's bytes. Raises FrameError(BAD_FRAME)."""
+    """Return (token ids, map) of the bytes of one event. Raises FrameError (BAD_FRAME)."""
     ids = unpack_from(f"<{entry.tokens}I", event)
     return ids, unpack_body(event[4 * entry.tokens :])
 

@@ -1,4 +1,4 @@
-"""What a person is told about a field that pydantic refused: its name, its value and its limit, and nobody's text."""
+"""Make an error of a field that pydantic refused. It has the field's name, value and limit, and never quotes a text."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ _MUST_BE = {
     "too_short": "at least {min_length} long",
     "too_long": "at most {max_length} long",
 }
-"""What a value must be, by pydantic's name for what is wrong with it."""
+"""What a value must be, by the type of pydantic's error."""
 
 _OR_ONE = frozenset({"stop"})
 """Fields that take an array of strings, or one string for an array of one."""
@@ -37,7 +37,7 @@ _SHOWN_NAME = 64
 """Characters of an unknown field's name that an error repeats."""
 
 _LISTED_NAMES = 16
-"""Names that an error lists where none is near; a request's own are too many."""
+"""Most names that an error lists if no known name is similar. A request has too many fields."""
 
 
 def request_error(
@@ -94,7 +94,7 @@ def request_error(
 
 @cache
 def _properties(model: type[BaseModel]) -> dict[str, Any]:
-    """Takes pydantic some milliseconds to make."""
+    """Return the JSON schema of a model. It is kept, because pydantic needs some milliseconds for it."""
     properties: dict[str, Any] = model.model_json_schema()["properties"]
     return properties
 
@@ -111,7 +111,7 @@ def _elements(model: type[BaseModel], name: str) -> str:
 
 
 def _number_rule(model: type[BaseModel], name: str) -> str:
-    """ "a finite number from 0 to 10", from the field's own bounds."""
+    """Return the bounds of a field in words, such as "a finite number from 0 to 10"."""
     schema = _schema(model, name)
     schema = schema.get("items", schema)
     rule = "a whole number" if schema.get("type") == "integer" else "a finite number"

@@ -1,11 +1,11 @@
-"""What a request leaves out, filled in from the model's defaults and from presets: see ``fill``. Pure."""
+"""Fill in the options that a request leaves out, from the model's defaults and from presets. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, Final
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "none": {},
-    # what keeps small models from the loops that they fall into
+    # These values keep small models from falling into loops.
     "steady": {"repetition_penalty": 1.11, "frequency_penalty": 0.03},
 }
 """Sampling parameters by a name, which a request or a model's defaults may give as ``preset``."""

@@ -1,4 +1,4 @@
-"""What clients ask a model beside generating: the bodies of ASK, validated. ``model`` is the supervisor's to read.
+"""The questions that a worker answers: the bodies of ASK, validated. The supervisor reads the key ``model``.
 
 tokenize    {prompt | messages, tools?, ...}  ->  {token_ids: bin, u32 little endian, count}
 detokenize  {token_ids: bin}                  ->  {text}
@@ -14,7 +14,7 @@ from protocol.sampling_params import FieldsDisagree
 
 
 class Tokenize(ChatFields):
-    """How a prompt, or a conversation with the model's own chat template, is cut into tokens."""
+    """Ask for the tokens of a prompt, or of a conversation as the model's own chat template renders it."""
 
     prompt: str | None = None
 
@@ -26,7 +26,7 @@ class Tokenize(ChatFields):
 
 
 class Detokenize(BaseModel):
-    """The text of token ids."""
+    """Ask for the text of token ids."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -43,8 +43,10 @@ QUESTIONS: dict[str, type[Tokenize] | type[Detokenize]] = {"tokenize": Tokenize,
 
 
 def parse_question(verb: str, body: bytes) -> Tokenize | Detokenize:
-    """The validated question in the body of an ASK. Raises RequestError naming the field, and UNSUPPORTED for a verb
-    that is unknown here."""
+    """Return the validated question in the body of an ASK.
+
+    Raises RequestError, which names the field. Its code is UNSUPPORTED if the verb is unknown here.
+    """
     model = QUESTIONS.get(verb)
     if model is None:
         raise RequestError(f"a worker answers {' and '.join(QUESTIONS)} only", field="verb", code=ErrorCode.UNSUPPORTED)

@@ -1,6 +1,6 @@
-"""What a client may ask of a model: the body of GENERATE, validated.
+"""The body of GENERATE, validated.
 
-The worker is the authority; clients send what they are given and get an error that names the field.
+The worker decides what is valid. Clients send what the program gives them, and get an error that names the field.
 """
 
 import json
@@ -37,14 +37,14 @@ ALIASES = {
     "guidance_scale": "cfg_scale",
     "dry_penalty_last_n": "dry_range",
 }
-"""Other names of fields, as OpenAI's and the EXL2 community's servers have them. Giving a field twice is an error. And
-one other value: a top_k of -1 is 0, off."""
+"""Other names of fields, which OpenAI's and the EXL2 community's servers use. A field that is given twice is an error.
+There is another value, too: a top_k of -1 means 0, which is off."""
 
 ELSEWHERE = {
     "n": "one request has one answer: send n requests (the Python client's `choices` does)",
     "stream": "every answer is a stream",
 } | dict.fromkeys(ROUTE_KEYS, "it is a key of GENERATE's route, which stands before the body")
-"""Names that other servers or the route have and a body has not, each with the remedy."""
+"""Names that stand in the route, or that only other servers know, each with the remedy."""
 
 CONSTRAINTS = ("json_schema", "regex", "choice")
 """Fields that give the answer a shape."""
@@ -53,7 +53,7 @@ LONGEST_SCHEMA = 1 << 18
 
 
 def _schema_text(given: Any) -> Any:
-    """A JSON schema, a map or its JSON text, as text without spaces. Raises ValueError, without repeating any of it."""
+    """Return a JSON schema, given as a map or as text, as text without spaces. Raises ValueError."""
     if not isinstance(given, str | dict):
         if given is None:
             return None
@@ -189,9 +189,11 @@ class GenerateRequest(SamplingParams, ChatFields):
 def parse_generate(
     body: bytes, defaults: Mapping[str, Any] = MappingProxyType({}), limits: Mapping[str, Any] = MappingProxyType({})
 ) -> GenerateRequest:
-    """The validated request in a GENERATE body. Raises RequestError naming the field, its value and its limit.
+    """Return the validated request in the body of a GENERATE.
 
-    defaults, limits  the model's, as ``protocol.sampling_defaults`` passed them
+    defaults, limits  those of the model, which ``protocol.sampling_defaults`` has checked
+
+    Raises RequestError, which names the field, its value and its limit.
     """
     try:
         fields = unpack_body(body)
@@ -199,7 +201,7 @@ def parse_generate(
         raise RequestError(e.message, field="body") from None
     given = _rename(fields)
     if type(top_k := fields.get("top_k")) is int and top_k == -1:
-        fields["top_k"] = 0  # as other servers have it
+        fields["top_k"] = 0  # other servers write -1 for off
     set_by_model = fill(fields, defaults)
     try:
         request = GenerateRequest.model_validate(fields)
@@ -214,7 +216,7 @@ def parse_generate(
 
 
 def _rename(fields: dict[str, Any]) -> dict[str, str]:
-    """Give fields their own names. {name: name that was given}, for errors. Raises RequestError for one given twice."""
+    """Replace other names of fields. Return {name: given name}. Raises RequestError for a field given twice."""
     given: dict[str, str] = {}
     for alias, name in ALIASES.items():
         if alias not in fields:

@@ -1,4 +1,4 @@
-"""A model's sampling defaults and hard limits, as models.yaml has them: whether they can be meant. Pure.
+"""Check a model's sampling defaults and hard limits, which stand in models.yaml. Pure.
 
     sampling: {preset: steady, temperature: 0.7, max_tokens: 512}
     limits: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
@@ -29,12 +29,12 @@ LIMITS: Final[Mapping[str, type]] = {
     "prompt_tokens": int, "max_tokens": int, "min_tokens": int, "top_logprobs": int, "temperature": float,
     "max_temp": float, "cfg_scale": float,
 }  # fmt: skip
-"""Keys of ``limits``. prompt_tokens is the length of the prompt; each other the most that the field may be."""
+"""Keys of ``limits``. prompt_tokens is the longest prompt. Every other key is the most that the option may be."""
 _LEAST: Final = {"prompt_tokens": 1, "max_tokens": 1}
 
 
 class DefaultsProblem(ValueError):
-    """``key`` is what has to be mended, None if it is the whole; ``problem`` what is wrong, for people."""
+    """A value in models.yaml cannot be meant. ``key`` has to be mended, or all if it is None. ``problem`` says why."""
 
     def __init__(self, key: str | None, problem: str) -> None:
         super().__init__(f"{key}: {problem}" if key else problem)
@@ -42,7 +42,7 @@ class DefaultsProblem(ValueError):
 
 
 def check_sampling(sampling: Any) -> None:
-    """Raises DefaultsProblem for a ``sampling`` that no request could have, alone."""
+    """Raise DefaultsProblem for a ``sampling`` whose values no request could have."""
     _check_keys(sampling, DEFAULTS)
     preset = sampling.get("preset", "none")
     if not isinstance(preset, str) or preset not in PRESETS:
@@ -59,7 +59,7 @@ def check_sampling(sampling: Any) -> None:
 
 
 def check_limits(limits: Any, sampling: Mapping[str, Any]) -> None:
-    """Raises DefaultsProblem for ``limits`` that are none, or that a request breaks which leaves all to the defaults.
+    """Raise DefaultsProblem for limits that are invalid, or that a request without any option would break.
 
     sampling  as ``check_sampling`` passed it
     """

@@ -1,4 +1,4 @@
-"""What a client holds of an answer while it comes, and what it hands out."""
+"""The parts of an answer that a program gets, and what the client keeps of a request and of a call."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -87,7 +87,7 @@ class Completion:
 
 @dataclass(slots=True)
 class StreamState:
-    """One request, from GENERATE to the last thing its reader took.
+    """The state of one request, from GENERATE until its reader has taken the last delta.
 
     deltas    arrived, not yet taken
     report    the newest, not yet taken
@@ -117,7 +117,7 @@ class StreamState:
 
 @dataclass(slots=True)
 class CallState:
-    """One CALL and its answer."""
+    """The state of one CALL, and its reply."""
 
     id: int
     ended: bool = False
@@ -129,7 +129,7 @@ Touched = StreamState | CallState
 
 
 def read_logprobs(token_ids: tuple[int, ...], entries: Any) -> tuple[TokenLogprob, ...]:
-    """Those of an event, as ``protocol.messages`` has them. Raises FrameError for anything else."""
+    """Return the log-probabilities of an event from the wire. Raises FrameError if they have another shape."""
     try:
         if len(entries) != len(token_ids):
             raise ValueError
@@ -156,7 +156,7 @@ _REPORTS: dict[str, dict[str, type]] = {
 
 
 def read_report(fields: dict[str, Any]) -> Progress | None:
-    """What REPORT says, as ``protocol.messages`` has it; None for a phase that is unknown here, or nonsense."""
+    """Return the content of a REPORT. None if its phase is unknown here, or if a value has the wrong type."""
     expected = _REPORTS.get(str(fields.get("phase")))
     if expected is None or any(type(fields.get(name)) is not kind for name, kind in expected.items()):
         return None
@@ -164,7 +164,7 @@ def read_report(fields: dict[str, Any]) -> Progress | None:
 
 
 def token_ids_in(result: dict[str, Any]) -> tuple[int, ...]:
-    """The ids that ``tokenize`` found. Raises INTERNAL for a reply of another shape."""
+    """Return the token ids in the reply to ``tokenize``. Raises INTERNAL for a reply of another shape."""
     packed = result.get("token_ids")
     if type(packed) is not bytes or len(packed) % 4:
         raise WireError(ErrorCode.INTERNAL, "the reply to tokenize holds no token ids")
@@ -172,7 +172,7 @@ def token_ids_in(result: dict[str, Any]) -> tuple[int, ...]:
 
 
 def text_in(result: dict[str, Any]) -> str:
-    """The text that ``detokenize`` made. Raises INTERNAL for a reply of another shape."""
+    """Return the text in the reply to ``detokenize``. Raises INTERNAL for a reply of another shape."""
     text = result.get("text")
     if type(text) is not str:
         raise WireError(ErrorCode.INTERNAL, "the reply to detokenize holds no text")

@@ -26,7 +26,7 @@ class AsyncStream(StreamBase):
     _connection: LoopConnection
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        # an object of its own, which dies with the loop: the loop was left even where the stream is still referred to
+        # An iterator of its own ends with the loop, even if a name still holds the stream.
         return _Loop(self)
 
     async def __anext__(self) -> Delta:
@@ -45,7 +45,7 @@ class AsyncStream(StreamBase):
                     f"no event of request {self.request_id} within {self._timeout} s: it was cancelled"
                 ) from None
             except asyncio.CancelledError:
-                # a cancelled task can be kept for long, and its frames with it: do not leave this to the stream's end
+                # A cancelled task, and its frames, can be kept for long. So close the stream now.
                 self.close()
                 raise
 
@@ -66,13 +66,13 @@ class AsyncStream(StreamBase):
         return self._completion()
 
     async def _wait_any(self, streams: "Sequence[AsyncStream]", timeout: float | None) -> None:
-        """Until something happens to one of these. Raises TimeoutError."""
+        """Wait until something happens to one of these. Raises TimeoutError."""
         if not any(stream._stirred for stream in streams):
             await self._connection.wait([stream._state for stream in streams], timeout)
 
 
 class _Loop(Generic[T]):
-    """What an ``async for`` loop over an AsyncStream or AsyncChoices holds. Its end is the end of the loop."""
+    """The iterator of an ``async for`` loop over an AsyncStream or AsyncChoices. It ends when the loop ends."""
 
     __slots__ = ("_read",)
 

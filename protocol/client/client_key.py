@@ -20,7 +20,7 @@ KEY_NAME: Final = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}$")
 _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 FIELDS: Final = ("name", "server_key", "public_key", "secret_key")
 MAX_FILE: Final = 4096
-"""Bytes of a key file; a real one has some 300."""
+"""Most bytes of a key file. A real one has some 300."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ClientKey:
 
 
 def is_key(text: object) -> bool:
-    """Whether this is 32 bytes in Z85. Five of its digits can say more than four bytes hold: libzmq takes none such."""
+    """Return whether a text is 32 bytes in Z85. Five digits can exceed four bytes: libzmq refuses such a text."""
     if not isinstance(text, str) or len(text) != 40:
         return False
     places = [_DIGITS.find(digit) for digit in text]
@@ -52,7 +52,7 @@ def is_key(text: object) -> bool:
 
 
 def parse_client_key(text: str, shown: str) -> ClientKey:
-    """Raises ValueError. No message holds a part of the text: it may be a secret."""
+    """Return the key in a text. Raises ValueError, and never quotes the text, because it may be a secret."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError):
@@ -69,9 +69,9 @@ def parse_client_key(text: str, shown: str) -> ClientKey:
 
 
 def read_private(path: Path, *, limit: int = MAX_FILE) -> str:
-    """The text of a file that nobody but our user (or root) can read or write. Raises ValueError saying what to do."""
+    """Return the text of a file that only the user (or root) can read or write. Raises ValueError with the remedy."""
     try:
-        # what is checked is what is read: the name may come to mean another file meanwhile
+        # Check the open file and not its name, which may mean another file by now.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)

@@ -11,13 +11,13 @@ import time
 from typing import Final
 
 PROBE_S: Final = 1.0
-"""How long the greeting may take."""
+"""Seconds that the greeting may take."""
 _SIGNATURE: Final = b"\xff"
 """The first byte of every greeting of ZMTP 2 and 3."""
 
 
 class GreetingProbe:
-    """One connection to ``tcp://HOST:PORT``, on which nothing is sent.
+    """A connection to ``tcp://HOST:PORT`` on which nothing is sent.
 
     Only the look-up of the host's name can block. libzmq has looked the same name up a moment before.
     """
@@ -38,7 +38,7 @@ class GreetingProbe:
             self.close()
 
     def greeted(self) -> bool | None:
-        """Return whether the listener greets as ZeroMQ does; None while that is not known yet."""
+        """Return whether the listener greets as ZeroMQ does. None while that is not known yet."""
         if self._socket is None:
             return False
         try:

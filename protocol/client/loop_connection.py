@@ -11,11 +11,11 @@ from protocol.client.connection import ClientConnection
 from protocol.client.transport import Transport
 
 _WELCOME = 0
-"""What waits for the greeting, among the ids of requests and calls (which begin at 1)."""
+"""The key under which a task waits for the greeting. The numbers of requests and calls begin at 1."""
 
 
 class LoopConnection(ClientConnection):
-    """Used by the running loop's thread only; ``abandon`` by any."""
+    """A connection for one event loop. Only the thread of the loop may use it. Any thread may call ``abandon``."""
 
     def __init__(self, endpoint: str | None, **more: Any) -> None:
         super().__init__(endpoint, **more)
@@ -35,13 +35,13 @@ class LoopConnection(ClientConnection):
             )
 
     async def wait_change(self) -> None:
-        """Until anything happens."""
+        """Wait until anything happens."""
         await self._wait((_WELCOME,), None)
 
     async def wait(self, states: Collection[Touched], timeout: float | None) -> None:
-        """Until something happens to one of these requests or calls.
+        """Wait until something happens to one of these requests or calls.
 
-        Raises TimeoutError after ``timeout`` seconds, RuntimeError if another task waits for one of them.
+        Raises TimeoutError after ``timeout`` seconds, and RuntimeError if another task waits for one of them.
         """
         await self._wait([state.id for state in states], timeout)
 
@@ -91,7 +91,7 @@ class LoopConnection(ClientConnection):
             self._loop.add_reader(descriptor, self.pump)
 
     def _unwatch(self) -> None:
-        # before they are closed: the next socket may get their numbers
+        # Before the descriptors are closed: the next socket may get their numbers.
         if not self._loop.is_closed():
             for descriptor in self._descriptors:
                 self._loop.remove_reader(descriptor)
@@ -104,7 +104,7 @@ class LoopConnection(ClientConnection):
                 future.set_result(None)
 
     def _settle(self) -> None:
-        """For finalizers above all, which run in any thread: the loop does it, at its next turn."""
+        """Let the loop do at its next turn what was noted. Finalizers call this, in any thread."""
         if self._noted and not (self._settling or self.closed) and os.getpid() == self._pid:
             self._settling = True
             try:

@@ -1,5 +1,7 @@
-"""What a client is given by its user, made into a message's route and body. Judging it is the supervisor's and the
-worker's part: here stands only what the wire cannot carry."""
+"""Make a message's route and body of what a program asks for.
+
+The supervisor and the worker check the values. The client refuses only what the wire cannot carry.
+"""
 
 import json
 from collections.abc import Iterable
@@ -22,9 +24,9 @@ def collect_options(prompt: str | None, options: RequestOptions, *, progress: bo
 
 
 def generate_request(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(body, route) of GENERATE: what was given, None left out.
+    """Return (body, route) of GENERATE. Options that are None are left out.
 
-    Raises RequestError, naming the field, for what cannot be sent.
+    Raises RequestError, which names the field, for a value that cannot be sent.
     """
     body = {name: value for name, value in given.items() if value is not None}
     route = {name: body.pop(name) for name in ROUTE_KEYS if name in body}
@@ -49,7 +51,7 @@ def generate_request(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def choice_requests(given: dict[str, Any], n: int) -> list[dict[str, Any]]:
-    """The same request ``n`` times, its seed counted up. Raises RequestError for an ``n`` that is out of range."""
+    """Return ``n`` requests that differ in their seeds only. Raises RequestError for an ``n`` that is out of range."""
     if type(n) is not int or not 1 <= n <= MOST_CHOICES:
         raise RequestError(f"n is {n!r}: must be a whole number from 1 to {MOST_CHOICES}", field="n")
     if isinstance(given.get("token_ids"), Iterable) and not isinstance(given["token_ids"], bytes):
@@ -59,7 +61,7 @@ def choice_requests(given: dict[str, Any], n: int) -> list[dict[str, Any]]:
 
 
 def pack_token_ids(token_ids: Iterable[int] | bytes) -> bytes:
-    """Ids as the wire has them: u32, little endian. Raises RequestError for anything else; bytes stay as they are."""
+    """Return token ids as u32, little endian. Bytes stay as they are. Raises RequestError for anything else."""
     if isinstance(token_ids, bytes):
         return token_ids
     try:
@@ -72,7 +74,7 @@ def pack_token_ids(token_ids: Iterable[int] | bytes) -> bytes:
 
 
 def tokenize_params(model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The map in CALL's body. Raises RequestError unless exactly one of prompt and messages is given."""
+    """Return the parameters of ``tokenize``. Raises RequestError unless exactly one of prompt and messages is given."""
     params = {name: value for name, value in given.items() if value is not None}
     if ("prompt" in params) == ("messages" in params):
         raise RequestError("give exactly one of prompt and messages", field="prompt")
@@ -81,6 +83,7 @@ def tokenize_params(model: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def pack_fields(fields: dict[str, Any]) -> bytes:
+    """Return a body. Raises RequestError, which names the field, for a value that msgpack cannot carry."""
     try:
         return pack_body(fields)
     except (TypeError, ValueError, OverflowError, RecursionError):

@@ -1,7 +1,7 @@
-"""The client's end of the protocol without any I/O: frames received go in, state changes and frames to send come out.
+"""The client's end of the protocol, without any I/O. Received frames go in, and frames to send come out.
 
-``ClientSession`` holds the table of unfinished requests and calls of one connection. One thread at a time may use it
-(the connection's lock sees to that); the two clients differ only in how they wait for the next frame.
+``ClientSession`` holds the unfinished requests and calls of one connection. One thread at a time may use it: the
+connection's lock ensures that. The two clients differ only in how they wait for the next frame.
 """
 
 from collections import deque
@@ -36,14 +36,14 @@ from protocol.messages import (
 
 
 class ClientSession:
-    """What one connection knows.
+    """The state of one connection: its greeting, its unfinished requests and calls, and the frames to send.
 
     hello    the first frame of the connection
     outbox   frames to send once WELCOME has come, in order
-    welcome  the body of WELCOME, None until it came
-    goaway   why the supervisor takes no new requests, None while it does
-    broken   why the connection is of no more use, None while it is
-    ignored  frames and events that were for nobody (newer kinds, events of requests given up after a fault)
+    welcome  the body of WELCOME. None until it comes
+    goaway   why the supervisor takes no new requests. None while it takes them
+    broken   why the connection has ended. None while it is usable
+    ignored  number of frames and events that no request waits for: of newer kinds, or of requests that were given up
     """
 
     def __init__(self, library: str) -> None:
@@ -54,15 +54,15 @@ class ClientSession:
         self.broken: WireError | None = None
         self.ignored = 0
         self._window = limits.STREAM_WINDOW
-        # requests and calls share one sequence: an ERROR that answers a broken CALL cannot be taken for a request's
+        # Requests and calls share one sequence. So no ERROR that answers a broken CALL has the number of a request.
         self._last_id = 0
         self._streams: dict[int, StreamState] = {}
         self._calls: dict[int, CallState] = {}
 
-    # ---- what the user asks for
+    # ---- what the program asks for
 
     def generate(self, model: str, body: dict[str, Any], route: dict[str, Any] | None = None) -> StreamState:
-        """Queues GENERATE. Raises what ``broken`` holds, DRAINING after GOAWAY, TOO_LARGE, INVALID_REQUEST."""
+        """Queue GENERATE. Raises ``broken``, DRAINING after GOAWAY, TOO_LARGE, or INVALID_REQUEST."""
         self._check_usable()
         if self.goaway is not None:
             raise WireError(ErrorCode.DRAINING, f"the supervisor takes no new requests: {self.goaway}")
@@ -72,7 +72,7 @@ class ClientSession:
         return state
 
     def call(self, verb: str, params: dict[str, Any]) -> CallState:
-        """Queues CALL. Raises what ``broken`` holds, TOO_LARGE, INVALID_REQUEST."""
+        """Queue CALL. Raises ``broken``, TOO_LARGE, or INVALID_REQUEST."""
         self._check_usable()
         message = Call(self._last_id + 1, verb, pack_fields(params))
         self._send_checked(message)
@@ -80,7 +80,7 @@ class ClientSession:
         return state
 
     def take(self, state: StreamState) -> Delta | None:
-        """The next delta in order, None if there is none now. Raises what the request ended with, once."""
+        """Return the next delta in order. None if there is none now. Raises the request's error, once."""
         if state.deltas:
             delta = state.deltas.popleft()
             state.text.append(delta.text)
@@ -96,13 +96,13 @@ class ClientSession:
         return None
 
     def cancel(self, state: StreamState) -> None:
-        """Queues CANCEL, unless one was sent or the request has ended. Its terminal event still comes."""
+        """Queue CANCEL, unless one was sent or the request has ended. The terminal event still comes."""
         if not (state.cancel_sent or state.ended or self.broken):
             state.cancel_sent = True
             self.outbox.append(encode(Cancel(state.id)))
 
     def abandon(self, state: StreamState) -> None:
-        """Nobody will read this stream any more: cancels it, and drops what still arrives."""
+        """Cancel a request whose stream nobody will read any more, and drop what still arrives for it."""
         if state.abandoned:
             return
         state.abandoned = True
@@ -113,22 +113,22 @@ class ClientSession:
             self._streams.pop(state.id, None)
 
     def forget_call(self, state: CallState) -> None:
-        """Nobody waits for this call's REPLY any more."""
+        """Drop the REPLY to a call when it comes, because nobody waits for it any more."""
         self._calls.pop(state.id, None)
 
     def ping(self) -> None:
-        """Queues PING. Whatever comes back is a sign of life, PONG or not."""
+        """Queue PING. Any message that comes back is a sign of life."""
         self.outbox.append(encode(Ping(0)))
 
     @property
     def unfinished(self) -> bool:
-        """Whether anything is awaited."""
+        """Whether a request or a call waits for a message."""
         return bool(self._calls) or any(not state.ended for state in self._streams.values())
 
     # ---- what the connection brings
 
     def receive(self, frame: bytes) -> list[Touched]:
-        """Takes in one frame; the requests and calls it changed. Never raises, whatever the frame holds."""
+        """Take in one frame, and return the requests and calls that it changed. Never raises, whatever the frame is."""
         try:
             message = decode(frame, SUPERVISOR_TO_CLIENT)
             return self._on_message(message)
@@ -136,15 +136,15 @@ class ClientSession:
             if e.code is ErrorCode.UNSUPPORTED:
                 self.ignored += 1
                 return []
-            # the frame may have held somebody's terminal event: waiting on would be waiting for ever
+            # The frame may have held a terminal event. A request that still waited for it would wait for ever.
             return self.lose(f"the supervisor sent a frame that this client cannot read ({e})")
 
     def lose(self, reason: str) -> list[Touched]:
-        """The connection ended: every unfinished request and call gets one ConnectionLost. May be repeated."""
+        """End every unfinished request and call with one ConnectionLost. A second call does nothing."""
         return self._break(ConnectionLost(reason))
 
     def reject(self, reason: str) -> list[Touched]:
-        """The same, with UNAUTHORIZED: there was no session, for want of the right key."""
+        """End every unfinished request and call with UNAUTHORIZED, because the client has not the right key."""
         return self._break(WireError(ErrorCode.UNAUTHORIZED, reason))
 
     def _on_message(self, message: Message) -> list[Touched]:
@@ -206,7 +206,7 @@ class ClientSession:
         if kept := bool(ids or text) and not state.abandoned:
             entries = fields.get("logprobs")
             state.deltas.append(Delta(text, ids, read_logprobs(ids, entries)) if entries else Delta(text, ids))
-        # Last: a thread that reads looks without the lock whether the request has ended and everything was taken.
+        # Set this last. A thread that reads checks without the lock whether the request has ended and all was taken.
         state.ended = bool(terminal)
         if not kept:
             self._consumed(state, 1)
@@ -223,7 +223,7 @@ class ClientSession:
         if state is None or state.ended or report is None:
             self.ignored += 1
             return []
-        # the newest only: a reader that is slow does not want to hear where its request was
+        # Keep the newest only. A slow reader does not need to know where its request was before.
         state.report = report
         state.arrivals += 1
         return [state]
@@ -231,7 +231,7 @@ class ClientSession:
     def _on_error(self, message: Error) -> list[Touched]:
         error = WireError.from_wire(unpack_body(message.body))
         if message.request == 0:
-            # it may be the answer to anything we sent, so nothing unfinished can be counted on any more
+            # It may answer any frame of this client. So no unfinished request can be relied on any more.
             return self._break(error)
         state: Touched | None = self._streams.get(message.request) or self._calls.pop(message.request, None)
         if state is None:
@@ -269,7 +269,7 @@ class ClientSession:
             state.owed = 0
 
     def _fault(self, state: StreamState, what: str) -> StreamState:
-        """The stream broke the protocol: it ends here, with INTERNAL; events that follow are for nobody."""
+        """End a stream that broke the protocol, with INTERNAL. Events that follow are ignored."""
         self.cancel(state)
         state.error = WireError(ErrorCode.INTERNAL, f"the supervisor broke the protocol: {what}")
         state.finish_reason, state.ended = None, True
@@ -286,7 +286,7 @@ class ClientSession:
         self._streams.clear()
         self._calls.clear()
         for state in unfinished:
-            # one exception object each: a traceback is part of it
+            # Each gets an exception object of its own, because a traceback is part of the object.
             state.error, state.ended = error.again(), True
         return unfinished
 

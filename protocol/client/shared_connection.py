@@ -1,7 +1,8 @@
 """A connection that the threads of a process share.
 
-There is one lock, and no thread of its own: of the threads that wait, one waits on the descriptors for all of them,
-without the lock, and takes in what comes. It tells the others what is theirs; when it leaves, another takes its place.
+There is one lock, and the connection has no thread of its own. One of the waiting threads waits on the descriptors for
+all of them, without the lock, and takes in what comes. It wakes the threads that the frames are for. When it leaves,
+another thread takes its place.
 """
 
 import math
@@ -17,11 +18,11 @@ from protocol.client.connection import ClientConnection, check_welcomed
 from protocol.client.transport import Transport
 
 _LONGEST_WAIT_S = 1.0
-"""After which a waiting thread looks for itself, whatever it was told."""
+"""A waiting thread looks for itself after this time, even if no other thread has woken it."""
 
 
 class SharedConnection(ClientConnection):
-    """Everything that takes the lock may be called from any thread; ``pump`` by whoever holds the lock."""
+    """A connection for threads. Any thread may call what takes the lock. Only the holder of the lock calls ``pump``."""
 
     lock: "threading.RLock"
 
@@ -35,13 +36,15 @@ class SharedConnection(ClientConnection):
         self._nudged = False
 
     def wait_welcome(self) -> None:
-        """Connects. Raises ConnectionLost, or what the supervisor refused this client with."""
+        """Wait until WELCOME has come. Raises ConnectionLost, or the error with which the supervisor refuses."""
         self.wait((), lambda: check_welcomed(self), None)
 
     def wait(self, states: Collection[Touched], done: Callable[[], bool], timeout: float | None) -> bool:
-        """Until ``done``, which these requests and calls decide; False if ``timeout`` seconds passed first.
+        """Wait until ``done`` returns True. Return False if ``timeout`` seconds pass first.
 
-        Sees the end of the connection, too. Raises RuntimeError if another thread waits for one of them.
+        states  the requests and calls that ``done`` depends on. The end of the connection changes them, too
+
+        Raises RuntimeError if another thread waits for one of them.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -70,7 +73,7 @@ class SharedConnection(ClientConnection):
 
     def check(self) -> None:
         super().check()
-        # The lock could be taken again, in the midst of what it guards.
+        # This thread could take the lock again, in the middle of the work that the lock guards.
         if _is_held_here(self.lock):
             raise RuntimeError(
                 "this client was used by a signal handler, or a finalizer, that interrupted its own work: "
@@ -79,7 +82,7 @@ class SharedConnection(ClientConnection):
 
     def cancel(self, state: StreamState) -> None:
         self.check_process()
-        # never blocks: a signal handler may be what calls it, and the lock be held by what it interrupted
+        # Never block: a signal handler may call this, and the interrupted code may hold the lock.
         self._noted.append((self.session.cancel, state))
         self._settle()
 
@@ -112,9 +115,9 @@ class SharedConnection(ClientConnection):
             next(iter(self._waiters.values())).notify()
 
     def _poll(self, waiter: threading.Condition, seconds: float) -> None:
-        """Waits on the descriptors, and lets go of the lock meanwhile."""
+        """Wait on the descriptors, and release the lock meanwhile."""
         if self._nudged:
-            # Here, not when the poll is over: by then another thread may be polling, and this its nudge.
+            # Do this before the poll. After it, another thread may poll, and the nudge be for it.
             self._nudged = False
             try:
                 os.eventfd_read(self._wakeup)
@@ -123,25 +126,25 @@ class SharedConnection(ClientConnection):
         poller = self._poller
         self._polling = waiter
         try:
-            # An interrupt may come right after any call. Within this block it leaves the lock as it has to be; and
-            # nobody may wait for a poll that is over, so that is said before the lock is taken again.
+            # An interrupt may come right after any call. Within this block, it leaves the lock as it has to be. No
+            # thread may wait for a poll that is over. So ``_polling`` is reset before the lock is taken again.
             self.lock.release()
-            # who dropped a stream while we held the lock could not cancel it, and counts on us
+            # A thread that dropped a stream while this one held the lock relies on this one to cancel it.
             if not self._noted:
-                # rounded up: a poll of 0 ms for the last fraction would spin
+                # Round up: a poll of 0 ms for the last fraction would spin.
                 poller.poll(math.ceil(seconds * 1000))
         finally:
             self._polling = None
             self.lock.acquire()
 
     def _nudge(self) -> None:
-        """Ends the poll, if there is one."""
+        """End the poll of another thread, if there is one."""
         if self._polling is not None:
             self._nudged = True
             os.eventfd_write(self._wakeup, 1)
 
     def _watch(self, transport: Transport) -> None:
-        # A new one: a thread may be waiting with the old one.
+        # Make a new poll object: a thread may be waiting with the old one.
         self._poller = select.poll()
         for descriptor in (*transport.descriptors, self._wakeup):
             self._poller.register(descriptor, select.POLLIN)
@@ -161,8 +164,8 @@ class SharedConnection(ClientConnection):
                 waiter.notify()
 
     def _settle(self) -> None:
-        # Whoever holds the lock comes here after letting go of it (or looks in ``_poll``), so what was noted just
-        # before is seen. A lock that is taken may be our own: a finalizer runs in the midst of anything.
+        # The thread that holds the lock comes here after releasing it, or looks in ``_poll``. So it sees what was noted
+        # just before. This very thread may hold the lock, because a finalizer runs at any time.
         while self._noted and self._is_free() and self.lock.acquire(blocking=False):
             try:
                 if not self.closed:
@@ -175,7 +178,7 @@ class SharedConnection(ClientConnection):
         return not (self.closed or _is_held_here(self.lock)) and os.getpid() == self._pid
 
     def _nudge_for_input(self) -> None:
-        """Sending may have consumed the edge that would have told the polling thread of input."""
+        """Wake the polling thread if there is input. Sending may have consumed the edge that would have woken it."""
         if (
             self._polling is not None
             and self.transport is not None
@@ -186,6 +189,6 @@ class SharedConnection(ClientConnection):
 
 
 def _is_held_here(lock: "threading.RLock") -> bool:
-    """Whether this very thread holds it. threading.Condition asks the same way."""
+    """Return whether this thread holds a lock. threading.Condition asks in the same way."""
     held: bool = lock._is_owned()  # type: ignore[attr-defined]
     return held

@@ -1,4 +1,7 @@
-"""One try to reach the supervisor: a DEALER, its monitor, and what the monitor tells. Nothing here blocks."""
+"""One try to reach the supervisor: a DEALER socket, its monitor, and what the events of the monitor mean.
+
+Nothing here blocks.
+"""
 
 import os
 import time
@@ -16,16 +19,17 @@ from protocol.process.runtime_paths import ENVIRONMENT_VARIABLE, PAUSED, ipc_pat
 from protocol.process.socket_calls import monitor_event
 
 LINGER_MS: Final = 200
-"""How long closing waits for the last frames (a CANCEL, mostly) to leave."""
+"""Milliseconds that closing waits until the last frames, mostly CANCEL, are sent."""
 IPC_HEARTBEAT_MS = (1000, 4000, 6000)
-"""Milliseconds between heartbeats, until a peer that does not answer them is given up, and until that peer gives us up.
-The second must exceed the transfer of the largest frame, or heartbeats end the connection in the middle of it."""
+"""Milliseconds between heartbeats, until the client gives up a peer that does not answer, and until that peer gives up
+the client. The second must be longer than the transfer of the largest frame. Else heartbeats end the connection in the
+middle of a frame."""
 TCP_HEARTBEAT_MS = (2000, 10_000, 12_000)
 """As IPC_HEARTBEAT_MS, for connections to other machines."""
 
 SLOW_HANDSHAKE_S: Final = 2.5
-"""A supervisor ends a handshake that takes longer than 3 s, also where it is the supervisor that is slow. An end that
-comes sooner than this after the first try to connect has another reason."""
+"""Seconds. A supervisor ends a handshake that takes longer than 3 s, even if the supervisor itself is slow. An end that
+comes sooner than SLOW_HANDSHAKE_S has another reason."""
 
 _NEEDS_A_KEY: Final = "a supervisor admits clients over TCP with a key only: give key=, or --key-file"
 _MECHANISM_MISMATCH: Final = 0x11000002
@@ -46,7 +50,7 @@ RECONNECT_MS = 1_000_000_000
 
 
 class Transport:
-    """Connects at once, without waiting. ``read_monitor`` sends ``hello`` once the listener is trusted.
+    """A connection that is being made, or was made. The constructor begins to connect, without waiting.
 
     hello  the first frame of the connection
     key    for TCP
@@ -54,11 +58,11 @@ class Transport:
     Raises ValueError if ``endpoint`` is not an endpoint, ZMQError if no socket can be made.
 
     connected  whether a listener took the connection
-    trusted    whether frames may be sent and read: over ipc, whether the listener is a process of our own user. Over
-               TCP the handshake with the key sees to that, before libzmq sends any frame
-    refused    whether the listener is not for this client: trying again is of no use
-    barred     whether it ended for want of the right key
-    overdue    whether the handshake ended so late that the supervisor may just have been too busy for it
+    trusted    whether frames may be sent and read. Over ipc: whether the listener is a process of the client's own
+               user. Over TCP the handshake with the key ensures that, before libzmq sends any frame
+    refused    whether the listener is not for this client, so that trying again is of no use
+    rejected   whether the connection ended because the client has not the right key
+    overdue    whether the handshake ended so late that the supervisor may have been too busy for it
     left       whether ``leave`` was called
     """
 
@@ -96,11 +100,12 @@ class Transport:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """Readable when there is something to do: edge-triggered, once for all that happened."""
+        """The descriptors that become readable when there is something to do. They report several events only once."""
         return int(self.socket.get(zmq.FD)), int(self.monitor.get(zmq.FD))
 
     @property
     def has_input(self) -> bool:
+        """Whether a frame can be read."""
         return bool(int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def leave(self) -> None:
@@ -118,6 +123,7 @@ class Transport:
         return self._probe is not None
 
     def hang_up(self, linger_ms: int) -> None:
+        """Close the sockets. Wait up to ``linger_ms`` milliseconds until the last frames are sent."""
         if self._probe is not None:
             self._probe.close()
         self.socket.disable_monitor()
@@ -125,16 +131,16 @@ class Transport:
         self.socket.close(linger=0 if self.left else linger_ms)
 
     def read_monitor(self, goaway: str | None) -> str | None:
-        """Take in what libzmq tells of the connection, and send ``hello`` once it is there and the listener is trusted.
+        """Read what libzmq reports of the connection. Send ``hello`` once the listener is trusted.
 
-        goaway  why the supervisor said that it will end the connection, if it did
+        goaway  the reason in the supervisor's GOAWAY, if it sent one
 
-        Returns why the connection ended, None while it has not.
+        Returns why the connection ended. None while it has not ended.
         """
         end = None
         while True:
             try:
-                # drained always, ended or not: libzmq's I/O thread blocks on a full monitor
+                # Read all events, even after the end: libzmq's I/O thread blocks on a full monitor.
                 number, value = monitor_event(self.monitor)
             except zmq.Again:
                 return end or self._judge_probe()
@@ -251,10 +257,10 @@ class Transport:
 
 
 class Sockets:
-    """What a connection has open. Kept apart from it, so that it can be closed when the connection is dropped unclosed.
+    """The open sockets of a connection. A finalizer closes them if a program drops the connection without closing it.
 
-    The garbage collector may finalize the parts of a cycle in any order, and a context that is destroyed before its
-    sockets are closed waits for them for ever: hence ``weakref.finalize(connection, sockets.close)``, which holds them.
+    The garbage collector may finalize the parts of a cycle in any order. A context that is destroyed before its sockets
+    are closed waits for them for ever. So ``weakref.finalize(connection, sockets.close)`` holds this object.
     """
 
     def __init__(self) -> None:
@@ -264,7 +270,7 @@ class Sockets:
         self._pid = os.getpid()
 
     def close(self) -> None:
-        """Takes LINGER_MS at most. May be repeated; does nothing in a fork, whose parent has them still."""
+        """Close the sockets, within LINGER_MS. Does nothing the second time, and nothing in a fork."""
         if self.closed or os.getpid() != self._pid:
             return
         self.closed = True
@@ -275,21 +281,20 @@ class Sockets:
 
 def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     ipc = endpoint.startswith("ipc://")
-    # Not always: with it, a name of both kinds of address is tried as the newer kind only, where nobody may listen.
+    # Not always: with IPV6 set, libzmq tries a name that has both kinds of address as IPv6 only.
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-    # A new connection is a new session, so libzmq must not reconnect. But told so outright (RECONNECT_IVL=-1), or with
-    # IMMEDIATE=1, it discards at the end of the connection what had arrived and was not read yet, perhaps whole
-    # answers. So it is told to wait eleven days, and ``pump`` disconnects once it has read everything. When libzmq
-    # reconnects by itself, no code asks the kernel who listens. So a client must call ``pump`` within eleven days after
-    # it lost its connection.
+    # A new connection is a new session, so libzmq must not reconnect. With RECONNECT_IVL=-1 or IMMEDIATE=1, libzmq
+    # discards at the end of a connection what has arrived and was not read yet, perhaps whole answers. So libzmq shall
+    # wait eleven days, and ``pump`` disconnects once it has read everything. When libzmq reconnects by itself, no code
+    # asks the kernel who listens. So a client must call ``pump`` within eleven days after it lost its connection.
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_MAX_FRAME)
-    # Without a high-water mark on receiving: at the mark libzmq stops reading, heartbeats with it, and takes a client
-    # that is slow to call us for dead. What can arrive unread is bounded by the credit of each stream.
+    # No high-water mark on receiving. At the mark libzmq stops reading, also the heartbeats, and the supervisor takes a
+    # program that reads slowly for dead. The credit of each stream bounds what can arrive unread.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    # No limit of libzmq's for the handshake: at its end one sees only that there is no connection, as with a wrong key.
-    # ``ClientConnection`` gives up when its patience is over, and knows that nobody has answered.
+    # No time limit of libzmq for the handshake. At that limit the client could only see that the connection ended, as
+    # with a wrong key. ``ClientConnection`` has a time limit of its own, and knows that nobody has answered.
     socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
     interval, timeout, ttl = IPC_HEARTBEAT_MS if ipc else TCP_HEARTBEAT_MS
     socket.setsockopt(zmq.HEARTBEAT_IVL, interval)

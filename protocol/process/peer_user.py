@@ -1,7 +1,7 @@
 """Which user listens at the other end of an ipc connection. The kernel answers, so nobody can forge it.
 
 A client looks only after libzmq has connected. The name of a socket proves nothing: another user may put a socket of
-her own in its place between a check of the name and the connect. The connection itself cannot be exchanged.
+their own in its place between a check of the name and the connect. The connection itself cannot be exchanged.
 
 Only our own user will do. Root is no exception, for two reasons. A supervisor admits its own user only, so no user has
 a use for root's. And the kernel notes who called listen(): systemd, as root, calls it for sockets that it then hands to

@@ -1,5 +1,7 @@
-"""What only our own user may reach: the one place where owners and modes of files with keys and of directories with
-sockets are judged, and what is said of those that will not do."""
+"""Check that only the process's own user can reach a file with a key, or a directory with sockets.
+
+Each check looks at owners and modes. Its error names the path and says what to do.
+"""
 
 import errno
 import os
@@ -8,15 +10,15 @@ from pathlib import Path
 from typing import Final
 
 MAX_LINKS: Final = 40
-"""Symbolic links that are followed on the way to one directory, as the kernel has it."""
+"""Most symbolic links on the way to one directory. The kernel has the same limit."""
 
 
 class NotPrivate(ValueError):
-    """Others can reach it. One line that names the path and what to do."""
+    """Other users can reach a path. The text is one line that names the path and says what to do."""
 
 
 def check_private(path: Path, status: os.stat_result, *, or_roots: bool = True) -> None:
-    """Raise NotPrivate unless a file or directory is ours (or root's), and nobody else can read, write or enter it."""
+    """Raise NotPrivate unless a file or directory is the user's own (or root's) and closed to all other users."""
     if status.st_uid != os.getuid() and not (or_roots and status.st_uid == 0):
         raise NotPrivate(
             f"{path} belongs to uid {status.st_uid}, not to you; make one of your own, or run as its owner"
@@ -31,7 +33,7 @@ def check_private(path: Path, status: os.stat_result, *, or_roots: bool = True) 
 
 
 def make_private(directory: Path) -> None:
-    """Make the directory, and what is missing above it, for our user alone. Raises OSError."""
+    """Make a directory that only its owner can enter, and the missing ones above it. Raises OSError."""
     for place in reversed((directory, *directory.parents)):
         if not os.path.lexists(place):
             place.mkdir(mode=0o700, exist_ok=True)
@@ -39,7 +41,7 @@ def make_private(directory: Path) -> None:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a file in a directory of our own or of root's, and see that only its owner can read it.
+    """Open a file in a directory of the user's own or of root, and let only its owner read the file.
 
     Another user may have made the directory since it was used last. A link that she put there could lead to any file of
     ours, which would be written to. The directory is held open between the look and the opening, so that it cannot be
@@ -58,7 +60,7 @@ def open_private(path: Path, flags: int) -> int:
         os.close(directory)
     status = os.fstat(file)
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
-        os.fchmod(file, 0o600)  # it may have been there before, whatever the umask was then
+        os.fchmod(file, 0o600)  # the file may be an old one, with another mode
     return file
 
 
@@ -102,7 +104,7 @@ def check_runtime_dir(directory: Path) -> None:
     """Raise ValueError, with what to do, if the directory belongs to another user. For clients.
 
     This only makes an error early and clear: the directory may be another one by the time that the client connects.
-    ``protocol.process.peer_user`` is what keeps prompts from other users. A directory that does not exist passes.
+    The check in ``protocol.process.peer_user`` keeps prompts from other users. A directory that does not exist passes.
     """
     try:
         status = os.stat(directory)
@@ -116,7 +118,7 @@ def check_runtime_dir(directory: Path) -> None:
 
 
 def _trusted() -> set[int]:
-    """Return the uids that may do as they please with our files anyway.
+    """Return the uids that can do anything with the user's files in any case.
 
     In a user namespace files of the real root show another uid: that of the owner of the root directory.
     """

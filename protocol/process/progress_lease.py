@@ -1,14 +1,16 @@
-"""How a worker shows that it gets on, to whoever watches it: one word in a page of memory that both have mapped.
+"""The progress lease: how a worker shows the supervisor that it makes progress.
 
-It needs nothing of the worker when it is read, so that it tells of one that is stopped, that holds the GIL for ever or
-that waits for a kernel which never ends. It is written by the thread that loads and steps, between its steps: what
-moves it is progress, not a thread of its own that would go on beating beside a hung engine.
+It is one word in a page of memory that both processes have mapped.
+
+The supervisor reads it without any help of the worker. So it notices a worker that is stopped, that holds the GIL for
+ever, or that waits for a kernel that never ends. The thread that loads and steps writes the word, between its steps. A
+thread of its own would go on writing beside a hung engine.
 
     bits 63..32  counter, one more with each heartbeat (modulo 2**32)
-    bits 31..28  phase, a number of ``Phase``
+    bits 31..28  phase, a number of ``WorkerPhase``
     bits 27..0   lease in milliseconds: the next heartbeat comes within this time
 
-All of it is one aligned word, which the processor writes and reads whole: there are no torn reads to defend against.
+It is one aligned word, which the processor writes and reads whole. So no reading is torn.
 """
 
 import fcntl
@@ -26,7 +28,7 @@ class WorkerPhase(IntEnum):
     """What the worker is about to do when it writes its lease."""
 
     STARTING = 0
-    """Nothing of the worker's own: it has just been started (the supervisor writes this one)."""
+    """The worker's process has just been started. The supervisor writes this phase."""
     LOADING = 1
     """Importing its engine, reading a part of the weights, or a step of the warm-up."""
     IDLE = 2
@@ -37,7 +39,7 @@ class WorkerPhase(IntEnum):
 
 @dataclass(frozen=True)
 class Leases:
-    """Seconds until the next heartbeat, by phase; from a millisecond to MAX_LEASE_S."""
+    """Seconds until the next heartbeat, by phase. Each is between a millisecond and MAX_LEASE_S."""
 
     start_s: float = 60.0
     load_s: float = 300.0
@@ -50,7 +52,7 @@ DEFAULT_LEASES = Leases()
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a page held when it was read.
+    """The content of a page when the supervisor read it.
 
     word   differs from the word of the last reading if and only if there was a heartbeat between (or 2**32 of them)
     phase  None if the page holds something that no worker writes
@@ -73,7 +75,7 @@ def _low_bits(phase: WorkerPhase, lease_s: float) -> int:
 
 
 class WatchedPage:
-    """The watcher's end: makes the page, hands ``descriptor`` to the worker, reads. Raises OSError.
+    """The supervisor's end. It makes the page, hands ``descriptor`` to the worker, and reads. Raises OSError.
 
     A memfd: no disk that can be full, no name that outlives a crash. Its size is sealed: a worker out of its mind that
     cut it short would end its watcher by SIGBUS.
@@ -95,7 +97,7 @@ class WatchedPage:
         return read_word(self._words[0])
 
     def handed_over(self) -> None:
-        """The worker has its own copy of the descriptor."""
+        """Close the descriptor, because the worker has a copy of its own."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -107,9 +109,11 @@ class WatchedPage:
 
 
 class ProgressLease:
-    """The worker's end. One call before each thing that cannot be interrupted; each takes a fraction of a microsecond.
+    """The worker's end. The worker calls a method before each piece of work that cannot be interrupted.
 
-    descriptor  of the page, which is closed here; None where nobody watches (then heartbeats go nowhere)
+    A call takes a fraction of a microsecond.
+
+    descriptor  of the page. The constructor closes it. None if nobody watches: then heartbeats go nowhere
 
     ``words`` and ``step_bits`` are for who writes what ``step`` does without calling it: the first word, with one more
     in its counter, and these bits.
@@ -120,21 +124,21 @@ class ProgressLease:
             self.words = memoryview(bytearray(8)).cast("Q")
         else:
             self.words = memoryview(mmap.mmap(descriptor, PAGE_BYTES)).cast("Q")
-            os.close(descriptor)  # what the worker starts must not inherit it; the mapping stays
+            os.close(descriptor)  # no child of the worker may inherit it. The mapping stays
         self._loading = _low_bits(WorkerPhase.LOADING, leases.load_s)
         self._idle = _low_bits(WorkerPhase.IDLE, leases.idle_s)
         self.step_bits = _low_bits(WorkerPhase.STEP, leases.step_s)
 
     def loading(self) -> None:
-        """A part of the load follows."""
+        """Write that a part of the load follows."""
         self._write(self._loading)
 
     def idle(self) -> None:
-        """A wait for messages follows."""
+        """Write that a wait for messages follows."""
         self._write(self._idle)
 
     def step(self) -> None:
-        """A step of the engine, or the work on one message, follows."""
+        """Write that a step of the engine follows, or the work on one message."""
         self._write(self.step_bits)
 
     def _write(self, bits: int) -> None:

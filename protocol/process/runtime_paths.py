@@ -1,4 +1,4 @@
-"""Where the supervisor's sockets are: one place for the supervisor and everyone who wants to reach it."""
+"""Where the supervisor's sockets are. The supervisor, its workers and the clients all ask here."""
 
 import os
 import shlex
@@ -8,13 +8,13 @@ from protocol.limits import IPC_PATH_MAX
 
 ENVIRONMENT_VARIABLE = "MODELCTL_RUNTIME_DIR"
 PAUSED = ".paused"
-"""Ending of a socket's file while the supervisor takes no new connections through it."""
+"""Ending of the name of a socket's file while the supervisor takes no new connections through the socket."""
 FRONT, ADMIN, BACK = "front", "admin", "back"
 """File names of the sockets for requests, for operators and for workers."""
 
 
 def default_runtime_dir() -> Path:
-    """``$MODELCTL_RUNTIME_DIR``, else ``$XDG_RUNTIME_DIR/modelctl``, else ``/tmp/modelctl-<uid>``. Not created here."""
+    """Return $MODELCTL_RUNTIME_DIR, else $XDG_RUNTIME_DIR/modelctl, else /tmp/modelctl-UID. It may not exist."""
     if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
         return Path(chosen).absolute()
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
@@ -23,22 +23,22 @@ def default_runtime_dir() -> Path:
 
 
 def front_endpoint(runtime_dir: str | os.PathLike[str]) -> str:
-    """Endpoint of the socket for requests. Raises ValueError if the path is too long for a Unix socket."""
+    """Return the endpoint of the socket for requests. Raises ValueError if the path is too long for a Unix socket."""
     return _endpoint(runtime_dir, FRONT)
 
 
 def admin_endpoint(runtime_dir: str | os.PathLike[str]) -> str:
-    """Endpoint of the socket for operators. Raises ValueError if the path is too long for a Unix socket."""
+    """Return the endpoint of the socket for operators. Raises ValueError if the path is too long for a Unix socket."""
     return _endpoint(runtime_dir, ADMIN)
 
 
 def back_endpoint(runtime_dir: str | os.PathLike[str]) -> str:
-    """Endpoint of the socket for workers. Raises ValueError if the path is too long for a Unix socket."""
+    """Return the endpoint of the socket for workers. Raises ValueError if the path is too long for a Unix socket."""
     return _endpoint(runtime_dir, BACK)
 
 
 def check_endpoint(endpoint: str) -> str:
-    """The endpoint itself. Raises ValueError naming path, length and remedy if it is ipc and its path too long."""
+    """Return the endpoint. Raises ValueError with the path, its length and the remedy if an ipc path is too long."""
     path = ipc_path(endpoint)
     if path is not None and (length := len(os.fsencode(path))) > IPC_PATH_MAX:
         raise ValueError(
@@ -49,7 +49,7 @@ def check_endpoint(endpoint: str) -> str:
 
 
 def ipc_path(endpoint: str) -> str | None:
-    """The file behind an ipc endpoint; None for other transports and for abstract sockets (``ipc://@name``)."""
+    """Return the file of an ipc endpoint. None for other transports and for abstract sockets (``ipc://@name``)."""
     path = endpoint.removeprefix("ipc://")
     return None if path == endpoint or path.startswith("@") else path
 

@@ -1,6 +1,6 @@
-"""The calls on a socket that are made for every token, without what pyzmq's wrappers add to them.
+"""The calls on a socket that are made for every token, without the cost of pyzmq's wrappers.
 
-``Socket.send`` of pyzmq looks at arguments that are never given here, and each ``|`` or ``&`` of its flags is a call
+``Socket.send`` of pyzmq looks at arguments that modelctl never gives, and each ``|`` or ``&`` of its flags is a call
 into Python's enum: together as much again as sending takes. A full second exception, ``Again``, costs three times as
 much as asking first whether anything has come.
 """
@@ -25,22 +25,22 @@ AnySocket = zmq.Socket[bytes]
 _send: Callable[[AnySocket, bytes, int], None] = zmq.backend.Socket.send
 _option: Callable[[AnySocket, int], Any] = zmq.backend.Socket.get
 receive_now: Callable[[AnySocket, int], bytes] = zmq.backend.Socket.recv
-"""(socket, DONT_WAIT) → one part. Raises zmq.Again."""
+"""Receive one part. Takes the socket and DONT_WAIT. Raises zmq.Again if there is none."""
 
 
 def send_now(socket: AnySocket, frame: bytes) -> None:
-    """Raises zmq.Again where it would have to wait."""
+    """Send one frame. Raises zmq.Again if it would have to wait."""
     _send(socket, frame, DONT_WAIT)
 
 
 def send_to(socket: AnySocket, routing_id: bytes, frame: bytes) -> None:
-    """From a ROUTER. Raises ZMQError: EHOSTUNREACH where the peer is gone, zmq.Again where it would have to wait."""
+    """Send one frame from a ROUTER to a peer. Raises ZMQError: EHOSTUNREACH if the peer is gone, else zmq.Again."""
     _send(socket, routing_id, _MORE_FOLLOWS)
     _send(socket, frame, DONT_WAIT)
 
 
 def plain_has_input(socket: AnySocket) -> bool:
-    """Whether a message can be received now."""
+    """Return whether a message can be received now."""
     return bool(_option(socket, _EVENTS) & _POLLIN)
 
 
@@ -49,12 +49,12 @@ has_input: Callable[[AnySocket], bool] = plain_has_input if _compiled is None el
 
 
 def has_more(socket: AnySocket) -> bool:
-    """Whether the part received last is not the last of its message."""
+    """Return whether more parts follow the one that was received last."""
     return bool(_option(socket, _RCVMORE))
 
 
 def monitor_event(monitor: AnySocket) -> tuple[int, int]:
-    """(number, value) of the next event that a socket's monitor tells. Raises zmq.Again if there is none.
+    """Return (number, value) of the next event of a socket's monitor. Raises zmq.Again if there is none.
 
     ``zmq.utils.monitor``, which has it, imports asyncio and OpenSSL: 4 MB, and time at every start.
     """

@@ -1,4 +1,4 @@
-"""What the supervisor tells a worker process when it starts it: plain data, the same for every way of starting one."""
+"""The specification with which the supervisor starts a worker process. It is plain data."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ kernels that are loaded later, cuBLAS, attention and logits."""
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine needs to load a model. ``options`` holds only what models.yaml set; engines own their defaults.
+    """What an engine needs to load a model. ``options`` holds only what models.yaml sets: engines own their defaults.
 
     model          name in models.yaml
     engine         "transformers", "exllamav2", or an import string "package.module:Class"
@@ -36,18 +36,18 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker process.
+    """What one worker process needs to know.
 
     generation      number of this start of the model, from 1; part of every EVENTS frame
     visible_devices value of CUDA_VISIBLE_DEVICES, "" for none
     endpoint        ZeroMQ endpoint of the supervisor's worker socket
     routing_id      unguessable identity of this generation on that socket
     log_path        file that takes the worker's stdout and stderr
-    supervisor_pid  the worker ends itself when this is no longer its parent
-    sampling        what requests leave out: ``sampling_defaults.DEFAULTS``, as ``check_sampling`` passed it
-    limits          what requests may not exceed: ``sampling_defaults.LIMITS``, as ``check_limits`` passed it
-    cpus            numbers of the CPUs that it keeps to, those next to its GPUs; empty for all
-    leases          how long it may go without a heartbeat, by what it is doing
+    supervisor_pid  the worker ends when this process is no longer its parent
+    sampling        values for options that requests leave out (``sampling_defaults.DEFAULTS``), checked
+    limits          the most that requests may ask for (``sampling_defaults.LIMITS``), checked
+    cpus            numbers of the CPUs that it may use: those next to its GPUs. Empty: all
+    leases          how long it may go without a heartbeat, by phase
     name            the worker's name for people, such as "letters:2"; empty means the model's name
     """
 
