@@ -153,9 +153,9 @@ def _wound_others() -> None:
     original = Fleet.on_exit
 
     def broken(self: Any, process: Any) -> None:
-        mine = next(replica for replica in self.replicas.values() if replica.process is process)
+        mine = next(replica for replica in self.registry.replicas.values() if replica.process is process)
         original(self, process)
-        for replica in self.replicas.values():
+        for replica in self.registry.replicas.values():
             if replica.model != mine.model and str(replica.state) == "ready" and mine.killed_for is None:
                 self.kill(replica, "a fault put in by a test")
                 time.sleep(0)

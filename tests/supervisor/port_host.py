@@ -21,7 +21,7 @@ def holds_none(channel: int, request: int) -> bool:
     return False
 
 
-class AdminContext:
+class LoopWithPort:
     """``received``: every message so far; ``gone``: the channels that have ended."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], zap: ZapHandler, port: ClientPort) -> None:
@@ -48,7 +48,7 @@ class AdminContext:
         self.context.term()
 
 
-class PortHost(AdminContext):
+class PortHost(LoopWithPort):
     """Of the port over ipc. ``unfinished``: the numbers of requests that go on, on whichever connection."""
 
     def __init__(self, directory: Path) -> None:

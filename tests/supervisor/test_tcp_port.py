@@ -39,10 +39,10 @@ from supervisor.ports.zap import ZapHandler
 from tests.keyed import free_port
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until
-from tests.supervisor.port_host import LOG, AdminContext, holds_none
+from tests.supervisor.port_host import LOG, LoopWithPort, holds_none
 
 
-class TcpHost(AdminContext):
+class TcpHost(LoopWithPort):
     """Of the port over TCP, for the key of one client."""
 
     def __init__(self, directory: Path, address: str = "127.0.0.1") -> None:
