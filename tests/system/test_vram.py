@@ -28,6 +28,12 @@ def load(serving: Serving, box: Box, model: str, gpu: int = 0) -> int:
     return pid
 
 
+def wait_awaited(serving: Serving, model: str) -> None:
+    """Wait until a model is to be started, and has no process because the memory of its last one is not back."""
+    awaited = ("starting", None, "awaited")
+    wait_until(lambda: tuple(map(serving.status(model).get, ("state", "pid", "vram_return"))) == awaited)
+
+
 def wait_log(serving: Serving, text: str) -> None:
     wait_until(lambda: text in serving.log(), what=f"{text!r} in the log")
 
@@ -49,9 +55,7 @@ def test_the_next_worker_waits_for_the_memory_of_the_killed_one(serve: Serve, bo
     assert "gpu 0 12.0 GiB of 80.0 GiB in use, 68.0 GiB free GPU-0a2b3c4d-0000" in shown
     assert "vram_by_gpu GPU 0: 12.0 GiB" in shown
     os.kill(pid, signal.SIGKILL)
-    wait_log(serving, f"a: waits for the VRAM of pid {pid}")
-    status = serving.status("a")
-    assert (status["state"], status["pid"], status["vram_return"]) == ("starting", None, "awaited")
+    wait_awaited(serving, "a")
     assert stays(lambda: serving.status("a")["pid"] is None)
     with serving.client() as client:
         waiting = client.generate("a", "patience", max_tokens=5)  # accepted meanwhile, served afterwards
@@ -139,8 +143,8 @@ def test_two_dead_workers_are_waited_for_each_by_its_own(serve: Serve, box: Box)
     pids = {model: load(serving, box, model, gpu) for gpu, model in enumerate("ab")}
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
-    for model, pid in pids.items():
-        wait_log(serving, f"{model}: waits for the VRAM of pid {pid}")
+    for model in pids:
+        wait_awaited(serving, model)
     box.gives_back(pids["b"])
     serving.wait_state("b", "ready")
     assert serving.status("a")["pid"] is None
@@ -152,18 +156,18 @@ def test_stop_during_the_wait(serve: Serve, box: Box) -> None:
     serving = serve({"a": on(0), "b": on(1)})
     pid = load(serving, box, "a")
     os.kill(pid, signal.SIGKILL)
-    wait_log(serving, "a: waits for the VRAM")
+    wait_awaited(serving, "a")
     serving.order("stop", model="a")
     status = serving.wait_state("a", "stopped")
     assert (status["last_exit"]["reason"], status["vram_return"]) == ("asked", "awaited")
     box.gives_back(pid)
-    wait_log(serving, "a: VRAM back")
+    wait_until(lambda: serving.status("a")["vram_return"] == "back")
     assert stays(lambda: (serving.status("a")["state"], serving.status("a")["pid"]) == ("stopped", None))
     # and once more, now started again while the memory is still out: one worker comes of it
     serving.order("start", model="a")
     pid = load(serving, box, "a")
     os.kill(pid, signal.SIGKILL)
-    wait_log(serving, f"a: waits for the VRAM of pid {pid}")
+    wait_awaited(serving, "a")
     serving.order("restart", model="a")
     assert stays(lambda: serving.status("a")["pid"] is None)
     box.gives_back(pid)
@@ -186,7 +190,7 @@ def test_a_failing_nvml_is_said_once_and_stops_nothing(serve: Serve, box: Box) -
     serving = serve({"a": on(0), "b": on(1)}, restart={"limit": 50, "initial": "10ms", "max": "20ms"})
     pid = load(serving, box, "a")
     os.kill(pid, signal.SIGKILL)
-    wait_log(serving, "a: waits for the VRAM")
+    wait_awaited(serving, "a")
     box.fails("GPU is lost")  # in the middle of the wait: nothing can be waited for any more
     assert serving.wait_state("a", "ready")["vram_return"] == "not back"
     wait_log(serving, "is not back after")
@@ -204,7 +208,7 @@ def test_a_failing_nvml_is_said_once_and_stops_nothing(serve: Serve, box: Box) -
     box.fails(None)
     pid = load(serving, box, "a")
     os.kill(pid, signal.SIGKILL)
-    wait_log(serving, f"a: waits for the VRAM of pid {pid}")
+    wait_awaited(serving, "a")
     box.gives_back(pid)
     assert serving.wait_state("a", "ready")["vram_return"] == "back"
 
@@ -218,7 +222,7 @@ def test_an_nvml_that_fails_at_first_is_used_when_it_answers(serve: Serve, box: 
     pid = load(serving, box, "a")
     wait_until(lambda: serving.status("a")["vram_bytes"])
     os.kill(pid, signal.SIGKILL)
-    wait_log(serving, f"a: waits for the VRAM of pid {pid}")
+    wait_awaited(serving, "a")
     box.gives_back(pid)
     assert serving.wait_state("a", "ready")["vram_return"] == "back"
 
