@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from model_worker.engine import Engine
 from model_worker.engines import build_engine
 from protocol.process.worker_spec import EngineSpec
+from tests.engines.synthetic_model import write_llama
 from tools.demo_models import directory
 
 ENGINES = [
@@ -80,3 +82,10 @@ def stories(load: Callable[[str, str], Engine], engine_name: str) -> Iterator[En
     engine.reset()
     yield engine
     engine.reset()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Write a model of the Llama architecture with few weights. Return its directory."""
+    write_llama(tmp_path / "model")
+    return tmp_path / "model"

@@ -1,0 +1,214 @@
+"""Log-probabilities, guidance and draws of the ExLlamaV2 engine, around the package's own code on the CPU."""
+
+import math
+import random
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from model_worker.engines.exllamav2.sampling import PieceSearch, TokenBias
+from protocol.errors import RequestError
+from tests.engines.exllamav2_cpu.harness import PAGE, VOCAB, Harness
+from tests.engines.exllamav2_cpu.oracle import OracleLogits
+from tests.engines.test_exllamav2_generating import PROMPT, SPECULATION, log_softmax, sampling
+
+
+@pytest.mark.parametrize("speculate", SPECULATION)
+def test_logprobs_are_those_of_the_model_itself(speculate: str | None) -> None:
+    h = Harness(speculate=speculate)
+    options = {
+        "temperature": 1.3, "seed": 5, "top_k": 40, "repetition_penalty": 1.3, "frequency_penalty": 0.5,
+        "logit_bias": {9: 3.0},
+    }  # fmt: skip
+    drawn, greedy = h.submit(PROMPT, 25, sampling(**options), top_logprobs=3), h.submit(PROMPT, 25, top_logprobs=0)
+    h.driver.run()
+    for outcome, top in ((drawn, 3), (greedy, 0)):
+        reported = h.logprobs(outcome)
+        assert [one.token_id for one in reported] == outcome.ids
+        ids = list(PROMPT)
+        for one in reported:
+            true = log_softmax(h.logits(np.array(ids)))
+            assert one.logprob == pytest.approx(true[one.token_id], abs=1e-5)
+            best = np.argsort(-true)[:top]
+            assert [token for token, _ in one.top] == best.tolist()
+            assert [value for _, value in one.top] == pytest.approx(true[best], abs=1e-5)
+            ids.append(one.token_id)
+    assert not h.logprobs(h.answer(PROMPT, 5))
+
+
+# guidance
+
+
+def guided(logits: OracleLogits, prompt: list[int], negative: list[int], scale: float, size: int) -> list[int]:
+    answer: list[int] = []
+    for _ in range(size):
+        ahead, away = (log_softmax(logits(np.array(ids + answer))) for ids in (prompt, negative))
+        answer.append(int((scale * ahead + (1 - scale) * away).argmax()))
+        if answer[-1] == 2:
+            break
+    return answer
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0])
+def test_guidance(scale: float) -> None:
+    h, rng = Harness(pages=16), random.Random(1)
+    pairs = [(h.random_ids(rng, a), h.random_ids(rng, b)) for a, b in ((5, 300), (270, 1), (600, 256))]
+    pairs.append((pairs[2][0], pairs[2][0][:300]))  # shares a page with itself and another
+    greedy = sampling(temperature=0.0, cfg_scale=scale)
+    outcomes = [h.submit(a, 40, greedy, negative_ids=tuple(b)) for a, b in pairs]
+    plain = h.submit(PROMPT, 40)
+    h.driver.run()
+    for outcome, (a, b) in zip(outcomes, pairs, strict=True):
+        assert outcome.ids == guided(h.logits, a, b, scale, 40)
+    assert plain.ids == h.logits.expected(PROMPT, 40)
+    h.driver.assert_idle()
+
+
+def test_a_pair_that_could_never_start_is_refused() -> None:
+    h = Harness(pages=4, batch=2)
+    scaled = sampling(temperature=0.0, cfg_scale=2.0)
+    prompt, other = [5] * 600, [6] * 400
+    with pytest.raises(RequestError, match="needs 5 pages"):
+        h.submit(prompt, 50, scaled, negative_ids=tuple(other))
+    same = h.submit(prompt, 50, scaled, negative_ids=tuple(prompt))  # two pages are the same
+    h.driver.run()
+    assert same.finished is not None
+    with pytest.raises(RequestError, match="two sequences"):
+        Harness(batch=1).submit(prompt[:5], 5, scaled, negative_ids=(5,))
+
+
+@pytest.mark.parametrize("speculate", ["ngram", "draft"])
+def test_guidance_and_speculation_exclude_each_other(speculate: str) -> None:
+    h = Harness(speculate=speculate)
+    assert not {"cfg_scale", "negative_prompt"} & h.engine.capabilities.offered
+    with pytest.raises(RequestError) as e:
+        h.submit(PROMPT, 5, sampling(cfg_scale=2.0), negative_ids=(5,))
+    assert e.value.field == "cfg_scale"
+
+
+# draws that go wrong
+
+
+def test_the_shortcut_for_greedy_draws_what_the_sampler_draws() -> None:
+    """With a penalty of next to nothing the package's sampler does it."""
+    h = Harness()
+    for seed in range(20):
+        bias = {random.Random(seed).randrange(VOCAB): 8.0 for _ in range(3)}
+        shortcut = h.answer(PROMPT, 20, sampling(temperature=0.0, logit_bias=bias))
+        longer = h.answer(PROMPT, 20, sampling(temperature=0.0, logit_bias=bias, repetition_penalty=1.0 + 1e-9))
+        assert shortcut.ids == longer.ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.011, "temperature_last": True},
+        {"min_temp": 0.0, "max_temp": 0.01, "temp_exponent": 10.0},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 10.0, "frequency_penalty": -2.0, "presence_penalty": -2.0},
+        {"temperature": 10.0, "top_p": 1e-300, "min_p": 1e-300, "smoothing_factor": 1e-300},
+        {"mirostat_mode": 2, "mirostat_tau": 0.0, "mirostat_eta": 1.0},
+        {"dry_multiplier": 100.0, "dry_base": 10.0, "dry_allowed_length": 1},
+        {"tfs": 1e-300, "typical_p": 1e-300, "top_a": 1.0, "skew": 10.0},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.01, "skew": -10.0},
+    ],
+)
+def test_extreme_parameters_draw_tokens_and_spare_the_others(options: dict[str, Any]) -> None:
+    h = Harness(OracleLogits(VOCAB, habit=1.0))
+    kept = h.submit(PROMPT, 60)
+    extreme = h.submit(PROMPT, 60, sampling(**({"seed": 1} | options)))
+    h.driver.run()
+    assert all(0 <= token < VOCAB for token in extreme.ids)
+    assert kept.ids == h.logits.expected(PROMPT, 60)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.1}, {"temperature": 1.0}])
+def test_logits_that_are_no_numbers_end_the_process(options: dict[str, float]) -> None:
+    h = Harness()
+    h.submit(PROMPT, 60, sampling(**({"temperature": 0.0} | options)))
+    h.driver.step()
+    with (
+        mock.patch.object(OracleLogits, "__call__", return_value=np.full(VOCAB, np.nan, np.float32)),
+        pytest.raises(RuntimeError, match="not numbers"),
+    ):
+        h.driver.step()
+
+
+def test_an_exception_of_a_step_is_not_survived() -> None:
+    """Keys that were never written count as cached from here on: the engine must not go on, and does not try."""
+    h = Harness()
+    h.submit(PROMPT, 60)
+    h.driver.step()
+    h.model.fail_at = len(h.model.forwards)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        h.engine.step()
+
+
+# XTC
+
+
+def test_xtc_leaves_out_all_likely_tokens_but_the_least_likely() -> None:
+    logits = np.full(VOCAB, -4.0, np.float32)
+    logits[[10, 11, 12, 13]] = 5.0, 4.5, 4.0, 2.0
+    newline = next(i for i, piece in enumerate(pieces()) if "\n" in piece and i > 2)
+    logits[newline] = 4.2
+    probs = np.exp(log_softmax(logits))
+    h = Harness(pages=16, batch=8)
+    counts: Counter[int] = Counter()
+    with mock.patch.object(OracleLogits, "__call__", return_value=logits):
+        for seed in range(4):
+            counts.update(h.answer(PROMPT, 500, sampling(xtc_probability=1.0, xtc_threshold=0.12, seed=seed)).ids)
+    assert [i for i in (10, 11, 12, newline) if probs[i] >= 0.12] == [10, 11, 12, newline]
+    assert not counts[10]
+    assert not counts[11]
+    left = probs.copy()
+    left[[10, 11]] = 0
+    left /= left.sum()
+    total = sum(counts.values())
+    for token in (12, 13, newline):
+        sigma = math.sqrt(left[token] * (1 - left[token]) / total)
+        assert counts[token] / total == pytest.approx(left[token], abs=5 * sigma)
+
+
+def pieces() -> list[str]:
+    result: list[str] = Harness().engine._loaded.tokenizer.get_id_to_piece_list(True)
+    return result
+
+
+def test_xtc_is_tried_as_often_as_asked() -> None:
+    logits = np.full(VOCAB, -9.0, np.float32)
+    logits[[10, 11]] = 5.0, 4.0
+    h = Harness(pages=16)
+    with mock.patch.object(OracleLogits, "__call__", return_value=logits):
+        ids = h.answer(PROMPT, 2000, sampling(xtc_probability=0.5, xtc_threshold=0.1, seed=1)).ids
+    likely = 1 / (1 + math.exp(-1))
+    assert Counter(ids)[10] / len(ids) == pytest.approx(likely / 2, abs=0.05)
+
+
+# DRY
+
+
+def test_sequence_breakers_are_the_tokens_that_hold_them() -> None:
+    search = PieceSearch(["a", "b\n", "", "\n", "xyz", "yz!", "\n\n"])
+    assert search.holding("\n") == {1, 3, 6}
+    assert search.holding("yz") == {4, 5}
+    assert search.holding("az") == frozenset()
+    h = Harness(OracleLogits(VOCAB, habit=1.0))
+    loop = h.answer(PROMPT * 3, 40).ids
+    dry = sampling(temperature=0.0, dry_multiplier=3.0)
+    assert h.answer(PROMPT * 3, 40, dry).ids != loop
+    breakers = tuple({piece for i in set(loop) if (piece := pieces()[i])})
+    broken = dry.model_copy(update={"dry_sequence_breakers": breakers})
+    assert h.answer(PROMPT * 3, 40, broken).ids == loop
+
+
+def test_token_bias_is_undone_for_tokens_taken_back() -> None:
+    bias = TokenBias(sampling(frequency_penalty=0.5, presence_penalty=1.0), 64, (2,))
+    for token in (5, 6, 5):
+        bias.count(token)
+    bias.count_only([5])
+    assert bias.tensor.tolist() == [-1.5 if i == 5 else 0.0 for i in range(64)]
+    assert PAGE == 256

@@ -1,0 +1,233 @@
+"""The directory of keys, and the list of keys that a running supervisor has read from it."""
+
+import json
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from protocol.client.client_key import ClientKey
+from supervisor.config import load_config
+from supervisor.keys.opening import check_opening
+from supervisor.keys.records import KeysProblem, format_clients
+from supervisor.keys.rights import Identity
+from supervisor.keys.ring import HandshakeDecision, KeyRing
+from supervisor.keys.store import CLIENTS, SERVER, KeyStore
+from tests.supervisor.test_keys import INFER, PUBLIC, store_in
+
+
+def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    key = store.add("laptop", INFER, tmp_path / "laptop.key", max_in_flight=2)
+    assert ClientKey.load(tmp_path / "laptop.key") == key
+    assert key.secret_key not in repr(key)
+    assert store.clients() == {key.public_key: Identity("laptop", key.public_key, INFER, 2)}
+    assert store.server_pair()[0] == key.server_key
+    other = store.add("phone", INFER, tmp_path / "phone.key")
+    assert other.server_key == key.server_key, "the supervisor's own pair is made once"
+    assert other.secret_key != key.secret_key
+    store.revoke("laptop")
+    assert list(store.clients()) == [other.public_key]
+    again = store.add("laptop", INFER, tmp_path / "laptop2.key")
+    assert again.public_key != key.public_key
+    for path in (tmp_path / "laptop.key", store.directory / SERVER, store.directory / CLIENTS):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(store.directory.stat().st_mode) == 0o700
+    assert sorted(path.name for path in store.directory.iterdir()) == [CLIENTS, SERVER], "nothing is left beside them"
+
+
+def test_the_server_keeps_no_secret_of_a_client(tmp_path: Path) -> None:
+    key = store_in(tmp_path).add("laptop", INFER, tmp_path / "laptop.key")
+    for path in (tmp_path / "keys").iterdir():
+        assert key.secret_key not in path.read_text()
+
+
+def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    with pytest.raises(KeysProblem, match="is the supervisor's own file"):
+        store.add("a", INFER, store.directory / CLIENTS)
+    store.add("a", INFER, tmp_path / "a.key")
+    before = (tmp_path / "a.key").read_text(), (store.directory / CLIENTS).read_text()
+    with pytest.raises(KeysProblem, match="there is a key 'a' already"):
+        store.add("a", INFER, tmp_path / "b.key")
+    with pytest.raises(KeysProblem, match="exists, and keys are not written over"):
+        store.add("b", INFER, tmp_path / "a.key")
+    with pytest.raises(KeysProblem, match="No such file or directory"):
+        store.add("b", INFER, tmp_path / "nowhere" / "b.key")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(KeysProblem):
+        store.add("b", INFER, tmp_path / "link")
+    assert not (tmp_path / "elsewhere").exists()
+    with pytest.raises(KeysProblem, match="there is no key 'b'"):
+        store.revoke("b")
+    assert ((tmp_path / "a.key").read_text(), (store.directory / CLIENTS).read_text()) == before
+
+
+def test_a_port_is_opened_only_with_keys_that_are_safe(tmp_path: Path) -> None:
+    endpoint, store = "tcp://127.0.0.1:5570", store_in(tmp_path)
+
+    def reported() -> str:
+        with pytest.raises(KeysProblem) as raised:
+            check_opening(endpoint, store.directory)
+        return str(raised.value)
+
+    assert "there are no keys in" in reported()
+    assert "modelctl keys new" in reported()
+    store.add("a", INFER, tmp_path / "a.key")
+    opening = check_opening(endpoint, store.directory)
+    assert opening.secret_key not in repr(opening)
+
+    for path, mode in ((store.directory, 0o700), (store.directory / SERVER, 0o600), (store.directory / CLIENTS, 0o600)):
+        for wrong in (mode | 0o040, mode | 0o004, mode | 0o002, mode | 0o020):
+            path.chmod(wrong)
+            assert f"run `chmod {mode:o} {path}`" in reported()
+        path.chmod(mode)
+        check_opening(endpoint, store.directory)
+
+    secret = (store.directory / SERVER).read_text()
+    other = json.dumps(dict(zip(("public_key", "secret_key"), (PUBLIC, PUBLIC), strict=True)))
+    for broken in (
+        "",
+        "{}",
+        "[]",
+        "[" * 5000,
+        other,
+        other.replace(PUBLIC, "#" * 40),
+        '{"public_key": "x", "secret_key": "y"}',
+        secret.replace('": "', '": "\\u0000'),
+    ):
+        (store.directory / SERVER).write_text(broken)
+        assert "is no key pair" in reported()
+        assert opening.secret_key not in reported()
+    (store.directory / SERVER).write_text(secret)
+    (store.directory / CLIENTS).write_text("nonsense")
+    assert "is not JSON" in reported()
+    (store.directory / CLIENTS).write_text(format_clients([]))
+    assert "no key is on the list" in reported()
+    (store.directory / CLIENTS).unlink()
+    assert "No such file" in reported()
+
+
+def test_a_directory_that_everybody_can_exchange_is_not_used(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    (shared / "deep").mkdir(parents=True)
+    store = KeyStore(shared / "deep" / "keys")
+    store.add("a", INFER, tmp_path / "a.key")
+    shared.chmod(0o777)
+    with pytest.raises(KeysProblem, match=f"run `chmod o-w {shared}`"):
+        check_opening("tcp://127.0.0.1:5570", store.directory)
+    shared.chmod(0o1777)  # as /tmp is: nobody can rename what is another's
+    check_opening("tcp://127.0.0.1:5570", store.directory)
+
+
+def test_what_a_kill_left_behind_is_in_nobodys_way(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    store.add("a", INFER, tmp_path / "a.key")
+    (store.directory / f".{CLIENTS}.new").write_text("half a li")
+    store.add("b", INFER, tmp_path / "b.key")
+    assert [identity.name for identity in store.clients().values()] == ["a", "b"]
+    assert sorted(path.name for path in store.directory.iterdir()) == [CLIENTS, SERVER]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives files away")
+def test_files_of_another_user_are_not_used(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    store.add("a", INFER, tmp_path / "a.key")
+    os.chown(store.directory / SERVER, 65534, 65534)
+    with pytest.raises(KeysProblem, match="belongs to uid 65534"):
+        check_opening("tcp://127.0.0.1:5570", store.directory)
+    os.chown(store.directory / SERVER, 0, 0)
+    os.chown(store.directory, 65534, 65534)
+    with pytest.raises(KeysProblem, match="belongs to uid 65534"):
+        check_opening("tcp://127.0.0.1:5570", store.directory)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is not JSON"),
+        ("[]", "must be an object"),
+        ('{"name": "a"}', "must be an object with the strings"),
+        (
+            json.dumps({"name": "a", "server_key": PUBLIC, "public_key": PUBLIC, "secret_key": "SECRET"}),
+            "secret_key is no key",
+        ),
+        ("x" * 5000, "is longer than"),
+        ("[" * 4000, "is not JSON"),
+        (
+            json.dumps({"name": "\x1b[2J", "server_key": PUBLIC, "public_key": PUBLIC, "secret_key": PUBLIC}),
+            "name is no name",
+        ),
+    ],
+)
+def test_key_files_that_are_none(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "a.key"
+    file.touch(0o600)
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message) as raised:
+        ClientKey.load(file)
+    assert "SECRET" not in str(raised.value)
+    file.chmod(0o644)
+    with pytest.raises(ValueError, match="run `chmod 600"):
+        ClientKey.load(file)
+    with pytest.raises(ValueError, match="no regular file"):
+        ClientKey.load("/dev/null")
+    with pytest.raises(ValueError, match="No such file"):
+        ClientKey.load(tmp_path / "none")
+
+
+def test_a_directory_in_a_home_that_there_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {m: {model_dir: ., engine: 'a:B'}}\nsupervisor: {keys: ~nobody-of-that-name/keys}\n")
+    with pytest.raises(KeysProblem, match=r"supervisor\.keys is '~nobody-of-that-name/keys'"):
+        _ = load_config(file).keys_dir
+
+
+# the list of a running supervisor
+
+
+def test_a_list_that_cannot_be_used_any_more_admits_nobody(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    key = store.add("a", INFER, tmp_path / "a.key")
+    ring = KeyRing(store, logging.getLogger("test"))
+
+    def admits() -> bool:
+        return ring.admit(key.public_key, 0.0) is HandshakeDecision.ADMITTED
+
+    assert admits()
+    (store.directory / CLIENTS).chmod(0o666)
+    assert not admits()
+    (store.directory / CLIENTS).chmod(0o600)
+    assert admits()
+    os.rename(store.directory / CLIENTS, store.directory / "away")
+    assert not admits()
+    (store.directory / CLIENTS).mkdir()
+    assert not admits()
+    (store.directory / CLIENTS).rmdir()
+    os.rename(store.directory / "away", store.directory / CLIENTS)
+    assert admits()
+    store.directory.chmod(0o770)
+    assert not admits()
+
+
+def test_what_a_key_has_used_is_kept_while_the_key_is(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    key = store.add("a", INFER, tmp_path / "a.key", tokens_per_minute=60)
+    ring = KeyRing(store, logging.getLogger("test"))
+    ring.refresh()
+    identity = ring.find(key.public_key)
+    assert identity is not None
+    ring.allowance(identity, 0.0).charge(1000, 0.0)
+    store.add("b", INFER, tmp_path / "b.key")
+    assert ring.refresh()
+    assert not ring.refresh()
+    (store.directory / CLIENTS).chmod(0o644)
+    assert ring.refresh()
+    assert ring.find(key.public_key) is None
+    (store.directory / CLIENTS).chmod(0o600)
+    assert ring.refresh()
+    again = ring.find(key.public_key)
+    assert again is not None
+    assert ring.allowance(again, 0.0).tokens_left(0.0) == -940
