@@ -93,7 +93,7 @@ class Supervisor:
         self._queries = PendingQueries()
         self._probes = Probes()
         self._launcher = LocalLauncher(timers, Orphans(runtime.path, log), log)
-        # Sockets of clients. ZAP has to be answered before the first socket is bound.
+        # Sockets of clients. The ZAP handler has to exist before the first socket is bound.
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
         ring = None if opening is None else KeyRing(opening.store, log)
