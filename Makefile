@@ -51,10 +51,12 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.serving
 
+# TORCH_INDEX lacks many versions of what torch needs, also those that constraints.txt asks for. So torch alone comes from
+# there, and the next step installs what it needs from pip's own index.
 $(VENV)/.run: pyproject.toml setup.py constraints.txt tools/make_venv.py $(COMPILED)
 	test -x $(BIN)/pip || $(PYTHON) tools/make_venv.py $(VENV)
 	@$(BIN)/python tools/downloads.py run "$(TORCH_INDEX)"
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
 	$(PIP) --editable '.[embedded]'
 	@$(BIN)/modelctl --version # whether the modules were compiled: pip does not show why not
 	touch $@
