@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from model_worker.engines.paged import attention as paged_attention
-from model_worker.engines.paged import launch as paged_triton
 from model_worker.engines.paged import sdpa as paged_sdpa
 from model_worker.engines.paged.attention import flash_attn_with_kvcache
 from model_worker.engines.paged.step import Shape, Step
@@ -93,15 +92,6 @@ def test_the_check_of_this_gpu_finds_the_kernels_right(head_dim: int) -> None:
         pytest.skip("this GPU is older than Ampere: SDPA is used")
     said = paged_attention.check(torch.device("cuda", 0), heads=8, kv_heads=2, head_dim=head_dim, window=100)
     assert said == f"paged: {paged_cases.way('Triton').name}"
-
-
-def test_what_is_kept_for_merging_is_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU of 132 multiprocessors, a table without end: no memory is taken here."""
-    monkeypatch.setattr(paged_triton, "_multiprocessors", lambda device: 132)
-    shape = Shape(64, 1, 32, 8, 128, 256, True, -1, 0.1, 0.0, torch.float16)
-    items, rows = 2 * 64 + 64, 16
-    expected = 4 * (items * 8 * rows * (128 + 2) + 64 * 8)
-    assert paged_triton.scratch_bytes(shape, torch.device("cpu")) == expected
 
 
 def test_what_a_step_shares_is_computed_once_and_not_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,15 +99,6 @@ def split_parts(shape: Shape, device: torch.device, tiles: int) -> tuple[int, in
     return max(1, 2 * _multiprocessors(device) // (shape.kv_heads * tiles), 2 * shape.batch), 256
 
 
-def scratch_bytes(shape: Shape, device: torch.device) -> int:
-    """Return the most bytes of GPU memory for merging the parts of a step of few queries (``_Scratch``), without the
-    pages."""
-    blocks = split_blocks(shape, device)
-    tiles = -(-shape.q_len * shape.group // blocks.m)
-    cells = (split_parts(shape, device, tiles)[0] + shape.batch) * shape.kv_heads * tiles * blocks.m
-    return 4 * (cells * (_power(shape.head_dim) + 2) + shape.batch * shape.kv_heads * tiles)
-
-
 class _Scratch:
     """Memory that all launches of one device share, because they run one after another on its stream."""
 
