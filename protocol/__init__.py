@@ -1,8 +1,9 @@
-"""What two processes of modelctl must agree on: messages, limits, errors, requests, and the client's end of it.
+"""The contract between two processes of modelctl: messages, limits, errors and requests.
 
-Internal. Programs import the clients from ``modelctl``.
+``protocol.client`` is the client's end of a connection. ``protocol.process`` is what the processes of a machine share.
+All of it is internal: programs import the clients from ``modelctl``.
 """
 
 __version__ = "0.1.0"
-"""The version of the distribution. It stands here, because every process needs it and this package imports no other;
-people find it as ``modelctl.__version__``."""
+"""The version of the distribution. It stands here, because every process needs it and this package imports no other.
+Programs find it as ``modelctl.__version__``."""

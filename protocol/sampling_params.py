@@ -1,6 +1,6 @@
-"""How the next token is drawn: the fields of a request that every engine may offer, with their limits and defaults.
+"""The fields of a request that say how the next token is drawn, with their limits and defaults.
 
-Defaults are neutral (the engines' own are not) and stand here once.
+The defaults are neutral. Those of the engines are not, so an engine gets every value from here.
 """
 
 import math
@@ -16,7 +16,7 @@ DRY_LONGEST = 20
 
 
 class FieldsDisagree(ValueError):
-    """Fields that are right each by itself. ``field`` is the one to mend, ``rule`` what is wrong with it."""
+    """Fields that are valid alone and not together. ``field`` is the one to mend, and ``rule`` says what is wrong."""
 
     def __init__(self, field: str, rule: str) -> None:
         super().__init__(rule)
@@ -24,7 +24,7 @@ class FieldsDisagree(ValueError):
 
 
 def _biases(given: Any) -> Any:
-    """{id: bias} with its ids as integers. On the wire they are strings, as in JSON."""
+    """Return {id: bias} with integers as ids. On the wire they are strings, as in JSON."""
     if not isinstance(given, dict):
         return given
     if len(given) > MOST_BIASES:

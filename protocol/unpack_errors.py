@@ -1,4 +1,4 @@
-"""Why msgpack refused bytes, in the terms of the wire. msgpack's own exceptions name Python's classes, or nothing."""
+"""Say why msgpack refused bytes, in words of the wire. The exceptions of msgpack name classes of Python, or nothing."""
 
 import re
 
