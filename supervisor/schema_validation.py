@@ -80,6 +80,8 @@ def _fit(hint: Any, value: Any, path: Path, flaws: list[Flaw], within: Within | 
         inner, rule = parts
         if isinstance(rule, Within):
             return _fit(inner, value, path, flaws, rule)
+        if isinstance(value, str) and not _is_text(value):  # here, so that no function that reads a value can forget it
+            return _refuse(value, path, flaws, f"must be {_NAMES[str]}")
         try:
             return rule.how(value)
         except ValueError as e:

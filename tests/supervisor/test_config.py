@@ -322,7 +322,7 @@ def test_every_key_is_documented() -> None:
     """The file that is shipped shows, or comments on, every key of a model and of the section ``supervisor``."""
     text = (ROOT / "models.yaml").read_text()
     keys = [*ModelConfig.__dataclass_fields__, *SupervisorConfig.__dataclass_fields__]
-    assert not [key for key in keys if f"{key}:" not in text and key not in ("options", "threads")]
+    assert not [key for key in keys if f"{key}:" not in text]
 
 
 def test_leases_are_the_supervisors_or_the_models_own(tmp_path: Path) -> None:

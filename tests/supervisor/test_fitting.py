@@ -51,6 +51,7 @@ def test_what_fits() -> None:
         ("name", 5, ("name",), "is 5: must be text"),
         ("name", None, ("name",), "is null: must be text"),
         ("name", "\ud800", ("name",), r"is '\ud800': must be text"),
+        ("half", "\ud800", ("half",), r"is '\ud800': must be text"),
         ("flag", 1, ("flag",), "is 1: must be true or false"),
         ("flag", None, ("flag",), "is null: must be true or false"),
         ("share", 0, ("share",), "is 0: must be a number above 0, at most 1"),
