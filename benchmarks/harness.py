@@ -1,4 +1,4 @@
-"""What the measurements of served models share: a supervisor of their own, requests, and the times of answers."""
+"""Shared parts of the measurements of served models: a supervisor of their own, requests, and the times of answers."""
 
 import argparse
 import asyncio

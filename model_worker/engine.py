@@ -37,7 +37,7 @@ class LoadError(Exception):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How a model wants a conversation written: a jinja template, which ``rendering.Renderer`` renders.
+    """A model's format of conversations: a jinja template, which ``rendering.Renderer`` renders.
 
     special_tokens  the tokens that the template knows by name, {"bos_token": "<s>", "eos_token": ...}
     tool_source     the template for conversations with tools, if the model has another one for them
@@ -50,7 +50,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine offers. The worker reads this after load() and refuses a request for anything else by name.
+    """The features of a loaded engine. The worker refuses a request for anything else by name.
 
     context         tokens of prompt and answer together, and of negative prompt and answer together
     max_batch_size  requests that are decoded together
@@ -160,7 +160,7 @@ class Finished:
 
 @dataclass(slots=True)
 class Prefilling:
-    """How many tokens of a job's prompt have been computed. Cached tokens count as done.
+    """The progress of a job's prompt: ``done`` of ``total`` tokens are computed. Cached tokens count as done.
 
     An engine reports this each time it interrupts the computation of a prompt. An engine that computes every prompt in
     one step need not report it.

@@ -35,7 +35,7 @@ MOST_IN_A_ROW = 100
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What follows from the newest token.
+    """The consequences of the newest token for the answer.
 
     tokens   how many of the held tokens, from the oldest on, are final now
     text     the text of these tokens

@@ -1,4 +1,4 @@
-"""What a model's directory says about itself, read before an engine spends minutes on it. No torch.
+"""Read and check a model's directory before an engine spends minutes on it. No torch.
 
 Every fault is a LoadError of one line with the remedy.
 """
@@ -34,7 +34,7 @@ MOST_IDS = 1 << 22
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a safetensors header says of a tensor. ``dtype`` is the format's name: F16, BF16, F32, I32, ..."""
+    """A tensor as a safetensors header describes it. ``dtype`` is the format's name: F16, BF16, F32, I32, ..."""
 
     dtype: str
     shape: tuple[int, ...]
