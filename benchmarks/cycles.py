@@ -58,7 +58,7 @@ def held(serving: Serving) -> Held:
 
 
 def kill_one(serving: Serving, model: str) -> float:
-    """Seconds from the kill until it is ready again, and has answered."""
+    """Kill a worker. Return the seconds until it is ready again."""
     status = serving.status(model)
     began = time.perf_counter()
     os.kill(status["pid"], signal.SIGKILL)
@@ -72,8 +72,10 @@ def kill_one(serving: Serving, model: str) -> float:
 
 
 def settled(serving: Serving, most: Held | None) -> Held:
-    """What it holds once nothing more is under way: its connections end a moment after their clients. Where this is
-    to come down to what it was (``most``) and does not, what it holds after a while."""
+    """Return what the supervisor holds once nothing is running any more: connections end a moment after their clients.
+
+    most  what the supervisor should not exceed. If it still does after SETTLE_S, return what it holds then
+    """
     deadline = time.monotonic() + SETTLE_S
     while True:
         now = held(serving)

@@ -65,7 +65,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_survives() -> Iterator[None]:
-    """Whatever tests start inherits the mark; when the last test is over, no process may carry it."""
+    """Check after the last test that no process carries the mark, which everything that tests start inherits."""
     end_with_us()
     mark = os.environ[SESSION_MARK] = uuid4().hex
     yield

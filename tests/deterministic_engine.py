@@ -44,7 +44,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 def answer(prompt: str, tokens: int) -> str:
-    """What DeterministicEngine says to a prompt."""
+    """Return the answer of DeterministicEngine to a prompt."""
     return "".join(_token(prompt.encode(), k) for k in range(tokens))
 
 
@@ -138,7 +138,7 @@ class DeterministicEngine:
         return events
 
     def before_token(self, job: Job, k: int) -> None:
-        """Where the kin go wrong."""
+        """Do nothing here. Misbehaving engines override this."""
 
     def cancel(self, job_id: int) -> None:
         self.jobs.pop(job_id, None)
@@ -181,7 +181,7 @@ class HangsAtToken(DeterministicEngine):
 
 
 class HangsDeaf(HangsAtToken):
-    """The same, and deaf to SIGTERM."""
+    """Hangs, and ignores SIGTERM."""
 
     def load(self, progress: ProgressCallback) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -216,7 +216,7 @@ class SlowLoad(DeterministicEngine):
 
 
 class ForksChild(DeterministicEngine):
-    """Starts a child that would live for an hour. Its pid stands in the model's log."""
+    """Starts a child that would live for an hour. Its pid is written to the model's log."""
 
     def load(self, progress: ProgressCallback) -> None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
@@ -225,7 +225,7 @@ class ForksChild(DeterministicEngine):
 
 
 class ForksDaemon(DeterministicEngine):
-    """Starts a child that leaves the worker's session, and would live for an hour. Its pid stands in the log."""
+    """Starts a child that leaves the worker's session and would live for an hour. Its pid is written to the log."""
 
     def load(self, progress: ProgressCallback) -> None:
         program = [sys.executable, "-c", "import time; time.sleep(3600)"]
@@ -251,7 +251,7 @@ class TellsCancels(DeterministicEngine):
 
 
 class TalksNonsense(DeterministicEngine):
-    """Sends what no worker should, behind its loop's back, at token 5 of a prompt ``bad WHAT``; see ``nonsense``."""
+    """Sends wrong messages past its loop, at token 5 of a prompt ``bad WHAT``; see ``nonsense``."""
 
     def before_token(self, job: Job, k: int) -> None:
         prompt = bytes(job.prompt_ids)
@@ -263,7 +263,7 @@ class TalksNonsense(DeterministicEngine):
 
 
 def surroundings() -> tuple[SupervisorLink, WorkerLoop]:
-    """What an engine is not given: the link and the loop of its worker."""
+    """Return what an engine is not given: the link and the loop of its worker."""
     gc.unfreeze()  # what was loaded has been set aside
     link = next(thing for thing in gc.get_objects() if isinstance(thing, SupervisorLink))
     return link, next(thing for thing in gc.get_objects() if isinstance(thing, WorkerLoop))

@@ -1,4 +1,4 @@
-"""What a program of ours holds, counted: the entries of every container that can be reached from one of its objects."""
+"""Count what a program holds: the entries of every container that can be reached from one of its objects."""
 
 import gc
 from collections import Counter, OrderedDict, deque

@@ -7,11 +7,11 @@ from tests.deterministic_engine import DeterministicEngine
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch's own is told in a traceback."""
+    """Has the name that a traceback shows for torch's own exception."""
 
 
 class AcceleratorError(RuntimeError):
-    """As torch's own is told in a traceback."""
+    """Has the name that a traceback shows for torch's own exception."""
 
 
 OutOfMemoryError.__module__ = AcceleratorError.__module__ = "torch"
@@ -33,7 +33,7 @@ FAULTS: dict[str, BaseException] = {
 
 
 class RaisesInStep(DeterministicEngine):
-    """At token 5 of a prompt ``bad FAULT``, a key of FAULTS."""
+    """Raises an exception at token 5 of a prompt ``bad FAULT``; FAULT is a key of FAULTS."""
 
     def before_token(self, job: Job, k: int) -> None:
         prompt = bytes(job.prompt_ids).decode()
@@ -49,7 +49,7 @@ class RunsOutInLoad(DeterministicEngine):
 
 
 class LeavesInLoad(DeterministicEngine):
-    """Ends its process without a word."""
+    """Ends its process silently."""
 
     def load(self, progress: ProgressCallback) -> None:
         os._exit(7)

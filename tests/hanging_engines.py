@@ -31,7 +31,7 @@ def hang(how: str) -> None:
 
 
 def once(spec: EngineSpec, what: str) -> bool:
-    """Whether this is the first time that the model is asked for it."""
+    """Return whether this is the first time that the model is asked for this hang."""
     try:
         Path(spec.model_dir, f"hung-{spec.model}-{what}").touch(exist_ok=False)
     except FileExistsError:
@@ -40,7 +40,7 @@ def once(spec: EngineSpec, what: str) -> bool:
 
 
 class HangsOnce(DeterministicEngine):
-    """At token 5 of a prompt ``hang HOW ...``, once for each prompt."""
+    """Hangs at token 5 of a prompt ``hang HOW ...``, once for each prompt."""
 
     def before_token(self, job: Job, k: int) -> None:
         prompt = bytes(job.prompt_ids).decode()

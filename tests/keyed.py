@@ -76,7 +76,7 @@ class Keyed:
         return RawClient(self.endpoint, key=self.keys[key] if isinstance(key, str) else key)
 
     def tcp(self) -> dict[str, Any]:
-        """What ``status`` says of the port."""
+        """Return what ``status`` says about the port."""
         reported: dict[str, Any] = self.serving.overview()["supervisor"]["tcp"]
         return reported
 

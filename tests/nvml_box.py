@@ -42,7 +42,7 @@ class Box:
         self._write()
 
     def driver(self, **how: Any) -> None:
-        """It misbehaves: hangs=True, says=text or ends=code, see the stand-in; None for no more."""
+        """Make the driver misbehave: hangs=True, says=text or ends=code, see the stand-in; None ends it."""
         self._state |= how
         self._write()
 

@@ -1,4 +1,4 @@
-"""Engines that make it hard to leave nothing behind: families of processes, and a hang that no Python code can end."""
+"""Engines that make a clean end difficult: families of processes, and a hang that no Python code can end."""
 
 import ctypes
 import signal
@@ -18,7 +18,7 @@ time.sleep(3600)
 
 
 class ForksFamily(DeterministicEngine):
-    """Starts a child that starts a child; both are deaf to SIGTERM, and would live for an hour."""
+    """Starts a child that starts a child. Both ignore SIGTERM, and would live for an hour."""
 
     def load(self, progress: ProgressCallback) -> None:
         subprocess.Popen([sys.executable, "-c", CHILD, CHILD])

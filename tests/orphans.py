@@ -21,7 +21,8 @@ _keeper: "subprocess.Popen[bytes] | None" = None
 
 
 def end_with_us() -> None:
-    """Of this process: all that it starts from now on, and what that starts. May be called again."""
+    """Let everything that this process starts from now on, and the children of that, end with it. May be called
+    again."""
     global _keeper
     if _keeper is not None:
         return

@@ -1,4 +1,4 @@
-"""``pip install .`` without an extra: what it brings, what it lacks, and that clients work from it.
+"""``pip install .`` without an extra: the installed packages, the missing ones, and that clients work from it.
 
 ``make test-install`` runs this file. ``make test`` does not, because it makes environments from a package index.
 """

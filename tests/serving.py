@@ -64,7 +64,7 @@ def marked_processes(mark: str, value: str | None = None) -> list[psutil.Process
 
 
 def opened(pid: int) -> list[str]:
-    """What each descriptor of a process is."""
+    """Return what each descriptor of a process is."""
     found = []
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -225,7 +225,7 @@ class Serving:
         return wait_until(reached, within, f"{model} {state}")
 
     def wait_idle(self, model: str, within: float = WITHIN) -> None:
-        """Nothing is left of any request: not in the queue, not with the worker, not in the engine."""
+        """Wait until no request is left: not in the queue, not in the worker, not in the engine."""
 
         def idle() -> bool:
             s = self.status(model)

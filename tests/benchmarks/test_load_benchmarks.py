@@ -1,4 +1,4 @@
-"""What the benchmarks of many streams and of long runs are made of: an even load, and how its figures are judged."""
+"""The parts of the benchmarks of many streams and of long runs: an even load, and the judgement of its figures."""
 
 import os
 import random

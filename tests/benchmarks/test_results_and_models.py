@@ -1,4 +1,4 @@
-"""Result files share one schema, and models to measure with are what they are said to be."""
+"""Result files share one schema, and the models for benchmarks have the described properties."""
 
 import json
 from pathlib import Path
@@ -204,7 +204,7 @@ def test_names_say_what_a_model_was_made_from(kept: Path) -> None:
 
 
 def answer(*chosen: int, **logprobs: float) -> Completion:
-    """Of these ids, each step of which has the same likeliest tokens: ``t7=-1.0`` is id 7."""
+    """Return an answer of these ids, with the same likeliest tokens at each step: ``t7=-1.0`` is id 7."""
     top = tuple(TokenLogprob(int(name[1:]), value, b"") for name, value in logprobs.items())
     by_id = {token.token_id: token for token in top}
     steps = tuple(TokenLogprob(i, by_id[i].logprob, b"", top) for i in chosen) if top else ()

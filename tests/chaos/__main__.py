@@ -119,7 +119,7 @@ def _run_lanes(arguments: argparse.Namespace) -> Report:
 
 
 def _output(lane: "subprocess.Popen[bytes]", lanes: list["subprocess.Popen[bytes]"]) -> bytes:
-    """What a lane has said when it is over; all are told to come to an end when this is."""
+    """Return the output of a lane that has ended. When this process ends, all lanes are told to end."""
     try:
         return lane.communicate()[0]
     except Ended:

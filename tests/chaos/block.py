@@ -81,7 +81,7 @@ def _one(serving: Serving, plan: EpisodePlan, block: BlockPlan, patience_s: floa
 
 
 def _end(serving: Serving) -> None:
-    """See to it that this supervisor is no more."""
+    """Make sure that this supervisor is gone."""
     if serving.process.poll() is None:
         serving.process.kill()
         serving.process.wait()

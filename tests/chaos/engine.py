@@ -33,7 +33,7 @@ LOAD_TROUBLES = ("error", "sigkill", "leave", "hang", "slow", "refuse")
 
 
 class Troublesome(DeterministicEngine):
-    """See above."""
+    """The engine that this module describes."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -161,7 +161,8 @@ class Troublesome(DeterministicEngine):
 
 
 def _nonsense(what: str, generation: int, channel: int, request: int, seq: int) -> list[bytes]:
-    """What no worker should send. Nothing that would be right if it were true: numbers are never those that are due."""
+    """Return a message that no worker should send. It is never correct by chance: its numbers are never the expected
+    ones."""
     event = pack_event([33], {"text": "!"})
     if what == "another's":
         entries = [(c, r, flags) for c in range(channel - 8, channel + 8) for r in range(1, 8) for flags in (0, 2, 4)]

@@ -30,7 +30,7 @@ LEAVES_S = 20.0
 
 @dataclass
 class Outcome:
-    """What came of an episode."""
+    """The result of an episode."""
 
     plan: EpisodePlan
     violations: list[Violation] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Episode:
         return True
 
     def _act(self, action: Callable[[], None]) -> None:
-        """Of a client; later, while nobody may connect."""
+        """Let a client act; later, if nobody may connect now."""
         self._put_off.append(action)
         self._catch_up()
 
@@ -248,7 +248,7 @@ class Episode:
         return models
 
     def _unrest(self) -> list[str]:
-        """What is not yet as it was before the episode."""
+        """Return what is not yet as it was before the episode."""
         if left := [target.name for target in self._faults.doomed if not target.is_gone]:
             return [f"{left} hang"]
         if self._faults.turns_away():
@@ -282,7 +282,7 @@ class Episode:
         return parts
 
     def _barrier(self) -> None:
-        """Whatever followed an end has come; then everybody leaves, and nothing of them may be left."""
+        """Wait until everything behind the ends has come. Then all clients leave, and nothing of them may be left."""
         raws = [each.raw for each in self._parties if each.raw is not None and each.plan.kind != "cut"]
         before = {raw: raw.pongs for raw in raws}
         for raw in raws:
@@ -297,7 +297,7 @@ class Episode:
         self._unharmed()
 
     def _unharmed(self) -> None:
-        """Models that nothing was done to have the workers that they had."""
+        """Check that models without a fault still have their workers."""
         log = self._serving.log()
         before, now = (
             log[: self._log_begin].rpartition(f", pid {self._serving.pid}, serving")[2],

@@ -1,4 +1,4 @@
-"""How each fault of a plan is inflicted on a running supervisor and its workers, and undone."""
+"""Inflict each fault of a plan on a running supervisor and its workers, and undo it."""
 
 import contextlib
 import os
@@ -91,7 +91,7 @@ class Faults:
         getattr(self, "_" + fault.kind.replace(" ", "_"))(fault)
 
     def mend(self) -> None:
-        """What kept a model from being loaded is no more."""
+        """Remove whatever kept a model from being loaded."""
         for path in self._troubles:
             path.unlink(missing_ok=True)
 
@@ -231,7 +231,7 @@ class Faults:
         self._undo.append(go_on)
 
     def _flood(self, fault: FaultPlan) -> None:
-        """Connections that say nothing, as many as there can be."""
+        """Open as many silent connections as possible."""
         if self.closed:
             self._later(AGAIN_S, lambda: self._flood(fault))
             return
@@ -335,8 +335,10 @@ class Faults:
         return patient
 
     def _one_comes_up(self) -> bool:
-        """Whether there is a worker on its way; where the restart policy has had enough, or an operator had stopped
-        them all, an operator starts it."""
+        """Return whether a worker is on its way.
+
+        If the restart policy has given up, or an operator has stopped all workers, start one as an operator.
+        """
         models = self._serving.overview()["models"]
         for m in models:
             if m["state"] == "failed" and m["name"] not in self.gave_up:

@@ -1,4 +1,4 @@
-"""What has to be so whatever happened. Pure: answers and plans in, violations out."""
+"""The invariants that must hold after any faults. Pure: answers and plans in, violations out."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -47,7 +47,7 @@ class Wounds:
 
 @dataclass
 class Happened:
-    """What is known of an episode beside its answers."""
+    """What is known about an episode apart from its answers."""
 
     wounds: Mapping[str, Wounds]
     paused_s: float = 0.0
@@ -60,7 +60,7 @@ class Happened:
 
 
 def wounds_of(plan: EpisodePlan, block: BlockPlan) -> dict[str, Wounds]:
-    """What the plan may do to each model."""
+    """Return what the plan may do to each model."""
     wounds = {model: Wounds() for model in block.models}
     if plan.final == "sigkill while one comes up":  # a worker is killed so that one does
         wounds["a"].deaths += 1
@@ -222,13 +222,14 @@ class End:
 
 
 def given_up(log: str, model: str) -> bool:
-    """Whether a worker of the model was not tried again, whatever it was called then."""
+    """Return whether a worker of the model was given up, under whichever name it had then."""
     verdicts = filter(None, map(_VERDICT.search, log.splitlines()))
     return any(v["model"] == model and v["verdict"] == "not tried again" for v in verdicts)
 
 
 def comes_late(before: str, now: str, model: str) -> bool:
-    """Whether a reload changes a model (``now``) because an earlier one that was to do so failed (``before``)."""
+    """Return whether a reload changes a model (``now``) because an earlier one that should do so failed
+    (``before``)."""
     failed = re.search(rf" ERROR +reload ordered: {model}\b", before)
     return failed is not None and re.search(rf" INFO +reload ordered: .*\b{model} workers", now) is not None
 

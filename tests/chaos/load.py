@@ -73,7 +73,7 @@ class Answer:
 
 
 class ChaosClient(RawClient):
-    """One that never waits. ``reads``: gives credit for what it has read."""
+    """A client that never waits. ``reads``: whether it gives credit for what it has read."""
 
     def __init__(self, endpoint: Path, answers: dict[int, Answer], *, reads: bool = True, admin: bool = False) -> None:
         self.answers, self.reads = answers, reads
@@ -195,7 +195,7 @@ class Party:
 
     @property
     def actions(self) -> list[tuple[float, Callable[[], None]]]:
-        """What it does, and when: seconds from the begin of the episode."""
+        """Return the actions of a client, each with its time in seconds from the beginning of the episode."""
         made: list[tuple[float, Callable[[], None]]] = [(self.plan.at, self.begin)]
         made += [
             (max(self.plan.at, answer.ask.cancel_at), lambda answer=answer: self._cancel(answer))
@@ -233,7 +233,7 @@ class Party:
 
     @property
     def is_connecting(self) -> bool:
-        """Whether the supervisor may be about to take its connection."""
+        """Return whether the supervisor may be about to accept its connection."""
         return self.raw is not None and not self.raw.greeted
 
     @property

@@ -22,7 +22,7 @@ from supervisor.workers.worker_life import RestartHistory
 
 
 def _forget_resume() -> None:
-    """Who was computed in a worker that died is out of the table, and waits for ever."""
+    """Drop a request from the table when its worker dies, so that its client waits for ever."""
     original = WorkerEnds._after_death
 
     def broken(self: Any, request: Any, *rest: Any, **how: Any) -> Any:

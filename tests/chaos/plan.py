@@ -1,6 +1,6 @@
-"""What happens in an episode: a function of (seed, episode) alone. Pure.
+"""The plan of an episode, as a function of (seed, episode) alone. Pure.
 
-Times are seconds from the begin of the episode. What the plan cannot fix is where the processes are when it happens.
+Times are seconds from the beginning of the episode. The plan cannot fix where the processes are at these times.
 """
 
 import random
@@ -87,7 +87,7 @@ class ClientPlan:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """``model`` and ``place`` (which of its workers) say where, ``detail`` what exactly, ``lasts_s`` for how long."""
+    """One fault: ``model`` and ``place`` (index of its worker), ``detail`` of the fault, ``lasts_s`` its duration."""
 
     kind: str
     at: float
@@ -109,7 +109,7 @@ class EpisodePlan:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What a supervisor is started with. ``descriptors``: its limit of them, 0 for the system's."""
+    """The settings with which a supervisor is started. ``descriptors``: its limit of them, 0 for the system's."""
 
     number: int
     models: dict[str, dict[str, Any]]
@@ -184,13 +184,13 @@ def _deal(seed: int, deck: int) -> tuple[Card, ...]:
 
 
 def _final(seed: int, block: int) -> str:
-    """How a block's supervisor ends: each way in turn."""
+    """Return how a block's supervisor ends. The ways take turns."""
     way, at = divmod(block, len(FINALS))
     return random.Random(f"{seed} ends {way}").sample(FINALS, len(FINALS))[at]
 
 
 def plan_episode(seed: int, number: int, only: tuple[str, ...] = ()) -> EpisodePlan:
-    """``only``: kinds of faults to draw from, instead of its card."""
+    """Return the plan of an episode. ``only``: kinds of faults to draw from, instead of those of the block."""
     draw = random.Random(f"{seed} episode {number}")
     block = plan_block(seed, number // BLOCK)
     lazy = "z" in block.models

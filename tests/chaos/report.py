@@ -1,4 +1,4 @@
-"""What is told of episodes: a line for each kind of thing, and everything about each violation."""
+"""Report episodes: a line for each kind of event, and everything about each violation."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What a supervisor has and holds: read from outside, and compared with what it had before anything happened."""
+"""The resources of a supervisor, read from outside and compared with those before the episode."""
 
 import os
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 
 def waited_s(pid: int) -> float:
-    """How long a process has been ready to run while others ran instead, since it began; 0 where nobody knows."""
+    """Return how long a process has been ready to run while others ran, since it began; 0 if that is unknown."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -76,7 +76,7 @@ def strangers(serving: Serving, workers: list[int]) -> str:
 
 
 def compare(before: Vitals, now: Vitals, workers: int, lazy: int) -> list[str]:
-    """What there is more of than there was. ``lazy``: workers that are there and were not before."""
+    """Return what has grown. ``lazy``: workers that exist now and did not before."""
     parts = []
     slack = LAZY_DESCRIPTORS * lazy + now.connections - before.connections
     if now.descriptors > before.descriptors + slack:

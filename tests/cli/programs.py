@@ -100,7 +100,7 @@ class Terminal:
         return wait_until(exit_code, what="the program's exit")[0]
 
     def look(self) -> str:
-        """All that stands on the screen and is not forgotten."""
+        """Return everything on the screen that is not forgotten."""
         try:
             self._screen += os.read(self._master, 65536).decode().replace("\r", "")
         except (BlockingIOError, OSError):

@@ -1,4 +1,4 @@
-"""What ``modelctl bench`` makes of answers: rates, quantiles, and counts of those that went wrong."""
+"""The figures of ``modelctl bench``: rates, quantiles, and counts of failed answers."""
 
 import pytest
 

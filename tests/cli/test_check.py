@@ -183,7 +183,7 @@ def test_a_worker_says_the_same(tmp_path: Path, name: str) -> None:
 
 
 def begin_to_load(spec: EngineSpec) -> None:
-    """What the engine's worker does first."""
+    """Do what the engine's worker does first."""
     if spec.engine == "transformers":
         build_engine(spec).load(lambda *_: None)
     else:

@@ -23,7 +23,8 @@ def configure(directory: Path, models: dict[str, Any]) -> Path:
 
 
 def begin_to_serve(directory: Path) -> "tuple[subprocess.Popen[str], int]":
-    """``serve --detach`` with a model that loads for long, and the pid of its supervisor; the model is loading."""
+    """Start ``serve --detach`` with a model that loads slowly. Return it, and its supervisor's pid, while the model
+    loads."""
     config = configure(directory, {"a": engine("SlowLoad")})
     starting = subprocess.Popen(
         [*MODELCTL, "serve", "--detach", "-c", str(config), "--runtime-dir", str(directory / "r")],

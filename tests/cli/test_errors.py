@@ -1,4 +1,5 @@
-"""However a command fails: one line on stderr (with --json one object), the documented exit code, no traceback."""
+"""A command that fails prints one line on stderr (one object with --json), and no traceback. Its exit code is
+documented."""
 
 import json
 import os

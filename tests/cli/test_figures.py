@@ -1,4 +1,4 @@
-"""What `status` shows of figures: each with its unit and what it is of."""
+"""The figures of `status`: each has its unit and says what it counts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What ``modelctl --help`` and the help of each command say."""
+"""The help of ``modelctl`` and of each command."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What of a conversation is sent with the next question."""
+"""The part of a conversation that is sent with the next question."""
 
 from supervisor.cli.history import History
 

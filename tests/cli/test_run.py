@@ -23,7 +23,7 @@ def serving() -> Iterator[Serving]:
 
 
 def chat(*turns: str) -> str:
-    """What the engine makes of a conversation that the user begins."""
+    """Return the prompt that the engine gets for a conversation that the user begins."""
     return "\n".join(f"{('user', 'assistant')[i % 2]}: {text}" for i, text in enumerate(turns))
 
 

@@ -42,7 +42,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?$")
 
 @dataclass
 class Defined:
-    """What a file defines: its own names, and of its classes the members and the names of their bases."""
+    """The names that a file defines, and for each of its classes the members and the names of the base classes."""
 
     names: set[str] = field(default_factory=set)
     members: dict[str, set[str]] = field(default_factory=dict)
@@ -166,7 +166,7 @@ def _file_names() -> frozenset[str]:
 
 @cache
 def _classes() -> dict[str, list[Defined]]:
-    """By name, of the product and of the tests."""
+    """Return the definitions of classes by name, in the product and the tests."""
     found: dict[str, list[Defined]] = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*")):

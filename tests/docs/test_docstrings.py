@@ -1,4 +1,4 @@
-"""How the texts of the source become Markdown."""
+"""Convert the texts of the source to Markdown."""
 
 from enum import IntEnum
 

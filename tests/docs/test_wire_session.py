@@ -1,4 +1,4 @@
-"""What a real supervisor sends is what ``protocol.bodies`` and ``protocol.verbs`` describe, and with them the page."""
+"""A real supervisor sends what ``protocol.bodies``, ``protocol.verbs``, and so the page, describe."""
 
 import subprocess
 import sys

@@ -55,7 +55,7 @@ class Driver:
         stop: Sequence[str] = (),
         **fields: Any,
     ) -> Outcome:
-        """``fields``: the job's others."""
+        """Submit a job. ``fields``: its other fields."""
         ids = self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
         job = Job(next(_job_ids), tuple(ids), max_new_tokens, sampling, tuple(stop), **fields)
         self.engine.submit(job)

@@ -310,7 +310,7 @@ CASES: dict[str, tuple[Made, list[str] | None]] = {
 
 
 def prepare(place: Path, case: str) -> tuple[Path, Path]:
-    """(model's directory, directory outside) of one case."""
+    """Return (model's directory, directory outside) of one case."""
     model, outside = place / "model", place / "outside"
     for made in (model, outside):
         shutil.rmtree(made, ignore_errors=True)
@@ -360,7 +360,7 @@ class Watch:
 
     @contextlib.contextmanager
     def over(self, model: Path, outside: Path) -> Any:
-        """What happens in here."""
+        """Load a directory under the audit hook, and return what happened."""
         self.seen = []
         descriptor = self._libc.inotify_init1(os.O_NONBLOCK)
         watched = self._libc.inotify_add_watch(descriptor, str(outside).encode(), self._OPEN)
@@ -378,12 +378,13 @@ class Watch:
 
 
 def embedded(model: Path) -> None:
-    """All that the engine that runs here does to load."""
+    """Load everything that the transformers engine loads."""
     build_engine(EngineSpec("m", "transformers", str(model), max_batch_size=1)).load(lambda *_: None)
 
 
 def exllamav2(model: Path) -> None:
-    """What the engine for GPUs does to load, up to where it would need one; the package reads the rest of the files."""
+    """Do what engine exllamav2 does to load, up to the point where it needs a GPU. The package reads the other
+    files."""
     from model_worker.engines.exllamav2.check import check
     from model_worker.engines.exllamav2.vram import estimate_of
     from model_worker.engines.vetting import understood

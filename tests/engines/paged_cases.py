@@ -90,7 +90,7 @@ def make(shape: Shape, before: list[int], seed: int, garbage: float = math.nan) 
 
 
 def random_case(seed: int, dtype: torch.dtype, few_tokens: bool = False, garbage: float = math.nan) -> Case:
-    """``few_tokens`` keeps it small enough for an interpreter."""
+    """Return a random case. ``few_tokens`` keeps it small enough for an interpreter."""
     rng = random.Random(seed)
     page = 256 if seed % 4 == 0 else rng.choice([16, 64, 256])
     kv_heads, group = rng.randint(1, 3), rng.choice([1, 2, 3, 4, 7, 8, 16])

@@ -84,7 +84,7 @@ class Scene:
 
 
 def build_scene(name: str, load: Callable[[str, str], Engine]) -> Scene:
-    """``load`` is the fixture of that name."""
+    """Return the scene of an engine. ``load`` is the fixture with that name."""
     if name in ORACLES:
         return _oracle_scene(name)
     letters, stories = load(name, "letters"), load(name, "stories")
@@ -121,8 +121,10 @@ def _oracle_scene(name: str) -> Scene:
 
 
 def breaks_of(outcome: Outcome) -> list[Break]:
-    """Where the answer could be broken off: behind each of its deltas. At most MOST_BREAKS of them, all of those behind
-    which something is held (no text came with the token)."""
+    """Return the places where the answer could be broken off: behind each of its deltas.
+
+    At most MOST_BREAKS are returned, among them all places behind which text is held (the token brought no text).
+    """
     texts, so_far = [], ""
     for delta in outcome.deltas:
         so_far += delta
@@ -136,7 +138,7 @@ def breaks_of(outcome: Outcome) -> list[Break]:
 
 
 def check_rest(whole: Outcome, done: int, message: str, rest: Outcome) -> None:
-    """What came of an answer that went on behind ``done`` tokens and the text ``told``."""
+    """Check the rest of an answer that was resumed behind ``done`` tokens and their text."""
     assert whole.finished is not None
     assert rest.finished is not None
     at = f"gone on with behind {done} of {len(whole.ids)} tokens"

@@ -16,7 +16,7 @@ PIECES = ["", "a", "b", "c", "ab", "bc", "A", "ca", " ", "abc", "cab"]
 
 @dataclass
 class Answer:
-    """What an engine with this judge delivers. ``ids`` are the tokens kept; ``steps`` counts the draws."""
+    """The output of an engine with this judge. ``ids`` are the kept tokens; ``steps`` counts the draws."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -29,11 +29,11 @@ class Answer:
 def generate(
     judge: BannedStrings, draw: Callable[[Sequence[int], frozenset[int]], int | None], limit: int, pieces: list[str]
 ) -> Answer:
-    """``draw`` gives a token, -1 for an end token, None where none is left."""
+    """Generate an answer. ``draw`` returns a token, -1 for an end token, None if none is left."""
     answer = Answer()
 
     def take(verdict: Verdict) -> bool:
-        """Whether the answer ends."""
+        """Take a token. Return whether the answer ends."""
         answer.text += verdict.text
         answer.delivered += verdict.tokens
         assert answer.delivered <= len(answer.ids)
@@ -271,7 +271,7 @@ def test_no_answer_holds_a_banned_string(
     minimum = min(minimum, limit)
 
     def draw(ids: Sequence[int], blocked: frozenset[int]) -> int | None:
-        """The same wishes behind the same tokens, as a greedy model has them."""
+        """Draw the same token behind the same tokens, as a greedy model does."""
         wishes = list(range(-1 if len(ids) >= minimum else 0, len(PIECES)))
         random.Random(f"{seed} {ids}").shuffle(wishes)
         return next((token for token in wishes if token not in blocked), None)

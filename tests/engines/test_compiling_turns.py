@@ -1,5 +1,7 @@
-"""Who waits for whose constraint. The process that tries constraints is stopped meanwhile, so that the order is
-certain: it goes on once everything has been asked for."""
+"""The order in which constraints are compiled.
+
+The process that tries constraints is stopped until everything has been asked for, so that the order is certain.
+"""
 
 import json
 from collections.abc import Iterator

@@ -236,7 +236,7 @@ def test_an_answer_goes_on(engine: Engine) -> None:
 
 
 def asked_on(engine: Engine, delivered: list[int]) -> Outcome:
-    """Not by the driver, which counts the tokens of one worker."""
+    """Submit a resumed job without the driver, which counts the tokens of one worker."""
     text = json.dumps(SCHEMAS["nested"])
     job = Job(
         10**7, tuple(engine.encode(PROMPT)), 900, SamplingParams(temperature=1.0, seed=7),

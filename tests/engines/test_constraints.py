@@ -91,7 +91,7 @@ def random_answer(constraint: Constraint, rng: random.Random, most: int = 1000) 
 
 
 def go_on(constraint: Constraint, tokens: list[int]) -> None:
-    """Without end, but that the constraint sets."""
+    """Draw tokens until the constraint ends the answer."""
     rng = random.Random(0)
     while constraint.allowed.any():
         constraint.push(rng.choice(tokens))

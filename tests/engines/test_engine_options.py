@@ -1,5 +1,7 @@
-"""What a request may ask for beyond a prompt: the same for every engine that offers it, skipped by name where one does
-not."""
+"""Options of a request apart from its prompt. They work in the same way in every engine that offers them.
+
+A test is skipped, with the option's name, for an engine that does not offer the option.
+"""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What only the exllamav2 engine has: cache modes, shared pages, its own admission. Needs a CUDA device."""
+"""Features of engine exllamav2 only: cache modes, shared pages, its own admission. Needs a CUDA device."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,5 @@
-"""Who is computed when: fair to running answers, large jobs and small ones, and the same after thousands of jobs."""
+"""The order of computation: fair to running answers, large jobs and small ones, and unchanged after thousands of
+jobs."""
 
 import gc
 import random

@@ -1,4 +1,5 @@
-"""What the exllamav2 engine adds to its package when it draws tokens, on the package's own Python around an oracle."""
+"""The additions of engine exllamav2 to the package's drawing of tokens, with the package's own Python around an
+oracle."""
 
 import dataclasses
 import random
@@ -22,7 +23,7 @@ SPECULATION = [None, "ngram", "draft"]
 
 
 def sampling(**options: Any) -> SamplingParams:
-    """As the wire would not let them all through: the engine refuses by itself."""
+    """Return parameters without the wire's checks, because the engine must refuse by itself."""
     return SamplingParams.model_construct(**options)
 
 

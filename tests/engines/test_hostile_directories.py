@@ -1,5 +1,8 @@
-"""What a model's directory may hold to harm who loads it: refused in one line that says what, nothing of it run,
-nothing outside read. Each on both engines, in a process of its own (``hostile_directories``)."""
+"""Model directories that could harm their reader are refused in one line that names the fault.
+
+Nothing in them is run, and nothing outside is read. Each is tried on both engines, in a process of its own
+(``hostile_directories``).
+"""
 
 import json
 import os

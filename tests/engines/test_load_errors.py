@@ -1,4 +1,4 @@
-"""What cannot be loaded is refused in one line that says what to do."""
+"""Models that cannot be loaded are refused in one line with a remedy."""
 
 import json
 import math

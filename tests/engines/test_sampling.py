@@ -32,7 +32,7 @@ def sampler(prompt: tuple[int, ...] = (0,), **fields: Any) -> Draws:
 
 
 def shares(fields: dict[str, float], draws: int = 4000) -> list[float]:
-    """How often each token is drawn."""
+    """Return how often each token is drawn."""
     drawing = sampler((0,), **({"seed": 1} | fields))
     counts = torch.bincount(torch.tensor([drawing.draw(LOGITS) or 0 for _ in range(draws)]), minlength=len(LOGITS))
     return [count / draws for count in counts.tolist()]

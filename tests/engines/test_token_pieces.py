@@ -93,7 +93,8 @@ def by_window(kind: str, ids: Sequence[int], context: Sequence[int] = ()) -> str
 
 @st.composite
 def some_ids(draw: st.DrawFn, kind: str, max_size: int = 24) -> list[int]:
-    """Any ids, some beyond the vocabulary; of a fallback's bytes whole characters, and single ones between texts."""
+    """Return random ids, some beyond the vocabulary. Fallback bytes come as whole characters, or alone between
+    texts."""
     table = TABLES[kind].table
     if not TABLES[kind].byte_runs:
         return draw(st.lists(st.integers(0, len(table) + 2), max_size=max_size))

@@ -82,7 +82,7 @@ def main(direction: str, count: int, seed: int) -> int:
 
 
 def cost(receive: Receiver, frame: bytes) -> tuple[float, int]:
-    """(seconds of CPU, most bytes that Python had beside what it had before) of one frame."""
+    """Return (seconds of CPU, most bytes that Python held in addition) for one frame."""
     tracemalloc.start()
     try:
         _refused(receive, frame)

@@ -57,7 +57,7 @@ class Attacker:
         self._send("front", [self._client.frame() for _ in range(500)])
 
     def mutated_orders(self) -> None:
-        """On the admin socket, without what would be an order that it has to follow."""
+        """Send mutated frames on the admin socket, without valid orders, which the supervisor would have to obey."""
         self._send("admin", [frame for _ in range(200) if not is_call(frame := self._client.frame())])
 
     def mutated_worker_frames(self) -> None:
@@ -165,7 +165,7 @@ class Attacker:
 
 
 def is_call(frame: bytes) -> bool:
-    """Whether this is a CALL that can be read."""
+    """Return whether this is a readable CALL."""
     try:
         return isinstance(decode(frame, CLIENT_TO_SUPERVISOR), Call)
     except FrameError:

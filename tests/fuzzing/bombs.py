@@ -24,7 +24,7 @@ def text(content: bytes) -> bytes:
 
 
 def rows(item: bytes, key: bytes = b"\xa1a") -> bytes:
-    """{key: [[item, item, ...], ...]}, full."""
+    """Return {key: [[item, item, ...], ...]} of the largest size."""
     count = max(1, ROOM // (len(item) * 65_535))
     return b"\x81" + key + array(count) + (array(65_535) + item * 65_535) * count
 
@@ -89,7 +89,7 @@ FRAMES: dict[str, bytes] = {
 
 
 def bombs() -> Iterator[tuple[str, str, bytes]]:
-    """(name, direction, frame) of every bomb in every frame that can carry it."""
+    """Yield (name, direction, frame) of every bomb in every frame that can carry it."""
     for name, body in BODIES.items():
         carriers = {
             "client_to_supervisor": (Generate(1, "m", {}, body), Call(1, "tokenize", body)),

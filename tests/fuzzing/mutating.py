@@ -66,7 +66,7 @@ class Mutator:
 
 
 def _split(frame: bytes) -> tuple[bytes, bytes] | None:
-    """(head, body) of a frame that ends with a body; head and a bin of any other body are a frame again."""
+    """Return (head, body) of a frame that ends with a body. The head and a bin of any other body are a frame again."""
     try:
         values = msgpack.unpackb(frame)
     except Exception:  # of the vectors of malformed ones

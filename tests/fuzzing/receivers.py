@@ -1,6 +1,6 @@
-"""What the product does with a frame, from the bytes to where its fields are believed, by direction.
+"""Everything that the product does with a frame, by direction, until it trusts the frame's fields.
 
-A receiver raises nothing but WireError, whatever the bytes are.
+A receiver raises nothing but WireError, for any bytes.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def from_client(frame: bytes) -> None:
 
 
 def to_worker(frame: bytes) -> None:
-    """What a worker reads."""
+    """Read a frame as a worker does."""
     message = decode(frame, SUPERVISOR_TO_WORKER)
     if isinstance(message, JobMessage):
         parse_generate(message.body)

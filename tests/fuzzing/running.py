@@ -14,7 +14,7 @@ WITHIN = 280.0
 
 
 def fuzz(direction: str, count: int) -> dict[str, Any]:
-    """What a run tells. Fails with what it says on stderr, and how to do it again."""
+    """Return the report of a run. A failure shows its stderr, and how to repeat it."""
     arguments = ["-m", "tests.fuzzing", direction, str(count), str(SEED)]
     print(f"TEST_SEED={SEED} python {' '.join(arguments)}")
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=WITHIN)

@@ -40,7 +40,7 @@ def beats(lease: ProgressLease) -> int:
 
 
 class Scripted(DeterministicEngine):
-    """Brings what it is told to."""
+    """An engine whose steps return scripted events."""
 
     def __init__(self) -> None:
         super().__init__(EngineSpec("m", "", "/"))
@@ -168,7 +168,7 @@ OPERATIONS = st.lists(
 
 
 def living(steps: Sequence[Sequence[EngineEvent]], ended: set[int]) -> list[list[EngineEvent]]:
-    """Without what would follow a job's end."""
+    """Return the events without those behind a job's end."""
     kept: list[list[EngineEvent]] = []
     for events in steps:
         kept.append([])

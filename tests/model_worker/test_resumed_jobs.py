@@ -1,4 +1,4 @@
-"""Answers that were begun in another worker: what the loop makes of what they carry."""
+"""Answers that another worker began: the loop uses the state that they carry."""
 
 from struct import pack
 from typing import Any
@@ -78,7 +78,7 @@ def test_what_is_resumed_reaches_the_engine() -> None:
 
 
 class Timed(DeterministicEngine):
-    """Says that a prompt took 0.25 s, and the tokens after it 0.5 s."""
+    """An engine that reports 0.25 s for a prompt, and 0.5 s for the tokens behind it."""
 
     def step(self) -> list[EngineEvent]:
         ids = [97] * (8 - len(self.pending[0].resumed_ids))

@@ -1,4 +1,4 @@
-"""When a worker beats: before each thing that may take long, with the lease of that."""
+"""The worker renews its lease before each action that may take long, with that action's time."""
 
 import os
 from collections.abc import Sequence

@@ -81,7 +81,7 @@ def job(channel: int, request: int, prompt: str = "p", **fields: Any) -> JobMess
 
 
 def run(link: ScriptedLink, with_engine: DeterministicEngine | None = None, **model: dict[str, Any]) -> ScriptedLink:
-    """``model``: its sampling and limits."""
+    """Run a loop. ``model``: its sampling and limits."""
     WorkerLoop(with_engine or engine(), link, **model).run()  # type: ignore[arg-type]
     return link
 

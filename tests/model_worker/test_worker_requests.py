@@ -1,4 +1,4 @@
-"""What the worker's loop makes of conversations, questions, defaults and limits."""
+"""The worker's loop with conversations, questions, defaults and limits."""
 
 from struct import pack
 from typing import Any
@@ -20,7 +20,7 @@ def chat(channel: int, request: int, content: str = "hi", **fields: Any) -> JobM
 
 
 def ended(*requests: tuple[int, int]) -> Any:
-    """Whether these requests have ended."""
+    """Return whether these requests have ended."""
 
     def done(link: ScriptedLink) -> bool:
         return all(any(entry.flags & TERMINAL for entry, _ in link.of(*request)) for request in requests)

@@ -50,7 +50,7 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEA
 
 
 def pump_until(client: Client, condition: Callable[[], bool], what: str) -> None:
-    """As ``wait_until``, while the client takes in what arrives, as it does in any of its methods."""
+    """Wait until a condition holds while the client receives, as it does in any of its methods."""
 
     def pumped() -> bool:
         client._connection.pump()
@@ -60,7 +60,7 @@ def pump_until(client: Client, condition: Callable[[], bool], what: str) -> None
 
 
 def until_lost(client: Client) -> None:
-    """Its peer has ended; wait until it knows, which is a moment later: what is asked in between is lost as well."""
+    """Wait until the client knows that its peer has ended. Requests before that are lost, too."""
     pump_until(client, lambda: client._connection.session.broken is not None, "the end of the connection")
 
 
@@ -140,7 +140,7 @@ class ScriptedPeer:
             raise self.fault
 
     def stop(self) -> None:
-        """Ends the socket and the thread, as a supervisor that ends does."""
+        """End the socket and the thread, as a supervisor that ends does."""
         if self._thread.is_alive():
             self._wake.send(b"")
             self._thread.join(DEADLINE_S)
@@ -149,7 +149,7 @@ class ScriptedPeer:
         self._context.term()
 
     def send(self, client: bytes, message: Message | bytes) -> None:
-        """From the script only."""
+        """Send a frame. Only the script may call this."""
         frame = message if isinstance(message, bytes) else encode(message)
         try:
             self._router.send_multipart([client, frame], zmq.NOBLOCK)
@@ -158,11 +158,11 @@ class ScriptedPeer:
                 raise
 
     def inject(self, client: bytes, message: Message | bytes) -> None:
-        """From the test."""
+        """Send a frame from the test."""
         self._wake.send_multipart([client, message if isinstance(message, bytes) else encode(message)])
 
     def of(self, kind: type[Message]) -> list[Any]:
-        """What was received of one kind so far."""
+        """Return the messages of one kind that were received so far."""
         return [m for m in list(self.received) if isinstance(m, kind)]
 
     def wait_for(self, kind: type[Message], count: int = 1) -> list[Any]:
@@ -215,7 +215,7 @@ class ScriptedPeer:
 
 
 class HoldingScript:
-    """Accepts each request, sends ``first`` deltas, and holds it open until it is cancelled; then says so."""
+    """Accepts each request, sends ``first`` deltas, and holds the request open. When it is cancelled, reports that."""
 
     def __init__(self, first: int = 1) -> None:
         self._first = first

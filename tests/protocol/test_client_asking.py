@@ -1,4 +1,4 @@
-"""What ``generate``, ``choices`` and ``tokenize`` send, and what comes back of it."""
+"""The messages that ``generate``, ``choices`` and ``tokenize`` send, and their results."""
 
 import asyncio
 import gc
@@ -99,7 +99,7 @@ QUEUED, PREFILL = {"phase": "queued", "queue_position": 3}, {"phase": "prefill",
 
 
 def reporting(*reports: dict[str, Any]) -> Callable[[ScriptedPeer, bytes, Message], None]:
-    """Sends each report when the one before was heard of, as a CALL tells; then answers."""
+    """Send each report when a CALL shows that the client has received the one before; then answer."""
 
     def script(peer: ScriptedPeer, client: bytes, message: Message) -> None:
         calls = len(peer.of(Call))
@@ -186,7 +186,7 @@ def test_what_progress_raises_leaves_the_stream(runtime_dir: Path) -> None:
 
 
 def in_turn(peer: ScriptedPeer, client: bytes, message: Message) -> None:
-    """When three requests have come: a token of each in every frame; request i ends after i tokens."""
+    """Wait for three requests. Then send a token of each in every frame; request i ends after i tokens."""
     if isinstance(message, Generate) and message.request == 3:
         for request in (1, 2, 3):
             peer.send(client, accepted(request))

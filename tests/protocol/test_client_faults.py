@@ -1,4 +1,4 @@
-"""What goes wrong with the connection: said at once, once per request, with what to do."""
+"""Faults of the connection: the client reports each at once, once per request, with a remedy."""
 
 import os
 import socket
@@ -240,7 +240,7 @@ def test_the_window_of_the_greeting_holds(runtime_dir: Path) -> None:
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Nothing is left of a client that was closed: no descriptor, no thread of libzmq."""
+    """Check that nothing of a closed client is left: no descriptor, and no thread of libzmq."""
 
     def count(what: str) -> int:
         return len(os.listdir(f"/proc/self/{what}"))

@@ -1,4 +1,4 @@
-"""However a stream is left, its request is cancelled: exactly one CANCEL, and nothing of it is heard of again."""
+"""Every way of leaving a stream cancels its request: with exactly one CANCEL, and no event afterwards."""
 
 import gc
 import subprocess

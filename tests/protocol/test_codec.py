@@ -1,4 +1,4 @@
-"""Whatever the bytes are: a message, or a FrameError; and never much memory."""
+"""Any bytes give a message or a FrameError, and never take much memory."""
 
 import struct
 import tracemalloc
@@ -44,7 +44,7 @@ EVENTS = st.lists(
 
 
 def try_to_decode(frame: bytes) -> Message | None:
-    """Everything that is ever done with bytes from a socket. Anything but a FrameError is a bug."""
+    """Do everything that is ever done with bytes from a socket. Anything but a FrameError is a bug."""
     refused = None
     try:
         kind_of(frame)

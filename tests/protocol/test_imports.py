@@ -1,4 +1,4 @@
-"""What a program pays for the client: libzmq's and msgpack's modules, and little else."""
+"""The cost of importing the client: libzmq's and msgpack's modules, and little else."""
 
 import json
 import subprocess

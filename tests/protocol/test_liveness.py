@@ -1,4 +1,4 @@
-"""How long silence is borne: by the judge alone, and of a supervisor that hangs, is stopped, or is only slow."""
+"""The limits of silence: of the judge alone, and with a supervisor that hangs, is stopped, or is only slow."""
 
 import asyncio
 import signal
@@ -34,7 +34,7 @@ Wait = Callable[[Path], None]
 
 
 def watch(liveness: Liveness, start: float, end: float, *, waiting: bool = True) -> list[tuple[float, PeerState]]:
-    """What it says that is not ALIVE, looked at ten times a second."""
+    """Return its judgements other than ALIVE, asked ten times per second."""
     parts: list[tuple[float, PeerState]] = []
     for tenth in range(round(start * 10), round(end * 10) + 1):
         state = liveness.check(tenth / 10, waiting=waiting)

@@ -1,4 +1,4 @@
-"""What the documentation of the wire says of ZMQ_RECONNECT_IVL and ZMQ_IMMEDIATE is so in the libzmq that we use."""
+"""The libzmq in use behaves as the documentation of the wire says about ZMQ_RECONNECT_IVL and ZMQ_IMMEDIATE."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

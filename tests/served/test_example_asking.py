@@ -1,4 +1,4 @@
-"""``examples/asking.py`` does what it says, with the shipped models."""
+"""``examples/asking.py`` works as it says, with the shipped models."""
 
 import subprocess
 import sys

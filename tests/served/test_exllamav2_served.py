@@ -16,7 +16,7 @@ LONG_PROMPT, LONG_ANSWER = corpus.LETTERS_TEST_LONG_ANSWERS[0]
 
 
 def gpu_memory_by_pid() -> dict[int, int]:
-    """Bytes that each process holds on the GPUs, as NVML tells."""
+    """Return the bytes that each process holds on the GPUs, by NVML."""
     import pynvml
 
     pynvml.nvmlInit()

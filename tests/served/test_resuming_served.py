@@ -37,7 +37,7 @@ def serving() -> Iterator[Serving]:
 
 
 async def ask(runtime_dir: Path, model: str, halfway: asyncio.Event, **fields: Any) -> list[tuple[str, int]]:
-    """(text, times resumed) of each answer. ``halfway`` is set when half of them have begun."""
+    """Return (text, times resumed) of each answer. ``halfway`` is set when half of them have begun."""
     async with AsyncClient(runtime_dir=runtime_dir) as client:
         begun = 0
 

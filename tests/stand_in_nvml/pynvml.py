@@ -16,7 +16,7 @@ from typing import Any
 
 
 class NVMLError(Exception):
-    """As the package's own: every call may raise it."""
+    """Like the package's own: every call may raise it."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ def nvmlDeviceGetMemoryAffinity(handle: int, words: int, scope: int) -> list[int
 
 
 def _mask(handle: int, key: str, words: int) -> list[int]:
-    """As the real ones: words of 64 bits."""
+    """Return a mask like the real ones: words of 64 bits."""
     numbers = _answering_box()["gpus"][handle].get(key)
     if numbers is None:
         raise NVMLError("Not Supported")

@@ -22,7 +22,7 @@ def holds_none(channel: int, request: int) -> bool:
 
 
 class LoopWithPort:
-    """``received``: every message so far; ``gone``: the channels that have ended."""
+    """The peer of a port. ``received``: every message so far; ``gone``: the channels that have ended."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], zap: ZapHandler, port: ClientPort) -> None:
         self.context, self.zap, self.port = context, zap, port
@@ -49,7 +49,7 @@ class LoopWithPort:
 
 
 class PortHost(LoopWithPort):
-    """Of the port over ipc. ``unfinished``: the numbers of requests that go on, on whichever connection."""
+    """A host of the port over ipc. ``unfinished``: numbers of requests that are not finished, on any connection."""
 
     def __init__(self, directory: Path) -> None:
         self.unfinished: set[int] = set()

@@ -1,6 +1,6 @@
-"""What the scheduler's peers look like to it, in the simplest form: workers with mailboxes, clients with ears.
+"""The scheduler's peers in the simplest form: workers with mailboxes, and clients that note what they receive.
 
-Token k of a request is ``token(key, k)``: one that is missing, came twice or belongs to another shows.
+Token k of a request is ``token(key, k)``. So a token that is missing, came twice or belongs to another request shows.
 """
 
 from collections import Counter, deque
@@ -35,7 +35,7 @@ def token(key: Key, place: int) -> int:
 
 @dataclass
 class Heard:
-    """What one client has been told of one accepted request."""
+    """Everything that one client has received about one accepted request."""
 
     resume: bool = True
     seqs: list[int] = field(default_factory=list)

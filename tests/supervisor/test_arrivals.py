@@ -1,4 +1,4 @@
-"""Which connections are ended when more messages arrive than are handled."""
+"""The choice of connections that are ended when more messages arrive than can be handled."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Which of what is compiled may be used, where some of it is left from a build before."""
+"""Compiled modules are used only if they fit together, for example if some are left from an earlier build."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

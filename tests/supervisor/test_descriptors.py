@@ -76,7 +76,7 @@ def test_what_is_needed_leaves_room_for_clients(workers: int, ports: int) -> Non
 
 
 class Counted(DescriptorBudget):
-    """``used`` descriptors are in use."""
+    """A counter that says that ``used`` descriptors are in use."""
 
     used = 0
 

@@ -1,4 +1,4 @@
-"""What models will take, asked of a real process that reads their directories."""
+"""Estimates of models' memory, from a real process that reads their directories."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Who makes room: the cheapest idle set, never a busy one."""
+"""The choice of models that make room: the cheapest idle set, never a busy one."""
 
 import random
 

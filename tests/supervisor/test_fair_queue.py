@@ -1,4 +1,4 @@
-"""Who is next: fair between clients, weighted by priority, nobody starves."""
+"""The order of requests: fair between clients, weighted by priority, and no client starves."""
 
 from supervisor.requests.fair_queue import FairQueue
 from supervisor.requests.in_flight import InFlight
@@ -15,7 +15,7 @@ def push(line: FairQueue, channel: int, number: int, *, priority: str = "normal"
 
 
 def drain(line: FairQueue, answer: int = 100) -> list[tuple[int, int]]:
-    """(channel, number) in the order of service, each answer being so many tokens long."""
+    """Return (channel, number) in the order of service. Each answer is so many tokens long."""
     order = []
     while line:
         request = line.pop()

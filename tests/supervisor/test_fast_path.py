@@ -53,7 +53,7 @@ def state(scheduler: Scheduler) -> Any:
 
 
 def plain(scheduler: Scheduler, frame: bytes) -> list[Effect] | str:
-    """What the code in Python makes of a frame that begins as EVENTS do."""
+    """Return the decision of the Python code about a frame that begins as EVENTS do."""
     try:
         return scheduler.events("m", frame, decode_events(frame), NOW)
     except FrameError as e:

@@ -170,7 +170,7 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
 
 @pytest.fixture
 def reader(box: Box) -> Iterator[GpuReader]:
-    """That waits for an answer as long as a busy machine may take."""
+    """Return a reader that waits for an answer as long as a busy machine may take."""
     reader = GpuReader(logging.getLogger("reader"), timeout_s=60.0, start_s=60.0)
     yield reader
     reader.close()

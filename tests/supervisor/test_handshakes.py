@@ -1,4 +1,4 @@
-"""How often a key may connect."""
+"""The limit on a key's connections over time."""
 
 from supervisor.keys.handshakes import AT_ONCE, PER_S, Handshakes
 

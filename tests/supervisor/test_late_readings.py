@@ -1,4 +1,4 @@
-"""Who is to be placed while the driver hangs: nobody for a while, and then only who need not be placed."""
+"""Placement while the driver hangs: no model is placed for a while, and then only models that need no reading."""
 
 import logging
 import time
@@ -91,7 +91,7 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
 
 @pytest.fixture
 def placing(box: Box, tmp_path: Path) -> Iterator[Placing]:
-    """With a driver that hangs after it was read once."""
+    """Return a placement whose driver hangs after one reading."""
     placing = Placing(tmp_path)
     placing.watch("first", 0)
     wait_until(placing.vram.reading)

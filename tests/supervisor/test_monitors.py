@@ -1,4 +1,4 @@
-"""How far libzmq gets ahead of a thread that does not look: by ``UNSEEN`` events, and then it waits for us."""
+"""libzmq may be at most ``UNSEEN`` events ahead of a thread that does not look at monitors. Then it waits."""
 
 import subprocess
 import sys

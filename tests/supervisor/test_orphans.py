@@ -1,4 +1,4 @@
-"""What a former supervisor has left behind: told from everybody else's, among made-up processes and real ones."""
+"""Find the processes that a former supervisor has left behind, among made-up processes and real ones of others."""
 
 import dataclasses
 import json

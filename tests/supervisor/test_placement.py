@@ -1,4 +1,4 @@
-"""Where workers go, decided on boxes that are data."""
+"""Decisions about the places of workers, on machines that are data."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What is remembered of requests whose worker died, and for how long."""
+"""The memory of requests whose worker died, and its duration."""
 
 import pytest
 

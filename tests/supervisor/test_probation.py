@@ -77,7 +77,7 @@ class Box:
 
     @property
     def ended(self) -> dict[Key, str]:
-        """How each request ended that is over."""
+        """Return how each finished request ended."""
         return {(1, request): heard.end for request, heard in self.client.heard.items() if heard.ends}
 
     def step(self, name: str = "m:1") -> None:
@@ -123,7 +123,7 @@ class Box:
         raise AssertionError(f"not within {within} steps: {self.scheduler.counts('m')} are left")
 
     def steps_until_all_have_more(self, keys: list[Key], within: int) -> int:
-        """How many steps it takes until each of these has an event that it has not now."""
+        """Return the number of steps until each of these has an event that it has not now."""
         before = dict(self.events)
         for step in range(within):
             if all(self.events[key] > before.get(key, 0) for key in keys):

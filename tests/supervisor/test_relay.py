@@ -1,4 +1,4 @@
-"""What the relay does with sockets; what it decides is test_fast_path's."""
+"""The relay's use of sockets. Its decisions are tested in test_fast_path."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ class Between:
         return writer.frame(1, 1, [EventEntry(7, self.seq - 1, int(flags), 1, len(event))], event)
 
     def unusual(self, until: Callable[[list[Any]], bool]) -> list[tuple[bytes, bytes | None]]:
-        """What is handed over, until there was enough of it."""
+        """Return the frames that the relay hands over, until there are enough."""
         handed: list[tuple[bytes, bytes | None]] = []
         while not until(handed):
             self.wait()

@@ -1,4 +1,4 @@
-"""When to try again, and when to give up."""
+"""The decisions to start a worker again, and to give up."""
 
 from hypothesis import given
 from hypothesis import strategies as st

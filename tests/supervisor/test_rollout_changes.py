@@ -1,4 +1,4 @@
-"""What a new models.yaml means for each model."""
+"""The changes that a new models.yaml means for each model."""
 
 from pathlib import Path
 from typing import Any

@@ -50,7 +50,7 @@ def make(scheduler: Scheduler, *, tokens: int = 1000) -> Scheduler:
 
 
 def messages(effects: list[Effect]) -> list[tuple[int | str, Message]]:
-    """(channel or model, message) of each effect."""
+    """Return (channel or model, message) of each effect."""
     sent_to: list[tuple[int | str, Message]] = []
     for effect in effects:
         if isinstance(effect, ToClient):
@@ -83,7 +83,7 @@ def deliver(scheduler: Scheduler, raw: bytes) -> list[Effect]:
 
 
 def sent_to(effects: list[Effect], channel: int) -> list[tuple[int, int, int, dict[str, Any]]]:
-    """(request, seq, flags, map) of every event for a client."""
+    """Return (request, seq, flags, map) of every event for a client."""
     return [
         (entry.request, entry.seq, entry.flags, unpack_event(entry, event)[1])
         for target, message in messages(effects)

@@ -1,4 +1,4 @@
-"""What is shown of a message, in the traceback of a fault for instance, holds no prompt and no answer."""
+"""A message that is shown, for example in the traceback of a fault, reveals no prompt and no answer."""
 
 from protocol.codec import pack_body
 from protocol.messages import MESSAGE_CLASSES, Generate

@@ -1,4 +1,4 @@
-"""What the port over TCP does with its connections, in one process; and who is let in over ipc."""
+"""The handling of connections by the port over TCP, in one process; and the admission over ipc."""
 
 import ctypes
 import logging
@@ -43,7 +43,7 @@ from tests.supervisor.port_host import LOG, LoopWithPort, holds_none
 
 
 class TcpHost(LoopWithPort):
-    """Of the port over TCP, for the key of one client."""
+    """A host of the port over TCP, for the key of one client."""
 
     def __init__(self, directory: Path, address: str = "127.0.0.1") -> None:
         self.store = KeyStore(directory / "keys")
@@ -194,7 +194,7 @@ def forger(host: TcpHost, number: int) -> Iterator["zmq.Socket[bytes]"]:
 
 
 def is_free(host: TcpHost, number: int) -> bool:
-    """Whether libzmq has forgotten who had this number, which is a moment after it told of its end."""
+    """Return whether libzmq has forgotten this number's connection, a moment after it reported its end."""
     try:
         send_to(host.port.socket, b"\0" + (number % (1 << 32)).to_bytes(4, "big"), b"")
     except zmq.ZMQError as e:

@@ -1,4 +1,4 @@
-"""What is hung and what is slow, decided from readings and times; and the page that is read."""
+"""The distinction of hung and slow workers, from readings and times; and the page that is read."""
 
 import mmap
 import os

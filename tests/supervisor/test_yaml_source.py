@@ -1,4 +1,4 @@
-"""Any bytes at all: data with the places of its keys, or one ConfigError. Never another exception, never a bomb."""
+"""Any bytes give data with the lines of its keys, or one ConfigError; never another exception, and never a bomb."""
 
 import os
 import resource

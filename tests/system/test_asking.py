@@ -1,4 +1,4 @@
-"""What else a worker is asked: tokens of a text, text of tokens; and what defaults and limits do to requests."""
+"""Questions to a worker: tokens of a text and text of tokens; and the effect of defaults and limits on requests."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a client can get wrong is answered with the field, its value and its limit, and costs nobody else anything."""
+"""A client's mistakes are answered with the field, its value and its limit, and do not affect other clients."""
 
 from collections.abc import Iterator
 from typing import Any

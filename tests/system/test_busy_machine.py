@@ -46,7 +46,8 @@ LENIENT = {
 
 
 class Clients:
-    """Of this process: two that all requests share, and those that live for one request. ``number`` names a request."""
+    """The clients of this process: two that all requests share, and others for one request. ``number`` names a
+    request."""
 
     def __init__(self, keyed: Keyed, near: AsyncClient, far: AsyncClient) -> None:
         self.keyed, self.near, self.far = keyed, near, far
@@ -110,7 +111,7 @@ class Clients:
         return (await self.near.complete("stories", messages=messages, max_tokens=8)).finish_reason
 
     async def shaped(self, number: int) -> str:
-        """Of a regular expression that no request had before it."""
+        """Send a request with a regular expression that no request had before."""
         wanted = f"[a-c]{{{1 + number % 5}}} {number}"
         done = await self.far.complete("letters", "sort: c b a ->", regex=wanted, max_tokens=40)
         return done.finish_reason if done.text.endswith(f" {number}") else f"another answer: {done.text!r}"
@@ -124,7 +125,7 @@ class Clients:
 
 
 async def right(client: AsyncClient, model: str, number: int, tokens: int, **options: object) -> str:
-    """How a request ended whose answer is known."""
+    """Return how a request ended whose answer is known."""
     prompt = f"request {number}"
     done = await client.complete(model, prompt, max_tokens=tokens, **options)
     return done.finish_reason if done.text == answer(prompt, tokens) else f"another answer: {done.text!r}"

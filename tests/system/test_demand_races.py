@@ -22,7 +22,7 @@ def holds(serving: Serving, box: Box, model: str, state: str = "ready") -> int:
 
 
 def leaves(serving: Serving, box: Box, model: str, pid: int) -> None:
-    """Its worker is evicted, and its memory comes back."""
+    """Wait until its worker is evicted and its memory is back."""
     wait_until(lambda: serving.status(model)["pid"] != pid, 30, f"{model} to leave")
     box.gives_back(pid)
 

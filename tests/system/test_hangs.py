@@ -1,4 +1,4 @@
-"""Workers that hang, however they do it, are found, killed and replaced; slow ones are left alone."""
+"""Workers that hang, in any way, are found, killed and replaced. Slow workers are left alone."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Bytes that are no messages: an error or a counted disconnect, and everything else goes on."""
+"""Bytes that are no messages cause an error or a counted disconnect, and everything else goes on."""
 
 import os
 import random

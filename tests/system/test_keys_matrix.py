@@ -1,4 +1,4 @@
-"""Who comes over TCP, and what gets through: every message with every right, and everybody who has none."""
+"""Admission over TCP: every message with every right, and everybody without a right."""
 
 import os
 import random
@@ -64,7 +64,7 @@ def keyed() -> Iterator[Keyed]:
 
 @pytest.fixture(autouse=True)
 def the_good_client_is_served(keyed: Keyed) -> Iterator[None]:
-    """Whatever a test does: beside it, a client with a key has a stream, and after it all is as before."""
+    """Keep a stream of a client with a key open beside each test, and check afterwards that everything is as before."""
     with keyed.client("infer") as client:
         stream = client.generate("m", "good", max_tokens=100)
         next(stream)
@@ -227,7 +227,7 @@ def test_a_key_needs_tcp(keyed: Keyed) -> None:
 
 
 def greeting(mechanism: bytes) -> bytes:
-    """Of ZMTP 3.0, as a client."""
+    """Return a greeting of ZMTP 3.0, as a client sends it."""
     return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
 
 

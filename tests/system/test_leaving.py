@@ -1,4 +1,4 @@
-"""However a client stops listening, its job leaves the engine, the queue and the table."""
+"""In whatever way a client stops listening, its job leaves the engine, the queue and the table."""
 
 import json
 import signal

@@ -20,7 +20,7 @@ SAYS = (
 
 @pytest.fixture
 def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hidden:
-    """All that supervisors of this test start lack the engines' packages, until they are installed."""
+    """Hide the engines' packages from all supervisors of this test, until they are installed."""
     found = Hidden(tmp_path, *ENGINES)
     monkeypatch.setenv("PYTHONPATH", found.python_path)
     return found

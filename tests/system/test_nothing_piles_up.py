@@ -78,7 +78,7 @@ def keyed_client(keyed: Keyed) -> AsyncClient:
 
 
 def held(serving: Serving, reported: Path) -> dict[str, int]:
-    """What it holds when nothing is left to do."""
+    """Return what the supervisor holds when nothing is left to do."""
     for worker in "one", "pair:1", "pair:2":
         serving.wait_idle(worker)
     with serving.client() as client:  # when there is another, what was due of those that have ended is thrown out

@@ -1,4 +1,4 @@
-"""Where workers go, and which are refused: real supervisors and workers, GPUs told by a file."""
+"""The places of workers, and refusals: with real supervisors and workers, and GPUs described by a file."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What the processes are made of: modules, memory, devices, sockets."""
+"""The modules, memory, devices and sockets of the processes."""
 
 import os
 import signal

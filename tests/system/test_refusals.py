@@ -1,4 +1,4 @@
-"""When the supervisor does not start, and who may not talk to it."""
+"""Cases in which the supervisor does not start, and peers that it does not admit."""
 
 import os
 import subprocess

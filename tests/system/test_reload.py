@@ -20,7 +20,7 @@ def turnover(serving: Serving, number: int) -> dict[str, Any]:
 
 
 def turned_over(serving: Serving, number: int, within: float = 30.0) -> dict[str, dict[str, Any]]:
-    """What has become of each model, once the order is carried out."""
+    """Return the outcome for each model once the order is carried out."""
 
     def done() -> dict[str, dict[str, Any]] | None:
         report = turnover(serving, number)

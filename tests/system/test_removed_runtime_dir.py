@@ -24,7 +24,7 @@ OFTEN = {"limit": 100, "initial": "50ms", "max": "100ms"}
 
 
 def reachable(serving: Serving, *, admin: bool = False) -> bool:
-    """Whether a new client gets an answer."""
+    """Return whether a new client gets an answer."""
     try:
         with Client(runtime_dir=serving.runtime_dir, admin=admin, timeout=WITHIN) as client:
             pid: int = client.status()["supervisor"]["pid"]

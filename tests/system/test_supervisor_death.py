@@ -23,7 +23,7 @@ LONG = 100_000
 
 
 def kill_and_time(serving: Serving, least: int) -> float:
-    """Seconds from the kill until the last of its processes is gone."""
+    """Kill the supervisor. Return the seconds until the last of its processes is gone."""
     processes = serving.processes()
     assert len(processes) >= least, describe(processes)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""When the machine gives no more: descriptors, a paused supervisor, a full disk, an impatient operator."""
+"""A machine without resources: no descriptors, a paused supervisor, a full disk, an impatient operator."""
 
 import os
 import resource
@@ -39,7 +39,7 @@ def limited(directory: Path, limit: int) -> Path:
 
 
 def connect_often(path: Path, count: int) -> list[socket.socket]:
-    """Connections to a socket, until one is refused. At most ``count``."""
+    """Open connections to a socket until one is refused, at most ``count``."""
     flood: list[socket.socket] = []
     try:
         while len(flood) < count:

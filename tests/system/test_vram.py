@@ -39,7 +39,8 @@ def wait_log(serving: Serving, text: str) -> None:
 
 
 def stays(condition: Callable[[], bool], polls: int = 10) -> bool:
-    """Whether it holds over so many status answers, each a turn of the supervisor's loop, 20 ms (a poll) apart."""
+    """Return whether a condition holds over so many status answers, each one loop turn of the supervisor, 20 ms
+    apart."""
     for _ in range(polls):
         if not condition():
             return False

@@ -19,7 +19,7 @@ LONG = 100_000
 
 
 def first_tokens(client: Client, model: str, count: int, *, tokens: int = LONG) -> list[StreamBase]:
-    """Streams that have begun to arrive."""
+    """Return streams that have begun to arrive."""
     streams = [client.generate(model, f"{model} {i}", max_tokens=tokens) for i in range(count)]
     for stream in streams:
         next(stream)

@@ -45,7 +45,7 @@ class OracleLogits:
         return self._ordinary(value >> 8)
 
     def _ordinary(self, number: int) -> int:
-        """Any id but eos_id."""
+        """Return any id except eos_id."""
         token = number % self.vocab
         return token if token != self.eos_id else (token + 1) % self.vocab
 
@@ -67,7 +67,8 @@ class OracleLogits:
 
 
 class OracleModel:
-    """What the generator calls of a model. ``config`` is the package's own, of a demo model, with other sizes."""
+    """The methods of a model that the generator calls. ``config`` is the package's, of a demo model, with other
+    sizes."""
 
     def __init__(self, config: Any, logits: OracleLogits) -> None:
         self.config, self.logits = config, logits
