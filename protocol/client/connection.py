@@ -31,7 +31,7 @@ PROBE_LOOK_S: Final = 0.01
 """Seconds between two looks at the probe of a listener with which the handshake failed."""
 
 
-class ClientConnection:
+class Connection:
     """A connection of a client. The constructor does not connect: the first ``pump`` does.
 
     endpoint     where the supervisor listens. Unset: the socket in the runtime directory
@@ -377,7 +377,7 @@ class ClientConnection:
             outbox.popleft()
 
 
-def check_welcomed(connection: ClientConnection) -> bool:
+def check_welcomed(connection: Connection) -> bool:
     """Return whether WELCOME has come. Raises the reason if it cannot come any more."""
     session = connection.session
     if session.welcome is None and session.broken is not None:
@@ -385,7 +385,7 @@ def check_welcomed(connection: ClientConnection) -> bool:
     return session.welcome is not None
 
 
-def check_can_generate(connection: ClientConnection) -> None:
+def check_can_generate(connection: Connection) -> None:
     """Raise WireError (unsupported) on a connection to the admin socket, which takes calls only."""
     if connection.admin:
         raise WireError(

@@ -7,14 +7,14 @@ from collections.abc import Collection
 from typing import Any
 
 from protocol.client.answers import Touched
-from protocol.client.connection import ClientConnection
+from protocol.client.connection import Connection
 from protocol.client.transport import Transport
 
 _WELCOME = 0
 """The key under which a task waits for the greeting. The numbers of requests and calls begin at 1."""
 
 
-class LoopConnection(ClientConnection):
+class LoopConnection(Connection):
     """A connection for one event loop. Only the thread of the loop may use it. Any thread may call ``abandon``."""
 
     def __init__(self, endpoint: str | None, **more: Any) -> None:

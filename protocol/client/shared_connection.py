@@ -14,14 +14,14 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from protocol.client.answers import StreamState, Touched
-from protocol.client.connection import ClientConnection, check_welcomed
+from protocol.client.connection import Connection, check_welcomed
 from protocol.client.transport import Transport
 
 _LONGEST_WAIT_S = 1.0
 """A waiting thread looks for itself after this time, even if no other thread has woken it."""
 
 
-class SharedConnection(ClientConnection):
+class SharedConnection(Connection):
     """A connection for threads. Any thread may call what takes the lock. Only the holder of the lock calls ``pump``."""
 
     lock: "threading.RLock"

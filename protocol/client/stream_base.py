@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from protocol.client.answers import Completion, Delta, Progress, StreamState, TokenLogprob
-from protocol.client.connection import ClientConnection
+from protocol.client.connection import Connection
 from protocol.errors import WireError
 from protocol.messages import FinishReason
 
@@ -18,7 +18,7 @@ class StreamBase:
     """The part of one request's answer that was read."""
 
     def __init__(
-        self, connection: ClientConnection, state: StreamState, timeout: float | None, on_progress: OnProgress | None
+        self, connection: Connection, state: StreamState, timeout: float | None, on_progress: OnProgress | None
     ) -> None:
         self._connection = connection
         self._state = state

@@ -294,7 +294,7 @@ def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     # No time limit of libzmq for the handshake. At that limit the client could only see that the connection ended, as
-    # with a wrong key. ``ClientConnection`` has a time limit of its own, and knows that nobody has answered.
+    # with a wrong key. ``Connection`` has a time limit of its own, and knows that nobody has answered.
     socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
     interval, timeout, ttl = IPC_HEARTBEAT_MS if ipc else TCP_HEARTBEAT_MS
     socket.setsockopt(zmq.HEARTBEAT_IVL, interval)

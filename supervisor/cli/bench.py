@@ -15,7 +15,7 @@ from supervisor.cli import bench_figures, exit_codes
 from supervisor.cli.bench_load import prompts, run_once, usable_ids
 from supervisor.cli.bench_report import report
 from supervisor.cli.command import Command
-from supervisor.cli.errors import Failure
+from supervisor.cli.errors import CommandFailure
 from supervisor.cli.options import as_json, runtime_dir_option
 from supervisor.cli.tables import LiveLines, table, terminal_width
 
@@ -115,7 +115,7 @@ def bench(models: tuple[str, ...], out: Path | None, as_json: bool, runtime_dir:
     finally:
         report.show()  # also after Ctrl-C, or after the supervisor has gone
     if report.errors:
-        raise Failure(exit_codes.FAILED, "requests_failed", *report.errors)
+        raise CommandFailure(exit_codes.FAILED, "requests_failed", *report.errors)
     return exit_codes.OK
 
 
@@ -158,12 +158,14 @@ async def _measure(models: Sequence[str], load: _Load, runtime_dir: Path, report
 
 
 def _check_context(load: _Load, model: str, workers: list[dict[str, Any]]) -> None:
-    """Raise Failure for lengths that do not fit the model's context."""
+    """Raise CommandFailure for lengths that do not fit the model's context."""
     context = min((worker["context"] for worker in workers if worker["context"]), default=None)
     wanted = load.prompt_tokens + load.output_tokens
     if context is not None and wanted > context:
         why = f"--prompt-tokens {load.prompt_tokens} and --output-tokens {load.output_tokens} are {wanted} in all"
-        raise Failure(exit_codes.FAILED, "too_long", f"{model}: {why}, its context is {context}: lower one of them")
+        raise CommandFailure(
+            exit_codes.FAILED, "too_long", f"{model}: {why}, its context is {context}: lower one of them"
+        )
 
 
 def _usual_streams(workers: list[dict[str, Any]]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from protocol.errors import ConnectionLost
 from protocol.limits import SUPERVISOR_NAME
 from protocol.process.runtime_paths import ENVIRONMENT_VARIABLE
 from supervisor.cli import exit_codes
-from supervisor.cli.errors import Failure
+from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import say
 from supervisor.cli.options import connect
 from supervisor.cli.views import warn_of_lost_lines
@@ -28,7 +28,7 @@ _DIRECTORIES = (ENVIRONMENT_VARIABLE, "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
 def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
     """Start a supervisor and wait until its models are up, or will not come up. Returns the exit code.
 
-    Raises Failure, with the reason of each model that is not ready.
+    Raises CommandFailure, with the reason of each model that is not ready.
 
     The supervisor runs in "/". In a directory that somebody removes it could start no more workers, because
     multiprocessing asks for the name of the current directory.
@@ -83,13 +83,13 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
             elif stall.lasts(STALLED_S):
                 process.kill()
                 message = f"the supervisor does not answer; see {log}"
-                raise Failure(exit_codes.SOFTWARE, "no_answer", message) from None
+                raise CommandFailure(exit_codes.SOFTWARE, "no_answer", message) from None
             time.sleep(0.02)
             continue
         say(f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it")
         warn_of_lost_lines(answer)
         if failed := [why_not_ready(m) for m in models if m["state"] != "ready"]:
-            raise Failure(exit_codes.FAILED, "not_ready", *failed)
+            raise CommandFailure(exit_codes.FAILED, "not_ready", *failed)
         return exit_codes.OK
     return _account_for(process, log)
 

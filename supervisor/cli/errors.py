@@ -15,7 +15,7 @@ DEBUG_VARIABLE = "MODELCTL_DEBUG"
 """If this variable is set, errors are printed with their traceback."""
 
 
-class Failure(Exception):
+class CommandFailure(Exception):
     """An error of a command.
 
     exit_code  see ``exit_codes``
@@ -61,7 +61,7 @@ def _judge(error: BaseException) -> tuple[int, dict[str, Any] | None, tuple[str,
             return exit_codes.OK, None, ()  # `modelctl ps | head`: the reader has closed the pipe
         case click.ClickException():
             return error.exit_code, {"name": "usage", "message": error.format_message()}, ()
-        case Failure():
+        case CommandFailure():
             return error.exit_code, {"name": error.name, "message": str(error)}, error.lines
         case ConnectionLost():
             return exit_codes.UNAVAILABLE, error.to_wire(), (error.message,)

@@ -13,7 +13,7 @@ from protocol.process.engine_packages import missing_for
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import NAME
-from supervisor.cli.errors import Failure
+from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json
 from supervisor.config import DEMO_PREFIX, demo_models
@@ -66,7 +66,9 @@ def init(directory: Path | None, force: bool, as_json: bool) -> int:
     except FileExistsError:
         raise _exists(file) from None
     except OSError as e:
-        raise Failure(exit_codes.CONFIG, "not_usable", f"{file.absolute()} cannot be written: {e.strerror}") from None
+        raise CommandFailure(
+            exit_codes.CONFIG, "not_usable", f"{file.absolute()} cannot be written: {e.strerror}"
+        ) from None
     _tell(file.absolute(), entries, left_out, as_json)
     return exit_codes.OK
 
@@ -85,15 +87,15 @@ def _write(file: Path, text: str, force: bool) -> None:
         raise
 
 
-def _exists(file: Path) -> Failure:
+def _exists(file: Path) -> CommandFailure:
     message = f"{file.absolute()} exists already and is left as it is; --force replaces it"
-    return Failure(exit_codes.CONFIG, "exists", message)
+    return CommandFailure(exit_codes.CONFIG, "exists", message)
 
 
 def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
     """Return an entry for each model below a directory, and the directories that were left out, each with the reason.
 
-    Raises Failure if no model can be loaded.
+    Raises CommandFailure if no model can be loaded.
     """
     from supervisor.cli.model_search import MOST_DIRECTORIES, find_models, name_of
 
@@ -101,7 +103,7 @@ def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
     try:
         found = find_models(root)
     except OSError as e:
-        raise Failure(exit_codes.CONFIG, "not_usable", f"{root} cannot be searched: {e.strerror}") from None
+        raise CommandFailure(exit_codes.CONFIG, "not_usable", f"{root} cannot be searched: {e.strerror}") from None
     for unread, why in found.unread.items():
         say(f"modelctl: {_printable(unread)} is not searched: {why}")
     if not found.complete:
@@ -119,7 +121,7 @@ def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
     if not entries:
         reasons = [f"{_printable(path)}: {why}" for path, why in left_out.items()]
         message = "none of them can be loaded" if reasons else "a model's directory has config.json and *.safetensors"
-        raise Failure(exit_codes.CONFIG, "no_models", f"no model found in {root}: {message}", *reasons)
+        raise CommandFailure(exit_codes.CONFIG, "no_models", f"no model found in {root}: {message}", *reasons)
     if len(entries) > 1:  # together they may not fit, so each is loaded by its first request
         for entry in entries:
             entry.keys["lazy"] = True

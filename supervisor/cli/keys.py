@@ -9,7 +9,7 @@ import click
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.command_group import CommandGroup
-from supervisor.cli.errors import Failure
+from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import need
 from supervisor.cli.options import as_json
 from supervisor.cli.tables import table, terminal_width
@@ -44,7 +44,7 @@ def _store(context: click.Context, option: click.Parameter, given: Path | None) 
         return KeyStore(load_config(found).keys_dir)
     except ConfigError as e:
         message = "name the keys' directory with --keys, or put that right"
-        raise Failure(exit_codes.CONFIG, "not_usable", *map(str, e.problems), message) from None
+        raise CommandFailure(exit_codes.CONFIG, "not_usable", *map(str, e.problems), message) from None
 
 
 _config_option = click.option(

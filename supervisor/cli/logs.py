@@ -12,7 +12,7 @@ import click
 from protocol.limits import MODEL_NAME_PATTERN, SUPERVISOR_NAME
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
-from supervisor.cli.errors import Failure
+from supervisor.cli.errors import CommandFailure
 from supervisor.cli.options import as_json, runtime_dir_option
 from supervisor.logs import log_dir, log_path, tail
 
@@ -43,7 +43,7 @@ def logs(model: str, follow: bool, lines: int, as_json: bool, runtime_dir: Path)
         raise click.UsageError(f"{model!r} is no model name: {_there_are(runtime_dir)}")
     path = log_path(runtime_dir, model)
     if not path.exists():
-        raise Failure(exit_codes.FAILED, "no_log", f"no log at {path}: {_there_are(runtime_dir)}")
+        raise CommandFailure(exit_codes.FAILED, "no_log", f"no log at {path}: {_there_are(runtime_dir)}")
     position = path.stat().st_size
     for line in tail(path, max(8192, lines * BYTES_PER_LINE))[-lines:] if lines > 0 else []:
         click.echo(_as_object(line) if as_json else line)

@@ -14,7 +14,7 @@ from protocol.client.sync_client import Client
 from protocol.errors import ConnectionLost
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
-from supervisor.cli.errors import Failure
+from supervisor.cli.errors import CommandFailure
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
 from supervisor.cli.waiting import (
     POLL_S,
@@ -158,13 +158,13 @@ def _watch(
 
 
 def _see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool) -> None:
-    """Wait until models of these generations are up. Raises Failure if one does not come up."""
+    """Wait until models of these generations are up. Raises CommandFailure if one does not come up."""
     models = _watch(client, list(wanted), lambda m: settled_up(m, wanted[m["name"]]), no_wait, as_json)
     failed = [why_not_ready(m) for m in models if m["state"] != "ready"]
     there = [m["name"] for m in models]
     failed += [f"{name}: a reload has removed it meanwhile" for name in wanted if name not in there]
     if failed and not no_wait:
-        raise Failure(exit_codes.FAILED, "not_ready", *failed)
+        raise CommandFailure(exit_codes.FAILED, "not_ready", *failed)
 
 
 def _wait_for_silence(client: Client) -> None:

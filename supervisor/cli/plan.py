@@ -12,7 +12,7 @@ import click
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config
-from supervisor.cli.errors import Failure
+from supervisor.cli.errors import CommandFailure
 from supervisor.cli.options import as_json, config_file, connect, runtime_dir_option
 from supervisor.cli.tables import GAP, table, terminal_width
 
@@ -65,7 +65,7 @@ def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: 
     try:
         examined = examine_config(find_config(file))
     except ConfigError as e:
-        raise Failure(exit_codes.CONFIG, "config", *map(str, e.problems)) from None
+        raise CommandFailure(exit_codes.CONFIG, "config", *map(str, e.problems)) from None
     candidates = _candidates(examined, installed=gpus is None)
     if gpus is not None:
         box, outer = _made_up(gpus), None
@@ -83,7 +83,10 @@ def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: 
 
 
 def _candidates(examined: "Examined", *, installed: bool) -> "list[PlacementCandidate]":
-    """Return every worker with its needs, or with its faults and their lines. Raises Failure for an invalid file."""
+    """Return every worker with its needs, or with its faults and their lines.
+
+    Raises CommandFailure for an invalid file.
+    """
     from supervisor.placement.fit import PlacementCandidate
     from supervisor.placement.gpu_requests import gpu_request_of
     from supervisor.placement.vetting import problems_of, vet_models
@@ -95,7 +98,7 @@ def _candidates(examined: "Examined", *, installed: bool) -> "list[PlacementCand
             examined, [(name, fault) for name, estimated in known.items() for fault in estimated.faults]
         )
         problems = sorted([*examined.problems, *of_models], key=lambda problem: problem.line)
-        raise Failure(exit_codes.CONFIG, "config", *map(str, problems))
+        raise CommandFailure(exit_codes.CONFIG, "config", *map(str, problems))
     for name, estimated in known.items():
         lines = [str(examined.problem(name, fault.key, fault.message)) for fault in estimated.faults]
         faults = tuple(replace(fault, message=line) for fault, line in zip(estimated.faults, lines, strict=True))
@@ -114,7 +117,7 @@ def _made_up(sizes: Sequence[int]) -> "list[Gpu]":
 
 
 def _this_box(candidates: "Sequence[PlacementCandidate]", runtime_dir: Path) -> "list[Gpu]":
-    """Return this machine's GPUs as if the models of a running supervisor held no memory. Raises Failure."""
+    """Return this machine's GPUs as if the models of a running supervisor held no memory. Raises CommandFailure."""
     from supervisor.placement.gpu_reader import read_once
     from supervisor.placement.gpus import GpusUnknown
 
@@ -124,7 +127,7 @@ def _this_box(candidates: "Sequence[PlacementCandidate]", runtime_dir: Path) -> 
         box = read_once()
     except GpusUnknown as e:
         message = f"this box's GPUs are not known: NVML: {e}; say which are meant with --gpus 24G,24G"
-        raise Failure(exit_codes.CONFIG, "no_gpus", message) from None
+        raise CommandFailure(exit_codes.CONFIG, "no_gpus", message) from None
     held = _held_by_us(runtime_dir)
     return [
         replace(gpu, used=gpu.used - held.get(gpu.index, 0), free=gpu.free + held.get(gpu.index, 0)) for gpu in box

@@ -10,7 +10,7 @@ from protocol.client.sync_client import Client
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.compiling import compile_for
-from supervisor.cli.errors import Failure
+from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
 from supervisor.cli.waiting import wait_for_rollouts
@@ -65,7 +65,7 @@ def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, run
         if model_report["state"] == "failed"
     ]
     if failed:
-        raise Failure(exit_codes.FAILED, "not_reloaded", *failed)
+        raise CommandFailure(exit_codes.FAILED, "not_reloaded", *failed)
     return exit_codes.OK
 
 

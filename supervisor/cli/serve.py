@@ -11,7 +11,7 @@ from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.compiling import compile_for
 from supervisor.cli.config_file import find_config
-from supervisor.cli.errors import Failure
+from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import say
 from supervisor.cli.options import config_file, runtime_dir_option
 
@@ -45,7 +45,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
     try:
         raise_limit(loaded.worker_count, ports=2 if opening is None else 3)
     except TooFewDescriptors as e:
-        raise Failure(exit_codes.CONFIG, "too_few_descriptors", str(e)) from None
+        raise CommandFailure(exit_codes.CONFIG, "too_few_descriptors", str(e)) from None
     if not no_compile:
         try:
             compile_for([model.config.engine for model in loaded.models.values()], quiet=quiet)
@@ -68,13 +68,15 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
         admin_endpoint(runtime_dir)  # raises ValueError if the longest socket path is too long
         runtime = RuntimeDir(runtime_dir)
     except AlreadyRunning as e:
-        raise Failure(exit_codes.TEMPFAIL, "already_running", str(e)) from None
+        raise CommandFailure(exit_codes.TEMPFAIL, "already_running", str(e)) from None
     except RuntimeDirError as e:
-        raise Failure(exit_codes.CONFIG, "not_usable", str(e)) from None
+        raise CommandFailure(exit_codes.CONFIG, "not_usable", str(e)) from None
     except OSError as e:
         what = f"{runtime_dir / e.filename}: {e.strerror}" if isinstance(e.filename, str) else e.strerror
         message = f"the runtime directory {runtime_dir} cannot be used: {what}"
-        raise Failure(exit_codes.CONFIG, "not_usable", f"{message}; repair it, or give another --runtime-dir") from None
+        raise CommandFailure(
+            exit_codes.CONFIG, "not_usable", f"{message}; repair it, or give another --runtime-dir"
+        ) from None
     log = set_up_logging(runtime_dir, quiet=quiet)
     code = exit_codes.SOFTWARE
     try:

@@ -29,7 +29,7 @@ from supervisor.placement.affinity import near_cpus, ranges
 from supervisor.placement.estimates import Estimated
 from supervisor.placement.eviction import EvictionCandidate, NoRoom, choose
 from supervisor.placement.gpu_requests import ESTIMATED, answer_with, gpu_request_of, question_of
-from supervisor.placement.policy import GpuRequest, Holding, Placed, Refused, gib, place, place_unseen, rooms
+from supervisor.placement.policy import GpuRequest, Holding, Placed, PlacementRefused, gib, place, place_unseen, rooms
 from supervisor.placement.worker_memory import WorkerMemory
 from supervisor.workers.exits import ExitReport, not_admitted, not_spawned
 from supervisor.workers.lifecycle import GOING_DOWN
@@ -163,7 +163,7 @@ class Start:
         self._decide_again_at(now + RETRY_S)
         return True
 
-    def _waits_for_room(self, refused: Refused) -> bool:
+    def _waits_for_room(self, refused: PlacementRefused) -> bool:
         """Return whether the start is decided again later, because other workers leave for it or may soon be idle."""
         leaving = self._make_room(refused.missing)
         if not isinstance(leaving, NoRoom):

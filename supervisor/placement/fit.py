@@ -7,7 +7,7 @@ from supervisor.config import ModelSpec
 from supervisor.placement.estimates import Estimated
 from supervisor.placement.gpu_shares import Needs, parts_on
 from supervisor.placement.gpus import Gpu
-from supervisor.placement.policy import GpuRequest, Holding, Placed, Refused, place, rooms
+from supervisor.placement.policy import GpuRequest, Holding, Placed, PlacementRefused, place, rooms
 from supervisor.placement.sizes import Limit
 
 
@@ -87,6 +87,6 @@ def _try(
     if candidate.gpu_request is None:
         return Outcome(candidate)
     verdict = place(candidate.gpu_request, candidate.estimated.needs, rooms(gpus, holdings, limits), outer)
-    if isinstance(verdict, Refused):
+    if isinstance(verdict, PlacementRefused):
         return Outcome(candidate, why_not=verdict.message, no_room=bool(verdict.missing))
     return Outcome(candidate, verdict)

@@ -24,10 +24,10 @@ from supervisor.placement.gpus import (
     BadAnswer,
     FixedFacts,
     Gpu,
+    GpuReading,
     GpusAbsent,
     GpusLate,
     GpusUnknown,
-    Reading,
     encode_question,
     read_answer,
     read_greeting,
@@ -207,7 +207,7 @@ class GpuReader:
             raise GpusUnknown(answer.error)
         return answer.gpus
 
-    def _hear(self, child: _Child, within_s: float) -> Reading | None:
+    def _hear(self, child: _Child, within_s: float) -> GpuReading | None:
         """Return the next answer, None if there is none within the time.
 
         An answer that comes too late is of use, too: it says how quick the driver is."""

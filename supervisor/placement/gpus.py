@@ -95,7 +95,7 @@ class Greeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class GpuReading:
     """An answer of the process that asks NVML.
 
     took_s  seconds that the driver took
@@ -121,7 +121,7 @@ def read_greeting(frame: bytes) -> Greeting:
     return Greeting(tuple(map(_fixed, _list(reply, "gpus", MAX_GPUS))))
 
 
-def read_answer(frame: bytes, number: int, only: Collection[int] | None, fixed: Sequence[FixedFacts]) -> Reading:
+def read_answer(frame: bytes, number: int, only: Collection[int] | None, fixed: Sequence[FixedFacts]) -> GpuReading:
     """Read the answer to question ``number`` about the GPUs ``only``. Raises BadAnswer.
 
     fixed  what the greeting said of the GPUs
@@ -133,11 +133,11 @@ def read_answer(frame: bytes, number: int, only: Collection[int] | None, fixed: 
     if not isinstance(took_s, float) or not 0 <= took_s < 1e9:
         raise BadAnswer("took_s is no time")
     if "error" in reply:
-        return Reading(took_s, [], _words(reply, "error"))
+        return GpuReading(took_s, [], _words(reply, "error"))
     gpus = [_gpu(entry, fixed) for entry in _list(reply, "gpus", MAX_GPUS)]
     if [gpu.index for gpu in gpus] != [i for i in range(len(fixed)) if only is None or i in only]:
         raise BadAnswer("gpus are not those that were asked for")
-    return Reading(took_s, gpus)
+    return GpuReading(took_s, gpus)
 
 
 def _map(frame: bytes) -> dict[str, Any]:

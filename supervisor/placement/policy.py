@@ -81,7 +81,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class PlacementRefused:
     """``message``: one line. ``missing``: GPU → bytes by which it is too full; empty if more room would not help."""
 
     message: str
@@ -124,7 +124,7 @@ def _limit(gpu: Gpu, limits: Mapping[str, Limit] | Limit | None) -> int | None:
 
 def place(
     gpu_request: GpuRequest, needs: Mapping[int, Needs] | None, rooms: Sequence[Room], outer: str | None = None
-) -> Placed | Refused:
+) -> Placed | PlacementRefused:
     """Where a worker goes.
 
     needs  by number of GPUs, see ``Wish.counts``; None: not known, then nothing is refused for want of room
@@ -132,7 +132,7 @@ def place(
     outer  the supervisor's CUDA_VISIBLE_DEVICES; None: all GPUs
     """
     allowed = visible(rooms, outer)
-    if isinstance(allowed, Refused):
+    if isinstance(allowed, PlacementRefused):
         return allowed
     if gpu_request.pins is None:
         return _auto(needs, allowed, outer)
@@ -142,18 +142,20 @@ def place(
         if refusal := _unusable(pin, meant, rooms, allowed, outer):
             return refusal
         if meant[0] in chosen:
-            return Refused(f"gpu names GPU {meant[0].gpu.index} twice, as {pin} the second time: remove one of them")
+            return PlacementRefused(
+                f"gpu names GPU {meant[0].gpu.index} twice, as {pin} the second time: remove one of them"
+            )
         chosen += meant
     verdict = _on(chosen, needs[len(chosen)] if needs else None, gpu_request.split, ",".join(gpu_request.pins))
-    if isinstance(verdict, Refused) and needs and len(chosen) == 1:
+    if isinstance(verdict, PlacementRefused) and needs and len(chosen) == 1:
         other = [str(room.gpu.index) for room in allowed if room.bytes >= needs[1].total(1) and not room.gpu.mig]
         if other:
             which = f"GPUs {', '.join(other)} have" if len(other) > 1 else f"GPU {other[0]} has"
-            return Refused(f"{verdict.message}; {which} room", verdict.missing)
+            return PlacementRefused(f"{verdict.message}; {which} room", verdict.missing)
     return verdict
 
 
-def visible(rooms: Sequence[Room], outer: str | None) -> list[Room] | Refused:
+def visible(rooms: Sequence[Room], outer: str | None) -> list[Room] | PlacementRefused:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves: entries up to the first that means none, as CUDA reads it."""
     if outer is None:
         return list(rooms)
@@ -161,7 +163,7 @@ def visible(rooms: Sequence[Room], outer: str | None) -> list[Room] | Refused:
     for entry in outer.split(","):
         text = entry.strip()
         if text.startswith("MIG-"):
-            return Refused(
+            return PlacementRefused(
                 f"CUDA_VISIBLE_DEVICES={outer} of the supervisor names a MIG instance, which is not supported"
             )
         room = next((r for r in rooms if text and _is_entry(r.gpu, text)), None)
@@ -178,43 +180,49 @@ def _is_entry(gpu: Gpu, text: str) -> bool:
 
 def _unusable(
     pin: str, meant: Sequence[Room], rooms: Sequence[Room], allowed: Sequence[Room], outer: str | None
-) -> Refused | None:
+) -> PlacementRefused | None:
     if not meant:
         there = ", ".join(str(room.gpu.index) for room in rooms) or "none"
-        return Refused(f"GPU {pin} does not exist: there is {there}" if rooms else f"GPU {pin}: this box has no GPU")
+        return PlacementRefused(
+            f"GPU {pin} does not exist: there is {there}" if rooms else f"GPU {pin}: this box has no GPU"
+        )
     if len(meant) > 1:
         both = " and ".join(f"{room.gpu.index} ({room.gpu.uuid})" for room in meant)
-        return Refused(f"{pin} means several GPUs, {both}: write more of the UUID")
+        return PlacementRefused(f"{pin} means several GPUs, {both}: write more of the UUID")
     if meant[0] not in allowed:
         left = ", ".join(str(room.gpu.index) for room in allowed) or "none"
-        return Refused(f"CUDA_VISIBLE_DEVICES={outer} of the supervisor does not leave GPU {pin}: it leaves {left}")
+        return PlacementRefused(
+            f"CUDA_VISIBLE_DEVICES={outer} of the supervisor does not leave GPU {pin}: it leaves {left}"
+        )
     if meant[0].gpu.mig:
-        return Refused(
+        return PlacementRefused(
             f"GPU {pin} is in MIG mode, which is not supported: pin another, or end that (nvidia-smi -mig 0)"
         )
     return None
 
 
-def place_unseen(gpu_request: GpuRequest, outer: str | None) -> Placed | Refused:
+def place_unseen(gpu_request: GpuRequest, outer: str | None) -> Placed | PlacementRefused:
     """Without a reading: on the pins as they stand, as far as the outer limit can be told from them."""
     if gpu_request.pins is None:
-        return Refused("gpu: auto needs NVML, which does not answer here (the supervisor's log says why): pin a GPU")
+        return PlacementRefused(
+            "gpu: auto needs NVML, which does not answer here (the supervisor's log says why): pin a GPU"
+        )
     entries = [entry.strip() for entry in outer.split(",")] if outer is not None else []
     if outer is not None and all(entry.isdecimal() for entry in entries if entry):
         hidden = [pin for pin in gpu_request.pins if pin.isdecimal() and pin not in entries]
         if hidden or not any(entries):
             pin = (hidden or gpu_request.pins)[0]
-            return Refused(f"CUDA_VISIBLE_DEVICES={outer} of the supervisor does not leave GPU {pin}")
+            return PlacementRefused(f"CUDA_VISIBLE_DEVICES={outer} of the supervisor does not leave GPU {pin}")
     return Placed((), {}, ",".join(gpu_request.pins))
 
 
-def _auto(needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str | None) -> Placed | Refused:
+def _auto(needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str | None) -> Placed | PlacementRefused:
     usable = [room for room in allowed if not room.gpu.mig]
     if not usable:
         why = "every GPU is in MIG mode, which is not supported" if allowed else "this box has no GPU"
         if outer is not None and not allowed:
             why = f"CUDA_VISIBLE_DEVICES={outer} of the supervisor leaves no GPU"
-        return Refused(f"gpu: auto: {why}")
+        return PlacementRefused(f"gpu: auto: {why}")
     # of GPUs that are equally free (nobody knows what the others will take), the one with fewer of our workers
     order = sorted(usable, key=lambda room: (-room.bytes, len(room.ours) + len(room.coming), room.gpu.index))
     best = order[0]
@@ -227,16 +235,16 @@ def _auto(needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str
         pair = sorted(order[:2], key=lambda room: room.gpu.index)
         if isinstance(_on(pair, needs[2], Split(), ""), Placed):
             text += f"; `gpu: [{pair[0].gpu.index}, {pair[1].gpu.index}]` would divide it among two"
-    return Refused(text, {room.gpu.index: wanted - room.bytes for room in order})
+    return PlacementRefused(text, {room.gpu.index: wanted - room.bytes for room in order})
 
 
-def _on(chosen: Sequence[Room], needs: Needs | None, split: Split, devices: str) -> Placed | Refused:
+def _on(chosen: Sequence[Room], needs: Needs | None, split: Split, devices: str) -> Placed | PlacementRefused:
     """On exactly these GPUs."""
     gpus = tuple(room.gpu for room in chosen)
     limited = [room for room in chosen if room.under_limit is not None and room.under_limit < room.free]
     if limited and split.engine_chooses:
         number = limited[0].gpu.index
-        return Refused(
+        return PlacementRefused(
             f"{_has(limited[0])}; the engine's own split would fill GPU {number} beyond that: add gpu_split, or raise "
             "vram_limit"
         )
@@ -254,7 +262,7 @@ def _on(chosen: Sequence[Room], needs: Needs | None, split: Split, devices: str)
         text += f"; it would take {parts}"
     elif enough := [name for name, held in _ours(chosen[0]).items() if held >= missing[gpus[0].index]]:
         text += f"; without {enough[0]} it would fit"
-    return Refused(text, {index: short for index, short in missing.items() if short > 0})
+    return PlacementRefused(text, {index: short for index, short in missing.items() if short > 0})
 
 
 def _ours(room: Room) -> dict[str, int]:

@@ -12,7 +12,7 @@ from supervisor.placement.estimates import Estimated, Fault, ask_now
 from supervisor.placement.gpu_reader import read_once
 from supervisor.placement.gpu_requests import answer_with, gpu_request_of, question_of
 from supervisor.placement.gpus import Gpu, GpusUnknown
-from supervisor.placement.policy import Refused, place, rooms
+from supervisor.placement.policy import PlacementRefused, place, rooms
 from supervisor.yaml_source import Problem
 
 
@@ -45,7 +45,7 @@ def lacking_gpus(models: Mapping[str, ModelSpec]) -> dict[str, Fault]:
     return {
         name: Fault("gpu", verdict.message, machine=True)
         for name, verdict in verdicts.items()
-        if isinstance(verdict, Refused)
+        if isinstance(verdict, PlacementRefused)
     }
 
 

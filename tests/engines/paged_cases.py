@@ -15,7 +15,7 @@ from model_worker.engines.paged import attention as paged_attention
 from model_worker.engines.paged.step import Shape, Step
 
 
-def way(name: str) -> paged_attention.Way:
+def way(name: str) -> paged_attention.AttentionPath:
     """The way of computing attention whose name begins so."""
     (found,) = [w for w in paged_attention.WAYS if w.name.startswith(name)]
     return found
@@ -116,7 +116,7 @@ def random_case(seed: int, dtype: torch.dtype, few_tokens: bool = False, garbage
     return make(shape, [rng.randint(0, longest) for _ in range(batch)], seed, garbage)
 
 
-def compare(case: Case, taken: paged_attention.Way, device: str) -> bool:
+def compare(case: Case, taken: paged_attention.AttentionPath, device: str) -> bool:
     """Assert that a way gives the case's answer, twice. False if it does not do such shapes."""
     step = Step(case.lengths.to(device), case.table.to(device))
     with torch.inference_mode():

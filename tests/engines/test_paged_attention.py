@@ -49,7 +49,9 @@ def test_random_pages_lengths_heads_windows_and_caps_in_tritons_interpreter() ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("way", paged_attention.WAYS, ids=lambda way: way.name)
-def test_random_pages_lengths_heads_windows_and_caps_on_the_gpu(way: paged_attention.Way, dtype: torch.dtype) -> None:
+def test_random_pages_lengths_heads_windows_and_caps_on_the_gpu(
+    way: paged_attention.AttentionPath, dtype: torch.dtype
+) -> None:
     needs_gpu()
     reads_in_place = "in place" in way.name
     done = [
@@ -155,7 +157,7 @@ def test_a_way_that_does_not_work_is_left_out_and_named(fault: str, monkeypatch:
 
         return attend
 
-    monkeypatch.setattr(paged_attention, "WAYS", (paged_attention.Way("a new way", plan), SDPA))
+    monkeypatch.setattr(paged_attention, "WAYS", (paged_attention.AttentionPath("a new way", plan), SDPA))
     monkeypatch.setattr(paged_attention, "_left_out", {})
     monkeypatch.setattr(paged_attention, "_found", {})
     said = paged_attention.check(torch.device("cpu"), head_dim=32, dtype=torch.float32)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from supervisor.placement.affinity import near_cpus, ranges
 from supervisor.placement.gpu_shares import CONTEXT_BYTES, Needs, Split, divide, parts_on
 from supervisor.placement.gpus import Gpu
-from supervisor.placement.policy import GpuRequest, Holding, Placed, Refused, place, place_unseen, rooms
+from supervisor.placement.policy import GpuRequest, Holding, Placed, PlacementRefused, place, place_unseen, rooms
 from supervisor.placement.sizes import Limit, parse_limit, parse_size
 from tests.boxes import read_box
 
@@ -39,7 +39,7 @@ def placed(*arguments: object) -> list[int]:
 
 def refused(*arguments: object) -> str:
     verdict = place(*arguments)  # type: ignore[arg-type]
-    assert isinstance(verdict, Refused), verdict
+    assert isinstance(verdict, PlacementRefused), verdict
     return verdict.message
 
 
@@ -109,7 +109,7 @@ def test_a_pin_is_refused_with_the_arithmetic_and_who_holds_the_rest() -> None:
     ours = [Holding("qwen", 77, {1: gib(12.5)}, loading=False), loading("phi", 3, 1)]
     needs = Needs(weights=gib(16.1), cache=gib(4), workspace=gib(0.6), per_gpu=gib(0.3))
     verdict = place(pinned("1"), {1: needs}, rooms(box, ours))
-    assert isinstance(verdict, Refused)
+    assert isinstance(verdict, PlacementRefused)
     assert verdict.message == (
         "needs 21.3 GiB (weights 16.1, cache 4.0, workspace 0.6, context 0.6), "
         "GPU 1 has 5.5 of 24.0 free: qwen 12.0, phi about to load 3.0, other processes 3.5; "
@@ -195,7 +195,7 @@ def test_without_nvml_pins_are_obeyed(gpu_request: GpuRequest, outer: str | None
 
 @pytest.mark.parametrize(("gpu_request", "outer"), [(AUTO, None), (pinned("1"), "0,2"), (pinned("1"), "")])
 def test_without_nvml_what_cannot_be_obeyed_is_refused(gpu_request: GpuRequest, outer: str | None) -> None:
-    assert isinstance(place_unseen(gpu_request, outer), Refused)
+    assert isinstance(place_unseen(gpu_request, outer), PlacementRefused)
 
 
 NEEDS = Needs(weights=gib(30), cache=gib(6), draft=gib(1), workspace=gib(3), per_gpu=gib(1))
@@ -263,7 +263,7 @@ def test_nothing_is_promised_twice(
         gpu_request = AUTO if auto or not pins else pinned(*map(str, pins))
         needs = {count: Needs(weights, cache, 0, count * GIB, GIB) for count in gpu_request.counts}
         verdict = place(gpu_request, needs, rooms(box, ours, limit))
-        if isinstance(verdict, Refused):
+        if isinstance(verdict, PlacementRefused):
             assert verdict.message
             continue
         assert sum(verdict.bytes.values()) == pytest.approx(needs[len(verdict.gpus)].total(len(verdict.gpus)), abs=9)

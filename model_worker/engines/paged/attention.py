@@ -29,7 +29,7 @@ SDPA = "PyTorch SDPA over gathered pages"
 
 
 @dataclass(frozen=True)
-class Way:
+class AttentionPath:
     """One way of computing attention. ``plan`` returns None for a shape that the way cannot compute."""
 
     name: str
@@ -37,10 +37,10 @@ class Way:
 
 
 WAYS = (
-    Way("Triton kernels that read the pages in place", paged_triton.plan),
-    Way("PyTorch varlen_attn over the pages in place", paged_flash.plan_in_place),
-    Way("PyTorch flash attention over gathered pages", paged_flash.plan_gathered),
-    Way(SDPA, paged_sdpa.plan),  # computes every shape on every device
+    AttentionPath("Triton kernels that read the pages in place", paged_triton.plan),
+    AttentionPath("PyTorch varlen_attn over the pages in place", paged_flash.plan_in_place),
+    AttentionPath("PyTorch flash attention over gathered pages", paged_flash.plan_gathered),
+    AttentionPath(SDPA, paged_sdpa.plan),  # computes every shape on every device
 )
 
 _installed = False
