@@ -12,17 +12,17 @@ import sys
 CPU = "https://download.pytorch.org/whl/cpu"
 CUDA_BUILD = f"""\
 PyTorch and transformers are installed into .venv. PyPI's PyTorch is a CUDA build: 2.8 GB to download, 5.7 GB on disk.
-That takes some 5 minutes at 20 MB/s, and 10 on a busy machine. Without a GPU the CPU build is enough: 0.3 GB to
+That takes about 5 minutes at 20 MB/s, or 10 on a busy machine. Without a GPU the CPU build is enough: 0.3 GB to
 download, 1 GB on disk, 1 minute. For that, stop this (Ctrl-C) and add TORCH_INDEX={CPU}"""
 CPU_BUILD = """\
-PyTorch for the CPU and transformers are installed into .venv: 0.3 GB to download and 1 GB on disk. That takes some
-1 minute at 20 MB/s, and 3 on a busy machine."""
+PyTorch for the CPU and transformers are installed into .venv: 0.3 GB to download and 1 GB on disk. That takes about
+1 minute at 20 MB/s, or 3 on a busy machine."""
 OTHER_BUILD = """\
-PyTorch from {index} and transformers are installed into .venv. A CUDA build is some 3 GB to download and
-6 GB on disk. That takes some 5 minutes at 20 MB/s, and 10 on a busy machine."""
+PyTorch from {index} and transformers are installed into .venv. A CUDA build is about 3 GB to download and
+6 GB on disk. That takes about 5 minutes at 20 MB/s, or 10 on a busy machine."""
 TEST_TOOLS = """\
 The tools of the tests are installed into .venv: 0.3 GB to download and 0.9 GB on disk, most of it triton, which a CUDA
-build of PyTorch has brought already. That takes some 1 minute at 20 MB/s, and 3 on a busy machine."""
+build of PyTorch has brought already. That takes about 1 minute at 20 MB/s, or 3 on a busy machine."""
 
 
 def announcement(step: str, torch_index: str) -> str | None:

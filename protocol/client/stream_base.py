@@ -40,7 +40,7 @@ class StreamBase:
 
     @property
     def text(self) -> str:
-        """The text that was read so far."""
+        """The text that was read so far: empty until the stream is read. ``Client.complete`` returns a whole answer."""
         return "".join(self._state.text)
 
     @property

@@ -137,7 +137,7 @@ def list_(config: Path | None, store: "KeyStore", as_json: bool) -> None:
 @_keys_option
 @as_json
 def revoke(name: str, config: Path | None, store: "KeyStore", as_json: bool) -> None:
-    """Admit the key of client NAME no more.
+    """Remove the key of client NAME from the list.
 
     The supervisor ends the key's connections and their requests within a second.
     """

@@ -54,7 +54,7 @@ def ps(as_json: bool, runtime_dir: Path) -> None:
 def status(model: str | None, verbose: bool, as_json: bool, runtime_dir: Path) -> None:
     """Show the supervisor and its models, or one MODEL.
 
-    Without --verbose, unknown values and values without a problem take no line.
+    Without --verbose, only known values and problems are shown.
     """
     with connect(runtime_dir, admin=True) as client:
         answer = client.status(model)

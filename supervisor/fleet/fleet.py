@@ -81,7 +81,11 @@ class Fleet:
         self._carry_out(replica, replica.life.unload(time.monotonic(), cause))
 
     def stop(self, worker: str, cause: str, *, now: bool = False) -> None:
-        """Order a worker down: after its requests, bounded by the time for draining, or at once."""
+        """Stop a worker.
+
+        By default the worker finishes its requests first, for at most the time for draining. With ``now`` it ends at
+        once.
+        """
         replica = self.registry.replicas[worker]
         if (transition := replica.life.stop(time.monotonic(), cause, at_once=now)) is not None:
             self._carry_out(replica, transition)

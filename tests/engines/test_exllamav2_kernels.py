@@ -1,4 +1,5 @@
-"""The package's own sampling code, compiled: what of it is wrong, and that the stand-in on the CPU does as the rest."""
+"""The package's own sampling code is compiled here. Tests show its faults, and that the stand-in for the CPU computes
+the rest as it does."""
 
 import ctypes
 import platform

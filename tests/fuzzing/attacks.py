@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 def ready(routing_id: bytes = b"") -> bytes:
-    """The READY command of ZMTP's NULL mechanism."""
+    """Return the READY command of ZMTP's NULL mechanism."""
     fields = b"\x0bSocket-Type\0\0\0\x06DEALER\x08Identity" + len(routing_id).to_bytes(4, "big") + routing_id
     body = b"\x05READY" + fields
     return bytes((4, len(body))) + body

@@ -232,7 +232,7 @@ class HoldingScript:
 
 
 class CreditScript:
-    """Sends ``total`` events a request, never more than it was granted, and keeps the books."""
+    """Sends ``total`` events for each request, never more than were granted, and records how many it sent."""
 
     def __init__(self, total: int, window: int) -> None:
         self._total, self._window = total, window

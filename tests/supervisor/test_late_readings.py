@@ -1,4 +1,4 @@
-"""Placement while the driver hangs: no model is placed for a while, and then only models that need no reading."""
+"""Placement while the driver hangs: no model is placed for a while, and then only models that are pinned to a GPU."""
 
 import logging
 import time

@@ -144,7 +144,7 @@ def test_several_share_a_gpu_within_the_limits(serve: Serve, box: Box, monkeypat
 
 
 def readers(serving: Serving) -> list[psutil.Process]:
-    """The processes that read models' directories."""
+    """Return the processes that read models' directories."""
     return [p for p in serving.processes() if is_helper(p, "model-directory reader", "model_worker.estimating")]
 
 
