@@ -102,10 +102,22 @@ class RawClient:
             pass
 
     def read_until_ended(self, *requests: int, within: float = WITHIN) -> None:
-        """Read until each of these has ended, and then see whether anything follows."""
+        """Read until each of these requests has ended, and then see whether anything follows.
+
+        Fails at once if one of them is refused or the connection is ended with an error, and says which.
+        """
         deadline = time.monotonic() + within
-        while not all(self.heard.get(r, Heard()).ends for r in requests):
-            self.receive(deadline - time.monotonic())
+        waiting = {request for request in requests if not self.heard.get(request, Heard()).ends}
+        while waiting:
+            try:
+                message = self.receive(deadline - time.monotonic())
+            except AssertionError as e:
+                text = f"{e}; {len(waiting)} of {len(requests)} requests have not ended, the first is {min(waiting)}"
+                raise AssertionError(text) from None
+            if isinstance(message, Events):
+                waiting -= {entry.request for entry in message.index if self.heard[entry.request].ends}
+            elif isinstance(message, Error) and (message.request in waiting or message.request == 0):
+                raise AssertionError(f"request {message.request}: {self.errors[-1][1]} ({len(waiting)} have not ended)")
         self.barrier()
 
     def _note(self, message: Message) -> None:
