@@ -27,7 +27,7 @@ def event_frame(text: str = TEXT) -> bytes:
 
 
 def send(endpoint: str, wanted: "multiprocessing.Queue[Sent | None]") -> None:
-    """A process that sends messages, whenever it is told how many."""
+    """Send messages, as many as each order in ``wanted`` says, until the order is None. Runs in a process of its own."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.SNDHWM, SOCKET_MARK)
         socket.connect(endpoint)
@@ -46,7 +46,7 @@ def send(endpoint: str, wanted: "multiprocessing.Queue[Sent | None]") -> None:
 
 
 def between(front: str, back: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """(of the sender, of the reader) of whoever stands between them."""
+    """Return the two sockets of a process between sender and reader: the one that the sender uses, and the reader's."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     inner, outer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     for socket, endpoint in ((inner, back), (outer, front)):
@@ -99,7 +99,7 @@ class Without:
             self._middle.start()
             ready.wait()
             self._socket.connect(front)
-            # a DEALER hands what comes on to whoever is there: a ROUTER's message has the sender's identity before it
+            # The DEALER passes on what the ROUTER has received, with the sender's identity as a part before the message.
         else:
             self._socket.bind(front)
         self._sender.start()

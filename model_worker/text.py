@@ -29,7 +29,7 @@ would cost O(n)."""
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What each token adds to a text, for tokenizers whose text is the joined text of their tokens.
+    """The text of each token, for tokenizers that make a text by joining the texts of its tokens.
 
     table         by id: str is text; bytes are text only together with their neighbours; None adds nothing (special
                   tokens, ids without a token). Ids beyond the table add nothing either

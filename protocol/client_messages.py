@@ -34,7 +34,7 @@ class Generate(Message):
     model: str
     """The model's name, at most 256 characters."""
     route: dict[str, Any]
-    """What the supervisor itself reads. Every key is optional. It may be empty, and must be there."""
+    """Options that the supervisor reads. Every key is optional, so the map may be empty. The map itself is required."""
     body: bytes = field(repr=False)
     """The prompt and the options."""
 

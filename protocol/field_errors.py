@@ -28,7 +28,7 @@ _MUST_BE = {
     "too_short": "at least {min_length} long",
     "too_long": "at most {max_length} long",
 }
-"""What a value must be, by the type of pydantic's error."""
+"""The end of the sentence "must be ...", by the type of pydantic's error."""
 
 _OR_ONE = frozenset({"stop"})
 """Fields that take an array of strings, or one string for an array of one."""

@@ -1,4 +1,4 @@
-"""What the streams and the choices of both clients share.
+"""Base classes of streams and choices, for both clients.
 
 The modules ``sync_streams`` and ``async_streams`` beside this one add how a program waits for the next event.
 """

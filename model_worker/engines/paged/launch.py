@@ -2,7 +2,7 @@
 
 Nothing here waits for the device: a kernel plans, once per step, how keys are distributed over programs. A launch skips
 Triton's look-ups for arguments, which take tens of microseconds per call, and calls the kernel compiled for this shape.
-That kernel was compiled for tensors aligned to 16 bytes. Other tensors take the way through Triton.
+The compiled kernel expects tensors aligned to 16 bytes. Triton itself launches the kernel for other tensors.
 """
 
 import importlib
