@@ -14,23 +14,28 @@ from protocol import limits
 
 GROWTH = 4 * limits.SOCKET_MAX_FRAME
 """Bytes that the process must have grown by before a connection is suspected."""
+GATHERED = limits.SOCKET_MAX_FRAME
+"""Bytes that the process must have grown by since a connection was suspected. Only then the connection is ended. On a
+busy machine libzmq's thread may get no processor for longer than the time between checks. Then a quick client that
+sends many requests at once has a full buffer and brings no message. But libzmq gathers nothing in that time either."""
 UNREAD = 32 << 10
 """Bytes that a suspected connection must have in the kernel's buffer. A flood is faster than libzmq and keeps the
-buffer full. A client's request is mostly smaller. On a busy machine libzmq may leave it unread for two checks, which
-are 50 ms apart: a client beside a flood lost its connection for that."""
+buffer full. A client's request is mostly smaller."""
 _FIONREAD = 0x541B
 
 
 class Gathering:
     """Decides which connections to end, once the memory has grown by too much.
 
-    It ends a connection that in two checks in a row brought no message, while libzmq had UNREAD bytes of it to read.
+    It suspects a connection that has brought no message since the last check, while libzmq has UNREAD bytes of it to
+    read. It ends a connection that stays suspected in each check while the process grows by GATHERED.
     """
 
     def __init__(self) -> None:
         self._calm: int | None = None
         """Bytes that the process had in memory when no connection was suspected the last time."""
-        self._suspects: set[int] = set()
+        self._suspects: dict[int, int] = {}
+        """By descriptor: bytes that the process had in memory when the connection became suspected."""
 
     def find_abusers(self, resident: int, accepted: Collection[int], heard: Callable[[], Collection[int]]) -> set[int]:
         """Return the descriptors of the connections to end.
@@ -42,14 +47,17 @@ class Gathering:
         if self._calm is None:
             self._calm = resident
         if resident - self._calm < GROWTH:
-            self._suspects = set()
-            return self._suspects
-        before = self._suspects
+            self._suspects = {}
+            return set()
         speaking = heard()
-        self._suspects = {fd for fd in accepted if fd not in speaking and _has_unread(fd)}
+        self._suspects = {
+            fd: min(self._suspects.get(fd, resident), resident)
+            for fd in accepted
+            if fd not in speaking and _has_unread(fd)
+        }
         if not self._suspects:
             self._calm = resident
-        return before & self._suspects
+        return {fd for fd, before in self._suspects.items() if resident - before >= GATHERED}
 
 
 def _has_unread(fd: int) -> bool:

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from supervisor.ports.arrivals import SHORT_MESSAGES, ArrivalLimits, Arrivals
-from supervisor.ports.gathering import GROWTH, UNREAD, Gathering
+from supervisor.ports.gathering import GATHERED, GROWTH, UNREAD, Gathering
 
 MIB = 1 << 20
 
@@ -101,7 +101,24 @@ def test_only_a_connection_with_a_backlog_is_suspected_when_memory_has_grown(unr
     with client, ours:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * UNREAD)
         client.sendall(b"x" * unread)
-        grown = (MIB, MIB + GROWTH, MIB + GROWTH)
+        grown = (MIB, MIB + GROWTH, MIB + GROWTH + GATHERED)
         found = [gathering.find_abusers(resident, [ours.fileno()], set) for resident in grown]
     assert found[:2] == [set(), set()], "one check is not enough"
     assert bool(found[2]) == ended
+
+
+def test_a_client_whose_messages_libzmq_has_no_time_to_read_is_not_ended() -> None:
+    """libzmq gathers nothing while it gets no processor, and what had arrived before makes the process grow a little."""
+    gathering = Gathering()
+    client, ours = socket.socketpair()
+    with client, ours:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * UNREAD)
+        client.sendall(bytes(UNREAD))
+        fd = ours.fileno()
+        assert gathering.find_abusers(0, [fd], set) == set()
+        for grown in (0, 0, MIB, MIB, GATHERED - 1):
+            assert gathering.find_abusers(GROWTH + grown, [fd], set) == set()
+        assert gathering.find_abusers(GROWTH + GATHERED, [fd], lambda: {fd}) == set(), "it brought a message"
+        calm = GROWTH + GATHERED
+        assert gathering.find_abusers(calm + GROWTH, [fd], set) == set(), "suspected anew"
+        assert gathering.find_abusers(calm + GROWTH + GATHERED, [fd], set) == {fd}
