@@ -27,7 +27,7 @@ def event_frame(text: str = TEXT) -> bytes:
 
 
 def send(endpoint: str, wanted: "multiprocessing.Queue[Sent | None]") -> None:
-    """Send messages, as many as each order in ``wanted`` says, until the order is None. Runs in a process of its own."""
+    """Send as many messages as each order in ``wanted`` says, until an order is None. Runs in a process of its own."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.SNDHWM, SOCKET_MARK)
         socket.connect(endpoint)
@@ -99,7 +99,7 @@ class Without:
             self._middle.start()
             ready.wait()
             self._socket.connect(front)
-            # The DEALER passes on what the ROUTER has received, with the sender's identity as a part before the message.
+            # The DEALER passes on what the ROUTER has received: the sender's identity as a part, then the message.
         else:
             self._socket.bind(front)
         self._sender.start()

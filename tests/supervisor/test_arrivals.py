@@ -108,7 +108,7 @@ def test_only_a_connection_with_a_backlog_is_suspected_when_memory_has_grown(unr
 
 
 def test_a_client_whose_messages_libzmq_has_no_time_to_read_is_not_ended() -> None:
-    """libzmq gathers nothing while it gets no processor, and what had arrived before makes the process grow a little."""
+    """libzmq gathers nothing while it has no processor. Messages that it read before may make the process grow."""
     gathering = Gathering()
     client, ours = socket.socketpair()
     with client, ours:
