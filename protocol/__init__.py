@@ -5,5 +5,5 @@ All of it is internal: programs import the clients from ``modelctl``.
 """
 
 __version__ = "0.1.0"
-"""The version of the distribution. It stands here, because every process needs it and this package imports no other.
-Programs find it as ``modelctl.__version__``."""
+"""The version of the distribution, which programs read as ``modelctl.__version__``. This package defines the version,
+because every process needs it and importing this package imports no other package."""

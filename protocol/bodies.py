@@ -4,8 +4,8 @@ A class describes one map, and the text under a key is the only description of t
 generated from both. ``Annotated[int, "ms"]`` states a unit. A class whose name is that of a message class and ends in
 ``Body`` describes the body of that message. ``APPEARS`` says where each error can appear.
 
-Described elsewhere: what CALL takes and returns (``protocol.verbs``), the body of GENERATE (``protocol.request``) and
-its route (docs/wire-protocol.md), and the maps between the supervisor and its workers (``protocol.messages``).
+Other places describe the rest: ``protocol.verbs`` the parameters and results of CALL, ``protocol.request`` the body of
+GENERATE, docs/wire-protocol.md its route, and ``protocol.messages`` the maps between the supervisor and its workers.
 """
 
 from enum import StrEnum
@@ -22,14 +22,15 @@ Events = Annotated[int, "events"]
 
 
 class HelloBody(TypedDict):
-    """The supervisor ignores keys that it does not know."""
+    """A description of the client. The supervisor ignores keys that it does not know."""
 
     library: NotRequired[str]
     """Name and version of the client, for people: `mylib/1.2`."""
 
 
 class Model(TypedDict):
-    """A model as clients see it. Of several workers, the one that is nearest to `ready` counts."""
+    """A model as clients see it. If the model has several workers, the values are those of the worker that is nearest
+    to `ready`."""
 
     name: str
     """The name that GENERATE takes."""
@@ -38,12 +39,12 @@ class Model(TypedDict):
     context: Tokens | None
     """The longest prompt and answer together; null until a worker has loaded the model."""
     chat: bool | None
-    """Whether the model has a chat template, so that requests may hold `messages`; null until a worker has loaded the
+    """True if the model has a chat template, so that requests may hold `messages`. Null until a worker has loaded the
     model."""
 
 
 class WelcomeBody(TypedDict):
-    """What a client has to know of the supervisor."""
+    """Facts about the supervisor that a client needs."""
 
     server: str
     """Name and version of the supervisor, for people: `modelctl 0.1.0`."""
@@ -60,117 +61,118 @@ class WelcomeBody(TypedDict):
 
 
 class AcceptedBody(TypedDict):
-    """Where the request waits."""
+    """The place of the request in its queue."""
 
     model: str
     """The model's name."""
     queue_position: int
-    """About how many requests will be started before this one; 0 is next."""
+    """The approximate number of requests that will be started before this one. 0 means that this one is next."""
 
 
 class ReportBody(TypedDict):
-    """How far a request is. Ignore a `phase` that you do not know."""
+    """The progress of a request. Ignore a `phase` that you do not know."""
 
     phase: str
     """`queued` (waits for a worker), `loading` (its model is being loaded), `compiling` (its constraint is being
     compiled) or `prefill` (its prompt is being computed)."""
     queue_position: NotRequired[int]
-    """With `queued`: requests before this one; 0 is next."""
+    """With `queued`: the number of requests before this one. 0 means that this one is next."""
     part: NotRequired[str]
-    """With `loading`: the part of the load as the engine names it, `loading` and `warmup`, say."""
+    """With `loading`: the engine's name for the part of the load, such as `loading` or `warmup`."""
     done: NotRequired[int]
-    """With `loading` and `prefill`: how much is done. Tokens with `prefill`; a unit of the engine's own with
-    `loading`."""
+    """With `loading` and `prefill`: the amount that is done. `prefill` counts tokens. `loading` counts in a unit that
+    the engine chooses."""
     total: NotRequired[int]
-    """With `loading` and `prefill`: what `done` will be at the end of this part."""
+    """With `loading` and `prefill`: the value of `done` at the end of this part."""
 
 
 class GoAwayBody(TypedDict):
-    """Why the supervisor takes no new requests."""
+    """The reason for which the supervisor takes no new requests."""
 
     reason: str
-    """For people."""
+    """The reason, in words for people."""
 
 
 class Refused(TypedDict):
-    """What could be read of a frame that was refused."""
+    """The elements of a refused frame that could be read."""
 
     kind: NotRequired[int]
-    """The second element of the frame. Missing if that is no kind of this version."""
+    """The second element of the frame. Missing if the element is no kind of this version."""
     number: NotRequired[int]
-    """The third element, where it is the number of a request or call. Missing otherwise."""
+    """The third element of the frame, if it is the number of a request or call. Missing otherwise."""
 
 
 class Failure(TypedDict):
     """An error. It is the same map in ERROR, in REPLY and in the terminal event of a request."""
 
     code: int
-    """The stable number, see the table of errors. Take a code that you do not know for `internal`."""
+    """The stable number, see the table of errors. Treat a code that you do not know as `internal`."""
     name: str
     """The name that belongs to the code."""
     message: str
-    """For people: what is wrong, and what to do. It holds no prompt, no answer and no key. Its wording may change."""
+    """A text for people that says what is wrong and what to do. It holds no prompt, no answer and no key. Its wording
+    may change."""
     retryable: bool
-    """Whether the same request may succeed later."""
+    """True if the same request may succeed later."""
     field: NotRequired[str]
     """The key that is wrong: a key of the body, `route.` and a key of the route, or an element of the frame."""
     retry_after_ms: NotRequired[Milliseconds]
-    """When a retry may help. Wait at least this long."""
+    """The time after which a retry may help. Wait at least this long."""
 
 
 class ErrorBody(Failure):
-    """An error, and what it answers."""
+    """An error, and the frame that it answers."""
 
     refused: NotRequired[Refused]
-    """With request 0 only: which frame this is the answer to. Missing if the error is about the connection itself."""
+    """With request 0 only: the frame that the error answers. Missing if the error is about the connection itself."""
 
 
 class ReplyBody(TypedDict):
-    """Exactly one of the two keys."""
+    """The answer to a CALL. It has exactly one of the two keys."""
 
     result: NotRequired[dict[str, Any]]
-    """What the verb returns."""
+    """The result of the verb."""
     error: NotRequired[Failure]
-    """Why the verb was refused."""
+    """The error, if the call failed."""
 
 
 class Usage(TypedDict):
     """Counts of tokens."""
 
     prompt_tokens: Tokens
-    """Tokens of the prompt. 0 if the request ended before a worker had read it."""
+    """Tokens of the prompt. 0 if the request ended before a worker had read the prompt."""
     completion_tokens: Tokens
     """Tokens of the answer."""
     cached_tokens: NotRequired[Tokens]
-    """Tokens of the prompt that the engine found computed. Missing if 0."""
+    """Tokens of the prompt that the engine found in its cache. Missing if 0."""
     draft_accepted: NotRequired[Tokens]
-    """Speculated tokens that were right. Both counts are missing if nothing was speculated."""
+    """Speculated tokens that were right. This count and the next one are missing if nothing was speculated."""
     draft_rejected: NotRequired[Tokens]
     """Speculated tokens that were wrong."""
     resumes: NotRequired[int]
-    """How often the answer went on in another worker. Missing if 0."""
+    """The number of times that the answer was resumed in another worker. Missing if 0."""
 
 
 class Timings(TypedDict):
-    """What was measured. Of an answer that went on in another worker, `prefill_ms`, `decode_ms` and `tokens_per_s` are
-    those of the last worker. What was not measured is missing."""
+    """Measured times. If the answer was resumed in another worker, `prefill_ms`, `decode_ms` and `tokens_per_s` are
+    those of the last worker. A value that was not measured is missing."""
 
     queue_ms: NotRequired[MillisecondsFloat]
-    """From ACCEPTED to the first time that a worker was given the request."""
+    """The time from ACCEPTED until the supervisor first gave the request to a worker."""
     prefill_ms: NotRequired[MillisecondsFloat]
-    """From the start in the engine to the first token."""
+    """The time from the start in the engine to the first token."""
     decode_ms: NotRequired[MillisecondsFloat]
-    """From the first token to the end."""
+    """The time from the first token to the end."""
     tokens_per_s: NotRequired[Annotated[float, "tokens/s"]]
-    """While decoding, the first token not counted."""
+    """The speed of decoding. The first token is not counted."""
 
 
 class DeltaEvent(TypedDict):
     """The map of an event without a terminal flag."""
 
     text: str
-    """New text, in whole characters. It may be empty while there are ids: text that may begin a stop string, or that is
-    half a character, comes with a later event."""
+    """New text, in whole characters. It may be empty although the event has ids. Text that may begin a stop string, and
+    bytes of an incomplete character, come with a later event."""
     logprobs: NotRequired[list[list[Any]]]
     """If the request asked for `logprobs`: one entry `[logprob, bytes, top]` for each id of the event. `logprob`, a
     float, is the natural logarithm of the token's probability by the model alone, before penalties, bias and
@@ -182,41 +184,41 @@ class FinishedEvent(TypedDict):
     """The map of the event flagged FINISHED. The event may hold the last ids and the last text."""
 
     text: NotRequired[str]
-    """The last text; append it."""
+    """The last text. Append it to the answer."""
     logprobs: NotRequired[list[list[Any]]]
-    """As in a delta."""
+    """Log-probabilities of the last ids, in the form that a delta has."""
     finish_reason: str
-    """Why the answer ended: see below."""
+    """The reason why the answer ended. The values are listed below."""
     usage: Usage
     """Counts of tokens."""
     timings: Timings
-    """What was measured."""
+    """Measured times."""
 
 
 class ErrorEvent(TypedDict):
     """The map of the event flagged ERROR."""
 
     error: Failure
-    """Why the request ended."""
+    """The error that ended the request."""
     delivered_tokens: NotRequired[Tokens]
-    """Ids in all events of this request that were sent before."""
+    """The number of ids in all earlier events of this request."""
 
 
 class Place(StrEnum):
-    """Where an error can appear."""
+    """A place in which an error can appear."""
 
     REQUEST = "ERROR of the request"
-    """Instead of ACCEPTED: no request came to be."""
+    """The answer to a GENERATE that is refused. It comes instead of ACCEPTED."""
     FRAME = "ERROR of request 0, with `refused`"
     """The answer to a frame that is neither a CALL nor a GENERATE with a free number."""
     CONNECTION = "ERROR of request 0, without `refused`"
-    """The connection is of no more use, and ends."""
+    """The connection ends."""
     REPLY = "REPLY"
     """The answer to a CALL."""
     EVENT = "error event"
     """The end of a request that was accepted."""
     CLIENT = "never on the wire"
-    """A client raises it by itself."""
+    """The client library raises the error itself."""
 
 
 APPEARS: Final[dict[ErrorCode, tuple[Place, ...]]] = {

@@ -19,7 +19,7 @@ RESERVED = frozenset(
 
 
 def _map(given: Any) -> Any:
-    """Return a map whose keys are names. Raises ValueError for anything else."""
+    """Return the given map. Raises ValueError if it is no map, if a key is no string, or if it is nested too deeply."""
     if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
         raise ValueError("must be a map with strings as keys")
     depth = 0
@@ -54,20 +54,20 @@ Maps = Annotated[tuple[dict[str, Any], ...] | None, Field(strict=False, max_leng
 
 
 class ChatMessage(BaseModel):
-    """One turn of a conversation. The template is given what was given here, and nothing else."""
+    """One turn of a conversation. The template gets only the fields that the client sent."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     role: Annotated[str, Field(pattern="^(system|user|assistant|tool)$")]
-    """Whose turn it is."""
+    """The role of the speaker."""
     content: str | None = None
-    """May be left out, or null, in an assistant's turn with tool_calls only."""
+    """The text. Only an assistant's turn with tool_calls may leave it out or set it to null."""
     name: Annotated[str, Field(max_length=256)] | None = None
-    """The name of who speaks, for the template."""
+    """The name of the speaker, for the template."""
     tool_calls: Maps = None
-    """An assistant's: maps as the template expects them, usually {type, function: {name, arguments}}."""
+    """In an assistant's turn: maps as the template expects them, usually {type, function: {name, arguments}}."""
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
-    """In a tool's turn: which call it answers, for the template."""
+    """In a tool's turn: the id of the call that the turn answers, for the template."""
 
     @model_validator(mode="after")
     def _says_something(self) -> "ChatMessage":
@@ -79,7 +79,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatFields(BaseModel):
-    """The fields of GENERATE and of tokenize that the chat template sees."""
+    """The fields of GENERATE and of tokenize that are for the chat template."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -107,7 +107,7 @@ class ChatFields(BaseModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the arguments of the template. The messages are those that the client sent. Needs ``messages``."""
+        """Return the arguments of the template. Needs ``messages``. They have only the fields that the client sent."""
         ends = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         return {
             "messages": [message.model_dump(exclude_unset=True) for message in self.messages or ()],

@@ -24,9 +24,9 @@ class Hello(Message):
 class Generate(Message):
     """Ask a model for an answer.
 
-    The supervisor answers with ERROR of this number, and no request came to be, or with ACCEPTED. After ACCEPTED come
-    EVENTS, of which exactly one is terminal. The supervisor reads all elements but the body. The worker reads the body,
-    so what is wrong in the body is told by an error event after ACCEPTED.
+    The supervisor answers with ACCEPTED, or refuses the request with an ERROR of the same number. After ACCEPTED come
+    events, of which exactly one, the last, is terminal. The supervisor reads all elements but the body. The worker
+    reads the body. So an error event after ACCEPTED reports what is wrong in the body.
     """
 
     request: int
@@ -44,8 +44,8 @@ class Cancel(Message):
     """End a request. Its terminal event still comes: FINISHED with the finish_reason `cancelled`, or another end that
     was faster.
 
-    Events that were held for want of credit come before the terminal event, and need no credit any more. CANCEL of a
-    number that is unknown, or of a request that has ended, is ignored: repeating it does nothing.
+    Events that the supervisor held for lack of credit come before the terminal event. They need no credit any more. The
+    supervisor ignores a CANCEL with an unknown number or of a request that has ended. So a second CANCEL does nothing.
     """
 
     request: int
@@ -53,20 +53,20 @@ class Cancel(Message):
 
 @message(Kind.CREDIT, Way.CLIENT_TO_SUPERVISOR, largest=64)
 class Credit(Message):
-    """Allow the supervisor to send more events of one request. CREDIT of a number that is unknown is ignored."""
+    """Allow the supervisor to send more events of one request. A CREDIT with an unknown number is ignored."""
 
     request: int
     events: int
-    """How many events more. What goes beyond `window` of WELCOME is not counted."""
+    """The number of further events. More than `window` of WELCOME counts as `window`."""
 
 
 @message(Kind.CALL, Way.CLIENT_TO_SUPERVISOR, largest=3 * MIB)  # a text to tokenize
 class Call(Message):
-    """Ask the supervisor something, or give it an order. It is answered by exactly one REPLY with the same number."""
+    """Send the supervisor a query or an order. It answers with exactly one REPLY of the same number."""
 
     call: int
-    """The client's number for the call: 1 to 2^64 - 1. The supervisor copies it into REPLY. Replies may come in another
-    order than the calls."""
+    """The client's number for the call: 1 to 2^64 - 1. The supervisor copies the number into REPLY. Replies may come in
+    another order than the calls."""
     verb: str
     """One of the verbs below, at most 256 characters."""
     body: bytes = field(repr=False)
@@ -110,10 +110,9 @@ class Accepted(Message):
 class Error(Message):
     """Refuse a frame, or say why the connection ends.
 
-    ERROR with a number refuses the GENERATE of that number: no request came to be. It never names a request that was
-    accepted and has not ended. ERROR of request 0 ends no stream by itself. With ``refused`` it answers a frame that is
-    neither a CALL nor a GENERATE with a free number. Without ``refused`` it is about the connection, which is of no
-    more use.
+    ERROR with a number refuses the GENERATE of that number. It never names a request that was accepted and has not
+    ended. ERROR of request 0 ends no stream by itself. With ``refused`` it answers a frame that is neither a CALL nor a
+    GENERATE with a free number. Without ``refused`` it is about the connection, which then ends.
     """
 
     request: int
@@ -139,10 +138,10 @@ class GoAway(Message):
 
 @message(Kind.REPORT, Way.SUPERVISOR_TO_CLIENT, largest=64 * KIB)
 class Report(Message):
-    """Say how far a request is that asked for it with ``progress``, until its first token.
+    """Report the progress of a request until its first token, if the request asked for reports with ``progress``.
 
-    REPORT has no number in the sequence of events, and needs no credit. One may be left out when the next one
-    supersedes it.
+    REPORT has no number in the sequence of events, and needs no credit. The supervisor may leave out a REPORT that the
+    next one supersedes.
     """
 
     request: int

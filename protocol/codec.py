@@ -1,9 +1,9 @@
-"""Make messages of bytes, and bytes of messages, with limits. Every failure is a FrameError.
+"""Encode messages as bytes, and decode bytes to messages, within limits. Every failure is a FrameError.
 
 ``decode`` is for frames, and ``unpack_body`` for bodies. Hostile bytes cost at most 20 MB and 50 ms. msgpack itself
-limits nesting to 1024. A count of containers and of their values limits what many small ones amount to. Incomplete
-bytes are found before anything is made of them: msgpack makes room for an array as it is announced, so that 5 KB of
-arrays in one another would take 80 MiB.
+limits nesting to 1024 levels. This module counts containers and their values, so that many small containers cannot take
+much memory. It finds incomplete bytes before it makes any object from them. The reason is that msgpack allocates the
+announced size of an array: 5 KB of nested arrays would take 80 MiB.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +33,7 @@ _packb = partial(msgpack.packb, use_bin_type=True)
 _EVENTS = int(Kind.EVENTS)
 _EVENTS_HEAD = bytes((0x96, VERSION, _EVENTS))
 _LARGEST_EVENTS = limits.MAX_FRAME[Kind.EVENTS]
-# It does what EventEntry(*entry) does, without a call into Python: this is the supervisor's hottest path.
+# Like EventEntry(*entry), but without a call into Python: this is the supervisor's hottest path.
 _as_entry: Callable[[tuple[int, ...]], EventEntry] = partial(tuple.__new__, EventEntry)
 
 
@@ -46,7 +46,7 @@ _FIELD_TYPES: dict[Kind, tuple[tuple[str, type], ...]] = {
     for kind, message in MESSAGE_CLASSES.items()
     if kind is not Kind.EVENTS
 }
-"""The name and the type of each field. EVENTS has a decoder of its own."""
+"""The names and types of the fields of each kind. EVENTS is left out, because it has a decoder of its own."""
 
 
 class _Budget:
@@ -68,7 +68,7 @@ class _Budget:
 
 
 class _LongBudget(_Budget):
-    """A hook that also refuses long names in a map. An error that names such a key would be as long."""
+    """A hook that also refuses long names in a map. An error that quotes such a name would be as long as the name."""
 
     __slots__ = ()
 
@@ -79,7 +79,7 @@ class _LongBudget(_Budget):
 
 
 def _try(packed: Buffer) -> None:
-    """Raise the error of msgpack if a value is not complete, without making anything of the value."""
+    """Raise the error of msgpack if a value is not complete. No object is made from the value."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(packed), read_size=1)
     unpacker.feed(packed)
     unpacker.skip()
@@ -176,9 +176,9 @@ def _build(kind: Kind, values: list[Any]) -> Message:
 
 
 def named(frame: Buffer) -> tuple[Kind | None, int]:
-    """Return what a frame that cannot be decoded seems to be: its kind, and the number of the request or call it names.
+    """Return the kind of a frame that cannot be decoded, and the number of the request or call that it names.
 
-    The kind is None where it cannot be read; the number is 0 where it cannot, or where the kind has none.
+    The kind is None if it cannot be read. The number is 0 if it cannot be read, or if frames of this kind have none.
     """
     try:
         kind = kind_of(frame)
@@ -232,7 +232,7 @@ def _decode_events(frame: Buffer) -> Events:
         entries, total = [], 0
         for entry in index:
             request, seq, flags, tokens, length = entry
-            # The union is negative if any of them is.
+            # The bitwise or of the five is negative if any of them is.
             if (
                 not (type(request) is type(seq) is type(flags) is type(tokens) is type(length) is int)
                 or type(entry) is not tuple
@@ -292,9 +292,9 @@ def pack_event(token_ids: Iterable[int], fields: dict[str, Any]) -> bytes:
 
 
 class EventWriter:
-    """Do what ``pack_event`` and ``encode`` do for EVENTS. All frames share one buffer, which is faster.
+    """A faster form of ``pack_event`` and ``encode`` for EVENTS. All frames share one buffer.
 
-    Only one thread may use it, and no finalizer: the buffer is in use while an event is packed.
+    Use it in one thread only, and never in a finalizer, which may run while an event is being packed into the buffer.
     """
 
     def __init__(self) -> None:

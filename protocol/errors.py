@@ -1,6 +1,6 @@
-"""Errors as they stand on the wire, and the exceptions that carry them.
+"""The errors of the wire protocol, and the exceptions that carry them.
 
-WireError           an error with a code; what crosses a socket is ``WireError.to_wire()``
+WireError           an error with a code; ``WireError.to_wire()`` is the map that crosses a socket
 ├── FrameError      bytes that are not a message of this protocol (answered or dropped, always counted)
 ├── RequestError    a request that cannot be served as asked; names the field
 └── ConnectionLost  the client's connection ended; raised by the client library only
@@ -31,7 +31,7 @@ class ErrorCode(IntEnum):
 
     Change the field as the message says, and send the request again."""
     UNSUPPORTED = 103
-    """The protocol knows the kind, verb or option, but it is not offered here: by this socket, model or engine.
+    """This socket, model or engine does not offer the kind of message, the verb or the option.
 
     Leave the option out, or use a model whose engine offers it. Send orders to the admin socket."""
     TOO_LARGE = 104
@@ -51,7 +51,7 @@ class ErrorCode(IntEnum):
 
     Look at ``modelctl keys list`` on the supervisor's machine. ``modelctl keys new`` makes a key."""
     FORBIDDEN = 201
-    """The key has not the right that this takes: infer, status or admin. Over TCP only.
+    """The key does not have the right that this message needs: infer, status or admin. Over TCP only.
 
     Use a key with that right: ``modelctl keys new NAME --rights ...``."""
     MODEL_NOT_FOUND = 300
@@ -81,7 +81,7 @@ class ErrorCode(IntEnum):
 
     Retry later, when the model or the supervisor has been started again."""
     DEADLINE_EXCEEDED = 401
-    """The request's deadline_ms, or its ttft_ms, passed before it was done.
+    """The request's deadline_ms passed before its answer was complete, or its ttft_ms before its first token.
 
     Allow more time, or ask for fewer tokens. ``modelctl status MODEL`` shows how many requests wait."""
     QUEUE_TIMEOUT = 402
@@ -152,7 +152,7 @@ class WireError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request may succeed if it is sent again."""
+        """True if the same request may succeed when it is sent again."""
         return self.code in RETRYABLE
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ class WireError(Exception):
         return WireError(self.code, self.message, field=self.field, retry_after_ms=self.retry_after_ms)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the error as the map that stands in a message."""
+        """Return the error as a map for a message."""
         wire: dict[str, Any] = {
             "code": int(self.code),
             "name": self.code.wire_name,

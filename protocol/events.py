@@ -22,7 +22,7 @@ class EventFlag(IntFlag):
 
 
 TERMINAL = int(EventFlag.FINISHED | EventFlag.ERROR)
-"""Both terminal flags. A plain integer: with an IntFlag, looking at an event's flags costs a call into Python."""
+"""Both terminal flags. This is a plain integer, because testing flags against an IntFlag costs a call into Python."""
 
 
 class FinishReason:
@@ -33,7 +33,8 @@ class FinishReason:
     LENGTH = "length"
     """max_tokens was reached."""
     BANNED = "banned_strings"
-    """Every way on that the model found leads to a banned string, or no token is left to draw: the answer so far."""
+    """Every continuation that the model found leads to a banned string, or no token is left to draw. The answer ends
+    there."""
     CANCELLED = "cancelled"
     """The client cancelled."""
 
@@ -47,25 +48,25 @@ class EventEntry(NamedTuple):
     flags: int
     """Bits, see below."""
     tokens: int
-    """Token ids with which the event's bytes begin."""
+    """The number of token ids at the beginning of the event's bytes."""
     length: int
-    """Bytes of the event: its ids, 4 bytes each, and its map."""
+    """The size of the event in bytes: its ids, 4 bytes each, and its map."""
 
 
 @message(Kind.EVENTS, Way.SUPERVISOR_TO_CLIENT | Way.WORKER_TO_SUPERVISOR, largest=3 * MIB, frozen=False)
 class Events(Message):
-    """Bring the events of one step of the engine for this connection: of several requests, in any number.
+    """Deliver the events of one step of the engine for this connection. They may belong to several requests.
 
     The bytes of the events lie one after the other in the body, in the order of the index. The bytes of one event are
-    its token ids (u32, little endian) and then one msgpack map: that of a delta, or, by the terminal flags, that of
-    FINISHED or of ERROR.
+    its token ids (u32, little endian) and then one msgpack map. A terminal flag says that this is the map of FINISHED
+    or of ERROR. Without a terminal flag it is the map of a delta.
     """
 
     channel: int
     """The supervisor's number for the connection. Ignore it."""
     generation: int
-    """The number of the worker's process; 0 if the supervisor has put the frame together. It may change within a
-    request. Ignore it."""
+    """The number of the worker's process; 0 if the supervisor has made the frame. It may change within a request.
+    Ignore it."""
     index: list[EventEntry]
     """One entry for each event. The lengths add up to the length of the body."""
     body: bytes = field(repr=False)

@@ -1,4 +1,4 @@
-"""Make an error of a field that pydantic refused. It has the field's name, value and limit, and never quotes a text."""
+"""Make the error for a field that pydantic refused. It has the field's name, value and limit, but never quotes text."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ _SHOWN_NAME = 64
 """Characters of an unknown field's name that an error repeats."""
 
 _LISTED_NAMES = 16
-"""Most names that an error lists if no known name is similar. A request has too many fields."""
+"""Most names that an error lists if no known name is similar. A request has more fields than that."""
 
 
 def request_error(
@@ -51,7 +51,8 @@ def request_error(
     """Return one sentence that names the field, its value and its limit. Text is never shown, only its length.
 
     error      one of ValidationError.errors()
-    model      whose fields they are; ``inner`` those of a list's elements
+    model      the class that has the fields
+    inner      the class of a list's elements
     known      names that the model takes
     given      {field: the other name that it was given by}
     elsewhere  {name that the model does not take: what to do instead}
@@ -94,7 +95,7 @@ def request_error(
 
 @cache
 def _properties(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON schema of a model. It is kept, because pydantic needs some milliseconds for it."""
+    """Return the JSON schema of a model. The result is cached, because pydantic needs some milliseconds for it."""
     properties: dict[str, Any] = model.model_json_schema()["properties"]
     return properties
 
@@ -128,9 +129,10 @@ def _number_rule(model: type[BaseModel], name: str) -> str:
 
 
 def _show(value: Any) -> str:
-    """Return a number, true, false or null as it is. Of any other value, which may be a prompt, return type and length.
+    """Return a number, true, false or null as text. For any other value return only its type and length.
 
-    Types are named as in msgpack and JSON, because the client may be written in another language than Python.
+    Another value may be a prompt. Types are named as in msgpack and JSON, because the client may be written in another
+    language than Python.
     """
     if value is None:
         return "null"

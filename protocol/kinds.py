@@ -1,4 +1,7 @@
-"""The kinds of messages, and how a class is registered for one. Import both from ``protocol.messages``."""
+"""The kinds of messages, and the decorator that registers a class for a kind.
+
+Other modules import ``Kind`` and ``Message`` from ``protocol.messages``.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,7 +47,7 @@ MIB: Final = 1 << 20
 
 
 class Way(Flag):
-    """From whom to whom a message goes."""
+    """The direction of a message."""
 
     CLIENT_TO_SUPERVISOR = auto()
     SUPERVISOR_TO_CLIENT = auto()
@@ -53,11 +56,11 @@ class Way(Flag):
 
 
 class Message:
-    """A message of any kind. A subclass has the elements of the frame behind the kind as its fields, in their order.
+    """A message of any kind. The fields of a subclass are the elements of the frame after the kind, in the same order.
 
     kind     the second element of the frame
-    ways     from whom to whom it goes
-    largest  bytes that a frame of this kind may have. The receiver refuses a larger one
+    ways     the directions in which a message of this kind may go
+    largest  most bytes of a frame of this kind. The receiver refuses a larger frame
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""The wire contract. Modules outside of it import messages, kinds and flags from here.
+"""The wire contract. Other modules import messages, kinds and flags from here.
 
 One ZeroMQ frame holds one message. The frame is one msgpack array ``[version, kind, fields..., body]``. The supervisor
 reads the fields and passes the body on. A body is a ``bin`` that holds msgpack in turn. Only the two ends decode it.
@@ -24,10 +24,10 @@ reads the fields and passes the body on. A body is a ``bin`` that holds msgpack 
                                                             COMPILED [1, 42, channel, request, party, milliseconds]
                                                             EVENTS   as above; the supervisor forwards it whole
 
-A kind has its number in ``protocol.kinds``. Its class in ``protocol.client_messages``, ``protocol.worker_messages`` or
-``protocol.events`` says everything else: the fields, the direction and the largest size. A description of a message, an
-element or a key stands at its definition only. docs/wire-protocol.md is for people who write a client. Its tables are
-generated from these classes, from ``protocol.bodies`` (the maps in the bodies), ``protocol.request`` (the body of
+``protocol.kinds`` has the number of each kind. The class of a kind in ``protocol.client_messages``,
+``protocol.worker_messages`` or ``protocol.events`` has the fields, the direction and the largest size. A message, an
+element or a key is described at its definition only. docs/wire-protocol.md is for people who write a client. Its tables
+are generated from these classes, from ``protocol.bodies`` (the maps in the bodies), ``protocol.request`` (the body of
 GENERATE), ``protocol.errors`` and ``protocol.limits``.
 """
 
@@ -109,7 +109,7 @@ __all__ = [
 
 QUESTION_VERBS: Final = frozenset({"tokenize", "detokenize"})
 """Verbs of CALL that a worker answers, see ``protocol.questions``. They are named here because the supervisor would
-start more slowly if it imported what checks their parameters."""
+start more slowly if it imported that module."""
 
 ROUTE_KEYS: Final[tuple[str, ...]] = (
     "resume",

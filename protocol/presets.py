@@ -8,17 +8,18 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     # These values keep small models from falling into loops.
     "steady": {"repetition_penalty": 1.11, "frequency_penalty": 0.03},
 }
-"""Sampling parameters by a name, which a request or a model's defaults may give as ``preset``."""
+"""Sets of sampling parameters, by name. A request or a model's defaults may give such a name as ``preset``."""
 
 
 def fill(fields: dict[str, Any], defaults: Mapping[str, Any]) -> frozenset[str]:
-    """Add to a request's fields what they leave out. Returns the names that the model's defaults have set.
+    """Add missing options to a request's fields. Returns the names that the model's defaults have set.
 
-    What counts is, in this order: the request's fields, its preset, the model's defaults, the preset among these
-    (unless the request gives one, be it "none"). ``max_tokens`` is left alone: unset, it depends on the prompt.
+    The value of an option comes from the first of these that has it: the request's fields, the request's preset, the
+    model's defaults, the preset that these defaults name. That last preset is not used if the request gives any preset,
+    even "none". ``max_tokens`` is never added: its default depends on the prompt.
 
-    fields    as they came, under their own names (no aliases); changed in place
-    defaults  as ``sampling_defaults.check_sampling`` passed them
+    fields    the fields of the request, without aliases; changed in place
+    defaults  the model's defaults, which ``sampling_defaults.check_sampling`` has checked
     """
     preset = fields.get("preset")
     given = PRESETS.get(preset) if isinstance(preset, str) else None

@@ -1,4 +1,4 @@
-"""The questions that a worker answers: the bodies of ASK, validated. The supervisor reads the key ``model``.
+"""The questions that a worker answers, and the validation of their bodies. Only the supervisor uses the key ``model``.
 
 tokenize    {prompt | messages, tools?, ...}  ->  {token_ids: bin, u32 little endian, count}
 detokenize  {token_ids: bin}                  ->  {text}

@@ -1,6 +1,6 @@
-"""The body of GENERATE, validated.
+"""The fields of GENERATE's body, and their validation.
 
-The worker decides what is valid. Clients send what the program gives them, and get an error that names the field.
+The worker decides what is valid. Clients send options unchecked, and get an error that names the field.
 """
 
 import json
@@ -37,28 +37,28 @@ ALIASES = {
     "guidance_scale": "cfg_scale",
     "dry_penalty_last_n": "dry_range",
 }
-"""Other names of fields, which OpenAI's and the EXL2 community's servers use. A field that is given twice is an error.
-There is another value, too: a top_k of -1 means 0, which is off."""
+"""Other names of fields, which OpenAI's and the EXL2 community's servers use. A field that is given under two names is
+an error. One value has another form, too: a top_k of -1 means 0, which is off."""
 
 ELSEWHERE = {
     "n": "one request has one answer: send n requests (the Python client's `choices` does)",
     "stream": "every answer is a stream",
 } | dict.fromkeys(ROUTE_KEYS, "it is a key of GENERATE's route, which stands before the body")
-"""Names that stand in the route, or that only other servers know, each with the remedy."""
+"""Names that belong in the route, or that only other servers know, each with the remedy."""
 
 CONSTRAINTS = ("json_schema", "regex", "choice")
-"""Fields that give the answer a shape."""
+"""Fields that constrain the shape of the answer."""
 LONGEST_SCHEMA = 1 << 18
 """Characters of a JSON schema, written without spaces."""
 
 
 def _schema_text(given: Any) -> Any:
-    """Return a JSON schema, given as a map or as text, as text without spaces. Raises ValueError."""
+    """Return a JSON schema as text without spaces. ``given`` is a map, JSON text or None. Raises ValueError."""
     if not isinstance(given, str | dict):
         if given is None:
             return None
         raise ValueError("must be a JSON schema, as a map or as JSON text")
-    if isinstance(given, str) and len(given) > 2 * LONGEST_SCHEMA:  # before it costs anything
+    if isinstance(given, str) and len(given) > 2 * LONGEST_SCHEMA:  # refuse it before the parser spends time on it
         raise ValueError(f"must be at most {LONGEST_SCHEMA} characters long, written without spaces")
     try:
         schema = json.loads(given) if isinstance(given, str) else given
@@ -74,10 +74,10 @@ def _schema_text(given: Any) -> Any:
 
 
 class GenerateRequest(SamplingParams, ChatFields):
-    """The body of GENERATE. Exactly one of prompt, messages and token_ids."""
+    """The body of GENERATE. It has exactly one of prompt, messages and token_ids."""
 
     prompt: str | None = None
-    """A text, used as it is, without a chat template."""
+    """A text. It is used as it is, without a chat template."""
     token_ids: bytes | None = None
     """Token ids as bytes: u32, little endian."""
     max_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
@@ -89,7 +89,7 @@ class GenerateRequest(SamplingParams, ChatFields):
     ] = ()
     """Strings that end the answer. They are not part of it. One string stands for a list of one."""
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
-    """Least tokens of the answer. Before that, no end token is drawn and no stop string is looked for."""
+    """Least tokens of the answer. Until then no end token is drawn, and stop strings do not end the answer."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(strict=False, max_length=64, fail_fast=True)] = ()
     """Token ids that end the answer, besides the model's own. Their text is not part of it."""
     banned_strings: Annotated[
@@ -99,8 +99,8 @@ class GenerateRequest(SamplingParams, ChatFields):
     """Strings that the answer must not hold, in upper or lower case. The engine goes back and draws other tokens. If it
     finds none, the answer ends with finish_reason "banned_strings"."""
     token_healing: bool = False
-    """Draw the prompt's last token again, among the tokens that begin with its text. So a prompt may end inside a word.
-    A prompt of one token, or one that ends with a special token, stays as it is."""
+    """Draw the prompt's last token again, from the tokens whose text begins with that token's text. So a prompt may end
+    inside a word. A prompt of one token, or one that ends with a special token, stays as it is."""
     json_schema: Annotated[str | None, BeforeValidator(_schema_text)] = None
     """A JSON schema, as a map or as JSON text. The answer is JSON that validates against it, unless max_tokens cuts it
     short. A part of JSON Schema that is not offered is refused by its name. Give at most one of json_schema, regex and
@@ -122,13 +122,13 @@ class GenerateRequest(SamplingParams, ChatFields):
     logprobs: bool = False
     """Report each token's log-probability (natural) by the model alone, before any sampling parameter."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    """Report so many of the likeliest tokens beside each; needs logprobs."""
+    """The number of likeliest tokens to report with each token. Needs logprobs."""
     preset: Literal["none", "steady"] | None = None
-    """Sampling parameters by a name, for those that are left out: ``protocol.presets``. "none" undoes the preset among
-    the model's defaults."""
+    """The name of a set of sampling parameters, for options that the request leaves out: ``protocol.presets``. "none"
+    switches off the preset among the model's defaults."""
     negative_prompt: str | None = None
-    """The text that cfg_scale leads away from; unset is the model's beginning-of-sequence token alone (a model without
-    one needs a text)."""
+    """The text that cfg_scale leads away from. Unset: the model's beginning-of-sequence token alone. A model without
+    such a token needs a text."""
 
     @field_validator("token_ids")
     @classmethod
@@ -159,7 +159,7 @@ class GenerateRequest(SamplingParams, ChatFields):
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """The request's constraint as (field, text); None without one. The text of choice is a JSON list. The text of
+        """The request's constraint as (field, text), or None. The text of choice is a JSON list. The text of
         json_schema holds ``whitespace_flexible`` in the form that the library llguidance reads."""
         if self.choice is not None:
             return "choice", json.dumps(self.choice)
@@ -169,9 +169,9 @@ class GenerateRequest(SamplingParams, ChatFields):
         return next(((name, text) for name in CONSTRAINTS[:2] if (text := getattr(self, name)) is not None), None)
 
     def check_limits(self, limits: Mapping[str, Any], given: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Raises RequestError, naming the field, for what is beyond a model's hard limits.
+        """Raise RequestError, which names the field, if a value is beyond a model's hard limits.
 
-        limits  ``sampling_defaults.LIMITS``; prompt_tokens are not counted here
+        limits  the model's limits, with keys of ``sampling_defaults.LIMITS``. The prompt's tokens are not checked here
         given   {field: the other name that it was given by}
         """
         for name, most in limits.items():
@@ -216,7 +216,7 @@ def parse_generate(
 
 
 def _rename(fields: dict[str, Any]) -> dict[str, str]:
-    """Replace other names of fields. Return {name: given name}. Raises RequestError for a field given twice."""
+    """Replace aliases by the names of the fields. Return {name: alias}. Raises RequestError for a field given twice."""
     given: dict[str, str] = {}
     for alias, name in ALIASES.items():
         if alias not in fields:

@@ -3,8 +3,8 @@
     sampling: {preset: steady, temperature: 0.7, max_tokens: 512}
     limits: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
 
-A default applies to a field that a request leaves out. A request beyond a limit is refused, by the field's name; a
-``max_tokens`` that neither a request nor a default sets is the limit.
+A default applies to a field that a request leaves out. A request beyond a limit is refused with an error that names the
+field. If neither the request nor a default sets ``max_tokens``, the limit is its value.
 """
 
 import difflib
@@ -29,12 +29,12 @@ LIMITS: Final[Mapping[str, type]] = {
     "prompt_tokens": int, "max_tokens": int, "min_tokens": int, "top_logprobs": int, "temperature": float,
     "max_temp": float, "cfg_scale": float,
 }  # fmt: skip
-"""Keys of ``limits``. prompt_tokens is the longest prompt. Every other key is the most that the option may be."""
+"""Keys of ``limits``. prompt_tokens is the longest prompt. Every other key names an option and bounds its value."""
 _LEAST: Final = {"prompt_tokens": 1, "max_tokens": 1}
 
 
 class DefaultsProblem(ValueError):
-    """A value in models.yaml cannot be meant. ``key`` has to be mended, or all if it is None. ``problem`` says why."""
+    """An unusable value in models.yaml. ``key`` is the wrong key, or None for the whole map. ``problem`` says why."""
 
     def __init__(self, key: str | None, problem: str) -> None:
         super().__init__(f"{key}: {problem}" if key else problem)
@@ -42,7 +42,7 @@ class DefaultsProblem(ValueError):
 
 
 def check_sampling(sampling: Any) -> None:
-    """Raise DefaultsProblem for a ``sampling`` whose values no request could have."""
+    """Raise DefaultsProblem if ``sampling`` has values that would be refused in a request."""
     _check_keys(sampling, DEFAULTS)
     preset = sampling.get("preset", "none")
     if not isinstance(preset, str) or preset not in PRESETS:
@@ -59,9 +59,9 @@ def check_sampling(sampling: Any) -> None:
 
 
 def check_limits(limits: Any, sampling: Mapping[str, Any]) -> None:
-    """Raise DefaultsProblem for limits that are invalid, or that a request without any option would break.
+    """Raise DefaultsProblem for limits that are invalid, or that refuse even a request without any option.
 
-    sampling  as ``check_sampling`` passed it
+    sampling  the model's defaults, which ``check_sampling`` has checked
     """
     _check_keys(limits, LIMITS)
     for key, most in limits.items():

@@ -1,6 +1,6 @@
 """The fields of a request that say how the next token is drawn, with their limits and defaults.
 
-The defaults are neutral. Those of the engines are not, so an engine gets every value from here.
+The defaults are neutral. The defaults of the engines are not, so an engine gets every value from here.
 """
 
 import math
@@ -12,11 +12,11 @@ MOST_BIASES = 1024
 LARGEST_BIAS = 100
 LARGEST_ID = (1 << 31) - 1
 DRY_LONGEST = 20
-"""Tokens of the longest repeated sequence that DRY looks for; a shorter range would hold none."""
+"""Tokens of the longest repeated sequence that DRY looks for. A dry_range other than 0 must be greater."""
 
 
 class FieldsDisagree(ValueError):
-    """Fields that are valid alone and not together. ``field`` is the one to mend, and ``rule`` says what is wrong."""
+    """The error for fields that are valid alone but not together. ``field`` is the one to mend, ``rule`` says why."""
 
     def __init__(self, field: str, rule: str) -> None:
         super().__init__(rule)
@@ -52,12 +52,12 @@ LogitBias = Annotated[dict[int, float] | None, BeforeValidator(_biases)]
 
 
 class SamplingParams(BaseModel):
-    """How the next token is drawn. Every default leaves the model's own distribution as it is."""
+    """The options for drawing the next token. Every default leaves the model's own distribution as it is."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
-    """How freely tokens are drawn. 0 is greedy: always the likeliest token."""
+    """The randomness of the draw. 0 is greedy: always the likeliest token."""
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Draw from the k likeliest tokens; 0 is off, and so is -1 in a request."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
@@ -67,7 +67,8 @@ class SamplingParams(BaseModel):
     top_a: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
     """Drop tokens less likely than this times the square of the likeliest's probability; 0 is off."""
     typical_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
-    """Draw from the tokens nearest to the expected information whose probabilities sum to p; 1 is off."""
+    """Draw from the tokens whose information is nearest to the expected one, until their probabilities sum to p; 1 is
+    off."""
     tfs: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     """Tail-free sampling: keep this share of the curve's bend; 1 is off."""
     skew: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] = 0.0
@@ -85,7 +86,7 @@ class SamplingParams(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 1.0
     """Divide the (positive) logits of tokens that prompt or answer already hold; 1 is off."""
     penalty_range: Annotated[int, Field(ge=-1, le=1 << 31)] = -1
-    """How many of the newest tokens repetition_penalty looks at; -1 is all."""
+    """The number of newest tokens that repetition_penalty looks at; -1 is all."""
     repetition_decay: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     """Tokens over which repetition_penalty fades out behind penalty_range; 0 ends it at once."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
@@ -99,14 +100,15 @@ class SamplingParams(BaseModel):
     dry_allowed_length: Annotated[int, Field(ge=1, le=1000)] = 2
     """DRY: longest repeated sequence that costs nothing."""
     dry_range: Annotated[int, Field(ge=0, le=1 << 31)] = 0
-    """DRY: how many of the newest tokens are searched. 0 is all, else more than 20, the longest sequence looked for."""
+    """DRY: the number of newest tokens that are searched. 0 is all. Other values must be more than 20, the length of
+    the longest sequence that DRY looks for."""
     dry_sequence_breakers: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=64)], ...],
         Field(strict=False, max_length=64, fail_fast=True),
     ] = ()
     """DRY: texts whose tokens end a repeated sequence. Empty: the engine's own list of punctuation."""
     xtc_probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
-    """XTC: how often the likeliest tokens are left out; 0 is off."""
+    """XTC: the probability with which the likeliest tokens are left out; 0 is off."""
     xtc_threshold: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
     """XTC: the least probability of a token that may be left out."""
     mirostat_mode: Literal[0, 2] = 0
@@ -116,7 +118,7 @@ class SamplingParams(BaseModel):
     mirostat_eta: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.3
     """Mirostat: learning rate."""
     logit_bias: LogitBias = None
-    """Added to the logits of these token ids, -100 to 100. On the wire the ids are strings of decimal digits."""
+    """Values from -100 to 100, added to the logits of token ids. On the wire the ids are strings of decimal digits."""
     banned_tokens: Annotated[tuple[TokenId, ...], Field(strict=False, max_length=4096, fail_fast=True)] = ()
     """Token ids that are never drawn."""
     allowed_tokens: Annotated[tuple[TokenId, ...], Field(strict=False, max_length=4096, fail_fast=True)] = ()
@@ -126,7 +128,7 @@ class SamplingParams(BaseModel):
     cfg_scale: Annotated[float, Field(ge=0, le=20, allow_inf_nan=False)] = 1.0
     """Classifier-free guidance: weight of the prompt against negative_prompt; 1 is off."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    """Seed of this request's draws; unset draws one."""
+    """Seed of this request's draws. Unset: a random seed."""
 
     @property
     def greedy(self) -> bool:

@@ -1,4 +1,7 @@
-"""Say why msgpack refused bytes, in words of the wire. The exceptions of msgpack name classes of Python, or nothing."""
+"""Say why msgpack refused bytes, in the words of the wire protocol.
+
+The exceptions of msgpack itself name classes of Python, or say nothing.
+"""
 
 import re
 
@@ -16,8 +19,8 @@ _MEASURED = {
 def why_refused(error: Exception) -> str:
     """Return why bytes could not be unpacked, without repeating any of them.
 
-    error  the exception that unpacking raised. The message of a plain ValueError that is not msgpack's is returned as
-           it is.
+    error  the exception that unpacking raised. If it is a plain ValueError that msgpack did not raise, its message is
+           returned unchanged
     """
     if isinstance(error, msgpack.FormatError):
         return "not msgpack: it holds the byte 0xc1, which begins no value"

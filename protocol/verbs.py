@@ -1,6 +1,6 @@
-"""The verbs of CALL: the parameters that each takes and the result that it returns. See ``protocol.bodies``.
+"""The verbs of CALL: the parameters and the result of each. See ``protocol.bodies``.
 
-Tables of the supervisor decide who may use a verb, and on which socket: docs/wire-protocol.md shows them.
+Tables in the supervisor say which clients may use a verb, and on which socket. docs/wire-protocol.md shows them.
 """
 
 from typing import Annotated, Any, Final, NamedTuple, NotRequired, TypedDict
@@ -19,38 +19,38 @@ class ModelsResult(TypedDict):
 
 class StatusParams(TypedDict):
     model: NotRequired[str]
-    """A model, or one worker of several (`letters:2`). Unset: all."""
+    """A model, or one worker of several (`letters:2`). Unset: all models."""
 
 
 class Counters(TypedDict):
-    """Counts since the supervisor's start, of all client sockets."""
+    """Counts since the supervisor's start, for all client sockets together."""
 
     connections_accepted: int
     """Connections that were taken."""
     connections_closed: int
-    """Connections that ended, however."""
+    """Connections that ended, for any reason."""
     handshakes_failed: int
     """Connections that ended in the handshake."""
     connections_denied: int
-    """Handshakes of other users, or of keys that are not on the list."""
+    """Handshakes that were refused because of another user, or of a key that is not on the list."""
     connections_cut_off: int
     """Connections that the supervisor ended."""
     bad_frames: int
     """Frames that were refused."""
     worker_frames_dropped: int
-    """Frames of workers that concerned no request any more."""
+    """Frames of workers that belonged to no unfinished request."""
 
 
 class TcpStatus(TypedDict):
     """The port over TCP."""
 
     listen: str
-    """Its endpoint."""
+    """The endpoint of the port."""
     keys: list[dict[str, Any]]
     """For each key: `name`, `rights`, `connections`, `max_in_flight` (null: no limit), `tokens_per_minute` (null: no
     limit), `tokens_left` (null: no limit, or not used yet) and `rate_limited` (requests that were refused)."""
     forbidden: int
-    """Messages that were refused for want of a right."""
+    """Messages that were refused because the key lacked a right."""
     connected_too_often: int
     """Handshakes that were refused because a key connected too often."""
     cut_off: int
@@ -61,49 +61,49 @@ class SupervisorStatus(TypedDict):
     """The supervisor's process."""
 
     pid: int
-    """Its process id."""
+    """The supervisor's process id."""
     version: str
-    """Its version."""
+    """The supervisor's version."""
     uptime_s: Seconds
-    """Since its start."""
+    """The time since the supervisor's start."""
     config: str
     """The path of models.yaml."""
     runtime_dir: str
-    """The directory with its sockets and logs."""
+    """The directory with the supervisor's sockets and logs."""
     log_trouble: str | None
-    """Why its log cannot be written, null if it can."""
+    """The reason why the supervisor cannot write its log, null if it can."""
     shutting_down: bool
-    """Whether it takes no new requests."""
+    """True while the supervisor shuts down and takes no new requests."""
     turnovers: list[dict[str, Any]]
-    """The last orders to reload models, or to restart them in turns: `number`, `cause`, `running`, `settings` (keys of
-    the section `supervisor` that were changed) and `models`, a list of `model`, `change` (`unchanged`, `settings`,
-    `workers`, `added`, `removed`), `state` (`waiting`, `running`, `done`, `failed`) and, where they apply, `how` and
-    `message`."""
+    """The last orders to reload models, or to restart workers one after the other: `number`, `cause`, `running`,
+    `settings` (keys of the section `supervisor` that were changed) and `models`, a list of `model`, `change`
+    (`unchanged`, `settings`, `workers`, `added`, `removed`), `state` (`waiting`, `running`, `done`, `failed`) and,
+    where they apply, `how` and `message`."""
     held_bytes: Bytes
-    """Events that wait for clients to read."""
+    """The size of the held events, which wait until clients read."""
     forwarding: str
-    """`compiled`, or why frames of tokens are forwarded by Python."""
+    """`compiled`, or the reason why Python forwards the frames with tokens."""
     connections: int
-    """Clients that are connected."""
+    """The number of connected clients."""
     tcp: TcpStatus | None
     """The port over TCP, null if there is none."""
     counters: Counters
-    """Counts since its start."""
+    """Counts since the supervisor's start."""
 
 
 class GpuStatus(TypedDict):
     """A GPU, as NVML sees it."""
 
     index: int
-    """Its number in the order of the PCI bus."""
+    """The number of the GPU in the order of the PCI bus."""
     uuid: str
-    """Its name for good."""
+    """The name of the GPU, which never changes."""
     total_bytes: Bytes
-    """All its memory."""
+    """The memory of the GPU."""
     used_bytes: Bytes
-    """What all processes together use."""
+    """Memory that all processes together use."""
     free_bytes: Bytes
-    """What is left."""
+    """Memory that is free."""
 
 
 class Totals(TypedDict):
@@ -116,11 +116,11 @@ class Totals(TypedDict):
     errors: int
     """Requests that ended with an error."""
     resumed: int
-    """How often a request went on in another worker."""
+    """The number of times that a request was resumed in another worker."""
 
 
 class WorkerStatus(TypedDict):
-    """One worker of a model. What is not known is null."""
+    """One worker of a model. A value that is not known is null."""
 
     name: str
     """The worker's name: that of its model, with a number if there are several (`letters:2`)."""
@@ -129,88 +129,88 @@ class WorkerStatus(TypedDict):
     state: str
     """One of the states below."""
     reason: str | None
-    """Why the worker is in this state, for people. Null in a state that needs no reason."""
+    """The reason for this state, for people. Null in a state that needs no reason."""
     state_s: Seconds
-    """Since it is in this state."""
+    """The time since the worker entered this state."""
     engine: str
     """The engine of models.yaml."""
     gpu: str
-    """The GPUs that its process may see, or `cpu`."""
+    """The GPUs that the worker's process may see, or `cpu`."""
     device: str | None
-    """The device that the engine runs on, by its own words."""
+    """The engine's name for the device that it runs on."""
     attention: str | None
-    """How the engine computes attention."""
+    """The engine's way to compute attention."""
     context: Tokens | None
     """The longest prompt and answer together."""
     max_batch_size: int | None
-    """Requests that are computed at once, as models.yaml has it."""
+    """The number of requests that are computed at once, from models.yaml."""
     chat: bool | None
-    """Whether the model has a chat template."""
+    """True if the model has a chat template."""
     active: int
     """Requests that the worker has."""
     queued: int
     """Requests that wait for the model."""
     tokens_per_s: Annotated[float, "tokens/s"]
-    """In the last seconds."""
+    """The worker's speed in the last seconds."""
     idle_s: Seconds | None
-    """Since its last request; null unless it is ready and has none."""
+    """The time since the worker's last request; null unless the worker is ready and has no request."""
     until_s: Seconds | None
-    """Until it is unloaded if no request comes; null if that is not due."""
+    """The time until the worker is unloaded if no request comes; null if it will not be unloaded."""
     lazy: bool
-    """Whether its first request starts it."""
+    """True if the first request starts the worker."""
     unloaded: str | None
-    """Why it was unloaded, for people."""
+    """The reason why the worker was unloaded, for people."""
     pid: int | None
-    """Its process id."""
+    """The process id of the worker."""
     phase: str | None
-    """What its process does: `starting`, `loading`, `idle`, `step`, or `unknown`."""
+    """The work that the worker's process does: `starting`, `loading`, `idle`, `step`, or `unknown`."""
     beat_s: Seconds | None
-    """Since its process was last seen to make progress."""
+    """The time since the supervisor last saw the worker's process make progress."""
     generation: int
-    """The number of its process; it grows with each start."""
+    """The number of the worker's process; it grows with each start."""
     restarts: int
-    """How often it was started again without an order."""
+    """The number of times that the worker was started again without an order."""
     load_seconds: Seconds | None
-    """How long the load took."""
+    """The time that the load took."""
     progress: dict[str, Any] | None
-    """While it is being loaded: `phase`, `done` and `total`."""
+    """While the worker loads the model: `phase`, `done` and `total`."""
     engine_stats: dict[str, Any]
-    """The engine's last reading: `pending`, `active`, `steps`, and figures of its own."""
+    """The engine's last reading: `pending`, `active`, `steps`, and further figures of the engine."""
     totals: Totals
-    """Counts of its model."""
+    """Counts of the worker's model."""
     last_exit: dict[str, Any] | None
-    """How its last process ended: `code`, `reason`, `message`, `retry` and `lines` (the last of its log)."""
+    """The end of the worker's last process: `code`, `reason`, `message`, `retry` and `lines` (the last of its log)."""
     log: str
-    """The path of its log."""
+    """The path of the worker's log."""
     placed: list[int] | None
-    """Indices of the GPUs that it was placed on."""
+    """Indices of the GPUs that the worker was placed on."""
     cpus: str | None
-    """The cores that it is kept to; null is all."""
+    """The cores that the worker may use; null is all."""
     numa_nodes: str | None
-    """The NUMA nodes that it is kept to; null is all."""
+    """The NUMA nodes that the worker may use; null is all."""
     vram_estimate_bytes: Bytes | None
-    """GPU memory that it was estimated to need."""
+    """The estimated need of GPU memory."""
     vram_estimate: dict[str, int] | None
     """The estimate by part, in bytes."""
     vram_loaded_bytes: Bytes | None
-    """GPU memory that it held when it was ready, measured."""
+    """GPU memory that the worker held when it was ready, measured."""
     vram_bytes: Bytes | None
-    """GPU memory that its process holds now, by NVML."""
+    """GPU memory that the worker's process holds now, by NVML."""
     vram_by_gpu: dict[str, int | None] | None
-    """The same by GPU index."""
+    """GPU memory that the worker's process holds now, in bytes, by GPU index."""
     vram_return: str | None
-    """Whether the memory of its last process is back: `awaited`, `back`, `not back` or `not watched`."""
+    """The return of the memory of the worker's last process: `awaited`, `back`, `not back` or `not watched`."""
     vram_returned_ms: MillisecondsFloat | None
-    """How long that took."""
+    """The time until that memory was back."""
 
 
 class StatusResult(TypedDict):
     supervisor: SupervisorStatus
     """The supervisor."""
     gpus: list[GpuStatus]
-    """Every GPU of the box; empty if none is used."""
+    """Every GPU of the machine; empty if none is used."""
     gpus_unknown: str | None
-    """Why the GPUs cannot be read, null if they can."""
+    """The reason why the GPUs cannot be read, null if they can."""
     models: list[WorkerStatus]
     """One entry for each worker."""
 
@@ -222,23 +222,24 @@ class ModelParams(TypedDict):
 
 class StopParams(ModelParams):
     now: NotRequired[bool]
-    """Do not wait for unfinished requests; by default the worker finishes them, as long as the drain may take."""
+    """Do not wait for unfinished requests. By default the worker finishes them, within the time limit of the drain."""
 
 
 class WorkerOrder(TypedDict):
-    """What an order made of one worker."""
+    """The effect of an order on one worker."""
 
     state: str
-    """Its state now. The order is carried out after the reply: ask `status` until the state is the one you want."""
+    """The state of the worker now. The order is carried out after the reply: ask `status` until the state is the one
+    that you want."""
     generation: int
-    """The number of its process; of `restart`, the number that its next process will have."""
+    """The number of the worker's process. In the reply to `restart`, the number of its next process."""
 
 
 class OrderResult(WorkerOrder):
     """`state` and `generation` are those of the first worker."""
 
     workers: dict[str, WorkerOrder]
-    """Each worker by its name."""
+    """The effect on each worker, by the worker's name."""
 
 
 class RestartResult(OrderResult):
@@ -248,8 +249,8 @@ class RestartResult(OrderResult):
 
 class ReloadParams(TypedDict):
     model: NotRequired[str]
-    """A model whose workers are replaced in any case. Unset: models.yaml is read again, and what it changes is applied
-    to all models."""
+    """A model whose workers are replaced in any case. Unset: the supervisor reads models.yaml again and applies the
+    changes to all models."""
     how: NotRequired[str]
     """`auto` (the default: beside the old worker where both fit), `beside`, or `exchange` (the old worker leaves
     first)."""
@@ -270,20 +271,20 @@ class NoResult(TypedDict):
 
 
 class TokenizeParams(ModelParams):
-    """Exactly one of `prompt` and `messages`."""
+    """A prompt or a conversation. Give exactly one of `prompt` and `messages`."""
 
     prompt: NotRequired[str]
     """The text."""
     messages: NotRequired[list[dict[str, Any]]]
     """The conversation, for the model's chat template. This key and the following ones are as in GENERATE."""
     tools: NotRequired[list[dict[str, Any]]]
-    """What the assistant may call."""
+    """The functions that the assistant may call."""
     template_kwargs: NotRequired[dict[str, Any]]
     """Further variables of the template."""
     add_generation_prompt: NotRequired[bool]
-    """Whether the text ends where the assistant speaks next."""
+    """True: the text ends where the assistant speaks next."""
     continue_final_message: NotRequired[bool]
-    """Whether the answer goes on where the last message ends."""
+    """True: the answer continues the last message."""
 
 
 class DetokenizeParams(ModelParams):
@@ -295,12 +296,12 @@ class TokenizeResult(TypedDict):
     token_ids: bytes
     """The ids, u32 little endian."""
     count: Tokens
-    """How many there are."""
+    """The number of ids."""
 
 
 class DetokenizeResult(TypedDict):
     text: str
-    """The text; bytes that are no UTF-8 are U+FFFD."""
+    """The text. Bytes that are not UTF-8 become U+FFFD."""
 
 
 class Verb(NamedTuple):

@@ -19,7 +19,7 @@ class JobMessage(Message):
     channel: int
     request: int
     carry: dict[str, Any]
-    """What the worker needs to know besides the request. What is not set is 0, none or false.
+    """Facts that the worker needs besides the request. A missing key means 0, none or false.
 
     seq        number of the next event
     token_ids  the tokens that an earlier worker has delivered (bin, u32 little endian). The supervisor keeps them
@@ -27,8 +27,8 @@ class JobMessage(Message):
     resumes    how many times another worker has taken over the request
     queue_ms   milliseconds that the request has waited
     progress   bool: the client wants reports
-    party      a number: whose turn a compilation takes, and who pays for it. It is the channel. Over TCP, all
-               connections of one key have the same party
+    party      a number: the party whose turn a compilation takes, and that is charged for its processor time. It is
+               the channel. Over TCP, all connections of one key have the same party
     stay       bool: the worker must not park the job again
     """
     body: bytes = field(repr=False)
@@ -66,28 +66,28 @@ class AnswerMessage(Message):
 
 @message(Kind.READY, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
 class Ready(Message):
-    """Say that the model is loaded and generates."""
+    """Say that the model is loaded and can generate."""
 
     body: bytes = field(repr=False)
 
 
 @message(Kind.PROGRESS, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
 class ProgressMessage(Message):
-    """Say how far the load is."""
+    """Report the progress of the load."""
 
     body: bytes = field(repr=False)
 
 
 @message(Kind.STATS, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
 class Stats(Message):
-    """Say what the engine does and which memory it uses."""
+    """Report what the engine does and how much memory it uses."""
 
     body: bytes = field(repr=False)
 
 
 @message(Kind.PREFILL, Way.WORKER_TO_SUPERVISOR, largest=64)
 class Prefill(Message):
-    """Say how much of a request's prompt the engine has computed, in tokens."""
+    """Report how many tokens of a request's prompt the engine has computed."""
 
     channel: int
     request: int
@@ -97,7 +97,8 @@ class Prefill(Message):
 
 @message(Kind.PARKED, Way.WORKER_TO_SUPERVISOR, largest=64)
 class Parked(Message):
-    """Give a job back. The worker compiles its constraint first, and meanwhile the request holds no slot."""
+    """Give a job back to the supervisor. The worker then compiles the job's constraint. Meanwhile the request holds no
+    slot."""
 
     channel: int
     request: int
@@ -105,9 +106,9 @@ class Parked(Message):
 
 @message(Kind.COMPILED, Way.WORKER_TO_SUPERVISOR, largest=64)
 class Compiled(Message):
-    """Say that a job that was given back may be sent again.
+    """Say that the supervisor may send a parked job again.
 
-    The worker sends COMPILED, too, for a request that was cancelled meanwhile, unless the compilation had not begun.
+    The worker also sends COMPILED for a request that was cancelled meanwhile, if the compilation had begun.
     """
 
     channel: int

@@ -1,4 +1,4 @@
-"""The parts of an answer that a program gets, and what the client keeps of a request and of a call."""
+"""The parts of an answer that a program gets, and the client's state of a request and of a call."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -48,9 +48,9 @@ class Progress:
     """The state of a request that has no token yet.
 
     phase           "loading" (the model), "queued", "compiling" (the constraint of the request) or "prefill"
-    queue_position  requests before it in the queue, 0 is next; None unless queued
-    done, total     tokens of the prompt that are computed, and all of them; for a load the progress of its part, in a
-                    unit of the part's own; None while queued and compiling
+    queue_position  number of requests before it in the queue, 0 is next; None unless queued
+    done, total     prefill: tokens of the prompt that are computed, and all its tokens. loading: the progress of the
+                    part, in a unit that the engine chooses. None while queued and compiling
     part            part of the load: "loading", "warmup", or another name that the engine gives; None unless loading
     """
 
@@ -71,7 +71,7 @@ class Completion:
                    "banned_strings" (no way around them was found)
     usage          counts: ``prompt_tokens`` and ``completion_tokens``; where they apply, ``cached_tokens`` (tokens of
                    the prompt that were in the cache), ``draft_accepted`` and ``draft_rejected`` (speculated tokens),
-                   and ``resumes`` (how often the answer went on in another worker)
+                   and ``resumes`` (the number of times that the answer was resumed in another worker)
     timings        ``queue_ms`` (from acceptance to the worker), ``prefill_ms`` (to the first token), ``decode_ms`` (to
                    the end) and ``tokens_per_s`` (while decoding). Times that were not measured are missing
     logprobs       one for each token id, if the request asked for them
@@ -89,11 +89,11 @@ class Completion:
 class StreamState:
     """The state of one request, from GENERATE until its reader has taken the last delta.
 
-    deltas    arrived, not yet taken
-    report    the newest, not yet taken
-    owed      events taken since the last CREDIT
-    ended     nothing more will arrive
-    error     how it ended, if badly; cleared when it was raised, so that it is raised once
+    deltas    deltas that have arrived and were not taken yet
+    report    the newest report, if it was not taken yet
+    owed      number of events taken since the last CREDIT
+    ended     True if nothing more will arrive
+    error     the error that ended the request; set to None when it is raised, so that it is raised once
     """
 
     id: int

@@ -4,7 +4,8 @@
         async for delta in client.generate("letters", "sort: d b a c ->", max_tokens=32, temperature=0):
             print(delta.text, end="")
 
-It has the methods of ``protocol.client.sync_client.Client``, and the same rules for connections and waiting.
+``AsyncClient`` has the methods of ``protocol.client.sync_client.Client``, with the same rules for connections and
+waiting.
 """
 
 import os
@@ -104,7 +105,7 @@ class AsyncClient:
         """Send a request, without waiting, and return the stream of its answer.
 
         The options and errors are those of ``Client.generate``. If the client has to connect anew first, it does so in
-        the background, and the stream raises the errors of that.
+        the background. If that fails, the stream raises the error.
         """
         connection, (state,) = self._begin(model, [collect_options(prompt, options, progress=on_progress is not None)])
         return AsyncStream(connection, state, timeout, on_progress)
@@ -214,7 +215,7 @@ class AsyncClient:
         return self._connected
 
     def _usable(self) -> LoopConnection:
-        """The connection; or, if it was lost, a new one, which sends what it is given once it has connected."""
+        """Return the connection. If it was lost, return a new one, which sends requests as soon as it has connected."""
         connection = self._connection
         connection.check()
         if self._closed:

@@ -26,7 +26,7 @@ class AsyncStream(StreamBase):
     _connection: LoopConnection
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        # An iterator of its own ends with the loop, even if a name still holds the stream.
+        # A separate iterator is deleted when the loop ends, even if a name still holds the stream.
         return _Loop(self)
 
     async def __anext__(self) -> Delta:
@@ -66,13 +66,13 @@ class AsyncStream(StreamBase):
         return self._completion()
 
     async def _wait_any(self, streams: "Sequence[AsyncStream]", timeout: float | None) -> None:
-        """Wait until something happens to one of these. Raises TimeoutError."""
+        """Wait until something happens to one of these streams. Raises TimeoutError after ``timeout`` seconds."""
         if not any(stream._stirred for stream in streams):
             await self._connection.wait([stream._state for stream in streams], timeout)
 
 
 class _Loop(Generic[T]):
-    """The iterator of an ``async for`` loop over an AsyncStream or AsyncChoices. It ends when the loop ends."""
+    """The iterator of an ``async for`` loop over an AsyncStream or AsyncChoices. It is deleted when the loop ends."""
 
     __slots__ = ("_read",)
 
@@ -115,7 +115,7 @@ class AsyncChoices(ChoicesBase[AsyncStream]):
                 await waiting[0]._wait_any(waiting, self._timeout)
             except TimeoutError:
                 raise self._timed_out() from None
-            except BaseException:  # the task was cancelled, and may be kept for long
+            except BaseException:  # a cancelled task, and its frames, can be kept for long
                 self.close()
                 raise
 

@@ -1,8 +1,9 @@
-"""The key with which a client connects over TCP: a file of mode 0600 that `modelctl keys new` writes. Needs no zmq.
+"""The key with which a client connects over TCP: a file of mode 0600 that `modelctl keys new` writes.
 
-The file is JSON, all values strings, so that a client in any language can read it: ``name``; ``server_key``, the public
-key that the supervisor proves to be its own; ``public_key`` and ``secret_key``, the client's. Keys are CURVE's (32
-bytes) in Z85 (ZeroMQ RFC 32): 40 characters.
+The file is a JSON object of strings, so that a client in any language can read it. ``name`` is the name of the key.
+``server_key`` is the supervisor's public key: the supervisor proves that it owns that key. ``public_key`` and
+``secret_key`` are the client's pair. They are keys of CURVE (32 bytes) in Z85 (ZeroMQ RFC 32): 40 characters each. This
+module does not import zmq.
 """
 
 import json

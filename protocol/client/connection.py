@@ -1,7 +1,7 @@
-"""One connection of a client: the transport to the supervisor, and the session that takes in what arrives.
+"""One connection of a client: the transport to the supervisor, and the session that handles the frames.
 
 Nothing here blocks except ``close``, which takes LINGER_MS at most. ``SharedConnection`` (any threads, one lock) and
-``LoopConnection`` (one event loop) add how a program waits. They also say what finalizers may do, because the garbage
+``LoopConnection`` (one event loop) add the waiting. They also handle calls from finalizers, because the garbage
 collector runs finalizers in any thread and between any two instructions.
 """
 
@@ -34,7 +34,7 @@ PROBE_LOOK_S: Final = 0.01
 class Connection:
     """A connection of a client. The constructor does not connect: the first ``pump`` does.
 
-    endpoint     where the supervisor listens. Unset: the socket in the runtime directory
+    endpoint     the endpoint of the supervisor. Unset: the socket in the runtime directory
     runtime_dir  the supervisor's directory. Unset: ``default_runtime_dir()``
     admin        connect to the admin socket
     key          for an endpoint over TCP: the key, or the file that holds it
@@ -68,7 +68,7 @@ class Connection:
             check_runtime_dir(directory)
             endpoint = find(directory)
         self.endpoint = check_endpoint(endpoint)
-        # Over TCP one socket takes requests and orders: what a key may do is a matter of its rights.
+        # Over TCP one socket takes requests and orders. The rights of a key decide what it may do there.
         self.admin = admin and ipc_path(self.endpoint) is not None
         if key is not None and not self.endpoint.startswith("tcp://"):
             raise ValueError(
@@ -84,11 +84,11 @@ class Connection:
         self._redial = Redial(patience, redial, now)
         self._liveness = Liveness(silence, now)
         self._check_at = now
-        # A context of its own: the connection shares nothing with other users of zmq in this process.
+        # Each connection has a zmq context of its own, and shares nothing with other users of zmq in this process.
         self._sockets = Sockets()
         weakref.finalize(self, self._sockets.close).atexit = False
 
-    # ---- what the clients call. Each of these methods takes the lock.
+    # ---- methods for the clients. Each of them takes the lock.
 
     def begin(self, requests: Sequence[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[StreamState]:
         """Send requests (model, body, route) together. If one of them cannot be sent, send none.
@@ -164,16 +164,16 @@ class Connection:
         """Return whether the connection has ended, as far as the client knows now."""
         try:
             with self.lock:
-                # The pump notices an end since the last look, and answers what came, before anything new is sent.
+                # Before anything new is sent, ``pump`` notices an end of the connection and answers what arrived.
                 self.pump()
                 return self.session.broken is not None
         finally:
             self._settle()
 
     def abandon(self, state: StreamState) -> None:
-        """Do what ``drop`` does. Finalizers may call it, in any thread and at any time.
+        """Cancel a request, and drop what was not read. Finalizers may call this, in any thread and at any time.
 
-        If the lock is taken, the request is noted, and the thread that holds the lock drops it afterwards.
+        If the lock is taken, the request is noted, and the thread that holds the lock drops the request afterwards.
         """
         if state.abandoned or self._sockets.closed:
             return
@@ -255,10 +255,10 @@ class Connection:
 
     @property
     def waits_to_send(self) -> bool:
-        """Whether frames wait that may be sent now."""
+        """True if frames wait that may be sent now."""
         return bool(self.session.outbox) and self.session.welcome is not None
 
-    # ---- what the two subclasses do each in its own way
+    # ---- methods that the two subclasses implement
 
     def _watch(self, transport: Transport) -> None:
         """Wait on the descriptors of a new transport from now on."""
@@ -267,10 +267,10 @@ class Connection:
         """Stop waiting on the transport's descriptors, which are about to be closed."""
 
     def _changed(self, touched: list[Touched]) -> None:
-        """Wake what waits for these requests and calls. The connection itself may have changed, too."""
+        """Wake the threads or tasks that wait for these requests and calls. The connection may have changed, too."""
 
     def _settle(self) -> None:
-        """Do what was noted, if the lock is free."""
+        """Carry out the noted actions, if the lock is free."""
         raise NotImplementedError
 
     # ---- steps
@@ -287,7 +287,7 @@ class Connection:
             self._watch(self.transport)
 
     def _failed(self, reason: str, now: float, touched: list[Touched]) -> None:
-        """Try again after the connection ended or could not be made, or give it up."""
+        """Plan another try after the connection ended or could not be made, or give the connection up."""
         transport, session = self.transport, self.session
         refused, rejected = transport is not None and transport.refused, transport is not None and transport.rejected
         again = self._redial.always or (transport is not None and transport.overdue)
@@ -319,7 +319,7 @@ class Connection:
             self._failed(end, now, touched)
 
     def _check_deadlines(self, now: float, touched: list[Touched]) -> None:
-        """Do what is due although nothing arrived: give up, send PING, or leave."""
+        """Do what is due even if nothing arrives: give the connection up, send PING, or leave the endpoint."""
         session, liveness = self.session, self._liveness
         self._check_at = now + liveness.step
         if session.broken is None and session.welcome is None and now >= self._redial.give_up_at:

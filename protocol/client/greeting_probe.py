@@ -1,4 +1,4 @@
-"""Find out whether ZeroMQ listens at a TCP address, or something that only takes connections.
+"""Find out whether ZeroMQ listens at a TCP address, or another program that only takes connections.
 
 The supervisor ends the connection of a client with a wrong key, and CURVE gives no reason. A tunnel, a proxy or a port
 forwarding without a supervisor behind it also ends the connection. libzmq reports both cases in the same words. But a

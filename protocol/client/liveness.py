@@ -10,7 +10,8 @@ from typing import Final
 DEFAULT_SILENCE_S: Final = 15.0
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
-"""Pauses between tries to connect double from the first to the longest, less a random half."""
+"""Each pause between tries to connect is twice the pause before, up to this one. A random part, at most half, is taken
+off each pause."""
 
 
 class PeerState(Enum):
@@ -22,7 +23,7 @@ class PeerState(Enum):
 
 
 class Liveness:
-    """Ask the supervisor after a third of ``silence``, and give it up after all of it.
+    """The rule for a silent supervisor: send PING after a third of ``silence``, and give up after all of ``silence``.
 
     silence  seconds
     step     seconds. Call ``check`` this often while the client waits for something
@@ -41,7 +42,7 @@ class Liveness:
     def check(self, now: float, *, waiting: bool) -> PeerState:
         """Return the state of the supervisor.
 
-        waiting  whether the client waits for a message. If it does not, silence means nothing
+        waiting  True if the client waits for a message. Otherwise silence means nothing
         """
         away, self._looked = now - self._looked > 3 * self.step, now
         if away or not waiting:

@@ -104,7 +104,7 @@ class LoopConnection(Connection):
                 future.set_result(None)
 
     def _settle(self) -> None:
-        """Let the loop do at its next turn what was noted. Finalizers call this, in any thread."""
+        """Make the loop carry out the noted actions at its next turn. Finalizers call this, in any thread."""
         if self._noted and not (self._settling or self.closed) and os.getpid() == self._pid:
             self._settling = True
             try:

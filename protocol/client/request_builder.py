@@ -1,4 +1,4 @@
-"""Make a message's route and body of what a program asks for.
+"""Make the route and the body of a message from the options that a program gives.
 
 The supervisor and the worker check the values. The client refuses only what the wire cannot carry.
 """
@@ -19,7 +19,7 @@ MOST_CHOICES: Final = 1024
 
 
 def collect_options(prompt: str | None, options: RequestOptions, *, progress: bool) -> dict[str, Any]:
-    """Return what a program asks for, under the names of the wire. ``progress`` says that it wants reports."""
+    """Return a program's options under their names on the wire. ``progress``: True if the program wants reports."""
     return {**options, "prompt": prompt, "progress": progress}
 
 
@@ -106,8 +106,8 @@ def _json_text(schema: dict[str, Any]) -> str:
 
 def _make_lists(fields: dict[str, Any]) -> None:
     for name in ("stop", "choice", "messages", "tools"):
-        # list() would make a list of letters of a string. The worker takes a string for ``stop`` as a list of one, and
-        # refuses a string for the other fields.
+        # list() would split a string into letters. The worker takes a string for ``stop`` as a list of one, and refuses
+        # a string for the other fields.
         if name in fields and not isinstance(fields[name], str | dict | list):
             try:
                 fields[name] = list(fields[name])

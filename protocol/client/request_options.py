@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict
 
 class RequestOptions(TypedDict, total=False):
     """Exactly one of these is the prompt:
-    prompt           text, taken as it is
+    prompt           text, used as it is
     messages         a conversation, a list of {"role": ..., "content": ...}, rendered by the model's chat template.
                      ``tools`` (descriptions of functions) and ``template_kwargs`` (further variables) go to the
                      template, too
@@ -25,7 +25,7 @@ class RequestOptions(TypedDict, total=False):
     seed             seed of the random draws. Unset: a random seed
 
     These say how the request is served:
-    resume           go on with the answer in another worker if its worker dies: no token twice, none missing. Unset:
+    resume           go on with the answer in another worker if its worker dies. No token is repeated or lost. Unset:
                      True
     priority         "interactive", "normal" (the default) or "batch"
     queue_ms         longest wait for a worker, in milliseconds. The request then ends with queue_timeout
@@ -34,9 +34,9 @@ class RequestOptions(TypedDict, total=False):
     deadline_ms      longest time to the end of the answer, in milliseconds. The request then ends with
                      deadline_exceeded
     affinity         text of up to 256 characters: requests with the same text go to the same worker, where their
-                     prefix is in the cache. Unset: the beginning of the prompt stands for it
+                     prefix is in the cache. Unset: the beginning of the prompt is used instead
 
-    The page of options (docs/request-options.md) describes every other one. An option that is None is unset.
+    The page of options (docs/request-options.md) describes every other option. An option that is None is unset.
     """
 
     messages: Sequence[dict[str, Any]] | None

@@ -122,7 +122,7 @@ class ClientSession:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a request or a call waits for a message."""
+        """True if a request or a call waits for a message."""
         return bool(self._calls) or any(not state.ended for state in self._streams.values())
 
     # ---- what the connection brings
@@ -144,7 +144,7 @@ class ClientSession:
         return self._break(ConnectionLost(reason))
 
     def reject(self, reason: str) -> list[Touched]:
-        """End every unfinished request and call with UNAUTHORIZED, because the client has not the right key."""
+        """End every unfinished request and call with UNAUTHORIZED, because the client does not have the right key."""
         return self._break(WireError(ErrorCode.UNAUTHORIZED, reason))
 
     def _on_message(self, message: Message) -> list[Touched]:
@@ -223,7 +223,7 @@ class ClientSession:
         if state is None or state.ended or report is None:
             self.ignored += 1
             return []
-        # Keep the newest only. A slow reader does not need to know where its request was before.
+        # Keep the newest report only. A slow reader does not need the older ones.
         state.report = report
         state.arrivals += 1
         return [state]
@@ -231,7 +231,7 @@ class ClientSession:
     def _on_error(self, message: Error) -> list[Touched]:
         error = WireError.from_wire(unpack_body(message.body))
         if message.request == 0:
-            # It may answer any frame of this client. So no unfinished request can be relied on any more.
+            # This ERROR may answer any frame of this client. So the client cannot rely on any unfinished request.
             return self._break(error)
         state: Touched | None = self._streams.get(message.request) or self._calls.pop(message.request, None)
         if state is None:

@@ -1,8 +1,8 @@
 """A connection that the threads of a process share.
 
 There is one lock, and the connection has no thread of its own. One of the waiting threads waits on the descriptors for
-all of them, without the lock, and takes in what comes. It wakes the threads that the frames are for. When it leaves,
-another thread takes its place.
+all of them, without the lock, and reads the frames that arrive. It wakes the threads that the frames are for. When it
+leaves, another thread takes its place.
 """
 
 import math
@@ -22,7 +22,7 @@ _LONGEST_WAIT_S = 1.0
 
 
 class SharedConnection(Connection):
-    """A connection for threads. Any thread may call what takes the lock. Only the holder of the lock calls ``pump``."""
+    """A connection for threads. Any thread may call the methods that take the lock. The other ones need the lock."""
 
     lock: "threading.RLock"
 
@@ -117,7 +117,7 @@ class SharedConnection(Connection):
     def _poll(self, waiter: threading.Condition, seconds: float) -> None:
         """Wait on the descriptors, and release the lock meanwhile."""
         if self._nudged:
-            # Do this before the poll. After it, another thread may poll, and the nudge be for it.
+            # Clear the nudge before the poll. After the poll, another thread may poll, and a nudge may be for that one.
             self._nudged = False
             try:
                 os.eventfd_read(self._wakeup)
@@ -126,7 +126,7 @@ class SharedConnection(Connection):
         poller = self._poller
         self._polling = waiter
         try:
-            # An interrupt may come right after any call. Within this block, it leaves the lock as it has to be. No
+            # An interrupt may come right after any call. Within this block, the lock is taken again in any case. No
             # thread may wait for a poll that is over. So ``_polling`` is reset before the lock is taken again.
             self.lock.release()
             # A thread that dropped a stream while this one held the lock relies on this one to cancel it.
@@ -164,8 +164,9 @@ class SharedConnection(Connection):
                 waiter.notify()
 
     def _settle(self) -> None:
-        # The thread that holds the lock comes here after releasing it, or looks in ``_poll``. So it sees what was noted
-        # just before. This very thread may hold the lock, because a finalizer runs at any time.
+        # The thread that holds the lock calls this method after releasing it, or looks at ``_noted`` in ``_poll``. So
+        # that thread sees what was noted just before. A finalizer runs at any time, also in a thread that holds the
+        # lock.
         while self._noted and self._is_free() and self.lock.acquire(blocking=False):
             try:
                 if not self.closed:
@@ -189,6 +190,6 @@ class SharedConnection(Connection):
 
 
 def _is_held_here(lock: "threading.RLock") -> bool:
-    """Return whether this thread holds a lock. threading.Condition asks in the same way."""
+    """Return whether this thread holds a lock. threading.Condition uses the same private method."""
     held: bool = lock._is_owned()  # type: ignore[attr-defined]
     return held

@@ -26,7 +26,7 @@ class StreamBase:
         self._on_progress = on_progress
         self._left = False
         self._cut = False
-        """Whether the reader left before it had read the end."""
+        """True if the reader left before it had read the end."""
 
     @property
     def request_id(self) -> int:
@@ -55,10 +55,10 @@ class StreamBase:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the answer ended: "stop", "length", "cancelled" or "banned_strings".
+        """The reason why the answer ended: "stop", "length", "cancelled" or "banned_strings".
 
-        It is known when the end has been read. A reader that left before the end finds "cancelled". It is None until
-        then, and for an answer that ended with an error.
+        None until the end has been read, and for an answer that ended with an error. After a reader has left the stream
+        before its end, the reason is "cancelled".
         """
         if self._cut:
             return FinishReason.CANCELLED
@@ -77,7 +77,7 @@ class StreamBase:
     def cancel(self) -> None:
         """Ask the supervisor to end the request. The stream then brings its end as usual.
 
-        It does nothing when the request has ended. With ``Client``, a signal handler may call it.
+        If the request has ended, this does nothing. With ``Client``, a signal handler may call this method.
         """
         self._connection.cancel(self._state)
 
@@ -115,12 +115,12 @@ class StreamBase:
 
     @property
     def _over(self) -> bool:
-        """Whether nothing more will come, and everything that came was taken."""
+        """True if nothing more will come, and everything that came was taken."""
         return self._left or (self._state.ended and not self._state.deltas and self._state.error is None)
 
     @property
     def _stirred(self) -> bool:
-        """Whether ``_now`` has something to do."""
+        """True if ``_now`` has something to do."""
         state = self._state
         return self._left or state.ended or bool(state.deltas) or state.report is not None
 

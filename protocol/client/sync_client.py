@@ -4,13 +4,13 @@
         for delta in client.generate("letters", "sort: d b a c ->", max_tokens=32, temperature=0):
             print(delta.text, end="")
 
-A stopped supervisor is noticed by libzmq's heartbeats, and a hanging one by PING. A request that is only slow is waited
-for. A signal handler may cancel a stream, and must not call anything else of the client. After a fork the client
-refuses with RuntimeError.
+libzmq's heartbeats detect a stopped supervisor, and PING detects a supervisor that hangs. The client waits for a
+request that is only slow. A signal handler may cancel a stream, and must not call anything else of the client. After a
+fork the client raises RuntimeError.
 
-The client reads from its socket while one of its methods runs or a stream is read. A client that is left alone is
-still alive to the supervisor: libzmq's own thread keeps the connection up. An interrupt (Ctrl-C) that arrives while the
-client takes in a frame ends the connection, because that frame may be lost.
+The client reads from its socket while one of its methods runs or a stream is read. An idle client keeps its connection,
+because libzmq's own thread answers the supervisor's heartbeats. An interrupt (Ctrl-C) that arrives while the client
+takes in a frame ends the connection, because that frame may be lost.
 """
 
 import os
@@ -43,12 +43,12 @@ __all__ = ["Choices", "Client", "Completion", "Delta", "Progress", "Stream", "To
 class Client:
     """A connection to the supervisor, from blocking code.
 
-    Threads of one process may share a client; each stream is read by one thread at a time. After a fork, make a client
+    Threads of one process may share a client. Only one thread at a time may read a stream. After a fork, make a client
     in each process.
 
     When the connection ends, every unfinished request raises ConnectionLost once. The next request or call connects
-    anew. No request is sent twice. No wait is without an end: a supervisor that was stopped is noticed within 5 s (12 s
-    over TCP), and one that hangs within ``silence``.
+    anew. No request is sent twice. No wait lasts for ever: the client notices a stopped supervisor within 5 s (12 s
+    over TCP), and a supervisor that hangs within ``silence``.
 
     endpoint         ZeroMQ endpoint. Unset: the front socket in ``runtime_dir``
     runtime_dir      the supervisor's runtime directory. Unset: $MODELCTL_RUNTIME_DIR, else $XDG_RUNTIME_DIR/modelctl,
@@ -144,7 +144,7 @@ class Client:
     ) -> Choices:
         """Send ``n`` requests with one prompt, and return their answers. The requests share the prompt's cache.
 
-        n            how many, 1 to 1024
+        n            number of answers, 1 to 1024
         on_progress  function that is called with (index, ``Progress``)
         timeout      seconds without any event of any of the requests, after which all are cancelled
         options      the options of ``generate``. With a ``seed``, request i has the seed ``seed + i``
@@ -245,7 +245,7 @@ class Client:
         return connection
 
     def _usable(self) -> SharedConnection:
-        """The connection, or a new one if it was lost."""
+        """Return the connection, or a new one if it was lost."""
         connection, asked_at = self._connection, time.monotonic()
         connection.check()
         if self._closed:

@@ -25,7 +25,7 @@ class Stream(StreamBase):
     _connection: SharedConnection
 
     def __iter__(self) -> Iterator[Delta]:
-        # an object of its own, which dies with the loop: the loop was left even where the stream is still referred to
+        # A separate iterator is deleted when the loop ends, even if a name still holds the stream.
         return _Loop(self)
 
     def __next__(self) -> Delta:
@@ -53,19 +53,19 @@ class Stream(StreamBase):
         return self._completion()
 
     def _wait_any(self, streams: "Sequence[Stream]", timeout: float | None) -> bool:
-        """Until there is something of one of these; False if any event at all was longer in coming than ``timeout``."""
+        """Wait until anything arrives for one of these streams. Return False after ``timeout`` seconds without that."""
         states = [stream._state for stream in streams]
         arrivals = sum(state.arrivals for state in states)
 
         def done() -> bool:
-            # ACCEPTED brings nothing to read, but counts as a sign of life
+            # ACCEPTED brings nothing to read, but shows that the supervisor works on the request.
             return any(s._stirred for s in streams) or sum(state.arrivals for state in states) != arrivals
 
         return self._connection.wait(states, done, timeout)
 
 
 class _Loop(Generic[T]):
-    """What a ``for`` loop over a Stream or Choices holds. Its end is the end of the loop."""
+    """The iterator of a ``for`` loop over a Stream or Choices. It is deleted when the loop ends."""
 
     __slots__ = ("_read",)
 

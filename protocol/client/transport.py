@@ -1,4 +1,4 @@
-"""One try to reach the supervisor: a DEALER socket, its monitor, and what the events of the monitor mean.
+"""One try to reach the supervisor: a DEALER socket, its monitor, and the meaning of the monitor's events.
 
 Nothing here blocks.
 """
@@ -53,7 +53,7 @@ class Transport:
     """A connection that is being made, or was made. The constructor begins to connect, without waiting.
 
     hello  the first frame of the connection
-    key    for TCP
+    key    the key for an endpoint over TCP
 
     Raises ValueError if ``endpoint`` is not an endpoint, ZMQError if no socket can be made.
 
@@ -61,7 +61,7 @@ class Transport:
     trusted    whether frames may be sent and read. Over ipc: whether the listener is a process of the client's own
                user. Over TCP the handshake with the key ensures that, before libzmq sends any frame
     refused    whether the listener is not for this client, so that trying again is of no use
-    rejected   whether the connection ended because the client has not the right key
+    rejected   whether the connection ended because the client does not have the right key
     overdue    whether the handshake ended so late that the supervisor may have been too busy for it
     left       whether ``leave`` was called
     """
@@ -105,11 +105,11 @@ class Transport:
 
     @property
     def has_input(self) -> bool:
-        """Whether a frame can be read."""
+        """True if a frame can be read."""
         return bool(int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def leave(self) -> None:
-        """End the connection and drop unsent frames. The supervisor cancels what is unfinished when it sees the end."""
+        """End the connection and drop unsent frames. The supervisor then cancels the unfinished requests."""
         self.left = True
         self.socket.setsockopt(zmq.LINGER, 0)
         try:
@@ -119,7 +119,7 @@ class Transport:
 
     @property
     def asks_who_listens(self) -> bool:
-        """Whether the handshake has failed and ``read_monitor`` does not know yet why: look again soon."""
+        """True if the handshake has failed and the reason is not known yet. Then call ``read_monitor`` again soon."""
         return self._probe is not None
 
     def hang_up(self, linger_ms: int) -> None:
@@ -131,11 +131,11 @@ class Transport:
         self.socket.close(linger=0 if self.left else linger_ms)
 
     def read_monitor(self, goaway: str | None) -> str | None:
-        """Read what libzmq reports of the connection. Send ``hello`` once the listener is trusted.
+        """Read libzmq's reports on the connection. Send ``hello`` once the listener is trusted.
 
         goaway  the reason in the supervisor's GOAWAY, if it sent one
 
-        Returns why the connection ended. None while it has not ended.
+        Returns the reason why the connection ended. None while it has not ended.
         """
         end = None
         while True:
@@ -281,7 +281,7 @@ class Sockets:
 
 def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     ipc = endpoint.startswith("ipc://")
-    # Not always: with IPV6 set, libzmq tries a name that has both kinds of address as IPv6 only.
+    # Set IPV6 for numeric addresses only. With it, libzmq tries a name that has both kinds of address as IPv6 only.
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     # A new connection is a new session, so libzmq must not reconnect. With RECONNECT_IVL=-1 or IMMEDIATE=1, libzmq
     # discards at the end of a connection what has arrived and was not read yet, perhaps whole answers. So libzmq shall

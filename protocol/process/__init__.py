@@ -1,5 +1,5 @@
-"""What the processes of modelctl on one machine share besides messages.
+"""Code that the processes of modelctl on one machine share besides messages.
 
-How a worker is started and shows progress, where sockets and private files are, what a process forbids itself, and how
-compiled modules are found. Modules here may import the contract (the modules of ``protocol`` itself), not the client.
+It covers the start and the progress of a worker, the places of sockets and private files, core dumps, and compiled
+modules. Modules here may import the contract (the modules of ``protocol`` itself), but not the client.
 """

@@ -22,9 +22,9 @@ _CIMPORT: Final = re.compile(rb"^(?:from\s+)?([\w.]+)\s+cimport\b|^cimport\s+([\
 
 @cache
 def needs(name: str) -> tuple[str, ...]:
-    """Return the modules that a compiled module reads structures of, and those that they need in turn.
+    """Return the modules whose structures a compiled module reads, and in turn the modules that these need.
 
-    The sources say it with ``cimport``. Without sources beside the module, the result is empty. Modules that are not
+    The sources name them with ``cimport``. Without sources beside the module, the result is empty. Modules that are not
     part of this distribution, such as ``libc.errno``, are left out.
     """
     found: dict[str, None] = {}
@@ -37,13 +37,13 @@ def needs(name: str) -> tuple[str, ...]:
 
 
 def sources(name: str) -> list[Path]:
-    """Return the files that a module is compiled from, if they are beside it. They include those of what it needs."""
+    """Return the source files of a module and of the modules that it needs, as far as they are beside the modules."""
     return [path for each in (*needs(name), name) for path in _files(each)]
 
 
 @cache
 def checksum(name: str) -> int | None:
-    """Return the checksum of a module's sources. None if an installed package has none of them."""
+    """Return the checksum of a module's sources. None if the sources are not installed."""
     found = [path.read_bytes() for path in sources(name)]
     return crc32(b"\0".join(found)) if found else None
 
@@ -53,8 +53,8 @@ def load_compiled(name: str) -> tuple[ModuleType | None, str]:
     """Return (the compiled module of this name, ""), or (None, the reason why it cannot be used)."""
     if os.environ.get(SWITCH) == "0":
         return None, f"switched off by {SWITCH}=0"
-    # One that is left from an earlier build (the last one was interrupted, or setuptools forgave that the compiler was
-    # killed) has its fields at other places than the module that reads them.
+    # A needed module may be left from an earlier build: the last build was interrupted, or setuptools ignored that the
+    # compiler was killed. Its fields are then at other places than the module that reads them expects.
     for needed in needs(name):
         if _is_module(needed) and (why := load_compiled(needed)[1]):
             return None, f"{needed}: {why}"
@@ -64,7 +64,7 @@ def load_compiled(name: str) -> tuple[ModuleType | None, str]:
         return None, f"not built at installation: {e}"
     except (AttributeError, TypeError, ValueError) as e:  # Cython raises these if one module does not fit another
         return None, f"built from other sources than those that it needs ({e}): install again"
-    # In a checkout, sources change under what was compiled from them. Half of a decision would then be an old one.
+    # In a checkout, a source may change after it was compiled. New Python code would then work with old compiled code.
     if (now := checksum(name)) is not None and now != module.SOURCES:
         return None, "built from other sources than those beside it: install again"
     return module, ""

@@ -1,7 +1,8 @@
 """The packages that the engines' workers import, and the extras of modelctl that install them.
 
 A plain installation of modelctl has the command line, the clients and the supervisor, without the engines' packages.
-The supervisor looks here before it spawns a worker, and the check of a model looks here, too. Neither imports them.
+The supervisor uses this module before it spawns a worker, and so does the check of a model. Neither imports the
+packages.
 """
 
 import importlib
@@ -13,7 +14,8 @@ from typing import Final
 EXTRAS: Final = {"transformers": "embedded", "exllamav2": "exllamav2"}
 """The extra that installs all packages of an engine."""
 READ_TOKENIZERS: Final = ("tokenizers",)
-"""Packages without which no tokenizer can be checked, and no chat template, which needs its special tokens."""
+"""Packages that the check of a tokenizer needs. The check of a chat template needs them, too, because the template uses
+the tokenizer's special tokens."""
 _EVERY: Final = ("torch", *READ_TOKENIZERS, "safetensors", "llguidance", "numpy")
 PACKAGES: Final = {"transformers": ("transformers", *_EVERY), "exllamav2": ("exllamav2", *_EVERY)}
 """The packages that an engine's worker imports, by their import names."""
@@ -22,7 +24,7 @@ PACKAGES: Final = {"transformers": ("transformers", *_EVERY), "exllamav2": ("exl
 def missing_for(engine: str) -> str | None:
     """Return what to do if packages of an engine are not installed, in one line. Return None if all are installed.
 
-    engine  a name in models.yaml. Nothing is known of an engine that is named by an import string: None
+    engine  the engine in models.yaml. For an import string the result is None, because its packages are not known
     """
     missing = not_installed(PACKAGES.get(engine, ()))
     if not missing:
@@ -37,6 +39,6 @@ def install_command(extra: str) -> str:
 
 
 def not_installed(packages: tuple[str, ...]) -> list[str]:
-    """Return those of the packages that cannot be imported."""
+    """Return the packages that are not installed."""
     importlib.invalidate_caches()  # a long-lived supervisor sees what was installed a moment ago
     return [name for name in packages if importlib.util.find_spec(name) is None]

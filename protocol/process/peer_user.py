@@ -1,11 +1,11 @@
-"""Which user listens at the other end of an ipc connection. The kernel answers, so nobody can forge it.
+"""Check which user listens at the other end of an ipc connection. The kernel answers, so nobody can forge the answer.
 
-A client looks only after libzmq has connected. The name of a socket proves nothing: another user may put a socket of
+A client checks only after libzmq has connected. The name of a socket proves nothing: another user may put a socket of
 their own in its place between a check of the name and the connect. The connection itself cannot be exchanged.
 
-Only our own user will do. Root is no exception, for two reasons. A supervisor admits its own user only, so no user has
-a use for root's. And the kernel notes who called listen(): systemd, as root, calls it for sockets that it then hands to
-services of other users.
+Only our own user is accepted. Root is refused, too, for two reasons. A supervisor admits its own user only, so other
+users cannot use a supervisor of root. And the kernel records the user that called listen(): systemd, as root, calls it
+for sockets that it then hands to services of other users.
 """
 
 import os
@@ -21,9 +21,9 @@ def check_listener(descriptor: int) -> None:
 
     descriptor  a connected Unix socket
 
-    Raises another OSError if the descriptor is no Unix socket, because libzmq has closed it and it may be reused.
-    A descriptor that libzmq has closed and that is another Unix socket by now may pass. That is harmless: the
-    connection has ended, and the caller has told libzmq not to reconnect, so nothing can be sent over it.
+    Raises another OSError if the descriptor is no Unix socket: libzmq may have closed it, and its number may be in use
+    again. The check may pass if that number is another Unix socket by now. That is harmless: the connection has ended,
+    and the caller has told libzmq not to reconnect, so nothing can be sent over it.
     """
     # fromfd duplicates the descriptor: closing the duplicate, whenever that happens, leaves libzmq its own.
     with socket.fromfd(descriptor, socket.AF_UNIX, socket.SOCK_STREAM) as connection:

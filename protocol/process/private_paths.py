@@ -43,9 +43,9 @@ def make_private(directory: Path) -> None:
 def open_private(path: Path, flags: int) -> int:
     """Open a file in a directory of the user's own or of root, and let only its owner read the file.
 
-    Another user may have made the directory since it was used last. A link that she put there could lead to any file of
-    ours, which would be written to. The directory is held open between the look and the opening, so that it cannot be
-    exchanged in between.
+    Another user may have made the directory since it was used last. A link in it could lead to one of our own files,
+    and this process would write to that file. The directory is held open between the check and the opening of the file,
+    so that nobody can exchange it in between.
 
     flags  as for os.open; a file that O_CREAT makes has mode 0600
 
@@ -67,9 +67,9 @@ def open_private(path: Path, flags: int) -> int:
 def check_place(directory: Path) -> None:
     """Raise NotPrivate if another user could put another directory, or a link, in the place of this one.
 
-    Looks at every directory and every symbolic link on the way, from the root on. Each must belong to our user or to
-    root. Each directory must be closed to everybody, or be sticky like /tmp, where an entry can only be moved by its
-    owner. Members of a group that may write there are trusted.
+    The check looks at every directory and every symbolic link on the way, from the root on. Each must belong to our
+    user or to root. No directory may be writable by everybody, unless it is sticky like /tmp, where only its owner can
+    move an entry. Members of a group that may write to a directory are trusted.
 
     Raises OSError.
     """
@@ -103,8 +103,8 @@ def check_place(directory: Path) -> None:
 def check_runtime_dir(directory: Path) -> None:
     """Raise ValueError, with what to do, if the directory belongs to another user. For clients.
 
-    This only makes an error early and clear: the directory may be another one by the time that the client connects.
-    The check in ``protocol.process.peer_user`` keeps prompts from other users. A directory that does not exist passes.
+    This check only makes the error early and clear: the directory may be another one when the client connects. The
+    check in ``protocol.process.peer_user`` keeps prompts from other users. A directory that does not exist passes.
     """
     try:
         status = os.stat(directory)
@@ -118,8 +118,8 @@ def check_runtime_dir(directory: Path) -> None:
 
 
 def _trusted() -> set[int]:
-    """Return the uids that can do anything with the user's files in any case.
+    """Return the uids of users that have full access to the user's files in any case.
 
-    In a user namespace files of the real root show another uid: that of the owner of the root directory.
+    In a user namespace, files of the real root show another uid. It is the uid of the owner of the root directory.
     """
     return {os.getuid(), 0, os.stat("/").st_uid}

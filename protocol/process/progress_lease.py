@@ -1,16 +1,17 @@
 """The progress lease: how a worker shows the supervisor that it makes progress.
 
-It is one word in a page of memory that both processes have mapped.
+The lease is one word in a page of memory that both processes have mapped.
 
-The supervisor reads it without any help of the worker. So it notices a worker that is stopped, that holds the GIL for
-ever, or that waits for a kernel that never ends. The thread that loads and steps writes the word, between its steps. A
-thread of its own would go on writing beside a hung engine.
+The supervisor reads the word without any help of the worker. So the supervisor notices a worker that is stopped, that
+holds the GIL for ever, or that waits for a GPU kernel that never ends. The thread that loads and steps writes the word
+between its steps. A separate thread would go on writing while the engine hangs.
 
     bits 63..32  counter, one more with each heartbeat (modulo 2**32)
     bits 31..28  phase, a number of ``WorkerPhase``
     bits 27..0   lease in milliseconds: the next heartbeat comes within this time
 
-It is one aligned word, which the processor writes and reads whole. So no reading is torn.
+The processor writes and reads an aligned word whole. So the supervisor never reads half of an old word and half of a
+new one.
 """
 
 import fcntl
@@ -25,7 +26,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class WorkerPhase(IntEnum):
-    """What the worker is about to do when it writes its lease."""
+    """The work that the worker is about to do when it writes its lease."""
 
     STARTING = 0
     """The worker's process has just been started. The supervisor writes this phase."""
@@ -34,7 +35,7 @@ class WorkerPhase(IntEnum):
     IDLE = 2
     """Waiting for a message, for a fraction of a second."""
     STEP = 3
-    """One step of the engine, or one message: a prompt is encoded there."""
+    """One step of the engine, or the work on one message, such as encoding a prompt."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,10 @@ def _low_bits(phase: WorkerPhase, lease_s: float) -> int:
 
 
 class WatchedPage:
-    """The supervisor's end. It makes the page, hands ``descriptor`` to the worker, and reads. Raises OSError.
+    """The supervisor's end of the lease. The worker gets ``descriptor``. The constructor raises OSError.
 
-    A memfd: no disk that can be full, no name that outlives a crash. Its size is sealed: a worker out of its mind that
-    cut it short would end its watcher by SIGBUS.
+    The page is a memfd, so it needs no disk, and no file is left after a crash. Its size is sealed. Otherwise a faulty
+    worker could make it shorter, and the supervisor would die of SIGBUS when it reads the page.
     """
 
     def __init__(self, start_s: float) -> None:
@@ -109,14 +110,15 @@ class WatchedPage:
 
 
 class ProgressLease:
-    """The worker's end. The worker calls a method before each piece of work that cannot be interrupted.
+    """The worker's end of the lease. The worker calls a method before each piece of work that cannot be interrupted.
 
     A call takes a fraction of a microsecond.
 
-    descriptor  of the page. The constructor closes it. None if nobody watches: then heartbeats go nowhere
+    descriptor  the descriptor of the page, which the constructor closes. None if no supervisor watches: heartbeats are
+                then written to private memory
 
-    ``words`` and ``step_bits`` are for who writes what ``step`` does without calling it: the first word, with one more
-    in its counter, and these bits.
+    ``words`` and ``step_bits`` are for code that does the work of ``step`` without calling it. Such code adds one to
+    the counter in the first word, and sets the other bits of that word to ``step_bits``.
     """
 
     def __init__(self, leases: Leases = DEFAULT_LEASES, descriptor: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Where the supervisor's sockets are. The supervisor, its workers and the clients all ask here."""
+"""The paths of the supervisor's sockets, for the supervisor, its workers and the clients."""
 
 import os
 import shlex
@@ -8,7 +8,7 @@ from protocol.limits import IPC_PATH_MAX
 
 ENVIRONMENT_VARIABLE = "MODELCTL_RUNTIME_DIR"
 PAUSED = ".paused"
-"""Ending of the name of a socket's file while the supervisor takes no new connections through the socket."""
+"""Suffix of the name of a socket's file while the supervisor takes no new connections through the socket."""
 FRONT, ADMIN, BACK = "front", "admin", "back"
 """File names of the sockets for requests, for operators and for workers."""
 

@@ -1,8 +1,8 @@
 """The calls on a socket that are made for every token, without the cost of pyzmq's wrappers.
 
 ``Socket.send`` of pyzmq looks at arguments that modelctl never gives, and each ``|`` or ``&`` of its flags is a call
-into Python's enum: together as much again as sending takes. A full second exception, ``Again``, costs three times as
-much as asking first whether anything has come.
+into Python's enum. Together they take as long as sending itself. The exception ``Again`` of a receive without a message
+takes three times as long as asking first whether a message has come.
 """
 
 import struct
@@ -56,7 +56,7 @@ def has_more(socket: AnySocket) -> bool:
 def monitor_event(monitor: AnySocket) -> tuple[int, int]:
     """Return (number, value) of the next event of a socket's monitor. Raises zmq.Again if there is none.
 
-    ``zmq.utils.monitor``, which has it, imports asyncio and OpenSSL: 4 MB, and time at every start.
+    ``zmq.utils.monitor`` has such a function, but imports asyncio and OpenSSL. That takes 4 MB, and time at each start.
     """
     number, value = _MONITOR_EVENT.unpack(monitor.recv_multipart(DONT_WAIT)[0])
     return number, value

@@ -1,7 +1,7 @@
-"""Exit codes and the last log line of a worker process. They decide whether it is started again."""
+"""Exit codes and the last log line of a worker process. They decide whether the supervisor starts it again."""
 
 EXIT_ASKED = 0
-"""The supervisor asked the worker to end, or is gone itself."""
+"""The supervisor asked the worker to end, or the supervisor itself is gone."""
 EXIT_ENGINE_FAULT = 70
 """The engine raised an exception (EX_SOFTWARE). The supervisor starts the worker again."""
 EXIT_DISCONNECTED = 71

@@ -8,21 +8,22 @@ from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 PAGE_TOKENS = 256
 """Tokens of a page of ExLlamaV2's cache. The package fixes this number."""
 DEFAULT_RESERVE_MB = 256
-"""MB that ExLlamaV2's automatic split leaves free on each GPU if models.yaml says nothing else. The memory is for
+"""MB that ExLlamaV2's automatic split leaves free on each GPU, unless models.yaml sets another value. The memory is for
 kernels that are loaded later, cuBLAS, attention and logits."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine needs to load a model. ``options`` holds only what models.yaml sets: engines own their defaults.
+    """The settings that an engine needs to load a model.
 
     model          name in models.yaml
     engine         "transformers", "exllamav2", or an import string "package.module:Class"
     model_dir      absolute path of the model's directory
-    device         "cpu", or "cuda" (the devices are cut to the pinned ones before torch is imported)
+    device         "cpu", or "cuda" (the worker hides all GPUs but its own before it imports torch)
     max_seq_len    tokens of context, None for the model's own
     max_batch_size requests decoded together
-    options        the engine's further keys from models.yaml (cache_size, cache_mode, chunk_size, threads, ...)
+    options        the engine's further keys that models.yaml sets (cache_size, cache_mode, chunk_size, threads, ...).
+                   The engine has the defaults of the others
     """
 
     model: str
@@ -36,7 +37,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What one worker process needs to know.
+    """The settings of one worker process.
 
     generation      number of this start of the model, from 1; part of every EVENTS frame
     visible_devices value of CUDA_VISIBLE_DEVICES, "" for none
@@ -46,8 +47,8 @@ class WorkerSpec:
     supervisor_pid  the worker ends when this process is no longer its parent
     sampling        values for options that requests leave out (``sampling_defaults.DEFAULTS``), checked
     limits          the most that requests may ask for (``sampling_defaults.LIMITS``), checked
-    cpus            numbers of the CPUs that it may use: those next to its GPUs. Empty: all
-    leases          how long it may go without a heartbeat, by phase
+    cpus            numbers of the CPUs that the worker may use: those next to its GPUs. Empty: all
+    leases          longest times without a heartbeat, by phase
     name            the worker's name for people, such as "letters:2"; empty means the model's name
     """
 
