@@ -1,0 +1,1 @@
+"""What every answer of the gateway needs, whatever API it belongs to."""

@@ -1,0 +1,25 @@
+"""The gateway's application in this process, on a real supervisor."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+
+from gateway.app import make_app
+from gateway.settings import Settings
+from tests.serving import Serving, engine
+
+
+def test_a_gateway_that_serves_is_alive() -> None:
+    async def ask(runtime_dir: Path) -> httpx.Response:
+        app = make_app(Settings(runtime_dir=runtime_dir, auth="none"))
+        transport = httpx.ASGITransport(app=app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client,
+        ):
+            return await client.get("/livez")
+
+    with Serving({"m": engine()}) as serving:
+        answer = asyncio.run(ask(serving.runtime_dir))
+    assert answer.status_code == 200
