@@ -1,4 +1,4 @@
-"""The ``modelctl`` command. Imports nothing at module level: spawned workers import this module again as
+"""The ``modelctl`` command. This module imports nothing at module level, because spawned workers import it again as
 ``__main__``."""
 
 
@@ -29,9 +29,9 @@ def main() -> int:
 
 
 def _clashing_distribution() -> str | None:
-    """Return where a distribution named ``supervisor`` is installed, or None.
+    """Return the path of an installed distribution named ``supervisor``, or None.
 
-    Read directory names instead of importing importlib.metadata, because that import takes a fifth of a command's time.
+    The function reads directory names, because importing importlib.metadata takes a fifth of a command's time.
     """
     import os
     import sys

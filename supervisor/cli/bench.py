@@ -1,4 +1,4 @@
-"""bench: how fast the running supervisor's models answer."""
+"""The command bench: measure the speed of the running supervisor's models."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from supervisor.cli.options import as_json, runtime_dir_option
 from supervisor.cli.tables import LiveLines, table, terminal_width
 
 USUAL_STREAMS = (1, 8, 32)
-"""Numbers of requests at once. Those that are more than a model computes together are left out."""
+"""Numbers of requests at once. Numbers above what a model computes together are left out."""
 MOST_STREAMS = 4096
 WARM_TOKENS = 8
 """Tokens of each answer in a run that is not counted."""
@@ -50,7 +50,7 @@ def _counts(context: click.Context, option: click.Parameter, given: str | None) 
 
 
 def _writable(context: click.Context, option: click.Parameter, given: Path | None) -> Path | None:
-    """Check the path of the result file now, and not after minutes of measuring."""
+    """Check the path of the result file before the measurement, which may take minutes."""
     if given is not None and not given.absolute().parent.is_dir():
         raise click.BadParameter(f"there is no directory {given.absolute().parent}")
     return given

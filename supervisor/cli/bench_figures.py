@@ -29,7 +29,7 @@ class MeasuredAnswer:
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one model with a number of streams. Times are in milliseconds; None where nothing could be
+    """The result of one model with a number of streams. Times are in milliseconds. A value is None if it could not be
     measured.
 
     rate   tokens per second from the first request to the last token, the median of the runs
@@ -53,7 +53,7 @@ class Row:
         return (self.model, self.streams, rate, *times, self.refused, self.failed)
 
     def results(self) -> list[dict[str, object]]:
-        """Return what was measured as in ``benchmarks/results``: {name, value, unit, target, meets}."""
+        """Return the figures in the schema of ``benchmarks/results``: {name, value, unit, target, meets}."""
         label = f"{self.model}, {self.streams} streams"
         figures = (
             ("tokens/s", self.rate, "tok/s"),

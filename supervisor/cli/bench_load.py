@@ -15,14 +15,14 @@ TEXT = (
     "several metres in a few days. People have built towns on its banks, mills, bridges and harbours: 3 of 4 large "
     "cities lie on one. Who wants to know how much water passes measures the width, the depth and the speed!"
 )
-"""Prompts are drawn from the tokens of this text, which any model has tokens for."""
+"""A text for which any model has tokens. Prompts are drawn from these tokens."""
 POLL_S = 0.1
 
 
 async def usable_ids(client: AsyncClient, model: str, show: Callable[[str], None]) -> list[int]:
-    """Return token ids for prompts, once the model is loaded. This request also starts a model that is unloaded.
+    """Wait until the model is loaded, and return token ids for prompts. An unloaded model is started.
 
-    show  called with what the command waits for
+    show  function that is called with the reason for the wait
 
     Raises WireError for a model that is not loaded and will not be.
     """
@@ -44,7 +44,7 @@ def prompts(ids: Sequence[int], tokens: int, count: int, draw: random.Random) ->
 async def run_once(client: AsyncClient, model: str, asked: Sequence[list[int]], tokens: int) -> list[MeasuredAnswer]:
     """Send all prompts at once over one connection, and read answers of exactly ``tokens`` tokens.
 
-    Cancelling this cancels every request. Raises ConnectionLost. Other errors are noted in the answers.
+    Cancelling the task cancels every request. Raises ConnectionLost. Other errors are noted in the answers.
     """
     begun = time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""The command check: can the models of this models.yaml be served?"""
+"""The command check: find out whether the models of a models.yaml can be served."""
 
 import json
 from collections.abc import Collection

@@ -21,6 +21,6 @@ class Command(click.Command):
         if self.examples:
             with formatter.section("Examples"):
                 for line, meaning in self.examples.items():
-                    # Written without wrapping: nobody could copy a command line that is wrapped.
+                    # Do not wrap the lines: nobody could copy a command line that is wrapped.
                     formatter.write(f"  # {meaning}\n  {line}\n")
         super().format_epilog(ctx, formatter)

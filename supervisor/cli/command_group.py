@@ -1,11 +1,13 @@
-"""How the help of a group lists its commands."""
+"""A group of commands whose help lists them."""
 
 import click
 
 
 class CommandGroup(click.Group):
-    """Lists each command with the whole first sentence of its help. click itself would cut it at the end of the
-    line."""
+    """A group whose help lists each command with the whole first sentence of the command's help.
+
+    click itself would cut the sentence at the end of the line.
+    """
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]

@@ -1,10 +1,10 @@
 """Compile ExLlamaV2's CUDA code before serving, once and visibly, in a process of its own.
 
-Workers would compile it, too, under the same lock. But then one worker compiles for minutes while all models seem to
-hang in loading. The module that the process runs (``EXTENSION_BUILD``) describes what it prints.
+Workers would compile the code, too, under the same lock. But then one worker would compile for minutes while all models
+seem to hang in loading. The module that the process runs (``EXTENSION_BUILD``) describes its output.
 
-The builder has a session of its own. So a terminal's Ctrl-C and hangup reach only serve, which then ends the builder.
-If serve is killed (SIGKILL), the kernel sends the builder a signal.
+The builder has a session of its own. So Ctrl-C and a hangup of the terminal reach only ``serve``, which then ends the
+builder. If ``serve`` is killed (SIGKILL), the kernel sends the builder a signal.
 """
 
 import os
@@ -22,7 +22,8 @@ from supervisor.worker_modules import EXTENSION_BUILD
 
 ENGINE = "exllamav2"
 END_S = 0.5
-"""Seconds that the builder has to end its compilers. Later they end by themselves, because the builder is gone."""
+"""Seconds that the builder has to end its compilers. After that the builder is killed, and its compilers end by
+themselves."""
 
 
 def compile_for(engines: Iterable[str], *, quiet: bool) -> None:
@@ -38,7 +39,7 @@ def compile_for(engines: Iterable[str], *, quiet: bool) -> None:
         with _raised(signal.SIGTERM, signal.SIGHUP):
             _compile(_Line(quiet))
     except _Signalled as e:
-        # A parent that waits for this process sees which signal ended it. A service manager takes that for a clean end.
+        # The parent then sees which signal ended this process. A service manager counts such an end as clean.
         signal.raise_signal(e.number)
 
 
@@ -92,7 +93,7 @@ class _Signalled(BaseException):
 
 @contextmanager
 def _raised(*numbers: signal.Signals) -> Iterator[None]:
-    """Let these signals raise _Signalled in the body, unless the parent process had them ignored (nohup)."""
+    """Make these signals raise _Signalled in the body, except signals that the parent has set to be ignored (nohup)."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
         raise _Signalled(number)

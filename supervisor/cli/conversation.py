@@ -1,4 +1,4 @@
-"""Questions of ``run`` and their answers: printed as they come, ended by Ctrl-C, remembered for the next question."""
+"""The conversation of ``run``: print answers as they arrive, cancel them on Ctrl-C, and remember the turns."""
 
 import asyncio
 import signal
@@ -16,10 +16,11 @@ from supervisor.cli.options import way_to
 from supervisor.cli.tables import bar
 
 HINT_AFTER_S = 2.0
-"""Seconds after which a cancelled answer that has not ended gets a hint about another way out."""
+"""Seconds after the first Ctrl-C until the user gets a hint, if the answer has not ended, that a second Ctrl-C leaves
+it."""
 
 SHOW_PROGRESS_AFTER_S = 0.3
-"""Seconds within which an answer begins without a line of progress."""
+"""Seconds after which progress is shown. An answer that begins sooner gets no line of progress."""
 
 
 class ChatSession:
@@ -30,8 +31,8 @@ class ChatSession:
               remembered
     sampling  fields of every request
 
-    The asynchronous client is used because of Ctrl-C: its handler runs between two steps of the event loop. Inside the
-    client's code an exception could lose a frame that is just being received.
+    The asynchronous client is used because of Ctrl-C: with it, the signal handler runs between two steps of the event
+    loop. An exception inside the client's code could lose a frame that is just being received.
     """
 
     def __init__(
@@ -187,7 +188,8 @@ class _Waiting:
 
 
 class _Interrupts:
-    """Ctrl-C while an answer comes. The first cancels the answer. The second leaves it, for a model that hangs.
+    """The handler of Ctrl-C during an answer. The first Ctrl-C cancels the answer. The second one does not wait for its
+    end, because the model may hang.
 
     The task that reads the stream must make this object. The second Ctrl-C cancels that task.
     """

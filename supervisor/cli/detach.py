@@ -1,4 +1,4 @@
-"""serve --detach: start a supervisor in a session of its own, and return when its models are up."""
+"""The option serve --detach: start a supervisor in a session of its own, and return when its models are up."""
 
 import os
 import subprocess
@@ -20,8 +20,8 @@ from supervisor.cli.waiting import settled_up, wait_for, why_not_ready
 from supervisor.logs import log_path
 
 STALLED_S = 10.0
-"""Seconds after which a new supervisor that does not answer and does not compute is given up. One that computes is only
-slow: on a busy machine its imports alone may take longer than that."""
+"""Seconds after which a new supervisor is given up that neither answers nor uses processor time. A supervisor that uses
+processor time is only slow: on a busy machine its imports alone may take longer than that."""
 _DIRECTORIES = (ENVIRONMENT_VARIABLE, "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
 
 
@@ -30,7 +30,7 @@ def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
 
     Raises CommandFailure, with the reason of each model that is not ready.
 
-    The supervisor runs in "/". In a directory that somebody removes it could start no more workers, because
+    The supervisor runs in "/". If its directory were removed, the supervisor could start no more workers, because
     multiprocessing asks for the name of the current directory.
     """
     process = subprocess.Popen(
@@ -95,7 +95,7 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
 
 
 class _Stall:
-    """How long a process has not computed."""
+    """The time for which a process has used no processor time."""
 
     def __init__(self, pid: int) -> None:
         self._stat = Path(f"/proc/{pid}/stat")
@@ -103,9 +103,9 @@ class _Stall:
         self._since = time.monotonic()
 
     def lasts(self, seconds: float) -> bool:
-        """Return whether the process has used no processor time for so many seconds."""
+        """Return whether the process has used no processor time for ``seconds`` seconds."""
         now = time.monotonic()
-        # Fields are counted behind the name of the program, which may hold spaces. They are utime and stime.
+        # These fields are utime and stime. Count from behind the program's name, because the name may hold spaces.
         ticks = " ".join(self._stat.read_text().rpartition(")")[2].split()[11:13])
         if ticks != self._ticks:
             self._ticks, self._since = ticks, now
@@ -113,7 +113,7 @@ class _Stall:
 
 
 def _account_for(process: "subprocess.Popen[bytes]", log: Path) -> int:
-    """Print what a supervisor wrote that ended before its models were up. Return its exit code."""
+    """Print the output of a supervisor that ended before its models were up. Return the exit code."""
     assert process.stderr is not None
     output = process.stderr.read().decode(errors="replace").rstrip()
     click.echo(output or f"modelctl: the supervisor ended with code {process.returncode}; see {log}", err=True)

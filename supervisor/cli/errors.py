@@ -1,4 +1,4 @@
-"""How an error ends a command: with one line on stderr, or with one object for ``--json``, and an exit code."""
+"""The end of a command by an error: one line on stderr, or one object for ``--json``, and an exit code."""
 
 import json
 import os
@@ -31,7 +31,7 @@ class CommandFailure(Exception):
 
 
 def report(error: BaseException, *, as_json: bool) -> int:
-    """Print what ended the command. Return the exit code."""
+    """Print the error that ended the command. Return the exit code."""
     code, fields, lines = _judge(error)
     try:
         if os.environ.get(DEBUG_VARIABLE) and lines:

@@ -15,8 +15,8 @@ SOFTWARE = 70
 TEMPFAIL = 75
 """Another supervisor is already running here."""
 NOPERM = 77
-"""Over TCP: the supervisor does not admit the key, or the key has not the right."""
+"""Over TCP: the supervisor does not admit the key, or the key does not have the right."""
 CONFIG = 78
-"""models.yaml, or the environment, is not usable as it is."""
+"""models.yaml, or the environment, cannot be used as it is."""
 INTERRUPTED = 130
 """Ended by Ctrl-C."""

@@ -1,8 +1,8 @@
 """Complete the commands in messages with the options that they need to reach the same supervisor.
 
-A message may come from the command itself, from the client library or, over the wire, from the supervisor. None of them
-knows how this command was called. So the options are added in one place: here, when a message is shown. A hint is a
-command between backquotes: `modelctl start letters`.
+A message may come from the command itself, from the client library or, over the wire, from the supervisor. The code
+that makes a message does not know with which options the command was called. So this module adds the options when a
+message is shown. A hint is a command between backquotes: `modelctl start letters`.
 """
 
 import re

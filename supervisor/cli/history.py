@@ -1,4 +1,4 @@
-"""The turns of a conversation that ``run`` remembers, and those that are still sent. Pure."""
+"""The turns of a conversation that ``run`` remembers and sends with the next question. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ Message = dict[str, str]
 ROOM_SHARE = 8
 """Without --max-tokens, the context divided by this number is kept free for the next answer."""
 KEPT_SHARE = 0.75
-"""When turns are dropped, the remaining ones take this share of the allowed tokens. If only the excess were dropped,
-each later prompt would begin differently from the one before. Then the worker could not use its cache, and would
-compute the whole prompt again each time."""
+"""When turns are dropped, the remaining turns take at most this share of the allowed tokens. If only the excess were
+dropped, each later prompt would begin differently from the prompt before. Then the worker could not use its cache, and
+would compute the whole prompt again each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Turn:
 
     @property
     def size(self) -> int:
-        """The turn's bytes, from which its share of the tokens is estimated."""
+        """The size of the turn in bytes, from which its share of the tokens is estimated."""
         return len(self.question.encode(errors="surrogatepass")) + len(self.answer.encode(errors="surrogatepass"))
 
 

@@ -161,7 +161,7 @@ def _choose(directories: Sequence[Path]) -> dict[Path, dict[str, Any] | str]:
 
 
 def _in_words(reasons: Mapping[str, str]) -> str:
-    """Return why no engine can load a model. If all engines find the same fault, it is named once."""
+    """Return why no engine can load a model. A fault that all engines find is named once."""
     if len({*reasons.values()}) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"engine {engine}: {why}" for engine, why in reasons.items())
@@ -219,6 +219,5 @@ def _tell(file: Path, entries: Sequence[Entry], left_out: Mapping[str, str], as_
 
 
 def _printable(text: str) -> str:
-    """Return a directory's name without control characters, because it ends in a comment of the file or on a
-    terminal."""
+    """Return a directory's name without control characters, for a comment of the file or for a terminal."""
     return repr(text)[1:-1]

@@ -1,4 +1,4 @@
-"""The command keys: who may connect over TCP. It works on files; a running supervisor sees changes by itself."""
+"""The command keys: manage the keys of clients over TCP. It changes files. A running supervisor sees the changes."""
 
 import json
 from pathlib import Path

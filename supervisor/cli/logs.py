@@ -67,7 +67,7 @@ def _as_object(line: str) -> str:
 
 
 def _follow(path: Path, position: int, as_json: bool) -> None:
-    """Print lines that are added to the log, also after a new start has rotated it. Ctrl-C ends this."""
+    """Print lines that are added to the log, also after a new start has rotated the log. Ctrl-C ends the loop."""
     unfinished = ""
     file = open(path, errors="replace")  # noqa: SIM115
     file.seek(position)

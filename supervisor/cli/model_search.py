@@ -34,7 +34,7 @@ class Found:
 def find_models(root: Path) -> Found:
     """Return the directories of models at and below ``root``. Raises OSError if ``root`` itself cannot be listed.
 
-    A link to a model's directory counts, and other links are not followed. Hidden directories are left out.
+    A link to a model's directory counts as one. Other links are not followed. Hidden directories are left out.
     """
     models: list[Path] = []
     unread: dict[str, str] = {}
@@ -53,7 +53,7 @@ def find_models(root: Path) -> Found:
             models.append(place)
         elif place == root or not place.is_symlink():
             pending += [place / name for name, it_is in is_directory.items() if it_is and not name.startswith(".")]
-    # A link and what it leads to are one model. The directory itself, which comes last here, is the better path.
+    # A link and its target are one model. The path of the target itself is better. It comes last here, so it is kept.
     once = {path.resolve(): path for path in sorted(models, key=lambda path: not path.is_symlink())}
     return Found(sorted(once.values()), unread, complete=not pending)
 

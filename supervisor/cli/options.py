@@ -62,8 +62,10 @@ def runtime_dir_option(command: F) -> F:
 
 
 def supervisor_options(command: F) -> F:
-    """Add ``--runtime-dir``, and ``--connect`` with ``--key-file`` for a supervisor on another machine: see
-    ``way_to``."""
+    """Add ``--runtime-dir``, and ``--connect`` with ``--key-file`` for a supervisor on another machine.
+
+    ``way_to`` returns the arguments that these options mean.
+    """
 
     def keep(context: click.Context, option: click.Parameter, value: object) -> None:
         context.meta[f"modelctl.{option.name}"] = value
@@ -91,7 +93,7 @@ def supervisor_options(command: F) -> F:
 
 
 def way_to(runtime_dir: Path) -> dict[str, Any]:
-    """Return the arguments by which Client and AsyncClient find the command's supervisor. Raises UsageError."""
+    """Return the arguments with which Client and AsyncClient connect to the command's supervisor. Raises UsageError."""
     context = click.get_current_context(silent=True)
     endpoint = context.meta.get("modelctl.connect") if context is not None else None
     if context is None or endpoint is None:
@@ -114,5 +116,5 @@ def connect(runtime_dir: Path, *, admin: bool = False) -> "Client":
     """Return a client of the running supervisor. Raises ConnectionLost, which ends the command with exit code 69."""
     from protocol.client.sync_client import Client  # not imported for `check` and `logs`: a third of their time
 
-    # No reconnection: a command is about the supervisor with which it began.
+    # Do not reconnect: a new connection might lead to another supervisor than the one that the command began with.
     return Client(**way_to(runtime_dir), admin=admin, reconnect=False)

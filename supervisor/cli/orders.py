@@ -149,8 +149,10 @@ def _check_known(client: Client, given: tuple[str, ...]) -> None:
 def _watch(
     client: Client, names: list[str], done: Callable[[ModelStatus], bool], no_wait: bool, as_json: bool
 ) -> list[ModelStatus]:
-    """Show the models until they are done, or once with ``no_wait``. Return their last status, and print it as JSON if
-    asked."""
+    """Show the models until they are done, or once with ``no_wait``. Return their last status.
+
+    With ``as_json``, print that status as JSON, too.
+    """
     models = wait_for(client, names, (lambda _: True) if no_wait else done, for_people=not as_json)
     if as_json:
         click.echo(json.dumps(models, indent=2))
@@ -168,7 +170,7 @@ def _see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool
 
 
 def _wait_for_silence(client: Client) -> None:
-    """Wait until the supervisor's machine reports that nobody listens any more."""
+    """Wait until the connection to the supervisor is lost."""
     with suppress(ConnectionLost):
         while True:
             client.status()

@@ -1,4 +1,4 @@
-"""The command plan: do the models fit on the GPUs, and where would each go?"""
+"""The command plan: find out whether the models fit on the GPUs, and on which GPU each would be."""
 
 import json
 import os

@@ -7,7 +7,8 @@ import sys
 import click
 
 HINT_AFTER_S = 2.0
-"""Seconds without standard input after which a hint is shown. The user may not know of it, for example with ssh."""
+"""Seconds without standard input after which a hint is shown. The user may not know that the command waits for standard
+input, for example with ssh."""
 
 
 def read_prompt(given: str | None, *, converses: bool) -> str | None:
@@ -17,7 +18,8 @@ def read_prompt(given: str | None, *, converses: bool) -> str | None:
     converses  whether a conversation is possible; with --json it is not
 
     Piped input is one prompt, however many lines it has. If there is also a PROMPT, the input comes first, then an
-    empty line, then PROMPT: a document, and what to do with it. Raises UsageError if there is nothing to ask.
+    empty line, then PROMPT. So the input can be a document, and PROMPT a question about it. Raises UsageError if there
+    is nothing to ask.
     """
     if sys.stdin is None:
         if given in (None, "-"):
@@ -42,7 +44,7 @@ def read_prompt(given: str | None, *, converses: bool) -> str | None:
 def _read_all(*, hint: bool = False) -> bytes:
     """Read standard input to its end.
 
-    hint  print a hint if nothing comes for a while, since the end may never come
+    hint  print a hint if nothing comes for a while, because the end of the input may never come
     """
     descriptor, parts = sys.stdin.fileno(), list[bytes]()
     if hint and not select.select([descriptor], [], [], HINT_AFTER_S)[0]:

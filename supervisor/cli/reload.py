@@ -16,7 +16,7 @@ from supervisor.cli.options import as_json, connect, is_remote, supervisor_optio
 from supervisor.cli.waiting import wait_for_rollouts
 
 _APPLIED = dict.fromkeys(("vram_limit", "watch"), "applied to workers that are started from now on")
-"""How a changed key of the section ``supervisor`` is applied if running workers keep its old value."""
+"""The text for a changed key of the section ``supervisor`` if running workers keep the key's old value."""
 
 
 @click.command(

@@ -1,4 +1,4 @@
-"""The group of all commands. A command's module is imported when it is called, so that no command pays for others."""
+"""The group of all commands. The module of a command is imported when the command is called, which saves time."""
 
 import importlib
 import sys
@@ -91,8 +91,8 @@ def _call() -> int:
     except SystemExit:
         if sys.stdout is streams[0]:
             raise  # the shell's completion
-        # click reacts to a closed pipe in any mode: it replaces the streams by ones that swallow the error, and exits
-        # with 1.
+        # click handles a closed pipe even with standalone_mode=False: it replaces the streams by streams that ignore
+        # the error, and exits with 1.
         sys.stdout, sys.stderr = streams
         raise BrokenPipeError from None
     return result if isinstance(result, int) else exit_codes.OK

@@ -62,7 +62,7 @@ def _number(text: str) -> float | str:
 
 
 def _schema(context: click.Context, option: click.Parameter, given: Path | None) -> str | None:
-    """Return the file's text. The worker checks whether it is a schema that is offered."""
+    """Return the file's text. The worker checks whether it can serve the schema."""
     if given is None:
         return None
     try:
@@ -194,9 +194,9 @@ def run(
 
 
 def _loaded(client: Client, model: str, *, quiet: bool) -> dict[str, Any]:
-    """Wait until the model is loaded, or is not going to load by itself. Return its status. Show the load's progress.
+    """Wait until the model is loaded, or will not be loaded by itself. Show the progress. Return the model's status.
 
-    Before a model was loaded, its status has neither its context nor whether it has a chat template.
+    The wait is needed because the status of a model without a worker lacks its context and its chat template.
     """
     live = LiveLines()
     while True:
@@ -204,7 +204,7 @@ def _loaded(client: Client, model: str, *, quiet: bool) -> dict[str, Any]:
         if status["state"] in ("ready", "draining", "stopped", "failed", "stopping"):
             return status
         if status["state"] == "unloaded":
-            # the error says that the model is being loaded, which is the purpose of this call
+            # This call only starts the load. Its error says that the model is being loaded.
             with suppress(WireError):
                 client.tokenize(model, "")
         progress = status["progress"]

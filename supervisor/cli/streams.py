@@ -1,4 +1,4 @@
-"""The standard streams at the beginning and the end of a command: replace closed ones, and empty unwritable ones."""
+"""Handle bad standard streams: replace closed streams when a command begins, and drop unwritable output at its end."""
 
 import os
 import sys
@@ -7,8 +7,8 @@ import sys
 def open_missing() -> None:
     """Open /dev/null in place of standard streams that the caller has closed.
 
-    Otherwise the next socket would get the stream's number, and output would go into it. ``sys.stdin`` stays None, so
-    that a command that would read it can report that.
+    Otherwise the next socket would get the stream's number, and output would go into that socket. ``sys.stdin`` stays
+    None, so that a command that needs standard input can report that it is closed.
     """
     for number in range(3):
         try:

@@ -18,8 +18,9 @@ def terminal_width() -> int | None:
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> str:
     """Return the rows as text: columns padded to their widest cell, None as '-', numbers right-aligned.
 
-    width  columns of the terminal. A wider table is divided: the next part repeats the first column, because a terminal
-           would break lines in the middle of a cell. None never divides a table: programs read one line per row
+    width  columns of the terminal. A wider table is divided into parts, because a terminal would break lines in the
+           middle of a cell. Each part repeats the first column. None: the table is not divided, because programs read
+           one line per row
     """
     cells = [[("-" if cell is None else str(cell)) for cell in row] for row in rows]
     right = [

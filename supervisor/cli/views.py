@@ -14,7 +14,7 @@ from supervisor.cli.tables import GAP, table, terminal_width
 
 PS_HEADER = ("NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "UNTIL", "PID", "REASON")
 SHORTEST_REASON = 30
-"""Columns that a reason gets at least, however narrow the terminal is."""
+"""Least columns for a reason, however narrow the terminal is."""
 
 
 @click.command(
@@ -75,7 +75,7 @@ def status(model: str | None, verbose: bool, as_json: bool, runtime_dir: Path) -
 
 
 def warn_of_lost_lines(answer: dict[str, Any]) -> None:
-    """Warn on stderr if the supervisor's log loses lines, by this answer to ``status``."""
+    """Warn on stderr if this answer to ``status`` says that the supervisor's log loses lines."""
     if trouble := answer["supervisor"].get("log_trouble"):
         click.echo(f"modelctl: the log {trouble}", err=True)
 
@@ -108,7 +108,7 @@ def _vram(m: dict[str, Any]) -> str | None:
 
 
 def _until(m: dict[str, Any]) -> str | None:
-    """Return what ends the model's present state, if that is known: a request, `modelctl start`, or its ttl."""
+    """Return the cell UNTIL: the event that ends the model's present state, or the time until the model is unloaded."""
     if m["state"] == "unloaded":
         return "request"
     if m["state"] in ("stopped", "failed"):

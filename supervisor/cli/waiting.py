@@ -64,8 +64,10 @@ def _steady(model: ModelStatus) -> str:
 
 
 def coming_generation(reply: dict[str, Any]) -> int:
-    """Return the generation that an order to start leads to, from its reply. A model on its way down gets another
-    one."""
+    """Return the generation that an order to start leads to, from the reply to the order.
+
+    A model that is going down gets a new generation.
+    """
     generation: int = reply["generation"]
     return generation + (reply["state"] in GOING_DOWN)
 
@@ -73,8 +75,8 @@ def coming_generation(reply: dict[str, Any]) -> int:
 def settled_up(model: ModelStatus, wanted: int = 0) -> bool:
     """Return whether a model is ready, or will not become ready by itself.
 
-    wanted  the ordered generation. An older one on its way down is only making room. If this generation goes down, or
-            if the model is at rest, somebody else has given another order meanwhile
+    wanted  the ordered generation. An older generation that goes down only makes room for it. If the ordered generation
+            goes down, or if the model is at rest, somebody has given another order meanwhile
     """
     if model["state"] in AT_REST:
         return True
