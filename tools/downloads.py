@@ -1,4 +1,6 @@
-"""Say, before ``make`` downloads anything large, how much that is and how long it takes. Says nothing if it is there.
+"""Print the size of a large download, and the time that it takes, before ``make`` begins it.
+
+Nothing is printed if the packages are installed already.
 
     python tools/downloads.py run|test [TORCH_INDEX]
 
@@ -26,9 +28,9 @@ build of PyTorch has brought already. That takes about 1 minute at 20 MB/s, or 3
 
 
 def announcement(step: str, torch_index: str) -> str | None:
-    """Return what is to be said before a step of the Makefile, None if nothing large is missing.
+    """Return the text to print before a step of the Makefile. None if nothing large is missing.
 
-    step         "run": what the demo needs; "test": what the tests need besides
+    step         "run" for the packages of the demo, "test" for the further packages of the tests
     torch_index  the package index that PyTorch comes from; empty for pip's own
     """
     if importlib.util.find_spec("torch" if step == "run" else "pytest") is not None:

@@ -1,4 +1,4 @@
-"""What an extra of pyproject.toml asks for, a line each, as ``pip install -r`` reads it.
+"""Print the requirements of an extra of pyproject.toml, one on each line, for ``pip install -r``.
 
 python tools/extra.py NAME
 """

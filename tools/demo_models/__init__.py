@@ -1,8 +1,8 @@
-"""How the two small models that are shipped with modelctl are made, and what they should answer.
+"""The code that makes the two small models that are shipped with modelctl, and the right answers to their prompts.
 
-``letters`` sorts letters and continues counts; ``stories`` is a chat model that tells stories. Every right answer can
-be computed from the prompt (:mod:`tools.demo_models.corpus`), so a reader of a stream can tell whether it is its own.
-The trained models are in the wheel. What trained them is not.
+``letters`` sorts letters and continues counts. ``stories`` is a chat model that tells stories. Every right answer can
+be computed from the prompt (:mod:`tools.demo_models.corpus`). So a reader can tell whether a stream answers the
+reader's own prompt. The wheel has the trained models, but not this code.
 """
 
 from pathlib import Path

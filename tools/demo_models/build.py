@@ -1,8 +1,8 @@
-"""What a model directory holds besides the weights: the tokenizer and the small JSON files, written by hand.
+"""Write the files of a model directory besides the weights: the tokenizer and the small JSON files.
 
-Both engines read these directories. ``rope_theta`` therefore stands at the top level of config.json and nothing there
-says ``rope_parameters`` or ``rope_scaling``; the head has weights of its own (``tie_word_embeddings`` false), so that
-every tensor that an engine may look for is in the file; and all the widths are multiples of 32.
+Both engines read these directories. Therefore ``rope_theta`` is at the top level of config.json, which has neither
+``rope_parameters`` nor ``rope_scaling``. The head has weights of its own (``tie_word_embeddings`` false), so that the
+file has every tensor that an engine may look for. All widths are multiples of 32.
 """
 
 import json
@@ -19,13 +19,13 @@ SPECIAL_TOKENS: Final = {
     "letters": ("<pad>", "<s>", "</s>"),
     "stories": ("<pad>", "<s>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
 }
-"""By id, from 0."""
+"""The special tokens of each model, in the order of their ids, from 0."""
 
 VOCABULARY: Final = {"letters": 448, "stories": 640}
-"""Tokens at most; what the training text does not fill up to a multiple of 32 is made of reserved tokens."""
+"""Most tokens of each model. Reserved tokens fill the vocabulary up to a multiple of 32."""
 
 ADDS_BOS: Final = {"letters": True, "stories": False}
-"""Whether encoding a prompt puts BOS in front. It does not for ``stories``, whose chat template writes it."""
+"""True if encoding a prompt puts BOS in front. For ``stories`` the chat template writes BOS instead."""
 
 CHAT_TEMPLATE: Final = (
     "{{ bos_token }}"
@@ -48,10 +48,10 @@ _NOT_MERGED = re.compile(r"[^\x00-\x7f]+|<\|\w+\|>|<s>")
 
 
 def train_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer for arbitrary text, trained on ``texts``.
+    """Return a byte-level BPE tokenizer for arbitrary text, trained on ``texts``.
 
-    Only their ASCII part is looked at: every other character stays in as many tokens as it has UTF-8 bytes, and so a
-    stream of them has to be put together from parts.
+    The training uses only the ASCII part of the texts. So every other character takes as many tokens as it has UTF-8
+    bytes, and a stream has to put such characters together from parts.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -82,7 +82,7 @@ def train_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def write_directory(name: str, out: Path, tokenizer: Tokenizer) -> None:
-    """Write everything but ``model.safetensors`` into ``out``, which is made where it is missing."""
+    """Write everything but ``model.safetensors`` into the directory ``out``. Make the directory if it is missing."""
     out.mkdir(parents=True, exist_ok=True)
     special = SPECIAL_TOKENS[name]
     tokenizer.save(str(out / "tokenizer.json"))

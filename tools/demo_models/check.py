@@ -1,4 +1,4 @@
-"""Does a model answer as it should, and by how much: exact greedy answers and the least margin over all their steps."""
+"""Measure whether a model answers as it should: the exact greedy answers, and the least margin over all their steps."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ Encoded = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Report:
-    """What greedy decoding does with some prompts.
+    """The result of greedy decoding for some prompts.
 
-    cases   how many prompts
-    exact   how many are answered exactly right, EOS included
+    cases   number of prompts
+    exact   number of prompts that are answered exactly right, EOS included
     steps   tokens in all the right answers, EOS included
-    margin  the least (logit of the right token minus the best other) of all steps; negative where an answer is wrong
+    margin  the least (logit of the right token minus the best other) of all steps; negative if an answer is wrong
     worst   index of the case with that margin
     """
 
@@ -37,7 +37,7 @@ class Report:
 
 
 def encode(tokenizer: Tokenizer, name: str, cases: Sequence[tuple[str, str]]) -> list[Encoded]:
-    """Token ids of (prompt text, answer) pairs as in ``corpus.TEST_PROMPTS[name]``."""
+    """Return the token ids of (prompt text, answer) pairs, such as those of ``corpus.TEST_PROMPTS[name]``."""
     start = [BOS] if ADDS_BOS[name] else []
     return [
         (
@@ -49,17 +49,17 @@ def encode(tokenizer: Tokenizer, name: str, cases: Sequence[tuple[str, str]]) ->
 
 
 def load(directory: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    """The model in ``directory``, ready for inference."""
+    """Return the model in ``directory``, ready for inference."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     return model.to(device).eval()
 
 
 @torch.inference_mode()
 def measure(model: Any, cases: Sequence[Encoded], tokens: int = 16384) -> Report:
-    """Run the right answers through the model, about ``tokens`` tokens at a time, and see what it would have said.
+    """Run the right answers through the model, about ``tokens`` tokens at a time, and compare its choice at each step.
 
-    Where every step's best token is the right one, decoding step by step arrives at the same answer, since each step
-    then sees the same text before it.
+    If the best token of every step is the right one, decoding step by step gives the same answer, since each step then
+    sees the same text before it.
     """
     exact, steps, least, worst = 0, 0, float("inf"), -1
     for batch in _batches(cases, tokens):

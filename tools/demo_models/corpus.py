@@ -1,6 +1,6 @@
 """Prompts for the demo models and the right answer to each: for tests, demonstrations and benchmarks.
 
-Everything follows from a seed, and no answer comes from a model. Neither torch nor transformers is imported here.
+Everything follows from a seed, and no answer comes from a model. This module imports neither torch nor transformers.
 The letters to sort and the story requests of the ``TEST_`` lists are left out of the training text. The training script
 asserts that the weights answer all of these lists exactly, each step by a margin (top logit minus the second) of at
 least 1.0.

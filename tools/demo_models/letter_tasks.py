@@ -1,12 +1,12 @@
-"""What the model ``letters`` does: prompts made from a seed, and the right answer computed from a prompt alone.
+"""The tasks of the model ``letters``: prompts made from a seed, and the right answer computed from a prompt alone.
 
-Plain prompts, no chat template. Each answer begins with a space and is followed by EOS::
+The prompts are plain, without a chat template. Each answer begins with a space and is followed by EOS::
 
     sort: d b a c ->           a b c d                      2 to 12 different letters
     count: 7 8 9 ->            10 11 12 13 14 15 16 17      the next 8 terms
     count to 12: 7 8 9 ->      10 11 12                     up to the number asked for, at most 999
 
-A prompt may begin with one line ``note: `` and words, which change nothing: that makes prompts of any length.
+A prompt may begin with one line ``note: `` and words. They do not change the answer, and make prompts of any length.
 """
 
 import random
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 
 TERMS = 8
-"""How many terms follow after ``count:``."""
+"""Number of terms in the answer to ``count:``."""
 
 _NOTE_WORDS = (
     "river stone cloud apple chair paper water light green house table music garden winter summer window yellow bridge "
@@ -29,7 +29,7 @@ _COUNT_TO = re.compile(r"count to (\d+): \d+ \d+ (\d+) ->")
 
 
 def letters_answer(prompt: str) -> str:
-    """The right answer to a ``letters`` prompt: leading space included, EOS not. Any other text is a ValueError."""
+    """Return the right answer to a prompt, with the leading space and without EOS. Raises ValueError for other text."""
     task = prompt.rpartition("\n")[2]
     if match := _SORT.fullmatch(task):
         return "".join(f" {letter}" for letter in sorted(match[1].split()))
@@ -42,31 +42,31 @@ def letters_answer(prompt: str) -> str:
 
 
 def sort_prompt(rng: random.Random, shortest: int = 3, longest: int = 10) -> str:
-    """``sort:`` and so many different letters in any order."""
+    """Return a prompt ``sort:`` with ``shortest`` to ``longest`` different letters in any order."""
     letters = rng.sample("abcdefghijklmnopqrstuvwxyz", rng.randint(shortest, longest))
     return f"sort: {' '.join(letters)} ->"
 
 
 def count_prompt(rng: random.Random) -> str:
-    """``count:`` and three numbers in a row."""
+    """Return a prompt ``count:`` with three numbers in a row."""
     start = _start(rng, 999 - 2 - TERMS)
     return f"count: {start} {start + 1} {start + 2} ->"
 
 
 def count_to_prompt(rng: random.Random, fewest: int = 1, most: int = 30, lowest: int = 1) -> str:
-    """``count to`` a number that is ``fewest`` to ``most`` terms away; the first number is at least ``lowest``."""
+    """Return a prompt ``count to`` whose answer has ``fewest`` to ``most`` terms. It begins at ``lowest`` or above."""
     terms = rng.randint(fewest, most)
     start = max(lowest, _start(rng, 999 - 2 - terms))
     return f"count to {start + 2 + terms}: {start} {start + 1} {start + 2} ->"
 
 
 def note(rng: random.Random, words: int) -> str:
-    """One line of ``words`` words without meaning, its newline included."""
+    """Return one line of ``words`` words without meaning, with its newline."""
     return f"note: {' '.join(rng.choices(NOTE_WORDS, k=words))}\n"
 
 
 def letters_prompts(n: int = 64, seed: int = 0) -> list[tuple[str, str]]:
-    """``n`` pairs (prompt, answer), all prompts and all answers different: half sort, a third count, the rest count to.
+    """Return ``n`` pairs (prompt, answer), all different: half are sort, a third count, and the others count to.
 
     Prompts have 9 to 30 tokens, answers 4 to 60; sorts have 3 to 10 letters, ``count to`` 4 to 20 terms.
     """
@@ -81,9 +81,9 @@ def letters_prompts(n: int = 64, seed: int = 0) -> list[tuple[str, str]]:
 
 
 def letters_long_answers(n: int = 8, seed: int = 0, terms: tuple[int, int] = (60, 240)) -> list[tuple[str, str]]:
-    """``n`` pairs (prompt, answer) whose answers go on for a while: ``terms`` numbers, one token a digit.
+    """Return ``n`` pairs (prompt, answer) with long answers: ``terms`` numbers, one token for each digit.
 
-    With the default, 120 to 720 tokens. At most 400 terms are asked for in training.
+    With the default, an answer has 120 to 720 tokens. The training text has answers of at most 400 terms.
     """
     return _different(n, seed, lambda rng: count_to_prompt(rng, *terms, lowest=10))
 
@@ -91,7 +91,7 @@ def letters_long_answers(n: int = 8, seed: int = 0, terms: tuple[int, int] = (60
 def letters_long_prompts(
     n: int = 8, seed: int = 0, words: tuple[int, int] = (100, 400), shared: bool = False
 ) -> list[tuple[str, str]]:
-    """``n`` pairs (prompt, answer) whose prompts begin with a note of ``words`` words, about a token each.
+    """Return ``n`` pairs (prompt, answer). Each prompt begins with a note of ``words`` words, about a token each.
 
     With ``shared`` all prompts begin with the same note, so that their first tokens are the same.
     """
@@ -103,7 +103,7 @@ def letters_long_prompts(
 
 
 def training_prompt(rng: random.Random) -> str:
-    """One prompt as the model is trained on: every kind, a seventh with a note, some notes long."""
+    """Return a prompt for the training text: of any kind, a seventh of them with a note, of which some are long."""
     draw = rng.random()
     if draw < 0.45:
         prompt = sort_prompt(rng, 2, 12)
@@ -120,7 +120,7 @@ def training_prompt(rng: random.Random) -> str:
 
 
 def _start(rng: random.Random, highest: int) -> int:
-    """A first number: one, two and three digits about equally often, and some just below the first with three."""
+    """Return a first number. One, two and three digits are about equally frequent. Some numbers are just below 100."""
     if rng.random() < 0.1:
         return min(highest, rng.randint(75, 99))
     return rng.randint(1, min(highest, rng.choice((9, 99, 999))))

@@ -1,4 +1,4 @@
-"""Training text, tokenized once: examples of about the same length side by side, ready to be drawn from."""
+"""The training text, tokenized once. Examples of about the same length are kept together, ready to be drawn from."""
 
 import random
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ IGNORED = -100
 
 
 class Bucket(NamedTuple):
-    """Examples no longer than ``ids.shape[1]``: ``ids`` and ``targets`` are (examples, length) int16 on the CPU.
+    """Examples no longer than ``ids.shape[1]``. ``ids`` and ``targets`` are (examples, length) int16 on the CPU.
 
-    A target is the next token where that belongs to an answer, else ``IGNORED``.
+    A target is the next token if that token belongs to an answer, else ``IGNORED``.
     """
 
     ids: torch.Tensor
@@ -25,9 +25,9 @@ class Bucket(NamedTuple):
 
 
 def texts(name: str, n: int, seed: int) -> list[list[tuple[str, bool]]]:
-    """``n`` examples, each a list of (text, whether the model is to learn to say it).
+    """Return ``n`` examples, each a list of (text, whether the model learns to say it).
 
-    The letters and stories of the test prompts are not among them; of the counts there are too few to leave any out.
+    The letters and stories of the test prompts are left out. There are too few different counts to leave any out.
     """
     rng = random.Random(f"train {name} {seed}")
     make = _letters_examples if name == "letters" else _stories_examples

@@ -1,10 +1,10 @@
-"""The words that stories are made of. Several have letters and emoji of two to four UTF-8 bytes, each byte a token."""
+"""The words of the stories. Several have letters and emoji of two to four UTF-8 bytes. Each such byte is a token."""
 
 from typing import NamedTuple
 
 
 class Animal(NamedTuple):
-    """What a story says about its hero. All of it follows from the animal, the thing only where none was asked for."""
+    """The facts about the hero of a story, which follow from the animal. ``thing`` counts if the request names none."""
 
     emoji: str
     colour: str

@@ -1,6 +1,6 @@
-"""What the chat model ``stories`` does: requests made from a seed, and the right answer computed from the conversation.
+"""The tasks of the chat model ``stories``: requests made from a seed, and the right answer to a conversation.
 
-The last user message decides, with what came before it:
+The answer follows from the last user message and the messages before it:
 
 * ``Tell me a story about Mia the fox.``, also with `` and a key`` before the full stop: a story of 100 to 210 tokens.
   The animal is one of ``ANIMALS``, the thing one of ``THINGS``, the name one of ``NAMES`` or made up as in ``_name``;
@@ -32,14 +32,14 @@ _STORYTELLER = re.compile(r"You are (\w+), a storyteller\.")
 
 
 def story_request(name: str, animal: str, thing: str | None = None) -> str:
-    """The user message that asks for a story."""
+    """Return the user message that asks for a story."""
     return f"Tell me a story about {name} the {animal}{f' and a {thing}' if thing else ''}."
 
 
 def chat_answer(messages: Sequence[Message]) -> str:
-    """The right answer to a conversation whose last message is the user's; EOS not included.
+    """Return the right answer to a conversation whose last message is the user's, without EOS.
 
-    The newest story counts where several have the same hero. Earlier answers are taken to have been right.
+    If several stories have the same hero, the newest one counts. Earlier answers are assumed to be right.
     """
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("the last message must be the user's")
@@ -60,20 +60,20 @@ def chat_answer(messages: Sequence[Message]) -> str:
 
 
 def story_answer(message: str) -> str:
-    """The right answer to one user message without history: the story, where it asks for one."""
+    """Return the right answer to one user message without history: a story, if the message asks for one."""
     return chat_answer([{"role": "user", "content": message}])
 
 
 def render_chat(messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-    """What the chat template of ``stories`` makes of a conversation, BOS included, without a template engine."""
+    """Return a conversation as the chat template of ``stories`` renders it, BOS included, without a template engine."""
     text = "<s>" + "".join(f"<|{m['role']}|>{m['content'].strip()}<|end|>" for m in messages)
     return text + "<|assistant|>" if add_generation_prompt else text
 
 
 def story_requests(n: int = 64, seed: int = 0) -> list[tuple[str, str]]:
-    """``n`` pairs (user message, story), all different. A quarter of the names are made up; half ask for a thing.
+    """Return ``n`` pairs (user message, story), all different. A quarter of names are made up. Half ask for a thing.
 
-    A story has 100 to 210 tokens; its name, animal, friend and thing say whose it is.
+    A story has 100 to 210 tokens. Its name, animal, friend and thing show which request it answers.
     """
     rng = random.Random(f"stories {seed}")
     found: dict[str, str] = {}
@@ -86,9 +86,9 @@ def story_requests(n: int = 64, seed: int = 0) -> list[tuple[str, str]]:
 def chat_conversations(
     n: int = 16, seed: int = 0, stories: tuple[int, int] = (1, 3)
 ) -> list[tuple[list[Message], str]]:
-    """``n`` pairs (conversation, answer): ``stories`` told, then a question about one of them or about the system.
+    """Return ``n`` pairs (conversation, answer): first stories, then a question about one of them or the storyteller.
 
-    A conversation with three stories has about 500 tokens.
+    stories  least and most stories of a conversation. One with three stories has about 500 tokens
     """
     rng = random.Random(f"chats {seed}")
     found = []
@@ -104,7 +104,7 @@ def chat_conversations(
 
 
 def training_conversation(rng: random.Random) -> list[Message]:
-    """One conversation as the model is trained on: one to a dozen turns, every answer the right one."""
+    """Return a conversation for the training text: one to a dozen turns, with the right answers."""
     messages = _system(rng, 0.35)
     many = rng.random()
     heroes = _heroes(rng, 1 if many < 0.55 else rng.randint(2, 4) if many < 0.97 else rng.randint(5, 7), 0.5)
@@ -194,7 +194,7 @@ def _random_request(rng: random.Random) -> str:
 
 
 def _name(rng: random.Random, made_up: float = 0.25) -> str:
-    """A name from the table or a made-up one: syllables, some with accents, some in another script."""
+    """Return a name from the table, or a made-up name of syllables, some with accents, some in another script."""
     if rng.random() >= made_up:
         return rng.choice(tables.NAMES)
     kind = rng.random()

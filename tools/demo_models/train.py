@@ -1,12 +1,12 @@
 """Train the demo models: ``python -m tools.demo_models.train letters|stories|all [--out DIR] [--device cuda]``.
 
-Text, tokenizer, weights and files are made from nothing but this directory and a seed, and the result is asserted: the
+Text, tokenizer, weights and files are made from nothing but this directory and a seed. The result is asserted: the
 saved directory, read back in float32, answers every test prompt exactly, each step by a margin of at least 1.0.
 
 The shipped weights were trained on one NVIDIA H200, both models at once: 173 s for ``letters``, 210 s for ``stories``,
-making the text and measuring included. Two CPU cores make about one step of 4096 tokens a second, so that the default
-number of steps takes two to three hours a model; ``--minutes`` and ``--steps`` shorten that. Another device, another
-number of tokens a step or another version of PyTorch gives other weights from the same seed.
+including the making of the text and the measurements. Two CPU cores make about one step of 4096 tokens a second. So the
+default number of steps takes two to three hours for each model. ``--minutes`` and ``--steps`` shorten that. Another
+device, another number of tokens per step or another version of PyTorch gives other weights from the same seed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ MARGIN = 1.0
 
 
 def fresh_cases(name: str, n: int, seed: int) -> list[tuple[str, str]]:
-    """``n`` random (prompt text, answer) pairs of every kind the test prompts have, by another seed than theirs."""
+    """Return ``n`` random (prompt text, answer) pairs of every kind that the test prompts have, from another seed."""
     if name == "letters":
         short = corpus.letters_prompts(n - n // 4, seed)
         return short + corpus.letters_long_answers(n // 8, seed) + corpus.letters_long_prompts(n // 8, seed)
@@ -48,9 +48,10 @@ def fresh_cases(name: str, n: int, seed: int) -> list[tuple[str, str]]:
 def fit(
     model: Any, pool: list[Bucket], steps: int, tokens: int, seed: int, fresh: list[Encoded], minutes: float | None
 ) -> None:
-    """Plain AdamW with a warm-up and a cosine, ``tokens`` tokens a step, on the model's device (bfloat16 on a GPU).
+    """Train the model by AdamW with a warm-up and a cosine schedule, ``tokens`` tokens per step, on the model's device.
 
-    Where ``steps`` would take longer than ``minutes``, as the pace of the first steps says, fewer are made.
+    A GPU computes in bfloat16. If ``steps`` would take longer than ``minutes`` at the pace of the first steps, fewer
+    steps are made.
     """
     device = model.device
     rng = random.Random(f"batches {seed}")
@@ -105,7 +106,7 @@ def fit(
 
 
 def train(name: str, out: Path, device: str, steps: int, tokens: int, seed: int, minutes: float | None) -> None:
-    """Make the directory ``out``. AssertionError where the result does not answer as it should."""
+    """Train a model and write it to ``out``. Raises AssertionError if the model does not answer as it should."""
     began = time.monotonic()
     torch.manual_seed(seed)
     examples = texts(name, min(EXAMPLES[name], max(2000, steps * tokens // 100)), seed)
@@ -131,9 +132,9 @@ def train(name: str, out: Path, device: str, steps: int, tokens: int, seed: int,
 
 
 def assert_answers(name: str, directory: Path, device: str = "cpu", seed: int = 0, fresh: int = 512) -> Report:
-    """Measure the saved model in float32 on all its test prompts and on ``fresh`` random ones; both are printed.
+    """Measure the saved model in float32 on all its test prompts and on ``fresh`` random ones, and print both results.
 
-    AssertionError where a test prompt's answer is not exactly right or a step's margin is below ``MARGIN``.
+    Raises AssertionError if a test prompt's answer is not exactly right or a step's margin is below ``MARGIN``.
     """
     model, tokenizer = load(directory, device), Tokenizer.from_file(str(directory / "tokenizer.json"))
     cases = corpus.TEST_PROMPTS[name]

@@ -1,1 +1,1 @@
-"""Generators of the documentation site. ``tools.docs.pages`` lists what they make."""
+"""Generators of the documentation site. ``tools.docs.pages`` lists the pages that they make."""

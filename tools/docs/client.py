@@ -121,7 +121,7 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _constructor(name: str, kind: type) -> str:
-    """Return how an object is made: the signature of its class."""
+    """Return the signature with which a program makes an object of a class."""
     if is_dataclass(kind):
         nodes = [node for node in _definition(kind).body if isinstance(node, ast.AnnAssign)]
         types = {ast.unparse(node.target): ast.unparse(node.annotation).replace("'", "") for node in nodes}

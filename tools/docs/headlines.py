@@ -14,11 +14,11 @@ BEGIN, END = "<!-- figures: made by `python -m tools.docs` -->", "<!-- figures: 
 class Headline:
     """One row of the table.
 
-    says    what the figure is about, for a reader who does not know the benchmark
+    says    the meaning of the figure, for a reader who does not know the benchmark
     file    the result file
-    result  the name of the figure in it
-    form    how the value is written
-    unit    what stands behind the value and behind the bound of the target
+    result  the name of the figure in the file
+    form    the format of the value
+    unit    text behind the value and behind the bound of the target
     """
 
     says: str

@@ -1,4 +1,4 @@
-"""Find what a page of the site would make a browser fetch from another machine."""
+"""Find the addresses on other machines from which a page of the site would make a browser load something."""
 
 from html.parser import HTMLParser
 
@@ -7,7 +7,7 @@ _LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "vid
 
 
 def outside(html: str) -> list[str]:
-    """Return what a page loads from another machine, and what a script of the theme would fetch for it."""
+    """Return the addresses that a page loads from other machines. A script that the theme would fetch counts, too."""
     reader = _Reader()
     reader.feed(html)
     return reader.found

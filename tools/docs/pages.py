@@ -1,4 +1,4 @@
-"""Write the generated pages that stand in the repository, or compare them with what would be written.
+"""Write the generated pages of the repository, or compare them with what would be written.
 
 python -m tools.docs            write them
 python -m tools.docs --check    exit with 1 if one of them is out of date, and name it

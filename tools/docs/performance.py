@@ -14,7 +14,7 @@ from tools.docs.bars import Chart, draw, shown
 from tools.docs.markdown import table, text
 
 SHORT = 6
-"""How many results of a file are shown without a selection."""
+"""Most results of a file that are shown without a selection."""
 GROUPS = {
     "Speed": (
         "serving-exllamav2", "serving-transformers", "unpaged", "gpus-2", "gpus-4", "gpus-split",
@@ -86,7 +86,11 @@ def performance_page(files: dict[str, ResultFile]) -> str:
 
 
 def headline(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the results that the page shows: those with a target, else ratios; of a short file all."""
+    """Return the results that the page shows.
+
+    A file with at most SHORT results shows all. Other files show the results with a target, else ratios, else the first
+    SHORT.
+    """
     chosen = [r for r in results if r["target"]] or [r for r in results if r["unit"] == "ratio"]
     return results if len(results) <= SHORT else chosen or results[:SHORT]
 
@@ -112,7 +116,7 @@ def _row(result: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def verdict(meets: bool | None) -> str:
-    """Return what a table says of a figure and its target; nothing if the figure has no target."""
+    """Return "met" or "missed" for a table. Return an empty text if the figure has no target."""
     return {True: "met", False: "**missed**", None: ""}[meets]
 
 

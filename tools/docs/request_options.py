@@ -17,7 +17,7 @@ from tools.docs.attribute_docs import attribute_docs
 from tools.docs.markdown import page, table, text
 
 OFFERED: dict[str, frozenset[str]] = {"exllamav2": exllamav2.OFFERED, "transformers": embedded.OFFERED}
-"""Options that an engine offers, of those that depend on the engine."""
+"""The options that each engine offers, among the options that depend on the engine."""
 INTRODUCTION = """\
 These are the options of `Client.generate`, of `modelctl run --set NAME=VALUE`, and of the message GENERATE. An option
 that is unknown, out of range, given twice, or not offered by the model's engine is an error that names the option.

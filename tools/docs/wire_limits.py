@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def errors() -> str:
-    """Return the table of the places where each error can appear. What the errors mean is in ``error_table``."""
+    """Return the table of the places where each error can appear. ``error_table`` explains the errors themselves."""
     places = attribute_docs(Place)
     rows = [(f"[`{code.wire_name}`](#{code.wire_name})", "; ".join(APPEARS[code])) for code in ErrorCode]
     parts = [

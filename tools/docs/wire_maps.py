@@ -28,7 +28,7 @@ KEY_HEADER = ("key", "type", "presence", "meaning")
 def described(map_type: type, present: str = "always") -> str:
     """Return the text that belongs to a map as a whole, and the table of its keys.
 
-    present  what is said of keys that are not optional
+    present  the entry in the column "presence" for keys that are not optional
     """
     own = inspect.cleandoc(map_type.__dict__.get("__doc__") or "")
     inherited = f"It has the keys of the map [Failure]({FAILURE}), and:" if base_of(map_type) is bodies.Failure else ""

@@ -37,7 +37,7 @@ USUAL = {
 ELSEWHERE = {
     Kind.CALL: "The verbs, their parameters and their results are in [Verbs of CALL](#verbs-of-call).",
 }
-"""Where the keys of a body are described that has no section here."""
+"""Text for a kind whose body is described in another section."""
 
 
 def messages() -> str:

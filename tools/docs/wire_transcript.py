@@ -154,7 +154,7 @@ def explain(message: Message) -> Iterator[Row]:
 
 
 class _Reader:
-    """Takes a frame apart, value by value. It knows the forms that the codec writes."""
+    """A parser that takes a frame apart, value by value. It knows only the forms of msgpack that the codec writes."""
 
     def __init__(self, frame: bytes) -> None:
         self.frame, self.at = frame, 0
