@@ -1,6 +1,6 @@
-"""Measurements: each module is a command of its own; results are kept in ``results``."""
+"""Measurements. Most modules are commands of their own. The result files are in ``results``."""
 
 import os
 
-# What is measured finds its modules compiled, as an installed package's are: else each process compiles them anew.
+# Let Python keep compiled modules, as for an installed package. Otherwise each measured process compiles them anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

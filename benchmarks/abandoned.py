@@ -112,7 +112,7 @@ def normal_rates(server: Server, model: str, directory: str, rounds: int, tokens
 def mixed(server: Server, model: str, directory: str, count: int, kinds: dict[str, tuple[int, int]]) -> list[Result]:
     draw = random.Random(7)
     # Some requests run before the counted ones, and some after them. Every few requests have equally many of each kind.
-    # So all requests run in the same company.
+    # So all requests run beside the same mix of other requests.
     few = list(kinds) * (AT_ONCE // 2)
     order = [kind for _ in range(count // len(few) + 6) for kind in draw.sample(few, len(few))]
     prompts = {kind: iter(requests(model, directory, order.count(kind), kinds[kind][0], seed=3)) for kind in kinds}

@@ -2,10 +2,10 @@
 
     python -m benchmarks.cancelling
 
-The time is measured from the client's act until the engine forgets the job, by the engine's own clock (a deterministic
-engine without torch that prints the monotonic time of each ``cancel``). The acts are: an explicit cancel, leaving the
-loop, closing the client, killing it (SIGKILL), and freezing it (SIGSTOP). Then 1,000 requests, queued and running, are
-abandoned in all these ways at once. The result is the number of jobs that are left one second later.
+The time is measured from the client's act until the engine forgets the job. The engine is a deterministic one without
+torch, which prints the monotonic time of each ``cancel``. The acts are: an explicit cancel, leaving the loop, closing
+the client, killing it (SIGKILL), and freezing it (SIGSTOP). Then 1,000 requests, queued and running, are abandoned in
+all these ways at once. The result is the number of jobs that are left one second later.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Measure what reading answers costs a client's process: processor time per token, for both clients.
+"""Measure the cost of reading answers in a client's process: processor time per token, for both clients.
 
     python -m benchmarks.client_path [--out DIR]
 

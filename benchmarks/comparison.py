@@ -12,9 +12,10 @@ from protocol.client.answers import Completion, TokenLogprob
 WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 """Fields of a request whose answer ``gap`` can compare."""
 GAP_TARGET = "<= 0.25"
-"""Nats. The random 1B computed in fp16 differs by at most 0.007 from the same in fp32. Rounding its weights to 4 bits
-moves it by 3.4 (both by transformers on a CPU, 256 places). ExLlamaV2's kernel for GPTQ adds up in fp16, with 5 to 7
-times the error of fp16 matrices (a matrix of the 1B, with the kernel compiled for the CPU)."""
+"""The target for ``gap``, in nats. The random 1B in fp16 differs by at most 0.007 from the 1B in fp32. Rounding the
+weights to 4 bits makes a difference of 3.4 (both by transformers on a CPU, 256 places). ExLlamaV2's kernel for GPTQ
+adds up in fp16, with 5 to 7 times the error of fp16 matrices (a matrix of the 1B, with the kernel compiled for the
+CPU)."""
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

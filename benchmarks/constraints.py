@@ -1,4 +1,4 @@
-"""Measure what other requests notice of constraints that take long to compile.
+"""Measure the effect on other requests of constraints that take long to compile.
 
     python -m benchmarks.constraints
 

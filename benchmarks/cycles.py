@@ -1,4 +1,4 @@
-"""Check that nothing leaks over kills and restarts: the supervisor holds the same after hundreds of them as before.
+"""Check that nothing leaks over kills and restarts: the supervisor holds no more after hundreds of them than before.
 
     python -m benchmarks.cycles [--cycles 400] [--embedded-cycles 12]
 
@@ -72,9 +72,12 @@ def kill_one(serving: Serving, model: str) -> float:
 
 
 def settled(serving: Serving, most: Held | None) -> Held:
-    """Return what the supervisor holds once nothing is running any more: connections end a moment after their clients.
+    """Wait until nothing is running any more, and return what the supervisor holds.
 
-    most  what the supervisor should not exceed. If it still does after SETTLE_S, return what it holds then
+    Connections end a moment after their clients.
+
+    most  the resources that the supervisor should not exceed. If it still exceeds them after SETTLE_S, return what it
+          holds then
     """
     deadline = time.monotonic() + SETTLE_S
     while True:

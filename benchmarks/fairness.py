@@ -3,8 +3,7 @@
     python -m benchmarks.fairness [--engine transformers --gpu cpu --model letters] [--gpu 0 --model 1b]
 
 1. Client B sends 10 requests at once while client A keeps one in flight, and again while A has 200 waiting. The result
-   is
-   B's mean time to an answer, as the median of several rounds.
+   is B's mean time to an answer, as the median of several rounds.
 2. First as many clients as keep the model busy, then ten times as many, which repeat every refused request. The results
    are the tokens per second of the served requests, the time that a refusal takes, and its cost in memory.
 """

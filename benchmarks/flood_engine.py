@@ -1,6 +1,6 @@
-"""An engine that computes nothing. It gives every job a token at each step, as fast as it is called, or at a pace.
+"""An engine that computes nothing. It gives tokens to its jobs as fast as it is called, or at a pace.
 
-``benchmarks.router`` names it by an import string. A prompt says what is wanted: ``all`` (each step gives every job a
+``benchmarks.router`` names it by an import string. A prompt says how tokens come: ``all`` (each step gives every job a
 token), ``one`` (each step gives one job a token, in turn), both as fast as possible, or ``paced RATE SEED``.
 """
 
@@ -52,8 +52,8 @@ class FloodEngine(DeterministicEngine):
         self._begun = 0
         """The value of ``steps`` when the plan began."""
         self._waits = False
-        """Whether every job is as far ahead as it may be. It goes on when half of the window is free, as libzmq does
-        with a full pipe, so that the reader is not woken for single tokens."""
+        """True if every job is as far ahead as it may be. The engine goes on when half of the window is free, as libzmq
+        does with a full pipe, so that the reader is not woken for single tokens."""
         self._kind = ""
         self._pace = Pace(1.0, 0)
 
@@ -102,7 +102,7 @@ class FloodEngine(DeterministicEngine):
         return next(self._plan)
 
     def _end_plan(self) -> None:
-        """Note what the plan has brought so far, and end it."""
+        """Note the tokens that the plan has brought so far, and end the plan."""
         if self._turns:
             rounds, more = divmod(self.steps - self._begun, len(self._turns))
             for i, turn in enumerate(self._turns):

@@ -3,9 +3,8 @@
     python -m benchmarks.flooding [--rounds 100000] [--seconds 8]
 
 1. The sequence that made libzmq abort the supervisor: connect, send 2,000 small frames with a PING of ZMTP after every
-   third one, and leave. There are 50 connections at once, in two processes, on ``front``; a tenth as often on
-   ``admin``,
-   and on ``back``, which refuses it.
+   third one, and leave. There are 50 connections at once, in two processes, on ``front``. A tenth as many follow on
+   ``admin``, and on ``back``, which refuses them.
 2. Continuous floods, each with one connection and with 50: whole messages of 34 bytes, 2,000 and 100,000 bytes. A
    connection that the supervisor ends is opened again.
 

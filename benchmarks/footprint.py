@@ -1,4 +1,4 @@
-"""Measure what a serving supervisor costs a machine, and how long ``modelctl ps`` takes.
+"""Measure the memory that a serving supervisor takes, and the time that ``modelctl ps`` takes.
 
     python -m benchmarks.footprint [--gpu 0] [--quick] [--out DIR]
 

@@ -14,7 +14,7 @@ STEPS_BEFORE = 8
 class HangsEmbedded(TransformersEngine):
     """Holds the GIL for ever in a step, once per model directory, if the option ``gil`` says so.
 
-    step_s  seconds that each step, and each part of its load, takes longer; not during warm-up
+    step_s  seconds by which each step, and each part of the load, takes longer; not during warm-up
     """
 
     def __init__(self, spec: EngineSpec) -> None:

@@ -3,10 +3,10 @@
     python -m benchmarks.hangs [--count 20] [--seconds 60]
 
 First, workers are stopped (SIGSTOP: idle, decoding and loading) and deadlocked with the GIL held (in a step),
-``--count`` times each, while another model streams. The result is how late after its lease's end each worker was gone.
-The time is counted from the signal, or from the last token before the deadlock. (An idle worker's last heartbeat may be
-up to 0.2 s older than the signal. That is added.) The requests of these workers are resumed, and each answer is
-checked. The engine is a deterministic one that needs no torch.
+``--count`` times each, while another model streams. The result is the time from the end of each worker's lease until
+the worker was gone. The lease is counted from the signal, or from the last token before the deadlock. (An idle worker's
+last heartbeat may be up to 0.2 s older than the signal. That is added.) The requests of these workers are resumed, and
+each answer is checked. The engine is a deterministic one that needs no torch.
 
 Then, for ``--seconds``, the parts of loads and the steps of prompts take 70 % of their leases, while the supervisor
 itself is stopped for 2.5 leases again and again. At the end both are done once more on the embedded engine.

@@ -1,4 +1,4 @@
-"""Measure what a client with a key notices of attackers without a key at the same port.
+"""Measure the effect on a client with a key of attackers without a key at the same port.
 
     python -m benchmarks.keys
 
@@ -86,19 +86,19 @@ def outsiders(port: int, key: ClientKey, stop: Event) -> None:
             else:
                 speak_nonsense(number // 2)
         except OSError:
-            pass  # cut off while sending, which is what is to happen
+            pass  # the supervisor ended the connection while it was being used, as it should
         time.sleep(max(0.0, 1 / ATTEMPTS - (time.monotonic() - begun)))
 
 
 def gaps(keyed: Keyed, tokens: int) -> list[float]:
-    """Seconds between the deltas of one stream."""
+    """Return the seconds between the deltas of one stream."""
     with keyed.client("good") as client:
         times = [time.perf_counter() for _ in client.generate("m", "good", max_tokens=tokens)]
     return [b - a for a, b in itertools.pairwise(times)]
 
 
 def round_trips(raw: RawClient, count: int) -> list[float]:
-    """Seconds of PING to PONG, at some 500 a second."""
+    """Return the seconds from PING to PONG, at some 500 PINGs per second."""
     found = []
     for nonce in range(1, count + 1):
         begun = time.perf_counter()
@@ -111,7 +111,7 @@ def round_trips(raw: RawClient, count: int) -> list[float]:
 
 
 def cpu_of_pings(keyed: Keyed, raw: RawClient, count: int) -> float:
-    """Microseconds of the supervisor's CPU, all threads, for a PING and its PONG in a stream of them."""
+    """Return the supervisor's processor time for one of many PINGs and its PONG, in microseconds, of all threads."""
     process = psutil.Process(keyed.serving.pid)
     raw.barrier()
     before = sum(process.cpu_times()[:2])

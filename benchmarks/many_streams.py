@@ -1,6 +1,6 @@
-"""A client with many connections and streams that costs little, and equally much for one stream or thousands.
+"""A client with many connections and streams that takes little processor time, also for thousands of streams.
 
-The client library waits for a connection or two. Here one thread waits for hundreds by epoll, reads what has come and
+The client library is made for a connection or two. Here one thread waits for hundreds by epoll, reads what has come and
 notes the age of each token (see ``benchmarks.paced_engine``).
 """
 
@@ -94,7 +94,7 @@ class ManyStreams:
         )
 
     def read(self, seconds: float) -> None:
-        """Read what comes, for so many seconds."""
+        """Read what comes, for ``seconds`` seconds."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self._wait(left)
@@ -133,7 +133,7 @@ class ManyStreams:
 
     def _send(self, line: _Line, frame: bytes) -> None:
         line.socket.send(frame, zmq.NOBLOCK)
-        # Sending can use up the descriptor's edge. Then what has come meanwhile would wait for the next message.
+        # Sending can consume the descriptor's edge. Then messages that came meanwhile would wait for the next one.
         if int(line.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._drain(line)
 

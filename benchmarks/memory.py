@@ -1,4 +1,4 @@
-"""Memory by process: of GPUs as NVML shows it, or the main memory of workers, to try a script without a GPU."""
+"""Memory by process: GPU memory as NVML shows it, or main memory, with which a script can be tried without a GPU."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ class Memory(Protocol):
 
 
 class GpuMemory:
-    """Reads NVML. GPUs are counted as nvidia-smi counts them. ``used`` is about one of them."""
+    """A reader of NVML. GPUs are numbered as nvidia-smi numbers them. ``used`` is about one of them."""
 
     def __init__(self, gpu: int) -> None:
         import pynvml
@@ -55,7 +55,7 @@ class GpuMemory:
 
 
 class MainMemory:
-    """Replaces GpuMemory where there is no GPU: resident memory, as if it were that of GPU 0."""
+    """A replacement of GpuMemory on a machine without a GPU: resident memory, as if it were the memory of GPU 0."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()

@@ -6,7 +6,8 @@ rows.
 Both ways are correct (model_worker/engines/exllamav2/mixture.py says why rows are not fused together). The layers have
 the shape of Qwen3-30B-A3B: hidden size 2048, experts of 768, 8 of 128 for each row, EXL2 with 4 bits. Two layers are
 computed in turn, on other rows each time. Times are those of the host, including the wait for the GPU, and medians of
-rounds. The results show up to how many rows the row-by-row way is faster. ``mixture.ROW_BY_ROW`` should be that number.
+rounds. The results show the largest number of rows for which the row-by-row way is faster. ``mixture.ROW_BY_ROW``
+should be that number.
 """
 
 import statistics

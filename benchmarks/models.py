@@ -8,11 +8,12 @@
     NAME-exl2                  an EXL2 conversion of one of these; needs ExLlamaV2 and a GPU
     NAME-exl2-rounded          EXL2 with 4 bits everywhere, made without the converter (benchmarks.exl2)
     NAME-gptq                  in GPTQ's format, 4 bits, groups of 128, symmetric (benchmarks.gptq)
-    NAME-gptq-act-order        the same, not symmetric, and with the inputs in another order than their groups
+    NAME-gptq-act-order        like NAME-gptq, but not symmetric, and with inputs in another order than their groups
     NAME-gptq-dequantised      the weights of NAME-gptq as fp16; NAME-gptq-act-order-dequantised is there, too
 
-Speed and memory depend on shapes, not on what the weights say. They are normal with standard deviation 0.02, which
-keeps activations and logits of these depths within a few units. A model that is there already is not made again.
+Speed and memory depend on shapes, not on the values of the weights. The weights are normally distributed with standard
+deviation 0.02, which keeps activations and logits of these depths within a few units. A model that exists is not made
+again.
 """
 
 import argparse
@@ -243,7 +244,7 @@ def _converter(scratch: Path, work: str, source: Path, *options: object) -> None
 
 
 def _calibration(file: Path) -> Path:
-    """Write random words, as random as the weights, and return the file."""
+    """Write random words as calibration data, and return the file."""
     import pandas  # type: ignore[import-untyped]
 
     draw = random.Random(0)

@@ -1,10 +1,10 @@
 """An engine without torch that makes tokens at a given rate for any number of jobs. Named by an import string.
 
-Every step gives one job a token, the jobs in turn, at evenly spaced times. That is so with one stream in one worker and
-with thousands in sixteen, because the workers take turns by the clock, too. (Without that their tokens would come in
-bunches, and wait for the machine's cores.) So the frames and their times are always the same, and the processing behind
-them can be compared. A token's text is the time when it was made (CLOCK_MONOTONIC, nanoseconds), which all processes of
-a machine share.
+Every step gives one job a token, the jobs in turn, at evenly spaced times. That holds for one stream in one worker and
+for thousands of streams in sixteen workers, because the workers take turns by the clock, too. (Otherwise their tokens
+would come in bunches, and wait for the machine's cores.) So the frames and their times are always alike, and the
+processing behind them can be compared. A token's text is the time when it was made, in nanoseconds of CLOCK_MONOTONIC,
+which all processes of a machine share.
 """
 
 import time
@@ -19,9 +19,11 @@ MOST_AT_ONCE = 1000
 
 
 class PacedEngine(DeterministicEngine):
-    """The options are ``rate``, the tokens per second of all jobs of all workers together, and ``turn`` and ``of``:
-    this is worker number ``turn`` of ``of`` workers. Each job's first token comes at once, in addition. Every token has
-    the id 0."""
+    """An engine with a given rate of tokens. Each job's first token comes at once, in addition. Every token has id 0.
+
+    Options: ``rate``, the tokens per second of all jobs of all workers together, and ``turn`` and ``of``, which mean
+    that this is worker number ``turn`` of ``of`` workers.
+    """
 
     KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"rate", "turn", "of"}
 

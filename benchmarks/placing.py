@@ -2,7 +2,7 @@
 
     python -m benchmarks.placing [--model letters]
 
-Each is done once, with real workers on one GPU (``auto``: on the GPU that it chooses). ``vram_limit`` is set to the
+Each of these is done once, with real workers on one GPU (``auto`` chooses the GPU). ``vram_limit`` is set to the
 estimate of one and a half models, so that small models fill a large GPU. The output of the commands and the log are
 kept beside the figures, in ``placing.txt``.
 """

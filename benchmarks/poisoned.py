@@ -26,7 +26,7 @@ else:
 
 
 class Poisoned(Engine):
-    """Kills the worker for poisonous jobs. A mixin: it must stand before the engine among the base classes."""
+    """A mixin that kills the worker for poisonous jobs. It must stand before the engine among the base classes."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

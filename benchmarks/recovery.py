@@ -65,7 +65,7 @@ class Stream:
         return [token for _, ids in self.deltas for token in ids]
 
     def _gaps(self, since: float) -> Iterator[tuple[float, float]]:
-        """Begin and end of each wait for a delta, from the last delta before ``since`` on."""
+        """Yield the begin and the end of each wait for a delta, from the last delta before ``since`` on."""
         times = [at for at, _ in self.deltas]
         first = max(i for i, at in enumerate(times) if at <= since)
         return pairwise(times[first:])
@@ -213,7 +213,7 @@ def entry_of(kind: str, directory: str, gpu: str, **options: Any) -> dict[str, A
 
 
 def entries(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Label → entry of models.yaml."""
+    """Return {label: entry of models.yaml} of the engines to measure."""
     if arguments.engine == "exllamav2":
         return {
             model: entry_of(

@@ -1,8 +1,8 @@
 """Result files: one schema for every benchmark. The documentation's page of figures is made from them.
 
 A result file is JSON: ``machine``, ``commit``, ``command``, ``date`` (ISO 8601, UTC) and ``results``, a list of
-``{name, value, unit, target, meets}``. ``target`` is a text such as ">= 0.97" or null, ``meets`` true, false or null:
-a miss is kept and shown.
+``{name, value, unit, target, meets}``. ``target`` is a text such as ">= 0.97" or null. ``meets`` is true, false or
+null. Figures that miss their target are kept and shown, too.
 """
 
 import json
@@ -60,7 +60,7 @@ def write(name: str, results: list[Result], directory: Path = RESULTS) -> Path:
     ).stdout.strip()
     content = {
         "machine": machine(),
-        # a machine that was given the tree without its history is told
+        # BENCH_COMMIT names the commit on a machine that has the files without git's history
         "commit": commit or os.environ.get("BENCH_COMMIT", "unknown"),
         "command": re.sub(r" --out \S+", "", " ".join(["python", *sys.orig_argv[1:]])),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

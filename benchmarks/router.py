@@ -1,21 +1,25 @@
-"""What the supervisor adds to the road of a token, beside libzmq's own proxy and beside no router at all.
+"""Measure the supervisor's throughput and latency per event, against libzmq's own proxy and against no router at all.
 
     python -m benchmarks.router [--quick] [--out DIR]
 
-A supervisor, a worker with its own loop and an engine that computes nothing; this process reads, as plainly as it
-reads from the others: raw DEALER to DEALER, ``zmq.proxy`` (ROUTER and DEALER, in C, a process of its own), and the
-same as a loop in Python that hands messages on and looks at none, which is what no router in Python can exceed; all
-over ipc with messages as long as an EVENTS frame of one token, in turns, several rounds after each of several starts.
-Figures are medians of all rounds, ratios are of one round. Nothing is bound to a CPU. Three processes are busy with the
-supervisor (worker, supervisor, reader) and with the proxy (sender, proxy, reader), two without a router: on two cores
-the worker's loop and its encoding, which are part of the supervisor's figures and not of the others', compete with the
-supervisor for them.
+One side is a supervisor and a worker with its own loop and an engine that computes nothing. The other sides are:
 
-Events are forwarded one a frame (64 streams of one connection, whose tokens come one by one; and, for what it is, of
-16 connections), or 16 a frame (16 streams of one connection). The reader grants credit as clients do, the supervisor
-keeps its record for resuming. A flood stays 80 tokens a stream ahead of the reader, as the others' sockets hold their
-sender back: streams whose client is behind are another measurement. Latency is from the time that the engine (or the
-sender) writes into a token to its receipt; events come at random times, 2,000 a second.
+* raw DEALER to DEALER, without a router,
+* ``zmq.proxy``: ROUTER and DEALER, in C, in a process of its own,
+* a loop in Python that passes messages on without a look at them. No router in Python can be faster.
+
+This process reads from all of them in the same plain way, over ipc, with messages as long as an EVENTS frame of one
+token. The sides take turns, for several rounds after each of several starts. Figures are medians of all rounds. Ratios
+are of one round. Nothing is bound to a CPU. With the supervisor three processes are busy (worker, supervisor, reader).
+With the proxy there are three, too (sender, proxy, reader). Without a router there are two. On two cores the worker's
+loop and its encoding compete with the supervisor. They are part of the supervisor's figures only.
+
+A frame holds one event (64 streams of one connection, whose tokens come one by one; also 16 connections, without a
+target) or 16 events (16 streams of one connection). The reader grants credit as clients do. The supervisor keeps its
+record for resuming. A flood stays at most 80 tokens per stream ahead of the reader, since the sockets of the other
+sides hold their sender back, too. Streams with a slow client are another measurement. Latency is the time from the
+making of a token, which the engine or the sender writes into it, to its receipt. There the events come at random times,
+2,000 per second.
 """
 
 import statistics
@@ -39,26 +43,26 @@ from protocol.process.runtime_paths import front_endpoint
 from protocol.process.socket_calls import DONT_WAIT, receive_now
 
 STREAMS, SINGLE = 16, 64
-"""Of one connection, whose tokens come together, or one by one."""
+"""Streams of one connection: if their tokens come together, and if they come one by one."""
 RATE, PACED = 2000, 4000
 MESSAGES, EVENTS = 400_000, 160_000
-"""Of a flood: without the supervisor, and through it."""
+"""Number of messages of a flood without the supervisor, and of events of a flood through it."""
 STARTS, ROUNDS = 7, 3
-"""Of all processes anew, and with each of them: who shares a core with whom is settled at the start, and on two cores
-that is worth a factor of two."""
+"""Starts of all processes, and rounds after each start. Several starts are needed because the result depends on which
+processes share a core, which is decided at the start. On two cores that makes a factor of two."""
 WINDOW = 80
-"""Tokens that a stream may be ahead of the reader: less than credit is granted for, or events would be held."""
+"""Tokens that a stream may be ahead of the reader. The number is less than the credit, so that no events are held."""
 GRANT = limits.STREAM_WINDOW // 2
-"""Events after which a client grants as many."""
+"""Events after which a client grants as many more."""
 TELL = 16
-"""Events after which the engine is told how far the reader is."""
+"""Events after which the reader tells the engine how many it has read."""
 PATIENCE_MS = 60_000
 
 
 @dataclass(slots=True)
 class State:
-    """Of a connection that is read: CREDIT for each of its streams, events since the last of them, and where the index
-    of its frames begins (0: there was none yet)."""
+    """The state of a connection that is read: the CREDIT frames of its streams, the number of events since these were
+    last sent, and the offset of the index in its frames (0: no frame has come yet)."""
 
     socket: zmq.Socket[bytes]
     grants: list[bytes]
@@ -67,7 +71,7 @@ class State:
 
 
 class Through:
-    """Connections to a supervisor, read by this process, in the plainest way that still grants credit."""
+    """Connections to a supervisor. This process reads them in the plainest way that still grants credit."""
 
     def __init__(self, server: Server, taken: Taken, connections: int) -> None:
         self._taken = taken
@@ -85,8 +89,11 @@ class Through:
         self._number = 0
 
     def flood(self, prompt: str, events: int, streams: int, found: list[float] | None = None) -> tuple[float, int]:
-        """(events a second, frames they came in) of so many events of so many streams on each connection. ``found``
-        takes the seconds that each frame was on its way."""
+        """Return (events per second, number of frames) of a flood of ``events`` events.
+
+        streams  streams on each connection
+        found    takes the latency of each frame, in seconds
+        """
         each = events // (streams * len(self._sockets))
         all_streams = streams * len(self._sockets)
         self._taken.steps = 0
@@ -98,13 +105,13 @@ class Through:
                 socket.send(encode(Generate(number, "m", {}, body)))
             states.append(State(socket, [encode(Credit(number, GRANT)) for number in numbers]))
         self._number += streams
-        # Of one connection all streams get their events together: the count of one stream is that of all.
+        # All streams of one connection get their events together. So the count of one stream is that of all.
         begun, frames, got, last_reported, total = 0.0, 0, 0, 0, each * all_streams
         granted, taken, events_kind = GRANT * streams, self._taken, int(Kind.EVENTS)
         for state, frame in self._frames(states):
             if frame[2] != events_kind:
                 continue
-            if found is not None and got < total - 1:  # the last ends with other fields
+            if found is not None and got < total - 1:  # the last frame does not end with a time
                 found.append(age(frame))
             if not state.index_at:
                 begun, state.index_at = begun or time.perf_counter(), index_at(frame)
@@ -124,7 +131,10 @@ class Through:
         return (got - 1) / (time.perf_counter() - begun), frames
 
     def _frames(self, states: list[State]) -> Iterator[tuple[State, bytes]]:
-        """What comes. Raises zmq.Again if nothing does for long: a stream has ended before its time."""
+        """Yield each frame that comes, with the state of its connection.
+
+        Raises zmq.Again if nothing comes for long, because a stream has ended too early.
+        """
         if len(states) == 1:
             state = states[0]
             receive = state.socket.recv
@@ -146,7 +156,7 @@ class Through:
 
 
 def index_at(frame: bytes) -> int:
-    """Where the index of an EVENTS frame begins: the same in all of a connection and a worker."""
+    """Return the offset of the index in an EVENTS frame. All frames of a connection and a worker have the same one."""
     at = 3
     for _ in range(2):  # channel and generation
         first = frame[at]
@@ -155,14 +165,14 @@ def index_at(frame: bytes) -> int:
 
 
 def spent(process: psutil.Process) -> float:
-    """Seconds of processor time so far, libzmq's thread included."""
+    """Return the seconds of processor time so far, including libzmq's thread."""
     times = process.cpu_times()
     return times.user + times.system
 
 
 @dataclass
 class Round:
-    """Events a second, seconds of processor time for each event, and median seconds of one on its way."""
+    """Events per second, seconds of processor time for each event, and the median latency of an event in seconds."""
 
     raw: float
     proxy: float

@@ -1,5 +1,4 @@
-"""Measure the cost of supervisor, sockets and process boundary: a model through a client against the same without
-serving.
+"""Measure the cost of serving: a model through client, sockets and supervisor, against the same model without serving.
 
     make bench          or: python -m benchmarks.serving --engine exllamav2 --gpu 0 [--models 1b 8b 1b-exl2]
 
@@ -9,8 +8,8 @@ turn. Figures are medians of ROUNDS rounds, those of first tokens of FIRST_ROUND
 ratios.
 
 Smooth: the 99th percentile of the time between two deltas of a stream at the client, while all streams run, divided by
-that of the generator's own step while it computes as many jobs. Burst at the end: how much faster the last tenth of a
-stream came than the whole stream, while all streams ran; the largest of all streams.
+the 99th percentile of the generator's own step while it computes as many jobs. Burst at the end: the speed of the last
+tenth of a stream divided by the speed of the whole stream, while all streams ran; the largest of all streams.
 """
 
 import statistics

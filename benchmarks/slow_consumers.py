@@ -1,4 +1,4 @@
-"""Measure what eight reading clients, and the supervisor's memory, notice of eight clients that stop reading.
+"""Measure the effect of eight clients that stop reading on eight clients that read, and on the supervisor's memory.
 
     python -m benchmarks.slow_consumers
 

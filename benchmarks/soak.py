@@ -13,8 +13,8 @@ of the time to its first token, and to its end, in the last tenth of the run is 
 
 **The machine**: other users may slow the machine down for some minutes. After each of these answers the same process
 sends a message to another one over a bare ZeroMQ socket. The other process sleeps as long as a step takes, and sends
-the message back. Nothing is subtracted for that. It only shows, if an answer took longer at the end, whether such an
-exchange did so, too.
+the message back. Nothing is subtracted for that exchange. If answers took longer at the end, the exchange only shows
+whether the machine was slower.
 
 **Memory**: RSS of the supervisor and of each worker, twice a second. It is flat if the median of the last tenth is at
 most 2 % more than that of the second tenth.

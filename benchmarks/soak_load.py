@@ -21,7 +21,7 @@ from tests.deterministic_engine import answer
 from tools.demo_models import corpus
 
 MOST_AT_ONCE = 64
-"""Requests of each kind at once. On a machine that is too slow for this load, further ones are skipped, and counted."""
+"""Most requests of each kind at once. Further ones are skipped and counted, if the machine is too slow for the load."""
 CONVERSATIONS = 60
 """Prompts of each kind, which are repeated. The supervisor remembers where up to 10,000 of them were computed last,
 with 135 bytes each. That memory must be full after the first minute."""

@@ -5,8 +5,8 @@
 The time is from the start of the process to the first token. One side is a client that connects as soon as there is a
 socket and asks at once; its request waits while the model is loaded. The other side is ``benchmarks.bare_start``, as it
 is and with the worker's settings of the garbage collector. The difference is what serving adds. Both run in turn, with
-the demo models on the CPU, files in the page cache, and modules compiled. The supervisor's own part remains when the
-worker does nothing: the same with an engine without torch, in the bare script as well.
+the demo models on the CPU, files in the page cache, and modules compiled. Both are also measured with an engine without
+torch. Then the worker does almost nothing, and the supervisor's own part of the time remains.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def _connected(runtime_dir: Path, deadline: float) -> Client:
     socket = Path(front_endpoint(runtime_dir).removeprefix("ipc://"))
     while True:
         try:
-            if socket.exists():  # only a look: a real client would take a third of a core meanwhile
+            if socket.exists():  # a real client that tried to connect would take a third of a core meanwhile
                 return Client(runtime_dir=runtime_dir)
         except ConnectionLost:
             pass

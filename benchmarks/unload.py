@@ -22,8 +22,10 @@ WITHIN = 60.0
 
 
 def stopped(server: Server, held: Memory, empty: int) -> tuple[float, float, int]:
-    """End a model by ``modelctl stop``: (seconds of the command, seconds from its return to the last byte, bytes
-    left)."""
+    """End a model by ``modelctl stop``.
+
+    Returns (seconds of the command, seconds from its return until the memory is back, bytes left).
+    """
     pid = server.status(MODEL)["pid"]
     command = server.modelctl("stop", MODEL)
     after = wait_for(lambda: not held.of(pid), WITHIN, "the stopped worker's memory")
@@ -31,8 +33,10 @@ def stopped(server: Server, held: Memory, empty: int) -> tuple[float, float, int
 
 
 def killed(server: Server, held: Memory) -> tuple[float, bool]:
-    """End it by ``kill -9``: (seconds until NVML no longer shows the worker, whether its successor existed before
-    that)."""
+    """End a worker by ``kill -9``.
+
+    Returns (seconds until NVML no longer shows the worker, whether its successor existed before that).
+    """
     pid = server.status(MODEL)["pid"]
     begun = time.perf_counter()
     os.kill(pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ Sent = tuple[int, float | None, int]
 
 
 def event_frame(text: str = TEXT) -> bytes:
-    """EVENTS with one token, as a worker sends it."""
+    """Return an EVENTS frame with one token, as a worker sends it."""
     writer = EventWriter()
     event = writer.event((1000,), {"text": text})
     return writer.frame(1, 1, [EventEntry(1, 10_000, 0, 1, len(event))], event)
@@ -57,14 +57,14 @@ def between(front: str, back: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]
 
 
 def proxy(front: str, back: str, ready: Event) -> None:
-    """A process that is libzmq's proxy, until it is terminated."""
+    """Run libzmq's proxy in a process of its own, until the process is terminated."""
     inner, outer = between(front, back)
     ready.set()
     zmq.proxy(inner, outer)
 
 
 def forward(front: str, back: str, ready: Event) -> None:
-    """As ``proxy``, in Python: everything that is there is taken and passed on, in one direction."""
+    """Do the work of ``proxy`` in Python, in one direction: receive everything that is there, and send it on."""
     inner, outer = between(front, back)
     ready.set()
     while True:
@@ -74,14 +74,16 @@ def forward(front: str, back: str, ready: Event) -> None:
                 sender, frame = receive_now(inner, DONT_WAIT), receive_now(inner, DONT_WAIT)
                 try:
                     send_to(outer, sender, frame)
-                except zmq.Again:  # the reader is behind by as much as may be
+                except zmq.Again:  # the queue to the reader is full
                     outer.poll(flags=zmq.POLLOUT)
                     send_to(outer, sender, frame)
 
 
 class Without:
-    """A sender and this reader; between them nothing, or what ``middle`` does in a process of its own (``proxy``,
-    ``forward``). A context manager."""
+    """A sender in a process of its own, and this process as the reader. A context manager.
+
+    Between them is nothing, or a process that runs ``middle`` (``proxy`` or ``forward``).
+    """
 
     def __init__(self, middle: Callable[[str, str, Event], None] | None = None) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -120,7 +122,7 @@ class Without:
         self._scratch.cleanup()
 
     def flood(self, messages: int) -> float:
-        """Messages a second, at the reader."""
+        """Return the messages per second that the reader receives."""
         self._wanted.put((messages, None, 0))
         receive, second = self._socket.recv, self._parts == 2
         begun = self._first()
@@ -131,7 +133,7 @@ class Without:
         return (messages - 1) / (time.perf_counter() - begun)
 
     def latencies(self, messages: int, rate: float, seed: int) -> list[float]:
-        """Seconds of each on its way."""
+        """Return the latency of each message in seconds."""
         self._wanted.put((messages, rate, seed))
         found = []
         for _ in range(messages):
@@ -147,5 +149,5 @@ class Without:
 
 
 def age(frame: bytes) -> float:
-    """Seconds since the time that the frame ends with."""
+    """Return the seconds since the time with which the frame ends."""
     return (time.monotonic_ns() - int(frame[-len(TEXT) :], 16)) / 1e9

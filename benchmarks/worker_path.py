@@ -1,4 +1,4 @@
-"""Measure what the worker adds to a step of the engine, from its return to the next call, and to a token.
+"""Measure the time that the worker adds to each step of the engine, from its return to the next call, and to a token.
 
     python -m benchmarks.worker_path [--step-ms 2] [--out DIR]
 
@@ -9,8 +9,8 @@ loop. It is measured in processor time of the loop's thread, which other program
 time. The same is measured with steps that take no time, minus their cost without serving. That is the cost of serving
 when nothing has to wake up and every cache is warm.
 
-At the end a pass of the garbage collector is measured through a worker with a model, which stops every stream while it
-lasts: once with the loaded objects, and once with them frozen, as in a worker.
+At the end a pass of the garbage collector is measured in a worker with a model: once with the loaded objects, and once
+with these objects frozen, as in a worker. Such a pass stops every stream while it lasts.
 """
 
 import argparse
@@ -51,7 +51,8 @@ CLIENTS = 1
 
 
 class PacedEngine:
-    """Gives each of ``streams`` jobs a token at each step, once all are there. A step waits for ``step_s`` seconds."""
+    """An engine that gives each of ``streams`` jobs a token at each step, once all are there. A step takes ``step_s``
+    seconds."""
 
     def __init__(self, texts: Sequence[str], step_s: float, streams: int) -> None:
         self._texts, self._step_s, self._streams = texts, step_s, streams
@@ -117,13 +118,13 @@ class PacedEngine:
 
 
 class RestlessEngine(PacedEngine):
-    """Gives every job the same token at each of ``steps`` steps, and then the end."""
+    """An engine that gives every job the same token at each of ``steps`` steps, and then the end."""
 
     def __init__(self, streams: int, steps: int) -> None:
         super().__init__((), 0.0, streams)
         self._last, self._events = steps, list[EngineEvent]()
         self.used = 0.0
-        """Processor time of its thread in seconds, from the first step to the end."""
+        """Processor time of the engine's thread in seconds, from the first step to the end."""
 
     def step(self) -> list[EngineEvent]:
         if len(self._jobs) < self._streams:
@@ -182,8 +183,10 @@ def serve(engine: PacedEngine, streams: int) -> None:
 
 
 def added(streams: int, step_s: float, texts: Sequence[str]) -> tuple[list[float], list[float]]:
-    """Return seconds between the return of each step and the next call, with ``streams`` running: wall-clock,
-    processor."""
+    """Return the seconds from the return of each step to the next call, with ``streams`` streams running.
+
+    Two lists: wall-clock time and processor time.
+    """
     engine = PacedEngine(texts, step_s, streams)
     serve(engine, streams)
     between = zip(engine.returned[50:-1], engine.called[51:], strict=True)
