@@ -1,4 +1,4 @@
-"""The descriptors of one port's connections, from the moment in which libzmq accepts them, as its monitor tells.
+"""The descriptors of one port's connections, from the moment at which libzmq's monitor reports that it accepted them.
 
 libzmq shows a connection only with its first message. A connection that brings none still has a descriptor.
 """
@@ -7,7 +7,7 @@ from supervisor.ports.wires import Endings, Wire, shut_down, socket_behind
 
 
 class AcceptedDescriptors:
-    """Accepted connections by descriptor, and what is known of their ends."""
+    """The accepted connections of one port, by descriptor, and those that are about to end or have ended."""
 
     def __init__(self) -> None:
         self.wires: dict[int, Wire] = {}
@@ -15,8 +15,8 @@ class AcceptedDescriptors:
         """Connections that have brought no message yet, the oldest first."""
         self.endings = Endings()
         self._unheard: set[int] = set()
-        """Descriptors of connections that ended before a message of them was read, until another connection has the
-        descriptor."""
+        """Descriptors of connections that ended before one of their messages was read. A descriptor leaves this set
+        when another connection gets it."""
 
     def accept(self, fd: int, most_strangers: int | None) -> int | None:
         """Note a new connection. Return the descriptor of the stranger to end, if there are too many strangers now.
@@ -38,7 +38,7 @@ class AcceptedDescriptors:
     def note_end(self, fd: int, *, heard: bool) -> None:
         """Note that a connection has ended.
 
-        heard  whether a message of it was read
+        heard  whether the supervisor has read a message of this connection
         """
         self.wires.pop(fd, None)
         self.strangers.pop(fd, None)
@@ -50,14 +50,14 @@ class AcceptedDescriptors:
         return fd in self._unheard
 
     def end(self, fd: int) -> None:
-        """End a connection now, unless it has ended."""
+        """End a connection now. Do nothing if it has ended already."""
         if (wire := self.wires.get(fd)) is not None:
             shut_down(fd, wire)
 
     def end_soon(self, routing_id: bytes, fd: int, now: float, *, hears: bool) -> bool:
-        """End a connection when its client has had time to read why. Return False if it has ended.
+        """End a connection as soon as its client has had time to read why. Return False if the connection has ended.
 
-        hears  False if not even libzmq is to read more of it
+        hears  False if libzmq, too, is to read no more of the connection
         """
         if (wire := self.wires.get(fd)) is None:
             return False

@@ -1,8 +1,8 @@
 """Queues of client messages that the supervisor has received and not handled yet, with limits. Pure.
 
-libzmq must never stop reading a client (see ``client_port``), so a client that sends faster than the supervisor handles
-would fill the memory. Every turn of the loop therefore takes in many more messages than it handles. What is left over
-shows which connection sends too fast, and that connection is ended.
+libzmq must never stop reading a client (see ``sockets.client_router``). So a client that sends faster than the
+supervisor handles would fill the memory. Therefore every turn of the loop takes in many more messages than it handles.
+The messages that stay in the queues show which connection sends too fast. The supervisor ends that connection.
 """
 
 from collections import deque
@@ -30,8 +30,8 @@ class ArrivalLimits:
     messages_of_all: int = 60_000
     bytes_of_all: int = 128 * _MIB
     growth: int = 64 * _MIB
-    """Bytes that the process may grow by while messages wait. libzmq receives small messages six times as fast as we
-    can take them from it, and more than that on a busy machine, so most of a flood waits where it cannot be counted."""
+    """Bytes that the process may grow by while messages wait. libzmq receives small messages six times as fast as the
+    supervisor takes them, and even faster on a busy machine. So most of a flood waits where it cannot be counted."""
 
 
 class _ConnectionQueue(Generic[T]):
@@ -109,11 +109,11 @@ class Arrivals(Generic[T]):
         self._resident = None
 
     def excessive(self, *, grown: bool) -> list[tuple[int, int, int]]:
-        """Return (channel, messages, bytes) of the connections that have to be ended, since too much of them waits.
+        """Return (channel, messages, bytes) of each connection to end because too many of its messages wait.
 
-        If too much of all connections waits, or the process has ``grown`` by too much, this returns the connections
-        with the longest queues, and those with a queue of at least half that length. Many connections that flood at
-        once would otherwise be ended one after the other, while the rest of them go on.
+        If too many messages of all connections wait, or the process has ``grown`` by too much, the result includes the
+        connections with the longest queues, and those with a queue of at least half that length. Otherwise, of many
+        connections that flood at once, one would be ended after the other while the rest go on.
         """
         found, self._over = self._over, set()
         if self._messages < SHORT_MESSAGES and self._bytes < SHORT_BYTES:

@@ -1,4 +1,4 @@
-"""All ports that clients connect to. A channel is the number of one connection of one of them."""
+"""All ports that clients connect to. A channel is the number of one connection. No two ports use the same number."""
 
 from collections.abc import Iterator
 
@@ -7,11 +7,11 @@ from supervisor.ports.client_port import ClientPort
 
 
 class ClientPorts:
-    """The ports, by what they are for.
+    """The ports, by purpose.
 
     front  requests and queries, over ipc
     admin  orders and queries, over ipc
-    tcp    all of these, as far as a key has the right; None if nothing listens on TCP
+    tcp    requests, queries and orders, as far as the client's key has the right; None if nothing listens on TCP
     """
 
     def __init__(self, front: ClientPort, admin: ClientPort, tcp: ClientPort | None) -> None:
@@ -28,7 +28,7 @@ class ClientPorts:
         return iter(self._all)
 
     def send(self, channel: int, frame: bytes) -> None:
-        """Send a frame to a client. If the client is gone, ``take_gone`` tells so."""
+        """Send a frame to a client. If the client is gone, ``take_gone`` returns its channel."""
         if not self._send_to_front(channel, frame):  # most frames are for its clients
             for port in self._all[1:]:
                 if port.send(channel, frame):

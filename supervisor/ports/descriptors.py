@@ -1,9 +1,9 @@
 """Decide when so many descriptors are in use that ports must take no new connections.
 
 libzmq aborts the whole process if it finds no descriptor for an incoming connection. libzmq's own thread takes
-connections. It is ahead of the supervisor's thread by up to ``UNSEEN`` connections of each port, and by those that the
-kernel has ready when the port stops listening. So that many descriptors are kept in reserve, and some more for workers
-and for operators.
+connections. That thread is ahead of the supervisor's thread by up to ``UNSEEN`` connections of each port. It also takes
+those that the kernel has ready when the port stops listening. So that many descriptors are kept in reserve, and some
+more for workers and for operators.
 
 A process that may have fewer than COMFORTABLE descriptors cannot keep that reserve. It keeps half of them, and logs a
 warning at start: a fast flood could use up the reserve while the supervisor's thread does not get to run.
@@ -19,7 +19,7 @@ import resource
 from supervisor.ports.monitors import UNSEEN
 
 COMFORTABLE = 4096
-"""The limit on descriptors from which on the whole reserve can be kept."""
+"""The lowest limit on descriptors with which the whole reserve can be kept."""
 BACKLOG = 128
 """Connections that the kernel may have ready for each socket. They come even after the socket stopped listening."""
 FOR_OURSELVES = 64
@@ -31,7 +31,7 @@ OF_SUPERVISOR = 48
 OF_WORKER = 8
 """Descriptors for each worker. 5 were counted; starting one takes a few more."""
 FEWEST_CLIENTS = 32
-"""Connections of clients that there must be room for."""
+"""The number of client connections for which there must always be descriptors."""
 LAST = 16
 """Descriptors that are kept free even from operators."""
 
@@ -114,6 +114,6 @@ class DescriptorBudget:
         try:
             return len(os.listdir("/proc/self/fd"))
         except OSError as e:
-            if e.errno not in (errno.EMFILE, errno.ENFILE):  # looking takes one, too; or the system has none left
+            if e.errno not in (errno.EMFILE, errno.ENFILE):  # to list a directory takes a descriptor, too
                 raise
             return self.limit

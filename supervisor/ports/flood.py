@@ -1,15 +1,15 @@
-"""Remember that clients send faster than their messages can be taken in, and let newcomers wait for that time. Pure."""
+"""Note when clients send faster than the supervisor takes messages in. New connections wait during that time. Pure."""
 
 FLOOD_S = 2.0
-"""How long new connections wait at most during a flood and after it."""
+"""The most seconds that new connections wait during a flood and after it."""
 
 
 class Flood:
-    """Whether a flood goes on at one port."""
+    """The state of a flood at one port. It is true while a flood goes on."""
 
     def __init__(self) -> None:
         self._at: float | None = None
-        """When the flood was noticed last, or newcomers were let in since. None while there is no flood."""
+        """Monotonic time at which the flood began or went on, or newcomers were last let in. None without a flood."""
 
     def __bool__(self) -> bool:
         return self._at is not None
@@ -20,7 +20,7 @@ class Flood:
             self._at = now
 
     def go_on(self, now: float) -> None:
-        """Note that a connection is ended for a flood, so the rest of what it has sent is still to be dropped."""
+        """Note that a connection is ended for a flood. The supervisor has still to drop what the client has sent."""
         self._at = now
 
     def end(self) -> None:
@@ -30,8 +30,8 @@ class Flood:
     def lets_newcomers_in(self, now: float) -> bool:
         """Return whether handshakes may be finished now.
 
-        After a flood new connections wait until everything that was sent has been taken in. All that wait are let in
-        every FLOOD_S, because libzmq gives a handshake 3 s.
+        After a flood new connections wait until the supervisor has taken in everything that was sent. But every
+        FLOOD_S all waiting connections are let in, because libzmq gives a handshake 3 s.
         """
         if self._at is None:
             return True

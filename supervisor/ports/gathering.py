@@ -1,9 +1,9 @@
-"""Find local connections that fill libzmq's memory with messages that libzmq never hands over.
+"""Find local connections that fill libzmq's memory with messages that libzmq never passes on to the supervisor.
 
-libzmq reads a message of several parts whole before it passes any part on, however long the message grows. It also
+libzmq reads a message of several parts whole before it passes any part on, however long the message grows. libzmq also
 reads the messages of a client that chose the routing id of another connection, and never passes them on. Over TCP the
-kernel counts the bytes of each connection (see ``tcp_listener``). Of a local connection it tells only how much is
-unread.
+kernel counts the bytes of each connection (see ``tcp_listener``). For a local connection the kernel tells only how many
+bytes are unread.
 """
 
 import fcntl
@@ -15,9 +15,9 @@ from protocol import limits
 GROWTH = 4 * limits.SOCKET_MAX_FRAME
 """Bytes that the process must have grown by before a connection is suspected."""
 GATHERED = limits.SOCKET_MAX_FRAME
-"""Bytes that the process must have grown by since a connection was suspected. Only then the connection is ended. On a
+"""Bytes that the process must have grown by since a connection was suspected, before that connection is ended. On a
 busy machine libzmq's thread may get no processor for longer than the time between checks. Then a quick client that
-sends many requests at once has a full buffer and brings no message. But libzmq gathers nothing in that time either."""
+sends many requests at once has a full buffer and brings no message. But libzmq's memory does not grow in that time."""
 UNREAD = 32 << 10
 """Bytes that a suspected connection must have in the kernel's buffer. A flood is faster than libzmq and keeps the
 buffer full. A client's request is mostly smaller."""
@@ -25,15 +25,16 @@ _FIONREAD = 0x541B
 
 
 class Gathering:
-    """Decides which connections to end, once the memory has grown by too much.
+    """The suspected connections of one port. This class decides which connections to end when memory grows too much.
 
-    It suspects a connection that has brought no message since the last check, while libzmq has UNREAD bytes of it to
-    read. It ends a connection that stays suspected in each check while the process grows by GATHERED.
+    A connection is suspected if it has brought no message since the last check, although UNREAD of its bytes wait to
+    be read. A connection is to end if each check suspects it while the process grows by GATHERED.
     """
 
     def __init__(self) -> None:
         self._calm: int | None = None
-        """Bytes that the process had in memory when no connection was suspected the last time."""
+        """Bytes that the process had in memory when a check last found growth and suspected no connection, or at the
+        first check. None before that."""
         self._suspects: dict[int, int] = {}
         """By descriptor: bytes that the process had in memory when the connection became suspected."""
 

@@ -1,4 +1,4 @@
-"""A port over ipc: a private socket file. The handshake (ZAP) admits only processes of the supervisor's own user."""
+"""A port over ipc, with a private socket file. The handshake (ZAP) admits only processes of the supervisor's user."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +20,7 @@ class IpcListener:
     """The way into a port over ipc, see ``Listener``."""
 
     check_s = 0.05
-    """libzmq can receive 100 MB in that time."""
+    """Seconds between two calls of ``find_abusers``. libzmq can receive 100 MB in that time."""
     most_strangers: int | None = None
 
     def __init__(self, file: SocketFile) -> None:
@@ -42,7 +42,7 @@ class IpcListener:
         all_connections: Collection[ClientConnection],
         handshakes: int,
     ) -> None:
-        """Give the connection the rights of the supervisor's own user. The handshake has asked for the user."""
+        """Give the connection the rights of the supervisor's own user. The handshake has checked the user."""
         connection.identity = OWNER
 
     def find_abusers(self, wires: Mapping[int, Wire], connections: Mapping[int, ClientConnection]) -> Collection[int]:
@@ -59,7 +59,7 @@ def open_ipc_port(
     holds    see ``ClientPort``
     """
     socket = client_router(context, backlog)
-    # A frozen client (SIGSTOP) is cut off after both.
+    # The connection of a frozen client (SIGSTOP) ends after the sum of both times.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2500)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2500)
     monitor = open_monitor(context, socket, MONITORED)

@@ -1,4 +1,4 @@
-"""What differs between ports over ipc and over TCP: how newcomers are kept out, which clients may stay, the limits."""
+"""The interface to the parts of a port that differ between ipc and TCP: pausing, admission of clients, and limits."""
 
 from collections.abc import Collection, Mapping
 from typing import Protocol
@@ -34,7 +34,7 @@ class Listener(Protocol):
         all_connections: Collection[ClientConnection],
         handshakes: int,
     ) -> None:
-        """Find out whose connection this is. Raises WireError or ForgedRoutingId if the connection may not stay.
+        """Set the identity of a new connection. Raises WireError or ForgedRoutingId if the connection may not stay.
 
         part             the connection's first message
         all_connections  the connections of this port, this one included

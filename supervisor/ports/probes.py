@@ -1,6 +1,6 @@
-"""Choose the clients that are sent a PING now: each client once a second, a few clients at a time. Pure.
+"""Choose the clients that get a PING now: each client once a second, a few clients at a time. Pure.
 
-Some hundred PINGs and PONGs all at once would keep every token waiting for 10 ms, once a second.
+Some hundred PINGs and PONGs at once would delay every token by 10 ms, once a second.
 """
 
 from collections.abc import Callable, Collection
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 PROBE_INTERVAL_S = 0.05
 """Seconds between two parts of a round."""
 PARTS = 20
-"""Parts of a round. A round takes a second."""
+"""Number of parts in a round. A round takes a second."""
 
 
 class Probes:

@@ -1,7 +1,7 @@
-"""Check every message that comes over TCP against the rights and limits of its key, before the loop sees it.
+"""Check every message that comes over TCP against the rights and limits of its key, before the loop handles it.
 
-This module also ends the connections of a key that was revoked. The decisions are made by the other modules of this
-package; this module looks things up and carries the decisions out.
+This module also ends the connections of a key that was revoked. ``supervisor.keys`` decides. This module looks things
+up and carries the decisions out.
 """
 
 import logging
@@ -22,7 +22,7 @@ from supervisor.requests.refusals import number_of, refusal
 from supervisor.requests.scheduler import Scheduler
 
 REVOKE_S = 0.5
-"""Seconds between two checks of the list of keys for those who are connected."""
+"""Seconds between two checks whether the keys of connected clients are still on the list."""
 
 
 class RequestAuthorizer:
@@ -46,14 +46,14 @@ class RequestAuthorizer:
         self.forbidden = 0
 
     def party(self, connection: ClientConnection) -> int:
-        """Return the number by which workers know the key of a connection: one for all its connections."""
+        """Return the number by which workers know the key of a connection. All connections of a key have one number."""
         public_key = connection.identity.public_key
         if public_key not in self._parties:
             self._parties[public_key] = next_channel()
         return self._parties[public_key]
 
     def admits(self, connection: ClientConnection, message: Message) -> bool:
-        """Return whether this message may go on. If not, its sender has been told why."""
+        """Return whether this message may go on. If not, tell its sender why."""
         try:
             check_right(connection.identity, message)
         except WireError as e:
@@ -82,7 +82,7 @@ class RequestAuthorizer:
             self._ring.allowance(identity, now).charge(1 + len(message.body) // BYTES_PER_TOKEN, now)
 
     def charge(self, message: Events) -> None:
-        """Charge a key for the tokens in a frame for one of its connections."""
+        """Charge the key of the connection that a frame is for with the tokens in this frame."""
         connection = self.port.connections_by_channel.get(message.channel)
         if connection is not None and connection.identity.tokens_per_minute is not None:
             now = time.monotonic()
@@ -90,14 +90,14 @@ class RequestAuthorizer:
             self._ring.allowance(connection.identity, now).charge(tokens, now)
 
     def charge_party(self, party: int, tokens: int) -> None:
-        """Charge a key for what a worker compiled for it, whether or not its connection is still there."""
+        """Charge a key for a constraint that a worker compiled, even if the key's connection has ended meanwhile."""
         public_key = next((key for key, number in self._parties.items() if number == party), None)
         if public_key is not None and (identity := self._ring.find(public_key)) is not None:
             now = time.monotonic()
             self._ring.allowance(identity, now).charge(tokens, now)
 
     def refresh(self) -> list[QueuedEffect]:
-        """Apply the present list of keys to those who are connected. Return what ends the connections of revoked keys.
+        """Apply the present list of keys to the connections. Return the effects that end those with a revoked key.
 
         The requests of such a connection end first, so that its client reads their errors.
         """

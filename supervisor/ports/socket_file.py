@@ -1,4 +1,7 @@
-"""The file through which peers find a bound ipc socket. It can be hidden for a time, and made again if it is lost."""
+"""The file of a bound ipc socket, through which peers find the socket.
+
+The supervisor can hide the file for a time, and make it again if it is lost.
+"""
 
 import os
 from contextlib import suppress
@@ -9,10 +12,10 @@ from protocol.process.runtime_paths import PAUSED
 
 
 class SocketFile:
-    """Binds the socket at once. Only our own user can connect to it: the file has mode 0600."""
+    """The file of one socket. It has mode 0600, so only the supervisor's own user can connect."""
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
-        """Raises ZMQError, OSError."""
+        """Bind the socket. Raises ZMQError, OSError."""
         self._socket = socket
         self._endpoint = endpoint
         self.path = endpoint.removeprefix("ipc://")
@@ -22,7 +25,8 @@ class SocketFile:
     def hide(self) -> None:
         """Let nobody connect any more. Connections that exist go on.
 
-        The file is moved away. To unbind would not do: libzmq ends with a listener all that the listener has accepted.
+        The file is moved away. The socket must stay bound: when libzmq unbinds a listener, it also ends all connections
+        that the listener has accepted.
         """
         self._hidden = True
         self._move(self.path, self.path + PAUSED)
@@ -33,7 +37,7 @@ class SocketFile:
         self._move(self.path + PAUSED, self.path)
 
     def is_lost(self) -> bool:
-        """Return whether the file is gone, or is not ours any more."""
+        """Return whether the file is gone, or another file has its name."""
         try:
             return _identity(self._name) != self._bound
         except FileNotFoundError:
@@ -42,8 +46,8 @@ class SocketFile:
     def make_again(self) -> None:
         """Bind the socket a second time, because its file is lost. Connections that exist go on.
 
-        The listener without a file stays open, with one descriptor, as long as the socket: to unbind would end the
-        connections. Raises ZMQError, OSError.
+        The listener without a file stays open as long as the socket, and uses one descriptor: to unbind it would end
+        the connections. Raises ZMQError, OSError.
         """
         self._bind()
         if self._hidden:

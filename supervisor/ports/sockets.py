@@ -43,14 +43,14 @@ def router(context: Context) -> zmq.Socket[bytes]:
 def client_router(context: Context, backlog: int) -> zmq.Socket[bytes]:
     """Return a ROUTER for clients, which is not bound yet.
 
-    backlog  connections that the kernel may have ready for us
+    backlog  connections that the kernel may have ready for the supervisor
     """
     socket = router(context)
-    # Credit bounds what a stream can have on the way; the mark is only the last fuse.
+    # Credit limits how many events of a stream are on the way. This mark is only the last protection.
     socket.setsockopt(zmq.SNDHWM, 100_000)
-    # No mark: at the mark libzmq 4.3.5 stops reading. If such a client then goes away, and libzmq comes to a PING of
-    # ZMTP in what it had buffered, or a heartbeat is due, it aborts the process (an assertion on _io_error). The memory
-    # is bounded by ending connections that send too fast, see ``arrivals``.
+    # No receive mark: at the mark libzmq 4.3.5 stops reading a client. If that client then leaves, libzmq aborts the
+    # process (an assertion on _io_error) when it finds a PING of ZMTP in its buffer, or when a heartbeat is due. To
+    # limit memory, the supervisor ends connections that send too fast, see ``arrivals``.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.BACKLOG, backlog)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)

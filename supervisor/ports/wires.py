@@ -1,8 +1,8 @@
-"""Ending one connection of a libzmq socket, for which libzmq has no call.
+"""End one connection of a libzmq socket, for which libzmq has no call.
 
 The socket's monitor and SRCFD tell the descriptor of a connection. ``shutdown(2)`` on that descriptor looks to libzmq
-like a peer that has left. Descriptors are used again, so the kernel's socket behind a descriptor is noted when libzmq
-accepts it and compared before anything is done to it.
+like a peer that has left. The system uses descriptors again. So this module notes the kernel's socket behind a
+descriptor when libzmq accepts the connection, and compares it before each action.
 """
 
 import os
@@ -15,11 +15,11 @@ from typing import TypeVar
 LAST_WORD_S = 0.5
 """Seconds between the ERROR that tells a client why, and the end of its connection."""
 MOST_AFTER_LAST_WORD = 4096
-"""Frames that a connection may send in this time. One that sends more is ended at once."""
+"""Frames that a connection may send during LAST_WORD_S. A connection that sends more is ended at once."""
 
 WRITE_S = 0.02
-"""Seconds that libzmq is given to write the ERROR before the supervisor lets it read no more of a connection. libzmq
-drops what it has not written when it sees the end of a connection, so a client would not be told why."""
+"""Seconds for libzmq to write the ERROR before the supervisor stops it from reading more of the connection. When
+libzmq sees the end of a connection, it drops what it has not written, and the client would not learn why."""
 
 T = TypeVar("T")
 KernelSocket = tuple[int, int]
@@ -30,9 +30,9 @@ KernelSocket = tuple[int, int]
 class Wire:
     """An accepted descriptor.
 
-    socket  the kernel's socket behind it; None if it had been closed before we could ask
-    read    bytes received when a message was complete the last time
-    silent  how often the limits have been enforced since it was accepted, while no message came
+    socket  the kernel's socket behind the descriptor; None if that was closed before the supervisor asked
+    read    bytes received up to the check that last found a complete message
+    silent  how many checks of the limits have found that no message came since the descriptor was accepted
     """
 
     socket: KernelSocket | None
@@ -50,7 +50,7 @@ class _Ending:
 
 
 class Endings:
-    """Connections, by routing id, that were told why they end. They are shut down LAST_WORD_S later."""
+    """Connections, by routing id, whose clients were told why they end. They are shut down LAST_WORD_S later."""
 
     def __init__(self) -> None:
         self._endings: dict[bytes, _Ending] = {}
@@ -58,7 +58,7 @@ class Endings:
     def add(self, routing_id: bytes, fd: int, wire: Wire, now: float, *, hears: bool) -> None:
         """Shut this connection down LAST_WORD_S after ``now``.
 
-        hears  False if libzmq is to read no more of it as soon as it has written the ERROR
+        hears  False if libzmq is to read no more of the connection once it has had WRITE_S to write the ERROR
         """
         self._endings[routing_id] = _Ending(now + LAST_WORD_S, fd, wire, hears)
 
@@ -104,19 +104,19 @@ def shut_down(fd: int, wire: Wire) -> None:
 
 
 def stop_reading(fd: int, wire: Wire) -> None:
-    """Let libzmq read what the kernel has of this connection, and no more.
+    """Let libzmq read what the kernel has already received on this connection, and no more.
 
-    Over ipc the client cannot send from now on. libzmq sees the end of the connection when it has read the rest, some
-    200 KB. Before that it writes what it was given to send: an ERROR that says why arrives. Over TCP the client's
-    kernel goes on sending, and the connection ends when it is shut down.
+    Over ipc the client can send nothing more. libzmq reads the rest, some 200 KB, and then sees the end of the
+    connection. libzmq should have written the ERROR that tells the client why before it sees that end, see WRITE_S.
+    Over TCP the client's kernel goes on sending, and the connection ends at ``shut_down``.
     """
     if wire.socket is not None and socket_behind(fd) == wire.socket:
         borrow(fd, lambda borrowed: borrowed.shutdown(socket.SHUT_RD))
 
 
 def borrow(fd: int, act: Callable[[socket.socket], T]) -> T | None:
-    """Call ``act`` with libzmq's descriptor as a socket and return its result. Return None if the descriptor was closed
-    meanwhile, or its peer has left."""
+    """Call ``act`` with libzmq's descriptor as a socket, and return the result. Return None if the descriptor is closed
+    or the peer has left."""
     try:
         # Python asks the kernel for fewer properties if the kind is given. The family may be wrong, so ``act`` must not
         # ask for addresses.

@@ -3,7 +3,7 @@
 Over ipc, processes of the supervisor's own user may connect, and to the workers' socket only workers. Over TCP, clients
 with a key that is on the list may connect.
 
-pyzmq's ready-made authenticator does not look at uids. libzmq names the peer of an ipc connection as
+pyzmq's own authenticator does not look at uids. libzmq names the peer of an ipc connection as
 ``localhost:uid:gid:pid`` (SO_PEERCRED), which cannot be forged. Over CURVE libzmq names the client's public key, after
 the client has proved that it has the secret key. The answer returns the public key as User-Id, and libzmq puts that on
 every message.
@@ -22,12 +22,14 @@ WORKER_DOMAIN = b"modelctl-back"
 TCP_DOMAIN = b"modelctl-tcp"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ADMITTED, DENIED, TRY_LATER = b"200", b"400", b"500"
-"""Status codes. libzmq tells a client 400 and 500, and modelctl's own client does not try again after 400. A client
-would not be told of 300."""
+"""Status codes of ZAP. libzmq reports 400 and 500 to the client, but not 300. modelctl's own client does not try again
+after 400."""
 
 
 class ZapHandler:
-    """Answers libzmq's questions. Make it before the first socket is bound, and close its socket after all others.
+    """The handler of ZAP, which answers libzmq's questions about connections.
+
+    Make the handler before the first socket is bound, and close its socket after all others.
 
     uid        the user whose processes may connect over ipc
     is_worker  tells whether the process with this pid is a worker, and may connect to the workers' socket
