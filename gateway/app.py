@@ -1,5 +1,6 @@
 """The ASGI application: its routes, and the link to the supervisor that they share."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -9,6 +10,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from gateway.http.errors import ApiError, error_response
+from gateway.http.keep_alive import KeepAlive
+from gateway.openai.answers import chat, completion
+from gateway.openai.models import model, models
+from gateway.openai.tokenizing import detokenize, tokenize
 from gateway.settings import Settings
 from gateway.supervisor_link import SupervisorLink
 from protocol.errors import WireError
@@ -22,19 +27,34 @@ def make_app(settings: Settings) -> Starlette:
         link = SupervisorLink(settings)
         await link.connect()
         app.state.link = link
+        keep_alive = asyncio.create_task(app.state.keep_alive.run())
         try:
             yield
         finally:
+            keep_alive.cancel()
             await link.close()
 
     app = Starlette(
-        routes=[Route("/livez", live)],
+        routes=[*_api(""), *_api("/v1"), *_api("/v1/v1"), Route("/livez", live)],
         exception_handlers={ApiError: _refused, WireError: _refused},
         lifespan=connected,
     )
     app.state.settings = settings
+    app.state.keep_alive = KeepAlive(0 if settings.keepalive == "off" else settings.keepalive_s)
     app.router.redirect_slashes = False
     return app
+
+
+def _api(prefix: str) -> list[Route]:
+    """Return the routes of OpenAI's API. Clients are told the base URL with /v1, without it, and with two of them."""
+    return [
+        Route(f"{prefix}/chat/completions", chat, methods=["POST"]),
+        Route(f"{prefix}/completions", completion, methods=["POST"]),
+        Route(f"{prefix}/models", models),
+        Route(f"{prefix}/models/{{name:path}}", model),
+        Route(f"{prefix}/tokenize", tokenize, methods=["POST"]),
+        Route(f"{prefix}/detokenize", detokenize, methods=["POST"]),
+    ]
 
 
 async def live(request: Request) -> Response:

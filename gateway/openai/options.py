@@ -1,0 +1,168 @@
+"""Turn the options of OpenAI's API into the options of this project. Pure.
+
+The worker checks the values, and its errors name the option. This module refuses what the gateway does not offer.
+"""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Final, cast
+
+from gateway.http.errors import ApiError
+from gateway.openai.messages import read_messages
+from protocol.client.request_options import RequestOptions
+
+MOST_ANSWERS: Final = 128
+"""Largest ``n``, as at OpenAI."""
+ABOUT_THE_ACCOUNT: Final = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_options",
+    }
+)  # fmt: skip
+"""Options that say nothing about the answer. They are accepted and not used."""
+NOT_OFFERED: Final = {
+    "audio": "audio is not offered",
+    "modalities": "only text is offered",
+    "functions": "use tools instead",
+    "function_call": "use tool_choice instead",
+    "prediction": "predicted outputs are not offered: a draft model in models.yaml makes answers faster",
+    "web_search_options": "web search is not offered",
+    "verbosity": "verbosity is not offered",
+    "moderation": "moderation is not offered",
+    "suffix": "text after the gap is not offered",
+    "best_of": "use n instead",
+    "echo": "the prompt is not sent back: tokenize has its tokens",
+}
+"""Options of OpenAI's API that no model here has, each with the remedy."""
+OWN: Final = frozenset(RequestOptions.__annotations__) - {"messages", "token_ids", "tools", "template_kwargs"}
+"""Options of this project that a request gives by their own names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One request of OpenAI's API, in the terms of this project.
+
+    model          name of the model
+    options        keywords of ``AsyncClient.generate``
+    n              number of answers
+    stream         whether the answer is streamed
+    include_usage  whether the stream ends with an event that counts the tokens
+    """
+
+    model: str
+    options: RequestOptions
+    n: int
+    stream: bool
+    include_usage: bool
+
+
+def read_chat(body: dict[str, Any]) -> Wanted:
+    """Return the request in the body of a POST to /v1/chat/completions. Raises ApiError, which names the option."""
+    given = dict(body)
+    options: dict[str, Any] = {"messages": read_messages(given.pop("messages", None))}
+    choice, tools = given.pop("tool_choice", None), given.pop("tools", None)
+    if choice not in (None, "auto", "none"):
+        raise _not_offered("tool_choice", "answers cannot be forced to call a tool yet: use auto or none")
+    if given.pop("parallel_tool_calls", None) is False:
+        raise _not_offered("parallel_tool_calls", "the number of tool calls cannot be limited yet: leave it out")
+    if tools and choice != "none":
+        options["tools"] = tools
+    variables = (_read_map(given, "chat_template_kwargs") or {}) | (_read_map(given, "template_kwargs") or {})
+    if (effort := given.pop("reasoning_effort", None)) is not None:
+        variables = {"reasoning_effort": effort} | variables  # a variable that templates of reasoning models read
+    if variables:
+        options["template_kwargs"] = variables
+    return _read_rest(given, options)
+
+
+def read_completion(body: dict[str, Any]) -> tuple[list[str | list[int]], Wanted]:
+    """Return the prompts, and the request without them, in the body of a POST to /v1/completions. Raises ApiError."""
+    given = dict(body)
+    prompts = _read_prompts(given.pop("prompt", None))
+    logprobs = given.pop("logprobs", None)  # a number here: how many of the likeliest tokens
+    options: dict[str, Any] = {}
+    if logprobs is not None and logprobs is not False:
+        options |= {"logprobs": True, "top_logprobs": 0 if logprobs is True else logprobs}
+    return prompts, _read_rest(given, options)
+
+
+def _read_prompts(given: Any) -> list[str | list[int]]:
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        if all(type(each) is int for each in given):
+            return [given]
+        if all(isinstance(each, str) or (isinstance(each, list) and each) for each in given):
+            return given
+    raise ApiError(400, "prompt must be a string, an array of token ids, or an array of such prompts", param="prompt")
+
+
+def _read_rest(given: dict[str, Any], options: dict[str, Any]) -> Wanted:
+    model = given.pop("model", None)
+    if not isinstance(model, str):
+        raise ApiError(400, "model must be the name of a model: GET /v1/models lists them", param="model")
+    n = given.pop("n", None)
+    n = 1 if n is None else n
+    if type(n) is not int or not 1 <= n <= MOST_ANSWERS:
+        raise ApiError(400, f"n must be a whole number from 1 to {MOST_ANSWERS}", param="n")
+    stream = _read_bool(given, "stream")
+    stream_options = _read_map(given, "stream_options") or {}
+    include_usage = _read_bool(stream_options, "include_usage", "stream_options.include_usage")
+    _read_bool(stream_options, "include_obfuscation", "stream_options.include_obfuscation")  # nothing to hide here
+    if stream_options:
+        name = next(iter(stream_options))[:64]
+        raise ApiError(400, f"stream_options has an unknown key {name!r}", param=f"stream_options.{name}")
+    options |= _read_format(given.pop("response_format", None))
+    for name, value in given.items():
+        if value is None or name in ABOUT_THE_ACCOUNT:
+            continue
+        if name == "modalities" and value == ["text"]:
+            continue
+        if name in NOT_OFFERED:
+            raise _not_offered(name, NOT_OFFERED[name])
+        if name not in OWN:
+            near = get_close_matches(name[:64], OWN, 1)
+            hint = f": did you mean {near[0]}?" if near else ": leave it out"
+            raise ApiError(400, f"unknown option {name[:64]!r}{hint}", param=name[:64])
+        options[name] = value
+    if options.get("logprobs") is False:
+        options.pop("top_logprobs", None)
+    return Wanted(model, cast(RequestOptions, options), n, stream, include_usage)
+
+
+def _read_format(given: Any) -> dict[str, Any]:
+    """Return the option that gives the answer the shape of a ``response_format``."""
+    if given is None:
+        return {}
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}, "whitespace_flexible": True}
+    if kind == "json_schema":
+        described = given.get("json_schema")
+        schema = described.get("schema", {"type": "object"}) if isinstance(described, dict) else None
+        if not isinstance(schema, dict):
+            raise ApiError(400, "response_format.json_schema.schema must be an object", param="response_format")
+        return {"json_schema": schema}
+    raise ApiError(400, "response_format.type must be text, json_object or json_schema", param="response_format")
+
+
+def _read_bool(given: dict[str, Any], name: str, shown: str | None = None) -> bool:
+    value = given.pop(name, None)
+    if value is None:
+        return False
+    if type(value) is not bool:
+        raise ApiError(400, f"{shown or name} must be true or false", param=shown or name)
+    return value
+
+
+def _read_map(given: dict[str, Any], name: str) -> dict[str, Any] | None:
+    value = given.pop(name, None)
+    if value is not None and not isinstance(value, dict):
+        raise ApiError(400, f"{name} must be an object", param=name)
+    return dict(value) if value is not None else None
+
+
+def _not_offered(name: str, remedy: str) -> ApiError:
+    return ApiError(400, f"{name} is not offered: {remedy}", code="unsupported", param=name)
