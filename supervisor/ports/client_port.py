@@ -1,10 +1,10 @@
 """A ROUTER that clients connect to, and the clients that are connected.
 
-A supervisor has ``front`` for requests and ``admin`` for orders, both over ipc, and perhaps one port over TCP for both.
-What differs between ipc and TCP is the port's ``Listener``. Routing ids are libzmq's own (a chosen one is refused), so
-a new connection is always a new client. The supervisor notices a client's end in three ways: by the socket's monitor
-(at once, but an event can be missed when a descriptor is used again), by a send that fails, and by the loop's probe of
-clients with unfinished requests.
+A supervisor has the port ``front`` for requests and the port ``admin`` for orders, both over ipc. It may have one port
+over TCP for both. Ports over ipc and over TCP differ only in their ``Listener``. Routing ids are libzmq's own (a chosen
+one is refused), so a new connection is always a new client. The supervisor notices a client's end in three ways: by the
+socket's monitor (at once, but an event can be missed when a descriptor is used again), by a send that fails, and by the
+loop's probe of clients with unfinished requests.
 """
 
 import logging
@@ -53,7 +53,7 @@ MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_P
 class ClientPort:
     """One port: its socket, the monitor of this socket, and the connections.
 
-    holds  tells whether a connection's request of this number is unfinished, see ``Scheduler.holds``
+    holds  (channel, number) → whether that request is unfinished, see ``Scheduler.holds``
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class ClientPort:
         self._flood = Flood()
         self._flood_logged_at = 0.0
         self._skipping = False
-        """Parts of a refused message are still to be read."""
+        """Whether parts of a refused message must still be read and dropped."""
         self._arrivals: Arrivals[zmq.Frame] = Arrivals(ArrivalLimits())
-        """Messages taken in and not handled. Of a message of several parts it is the first part."""
+        """Messages taken in and not handled. A message of several parts is represented by its first part."""
         self._table = ConnectionTable()
         self.connections_by_channel = self._table.by_channel
         """The connections that have brought a message, as they come and go. Only this port changes it."""
@@ -88,7 +88,7 @@ class ClientPort:
 
     def close(self) -> None:
         """Give the last frames half a second to leave, once the context is terminated."""
-        self.monitor.close(linger=0)  # and not disabled, see ``open_monitor``
+        self.monitor.close(linger=0)  # not ``disable_monitor``, see ``open_monitor``
         self.socket.close(linger=500)
 
     # --- new connections ------------------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ class ClientPort:
 
     @property
     def accepted(self) -> int:
-        """How many connections libzmq has accepted that have not ended, as far as its monitor has been read."""
+        """The number of accepted connections that have not ended, as far as libzmq's monitor has been read."""
         return len(self._accepted.wires)
 
     def read_monitor(self, limit: int | None = None) -> bool:
         """Read the monitor's events, ``limit`` of them or all. Return whether there may be more.
 
-        Call this before messages are read, so that a descriptor that is used again is seen as free.
+        Call this before messages are read, so that the port knows which descriptors have become free.
         """
         for _ in range(limit) if limit is not None else count():
             if not has_input(self.monitor):
@@ -142,7 +142,7 @@ class ClientPort:
     # --- messages -------------------------------------------------------------------------------------------------
 
     def is_waiting(self) -> bool:
-        """Return whether messages were taken in that ``receive`` has still to return."""
+        """Return whether messages wait that ``receive`` has taken in and not yielded yet."""
         return bool(self._arrivals)
 
     def receive(self) -> Iterator[tuple[ClientConnection, Message]]:
@@ -164,7 +164,7 @@ class ClientPort:
                     kind, number = named(part.buffer)
                     text = "a message is one frame, not several"
                     raise FrameError(ErrorCode.BAD_FRAME, text, kind=kind, number=number)
-                message = decode(part.buffer, CLIENT_TO_SUPERVISOR)  # not a copy: it may have 16 MiB
+                message = decode(part.buffer, CLIENT_TO_SUPERVISOR)  # no copy: a frame may have 16 MiB
                 if not connection.greeted or isinstance(message, Hello):
                     check_greeting(message, greeted=connection.greeted)
             except FrameError as e:
@@ -214,7 +214,7 @@ class ClientPort:
     def _meet(self, routing_id: bytes, part: zmq.Frame) -> ClientConnection | None:
         """Return the connection whose first message this is; None if the connection has ended or is refused."""
         if self._table.is_ignored(routing_id) or self._ended_unheard(routing_id, part):
-            return None  # sent before it left, read after
+            return None  # the client sent this before it left
         if not is_automatic(routing_id):
             self._refuse_chosen_id(routing_id, part)
             return None
@@ -233,7 +233,7 @@ class ClientPort:
         return connection
 
     def _ended_unheard(self, routing_id: bytes, part: zmq.Frame) -> bool:
-        """Return whether a first message is of a connection whose end the monitor has told.
+        """Return whether a first message comes from a connection that has ended, according to the monitor.
 
         Such a connection must not enter the table: no other event would ever remove it.
         """
@@ -248,9 +248,9 @@ class ClientPort:
         fd = descriptor_of(part)
         if (former := self._table.by_fd.get(fd)) is not None:
             if is_older(routing_id, former.routing_id):
-                fd = -1  # already gone, only its messages are read late: the descriptor is its successor's
+                fd = -1  # this connection is gone and its message is read late: ``former`` has the descriptor now
             else:
-                self._leave(former)  # its event was missed: the descriptor has a new owner
+                self._leave(former)  # the event of its end was missed: the descriptor has a new owner
         return self._table.add(routing_id, fd)
 
     def send(self, channel: int, frame: bytes) -> bool:
@@ -273,22 +273,22 @@ class ClientPort:
         return True
 
     def _refuse(self, connection: ClientConnection, error: FrameError) -> None:
-        """Count a frame that cannot be taken, and tell its sender why.
+        """Count a frame that is not valid, and tell its sender why.
 
-        Every such frame is answered. A client whose request was passed over would wait for ever for the answer.
+        Every such frame is answered. Without an answer, a client would wait for ever for the end of its request.
         """
         self.counters.bad_frames += 1
         runs = self._holds(connection.channel, error.number)
         self.send(connection.channel, encode(refusal(error, error.kind, error.number, runs=runs)))
 
     def _refuse_chosen_id(self, routing_id: bytes, part: zmq.Frame) -> None:
-        """Tell a client that it may not choose its routing id, and end the connection, which gets no other answer."""
+        """Tell a client that it may not choose its routing id, and end its connection. Give it no other answer."""
         self.counters.bad_frames += 1
         self.counters.cut_off += 1
         error = FrameError(ErrorCode.UNSUPPORTED, "a client may not choose its routing id: leave ZMQ_ROUTING_ID unset")
         with suppress(zmq.ZMQError):  # it has left
             send_to(self.socket, routing_id, encode(Error(0, pack_error(error))))
-        self._end_soon(routing_id, descriptor_of(part), hears=True)  # no flood: the error must arrive first
+        self._end_soon(routing_id, descriptor_of(part), hears=True)  # this is no flood, and the error must arrive
         self._table.ignore(routing_id)
 
     # --- the ends of connections ----------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class ClientPort:
     def cut(self, connection: ClientConnection, error: WireError, *, hears: bool = True) -> None:
         """Tell a client why its connection ends, and end it shortly after. Drop what the client still sends.
 
-        hears  False if not even libzmq is to read more of it
+        hears  False if libzmq, too, is to read no more of the connection
         """
         if self.send(connection.channel, encode(Error(0, pack_error(error)))):
             self.counters.cut_off += 1
@@ -319,7 +319,7 @@ class ClientPort:
     def _end_flood(self, connection: ClientConnection, why: str) -> None:
         """End a connection that sends more than the supervisor can take. Tell its client and the log why."""
         now = time.monotonic()
-        if now > self._flood_logged_at + 1:  # of many that flood at once, one line says enough
+        if now > self._flood_logged_at + 1:  # one line is enough for many connections that flood at once
             self._flood_logged_at = now
             whose = connection.identity.name or f"process {process_of(connection.fd)}"
             self._log.warning("a connection of %s to %s is ended: %s", whose, self.endpoint, why)
@@ -333,7 +333,7 @@ class ClientPort:
         self._leave(connection)
 
     def _end_descriptor(self, fd: int) -> None:
-        """End the connection of this descriptor now, whether a message of it was read or not."""
+        """End the connection of this descriptor now, even if it has brought no message."""
         if (connection := self._table.by_fd.get(fd)) is not None:
             self._end_now(connection)
         else:

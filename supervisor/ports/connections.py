@@ -8,10 +8,11 @@ import zmq
 from supervisor.keys.rights import NOBODY, Identity
 
 MAX_LEFT = 1024
-"""Ended connections that are remembered while libzmq has no messages for us: frames of them may be on their way."""
+"""Ended connections that are remembered while libzmq has no messages for the supervisor. Their last frames may still
+arrive."""
 MOST_LEFT = 100_000
-"""Ended connections that are remembered while libzmq has messages for us. If one were forgotten too early, its next
-message would look like the first message of a new connection."""
+"""Ended connections that are remembered while libzmq has messages for the supervisor. If a connection were forgotten
+too early, its next message would look like the first message of a new connection."""
 
 _channels = count(1)
 
@@ -22,7 +23,7 @@ class ClientConnection:
 
     fd        the connection's descriptor in this process, -1 if libzmq did not tell
     greeted   whether HELLO has come
-    identity  whose the connection is, and so its rights. Nobody's until the port's ``Listener`` has admitted it
+    identity  the owner of the connection, with the owner's rights. NOBODY until the port's ``Listener`` has admitted it
     heard     whether a message has come since the port's limits were enforced last
     given     bytes that libzmq was given to send to the client
     """
@@ -36,10 +37,10 @@ class ClientConnection:
     given: int = 0
 
     def behind(self, arrived: int) -> int:
-        """Return the bytes that libzmq was given for the client and that have not arrived.
+        """Return how many of the bytes that libzmq was given for the client have not arrived.
 
         arrived  bytes that have arrived since the beginning. They include encryption and heartbeats, so they can exceed
-                 ``given``. ``given`` is then raised: the excess must not count in favour of later bytes
+                 ``given``. ``given`` is then raised, or else the excess would hide later bytes that do not arrive
         """
         self.given = max(self.given, arrived)
         return self.given - arrived
@@ -101,7 +102,7 @@ class ConnectionTable:
         return gone
 
     def ignore(self, routing_id: bytes) -> None:
-        """Remember that messages with this routing id are of a connection that has ended."""
+        """Remember that messages with this routing id come from a connection that has ended."""
         self._left[routing_id] = None
         if len(self._left) > MOST_LEFT:
             del self._left[next(iter(self._left))]
@@ -111,7 +112,7 @@ class ConnectionTable:
         return routing_id in self._left
 
     def shorten_ignored(self) -> None:
-        """Forget all but the MAX_LEFT connections that have ended last. libzmq has no more messages for us now."""
+        """Forget all but the last MAX_LEFT connections that ended. Call this when libzmq has no more messages."""
         while len(self._left) > MAX_LEFT:
             del self._left[next(iter(self._left))]
 
@@ -130,7 +131,8 @@ def descriptor_of(part: zmq.Frame) -> int:
 
 
 def is_automatic(routing_id: bytes) -> bool:
-    """Return whether libzmq gave the routing id. A client could choose the id of another, and receive its frames."""
+    """Return whether the routing id has libzmq's own form. A client that chose another client's id could receive that
+    client's frames."""
     return len(routing_id) == 5 and routing_id[0] == 0
 
 

@@ -20,7 +20,7 @@ class Relay:
     ) -> None:
         """Pass frames on from the ROUTER for workers to the ROUTER for clients.
 
-        connections  the clients' connections by channel. Looked up for every frame, never changed here
+        connections  the clients' connections by channel. The relay looks them up and never changes this map
         slot_of      returns the worker slot of the worker that has a routing id; None if Python handles all its frames
         """
 

@@ -1,21 +1,22 @@
-"""A port that is open to other machines: CURVE, keys on a list, and limits that libzmq does not have.
+"""A port that is open to other machines, with CURVE, a list of keys, and limits that libzmq does not have.
 
-* **Whose a connection is.** The handshake proves a public key. libzmq puts the key into the metadata of each message
-  (User-Id), and the first message's key is looked up in the list.
+* **The owner of a connection.** The handshake proves a public key. libzmq puts the key into the metadata of each
+  message (User-Id). The listener looks up the key of the first message in the list.
 * **A message without end.** libzmq keeps all parts of a message until the last one has come, and no option limits
   that. The kernel counts the bytes of each connection (TCP_INFO). A connection that sends MAX_UNREAD bytes and
   completes no message is ended. A peer without a key cannot do that: libzmq keeps nothing before the handshake.
-* **A client that does not read.** libzmq keeps up to a number of frames for a client, however large each one is. The
-  kernel knows how many of the bytes that libzmq was given have arrived. A client that is MAX_BEHIND behind is ended.
+* **A client that does not read.** libzmq limits how many frames it keeps for a client, but not their size. The kernel
+  knows how many bytes have arrived at the client. The connection of a client that is MAX_BEHIND bytes behind is ended.
 * **A forged routing id.** libzmq numbers its connections, beginning with a number of 32 bits that it draws. The number
   is the same in each process, unless the C library's generator is seeded. A peer may choose a routing id that looks
   like the next number, and libzmq aborts the process when it gives out that number. So the supervisor seeds the
   generator, and notes the first number before anybody can connect. libzmq gives out a number after each handshake. An
   id that is further from the first number than the count of handshakes is forged, and its connection is ended at once.
-  An id shows only with the first message, so a connection that sends none is ended after HELLO_S. Each key may connect
-  at a bounded rate (``supervisor.keys.handshakes``), so its chance to guess among 2**32 numbers is small.
-* **Scarce descriptors.** A filter on the listening socket drops the packets of newcomers. The kernels of clients try
-  again by themselves. (To unbind would end the connections that exist.)
+  The supervisor sees an id only with the first message, so a connection that sends none is ended after HELLO_S. Each
+  key may connect at a limited rate (``supervisor.keys.handshakes``), so its chance to guess among 2**32 numbers is
+  small.
+* **Scarce descriptors.** A filter on the listening socket drops the packets of new clients. The kernels of these
+  clients try again by themselves. (To unbind the socket would end the connections that exist.)
 """
 
 import ctypes
@@ -44,16 +45,16 @@ MAX_UNREAD = 2 * limits.SOCKET_MAX_FRAME
 MAX_BEHIND = 64 << 20
 """Bytes that may wait for one client to read them."""
 MAX_BEHIND_OF_KEY = 4 * MAX_BEHIND
-"""Bytes that may wait for all clients of a key together. Credit keeps streams below that."""
+"""Bytes that may wait for all clients of a key together. Credit keeps the bytes of streams below that."""
 MAX_CONNECTIONS_OF_KEY = 256
 CHECK_S = 0.2
 """Seconds between two calls of ``TcpListener.find_abusers``."""
 HELLO_S = 5.0
-"""Seconds that a connection may take until its first message, HELLO. They are counted in calls of ``find_abusers``: a
-supervisor that was stopped for a time has not read anybody's HELLO."""
+"""Seconds that a connection may take until its first message, HELLO. They are counted in calls of ``find_abusers``,
+because a supervisor that was stopped for a time could not read a HELLO."""
 MAX_STRANGERS = 256
-"""Connections that may exist without having brought a message: they may have no key. If there are more, the oldest one
-is ended. A client with a key needs some milliseconds, and a peer without a key would stay for 3 s."""
+"""Connections that may exist without having brought a message, for they may have no key. If there are more, the oldest
+one is ended. A client with a key sends its first message within milliseconds. A peer without a key would stay 3 s."""
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _TCP_INFO, _BYTES_ACKED = 11, 120
@@ -68,8 +69,8 @@ class ListenError(Exception):
 class TcpListener:
     """The way into a port over TCP, see ``Listener``.
 
-    ring          says which keys are on the list
-    descriptor    of the listening socket
+    ring          the keys that are on the list
+    descriptor    the descriptor of the listening socket
     first_number  the number that libzmq gave out before anybody could connect
     """
 
@@ -132,7 +133,7 @@ class TcpListener:
                 connection.heard = False
                 wire.read = received
             elif received - wire.read > MAX_UNREAD:
-                wire.read = received  # said once
+                wire.read = received  # so that this connection is reported once
                 yield fd
                 continue
             if connection is None:
@@ -159,8 +160,8 @@ def open_tcp_port(
 ) -> ClientPort:
     """Open the port. Raises ListenError.
 
-    secret_key  of the server, for CURVE
-    backlog     connections that the kernel may have ready for us
+    secret_key  the server's secret key for CURVE
+    backlog     connections that the kernel may have ready for the supervisor
     holds       see ``ClientPort``
     """
     router = client_router(context, backlog)
@@ -177,7 +178,7 @@ def open_tcp_port(
     try:
         router.bind(endpoint)
         listener = TcpListener(ring, _listening_descriptor(monitor), first_number)
-        listener.pause()  # it has to work when it is needed
+        listener.pause()  # find out now whether the kernel allows the filter
         listener.resume()
     except (zmq.ZMQError, OSError) as e:
         monitor.close(linger=0)
@@ -206,7 +207,7 @@ def next_number(context: Context, router: zmq.Socket[bytes]) -> int:
     try:
         probe.connect(endpoint)
         probe.send(b"")
-        routing_id = router.recv()  # within the process: it is there already
+        routing_id = router.recv()  # does not wait: an inproc message has arrived when ``send`` returns
         router.recv()
     finally:
         probe.close()
@@ -215,7 +216,8 @@ def next_number(context: Context, router: zmq.Socket[bytes]) -> int:
 
 
 def bytes_both_ways(fd: int) -> tuple[int, int]:
-    """Return how many bytes of a connection have arrived at its other end, and how many came from there."""
+    """Return how many bytes have arrived at the connection's peer, and how many the peer has sent to us. Return zeros
+    if the kernel does not tell."""
     info = borrow(fd, lambda borrowed: borrowed.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 192))
     if info is None or len(info) < _BYTES_ACKED + 16:
         return 0, 0

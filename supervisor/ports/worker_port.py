@@ -2,8 +2,8 @@
 from any other routing id.
 
 No other process may connect. The reason: this socket has a receive mark, because workers must wait for a supervisor
-that is slower than they are. At such a mark a peer can make libzmq 4.3.5 abort the process: it sends a PING of ZMTP,
-and its connection ends (see ``client_port``). Workers send no PING.
+that is slower than they are. At such a mark a peer can make libzmq 4.3.5 abort the process: the peer sends a PING of
+ZMTP, and its connection ends (see ``sockets.client_router``). Workers send no PING.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from supervisor.ports.relay import Relay
 
 RELAY = "supervisor.ports.relay"
-"""The compiled module that passes frames on which take the fast path."""
+"""The compiled module that passes on the frames that take the fast path."""
 DRAIN_LIMIT = 256
-"""Frames that are taken in one turn of the loop, at most."""
+"""The most frames that are taken in one turn of the loop."""
 ASKED_FIRST = 4
-"""For the first frames of a turn, but not the very first, the port asks libzmq whether there is one before it takes it.
-The exception for "nothing there" costs more than so many questions. If more frames have come, there will be yet more,
-and the port asks no more."""
+"""Frames of a turn, after the first one, for which the port asks libzmq whether a frame is there before it takes the
+frame. The exception for "nothing there" costs more than these questions. If that many frames have come, more will
+follow, so the port takes them without asking."""
 SEND_MARK = 10_000
 """Frames that may be on the way to one worker."""
 RECEIVE_MARK = 1000
-"""Frames of one worker that libzmq may have read and the supervisor has not: 7 MB of events, since the worker's link
-bounds a frame. So many wait here whenever a worker is faster than the supervisor, for example a worker without step
-times while the supervisor waits for a processor. All other events wait in the worker. 10,000 are no faster; 256 are
-slower by a tenth."""
+"""Frames of one worker that libzmq may have read and the supervisor has not. They hold at most 7 MB of events, since
+the worker's link limits the size of a frame. This many frames wait here whenever a worker is faster than the
+supervisor, for example while the supervisor waits for a processor. All other events wait in the worker. A mark of
+10,000 was no faster, and a mark of 256 was slower by a tenth."""
 
 
 class WorkerPort:
     """The socket for workers.
 
-    more  whether there may be yet more frames to take in this turn
+    more  whether more frames may be waiting after the last ``receive``
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class WorkerPort:
         self.file = bind_private(self.socket, endpoint, WORKER_DOMAIN)
         self.more = False
         self._skipping = False
-        """Whether parts of a message of several parts have yet to be read and dropped."""
+        """Whether the rest of a message of several parts must still be read and dropped."""
         self._relay: Relay | None = None
         if compiled := find(RELAY):
             self._relay = compiled.Relay(self.socket, clients.socket, clients.connections_by_channel, slot_of)
@@ -100,7 +100,7 @@ class WorkerPort:
             except zmq.Again:
                 break
             frame = receive_now(socket, DONT_WAIT)
-            if has_more(socket):  # if they were left unread, the next part would be taken for the next routing id
+            if has_more(socket):  # an unread part would be taken for the next routing id
                 self._skipping = True
                 yield routing_id, None
             else:
@@ -111,7 +111,7 @@ class WorkerPort:
 
     @property
     def relays(self) -> bool:
-        """Whether compiled code passes frames on that take the fast path."""
+        """Whether compiled code passes on the frames that take the fast path."""
         return self._relay is not None
 
     def send(self, routing_id: bytes, frame: bytes) -> bool:
