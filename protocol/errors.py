@@ -15,7 +15,7 @@ from protocol.messages import Kind
 
 
 class ErrorCode(IntEnum):
-    """Stable numbers. The name on the wire is the member's name in lower case."""
+    """The stable numbers of the errors. The name on the wire is the member's name in lower case."""
 
     # The text below each code has two paragraphs: what happened, and what to do. tools/docs/errors.py reads them.
     BAD_FRAME = 100

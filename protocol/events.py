@@ -11,7 +11,7 @@ from protocol.kinds import MIB, Kind, Message, Way, message
 
 
 class EventFlag(IntFlag):
-    """Third element of an index entry."""
+    """The third element of an index entry."""
 
     FIRST = 1
     """The first event of its request that holds tokens."""
@@ -26,7 +26,7 @@ TERMINAL = int(EventFlag.FINISHED | EventFlag.ERROR)
 
 
 class FinishReason:
-    """Values of ``finish_reason`` in a FINISHED event."""
+    """The values of ``finish_reason`` in a FINISHED event."""
 
     STOP = "stop"
     """An end-of-sequence token or a stop string."""

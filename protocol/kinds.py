@@ -13,7 +13,7 @@ VERSION: Final = 1
 
 
 class Kind(IntEnum):
-    """Second element of every frame."""
+    """The second element of every frame."""
 
     HELLO = 1
     GENERATE = 2

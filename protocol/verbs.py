@@ -236,7 +236,7 @@ class WorkerOrder(TypedDict):
 
 
 class OrderResult(WorkerOrder):
-    """`state` and `generation` are those of the first worker."""
+    """The effect of an order on all workers of a model. `state` and `generation` are those of the first worker."""
 
     workers: dict[str, WorkerOrder]
     """The effect on each worker, by the worker's name."""

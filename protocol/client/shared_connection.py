@@ -22,7 +22,7 @@ _LONGEST_WAIT_S = 1.0
 
 
 class SharedConnection(Connection):
-    """A connection for threads. Any thread may call the methods that take the lock. The other ones need the lock."""
+    """A connection for threads. Any thread may call a method that takes the lock. ``pump`` needs the lock."""
 
     lock: "threading.RLock"
 

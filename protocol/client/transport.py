@@ -25,7 +25,7 @@ IPC_HEARTBEAT_MS = (1000, 4000, 6000)
 the client. The second must be longer than the transfer of the largest frame. Else heartbeats end the connection in the
 middle of a frame."""
 TCP_HEARTBEAT_MS = (2000, 10_000, 12_000)
-"""As IPC_HEARTBEAT_MS, for connections to other machines."""
+"""The times of IPC_HEARTBEAT_MS for connections to other machines, in the same order."""
 
 SLOW_HANDSHAKE_S: Final = 2.5
 """Seconds. A supervisor ends a handshake that takes longer than 3 s, even if the supervisor itself is slow. An end that
@@ -60,7 +60,7 @@ class Transport:
     connected  whether a listener took the connection
     trusted    whether frames may be sent and read. Over ipc: whether the listener is a process of the client's own
                user. Over TCP the handshake with the key ensures that, before libzmq sends any frame
-    refused    whether the listener is not for this client, so that trying again is of no use
+    refused    whether the listener will not admit this client, or belongs to another user. Another try cannot help
     rejected   whether the connection ended because the client does not have the right key
     overdue    whether the handshake ended so late that the supervisor may have been too busy for it
     left       whether ``leave`` was called

@@ -3,4 +3,4 @@ import zmq
 SOURCES: int
 
 def has_input(socket: zmq.Socket[bytes]) -> bool:
-    """As ``socket_calls.has_input``, without pyzmq's own part of it."""
+    """Return whether a message can be received now, without the cost of pyzmq's wrapper."""

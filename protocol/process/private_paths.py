@@ -14,7 +14,7 @@ MAX_LINKS: Final = 40
 
 
 class NotPrivate(ValueError):
-    """Other users can reach a path. The text is one line that names the path and says what to do."""
+    """The error for a path that other users can reach. Its text is one line with the path and the remedy."""
 
 
 def check_private(path: Path, status: os.stat_result, *, or_roots: bool = True) -> None:

@@ -40,7 +40,7 @@ class WorkerPhase(IntEnum):
 
 @dataclass(frozen=True)
 class Leases:
-    """Seconds until the next heartbeat, by phase. Each is between a millisecond and MAX_LEASE_S."""
+    """The longest times until the next heartbeat, in seconds, by phase. Each is from 0.001 to MAX_LEASE_S."""
 
     start_s: float = 60.0
     load_s: float = 300.0
