@@ -12,7 +12,7 @@ STEPS_BEFORE = 8
 
 
 class HangsEmbedded(TransformersEngine):
-    """Holds the GIL for ever in a step, once per model directory, if the option ``gil`` says so.
+    """An engine that holds the GIL for ever in a step, once per model directory, if the option ``gil`` says so.
 
     step_s  seconds by which each step, and each part of the load, takes longer; not during warm-up
     """

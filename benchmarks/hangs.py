@@ -71,7 +71,7 @@ def wait_gone(pidfd: int) -> float:
 
 
 class Hanger:
-    """Makes one model hang again and again, over a connection of its own."""
+    """The driver that makes one model hang again and again, over a connection of its own."""
 
     def __init__(self, server: Server, model: str, tally: Tally) -> None:
         self.server, self.model, self.tally = server, model, tally

@@ -74,8 +74,9 @@ def spec_of(entry: dict[str, Any]) -> EngineSpec:
 
 
 class Server:
-    """``modelctl serve`` with these models (name → entry of models.yaml), ready. A context manager.
+    """A running ``modelctl serve`` with these models (name → entry of models.yaml). A context manager.
 
+    wait      True: wait until all models are ready
     settings  the ``supervisor`` section of models.yaml
     """
 

@@ -31,7 +31,7 @@ class Poisoned(Engine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._left: dict[int, int] = {}
-        """How many more tokens each poisonous job has before it kills its worker."""
+        """Number of tokens that each poisonous job still gets before it kills its worker."""
 
     def submit(self, job: Job) -> None:
         super().submit(job)
