@@ -1,11 +1,11 @@
 """Limits of a key: requests at once, and tokens per minute as a token bucket. Pure: times are arguments.
 
-The bucket holds one minute's tokens at most and fills evenly. Each request takes its prompt's tokens, estimated at four
-bytes each, as the queue does. Each token of an answer is taken when it comes. That may leave a debt, because nobody
-knows in advance how long an answer will be, and a running stream is not slowed. A new request is admitted while any
-tokens are left. So over time a key gets no more than its rate. In a short time it gets no more than one minute's tokens
-plus the remaining answers of its running requests. A constraint that a worker compiles for the key takes tokens, too,
-once it is compiled (``supervisor.requests.worker_events``).
+The bucket holds one minute's tokens at most and fills evenly. Each request takes the tokens of its prompt, estimated at
+four bytes each, as in the queue. Each token of an answer is taken when it comes. That may leave a debt, because nobody
+knows in advance how long an answer will be, and a running stream is not slowed. A new request is admitted while at
+least one token is left. So over time a key gets no more than its rate. In a short time it gets no more than one
+minute's tokens plus the remaining answers of its running requests. When a worker has compiled a constraint for a
+request of the key, that takes tokens, too (``supervisor.requests.worker_events``).
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from protocol.errors import ErrorCode, WireError
 from supervisor.keys.rights import Identity
 
 BUSY_RETRY_MS = 1000
-"""When to try again if only the end of another request helps. Nobody can predict that end."""
+"""Milliseconds after which a client should try again if the key must wait for one of its requests to end. Nobody can
+predict that end."""
 MINUTE_S = 60.0
 
 
@@ -36,7 +37,7 @@ class TokenBucket:
 
 
 class Allowance:
-    """What one key may still use, over all its connections."""
+    """The requests and tokens that one key may still use, over all its connections."""
 
     def __init__(self, identity: Identity, now: float) -> None:
         self.identity = identity
@@ -86,7 +87,7 @@ class Allowance:
             self._bucket.left -= tokens
 
     def tokens_left(self, now: float) -> int | None:
-        """Return the tokens that are left, for people; None without a limit."""
+        """Return the number of tokens that are left, for people; None without a limit."""
         if self._bucket is None:
             return None
         self._bucket.refill(now)

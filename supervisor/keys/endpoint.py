@@ -8,7 +8,7 @@ _FORM = "must be tcp://ADDRESS:PORT, such as tcp://192.168.1.5:5570 or tcp://[::
 
 
 def parse_listen(value: object) -> str | None:
-    """Return the endpoint as it is bound, None for none. Raises ValueError that says what to write instead."""
+    """Return the endpoint in the form in which it is bound; None for no endpoint. Raises ValueError with the remedy."""
     if value is None:
         return None
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""How often each key may connect over TCP. Pure: times are arguments.
+"""A limit on how often each key may connect over TCP. Pure: times are arguments.
 
 Every connection that completes its handshake gets libzmq's next routing number. A peer that guesses a number before it
 is given out makes libzmq abort the process (see ``supervisor.ports.tcp_listener``). So handshakes are limited. Each key
@@ -14,7 +14,7 @@ PER_S: Final = 20.0
 
 
 class Handshakes:
-    """The budget of each public key. ``refused`` counts handshakes that were too many."""
+    """The budget of each public key. ``refused`` counts the handshakes that exceeded a budget."""
 
     def __init__(self) -> None:
         self._left: dict[str, tuple[float, float]] = {}

@@ -1,4 +1,4 @@
-"""Decide whether the port of models.yaml may be opened. A refusal of an unsafe port says what to do."""
+"""Decide whether the TCP port in models.yaml may be opened. The error for an unsafe port says what to do."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ class Opening:
 
 
 def check_opening(endpoint: str, directory: Path) -> Opening:
-    """Return the port that may be opened. Raises KeysProblem."""
+    """Return the port with its keys. Raises KeysProblem if there are no keys, or they cannot be used."""
     store = KeyStore(directory)
     if not directory.exists():
         raise KeysProblem(f"listens on {endpoint}, and there are no keys in {directory}: {_TRY}")

@@ -1,7 +1,7 @@
-"""The allow-list as a file has it: public keys, their rights and limits. Pure.
+"""The format of the allow-list, a file with public keys, their rights and their limits. Pure.
 
 ``clients.json``: ``{"clients": [{name, public_key, rights, max_in_flight?, tokens_per_minute?, created}]}``. The file
-holds no secret. But anybody who can write it can admit any key.
+holds no secret. But anybody who can write to it can admit any key.
 """
 
 import json
@@ -24,7 +24,7 @@ class KeysProblem(ValueError):
 
 
 def check_name(name: str) -> str:
-    """Return a valid name of a key. Raises KeysProblem for any other."""
+    """Return the name if it is valid for a key. Raises KeysProblem if not."""
     if not KEY_NAME.fullmatch(name):
         raise KeysProblem(
             f"{name[:64]!r} is no name of a key: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a "
@@ -44,7 +44,7 @@ def parse_rights(text: str) -> frozenset[Right]:
 
 
 def check_limit(name: str, value: Any) -> int | None:
-    """Return a valid limit; None for no limit. Raises KeysProblem."""
+    """Return the limit if it is valid; None for no limit. Raises KeysProblem if it is not valid."""
     if value is None:
         return None
     if type(value) is not int or not 1 <= value <= _LIMITS[name]:
@@ -53,7 +53,7 @@ def check_limit(name: str, value: Any) -> int | None:
 
 
 def parse_clients(text: str) -> dict[str, Identity]:
-    """Return public key → identity. Raises KeysProblem for a text that ``format_clients`` cannot have written."""
+    """Return the identity of each public key. Raises KeysProblem for a text that ``format_clients`` would not write."""
     try:
         content = json.loads(text, object_pairs_hook=_once)
     except KeysProblem:
@@ -98,8 +98,8 @@ def entry_of(identity: Identity, created: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of an object. Raises KeysProblem for a field that occurs twice, because readers disagree which
-    counts."""
+    """Return the fields of an object. Raises KeysProblem for a field that occurs twice, because programs differ in
+    which of the two they use."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise KeysProblem("a field stands twice in one entry")
@@ -110,7 +110,7 @@ def _identity(entry: Any) -> Identity:
     if not isinstance(entry, dict):
         raise KeysProblem("is no object")
     for name in entry:
-        if name not in _REQUIRED and name not in _LIMITS:  # a misspelt limit would be no limit
+        if name not in _REQUIRED and name not in _LIMITS:  # if a misspelt limit passed, the key would have no limit
             raise KeysProblem(f"unknown field {name[:32]!a}")
     for name in _REQUIRED:
         if name not in entry:
@@ -122,7 +122,7 @@ def _identity(entry: Any) -> Identity:
         raise KeysProblem("public_key is no key: 40 characters of Z85")
     if not isinstance(rights, list) or not all(isinstance(right, str) for right in rights) or not rights:
         raise KeysProblem("rights must be a list that names at least one right")
-    # it is shown on terminals
+    # a terminal shows this text, so it must hold no control characters
     if not isinstance(entry["created"], str) or not _TIME.fullmatch(entry["created"]):
         raise KeysProblem("created is no time such as 2026-01-31T12:00:00Z")
     limits = {limit: check_limit(limit, entry.get(limit)) for limit in _LIMITS}

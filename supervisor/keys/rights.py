@@ -1,6 +1,6 @@
-"""What a key may do. Pure, and the only module that decides it.
+"""The rights of a key. This module alone decides what a client may do. Pure.
 
-A client over ipc is the supervisor's own user (see ``supervisor.ports.zap``) and may do everything.
+A client over ipc belongs to the supervisor's own user (see ``supervisor.ports.zap``) and may do everything.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ _OF_VERB = {
     "reload": _ADMIN,
     "shutdown": _ADMIN,
 }
-"""Verb of CALL → rights of which one is enough. Any other verb needs admin."""
+"""Verb of CALL → the rights, one of which is enough. Any other verb needs admin."""
 _OF_KIND = {
     Hello.kind: _ANY,
     Ping.kind: _ANY,
@@ -46,7 +46,7 @@ _OF_KIND = {
     Cancel.kind: _INFER,
     Credit.kind: _INFER,
 }
-"""Kind of any other message → rights of which one is enough."""
+"""Kind of any other message → the rights, one of which is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Identity:
     """The owner of a connection.
 
     name               the name of its key; None for the supervisor's own user
-    public_key         Z85, which no other key has had; "" for the supervisor's own user
+    public_key         the public key in Z85; "" for the supervisor's own user
     max_in_flight      how many requests of all its connections may be unfinished; None: no limit
     tokens_per_minute  tokens of prompts and answers; None: no limit
     """
@@ -67,12 +67,12 @@ class Identity:
 
 
 NOBODY = Identity(None, "", frozenset())
-"""Whose a connection is before the supervisor knows better."""
+"""The owner of a connection that has not been admitted yet. NOBODY has no rights."""
 OWNER = Identity(None)
 
 
 def check_right(identity: Identity, message: Message) -> None:
-    """Raise FORBIDDEN, naming the missing right, unless this identity may send this message."""
+    """Raise WireError (FORBIDDEN), which names the missing right, unless this identity may send this message."""
     if isinstance(message, Call):
         what, enough = f"verb {message.verb!r}", _OF_VERB.get(message.verb, _ADMIN)
     else:

@@ -1,12 +1,14 @@
 """The allow-list of a running supervisor, always up to date.
 
-The list is a file, and looking for changes is one ``stat``. The supervisor looks at every handshake: so a key works as
-soon as `modelctl keys new` returns, and stops working as soon as `keys revoke` returns. The supervisor also looks twice
-a second, for existing connections. An order over a socket would not reach a supervisor that was started from another
-directory. It would miss a file that comes from elsewhere (a backup, configuration management). And it would be one more
-order to authorise.
+The list is a file. The supervisor looks for changes with ``stat`` at every handshake. So a key works as soon as
+`modelctl keys new` returns, and no new connection is possible with it as soon as `keys revoke` returns. The supervisor
+also looks twice a second, and ends existing connections whose key was revoked.
 
-A list that cannot be read, or that others could have written, admits nobody, because it might admit an intruder.
+The commands do not send an order over a socket instead. Such an order would not reach a supervisor that was started
+from another directory. It would miss a file that comes from elsewhere (a backup, configuration management). And it
+would be one more order to authorise.
+
+If the list cannot be read, or others could have written it, nobody is admitted, because it might admit an intruder.
 """
 
 import logging
@@ -31,11 +33,11 @@ class HandshakeDecision(Enum):
 
 
 MOST_NAMED = 20
-"""Keys that one line of the log names."""
+"""The most keys that one line of the log names."""
 
 
 class KeyRing:
-    """The keys that are admitted, with what each has used. Times are monotonic seconds."""
+    """The keys that are admitted, and what each of them has used. Times are monotonic seconds."""
 
     def __init__(self, store: KeyStore, log: logging.Logger) -> None:
         self._store = store
@@ -65,7 +67,7 @@ class KeyRing:
         before = self._identities
         try:
             self._identities = self._store.clients()
-        except KeysProblem as e:  # what keys have used is not forgotten, though
+        except KeysProblem as e:  # the allowances stay, so a repaired list does not give keys their tokens again
             self._identities = {}
             self._log.error("no key is admitted: %s", e)
             return bool(before)

@@ -1,7 +1,7 @@
 """The directory of keys: ``server.json`` (the supervisor's own pair) and ``clients.json`` (the allow-list).
 
-Of clients only public keys are kept. A file is written completely beside the old one and then renamed, so every reader
-sees either the old or the new content.
+The directory holds no secret keys of clients. A new file is written completely beside the old one and then renamed, so
+every reader sees either the old or the new content.
 """
 
 import fcntl
@@ -35,13 +35,15 @@ def default_keys_dir() -> Path:
         return Path(chosen).absolute() / "modelctl" / "keys"
     try:
         return Path.home() / ".config" / "modelctl" / "keys"
-    except RuntimeError:  # no $HOME, and a uid that is not in passwd, as in some containers
+    except RuntimeError:  # in some containers $HOME is not set and the uid is not in passwd
         raise KeysProblem(f"there is no home directory for keys: set ${ENVIRONMENT_VARIABLE}") from None
 
 
 class KeyStore:
-    """The keys in one directory. Every method raises KeysProblem, with a remedy, for files that cannot or must not be
-    used."""
+    """The keys in one directory.
+
+    Methods that read or write the files raise KeysProblem, with a remedy, if the files cannot or must not be used.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -49,7 +51,7 @@ class KeyStore:
     # --- what the supervisor reads ------------------------------------------------------------------------------
 
     def server_pair(self) -> tuple[str, str]:
-        """Return public and secret key of the supervisor, in Z85."""
+        """Return the public and the secret key of the supervisor, in Z85."""
         self._check_directory()
         path = self.directory / SERVER
         text = _read(path)
@@ -63,7 +65,7 @@ class KeyStore:
         return pair
 
     def clients(self) -> dict[str, Identity]:
-        """Return public key → identity."""
+        """Return the identity of each public key on the list."""
         self._check_directory()
         path = self.directory / CLIENTS
         text = _read(path)
@@ -84,7 +86,7 @@ class KeyStore:
     # --- what `modelctl keys` does ------------------------------------------------------------------------------
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return the entries of the file; none if there is no directory yet."""
+        """Return the entries of ``clients.json``; an empty list if the file does not exist yet."""
         if not (self.directory / CLIENTS).exists():
             return []
         self.clients()
@@ -100,7 +102,7 @@ class KeyStore:
         max_in_flight: int | None = None,
         tokens_per_minute: int | None = None,
     ) -> ClientKey:
-        """Make a key, write it to ``out`` (mode 0600, must not exist), and admit it."""
+        """Make a key, write it to ``out`` with mode 0600, and put it on the list. The file ``out`` must not exist."""
         check_name(name)
         with self._locked():
             public, _ = self._server_pair_made()
@@ -175,7 +177,7 @@ class KeyStore:
 
 
 def _new_pair() -> tuple[str, str]:
-    import zmq  # not imported for `keys list`
+    import zmq  # here, so that `keys list` does not import it
 
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
@@ -216,8 +218,8 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a file completely or not at all, and so that a crash of the machine does not lose it."""
-    beside = path.with_name(f".{path.name}.new")  # a file left by a killed command is ours: the directory is locked
+    """Replace a file completely or not at all. A crash of the machine afterwards does not lose the new content."""
+    beside = path.with_name(f".{path.name}.new")  # if it exists, a killed command left it: the directory is locked
     beside.unlink(missing_ok=True)
     _write_new(beside, text)
     try:

@@ -1,19 +1,19 @@
-"""Count the unfinished requests of one key without a report of each request's end. Pure."""
+"""Count the unfinished requests of one key, without being told when a request ends. Pure."""
 
 from collections.abc import Callable
 
 CLEAR_AT = 64
-"""Number of requests at which ended ones are removed for the first time. Later this happens when the number has
-doubled."""
+"""The most requests that are kept before ended ones are removed for the first time. Later they are removed when the
+number of kept requests has doubled, and is above CLEAR_AT."""
 
 
 class Unfinished:
     """The requests of one key that may be unfinished.
 
-    holds  whether a request (connection, number) is unfinished
+    holds  (channel, number) → whether that request is unfinished
 
-    Ended requests stay until they are looked for: at most CLEAR_AT are kept, or twice as many as remained the last
-    time.
+    Ended requests stay until the next check. The limit on kept requests is CLEAR_AT, or twice the number that remained
+    after the last check if that is more.
     """
 
     def __init__(self, holds: Callable[[int, int], bool]) -> None:
