@@ -3,8 +3,8 @@
 Time is counted in checks. Each check counts the time since the check before it, at most twice the intended interval. If
 the supervisor was stopped or the machine suspended, the workers may have been stopped too, and must not be killed.
 
-A worker that renews its leases in time is slow at worst. When a lease runs out, the worker hangs: the supervisor asks
-for its stacks and kills it a moment later, unless the worker has made progress meanwhile.
+A worker that renews its leases in time is slow at worst. When a lease runs out, the worker hangs. The supervisor asks
+the worker for its stacks, and kills it DUMP_S later, unless the worker has made progress meanwhile.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class CheckClock:
         self._last: float | None = None
 
     def passed(self, now: float) -> float:
-        """Return the seconds to count since the last check; 0 at the first one, and if the clock went back."""
+        """Return the seconds to count since the last check; 0 at the first check, and if the clock went back."""
         last, self._last = self._last, now
         return 0.0 if last is None else max(0.0, min(now - last, self._most))
 
@@ -41,27 +41,27 @@ class CheckClock:
 class HangVerdict(StrEnum):
     FINE = "fine"
     HUNG = "hung"
-    """Its lease has just run out: ask it for its stacks."""
+    """The worker's lease has just run out: ask the worker for its stacks."""
     DOOMED = "doomed"
-    """It hangs, and still has time to write its stacks."""
+    """The worker hangs, and still has time to write its stacks."""
     SPARED = "spared"
-    """It hung at the check before, and has made progress since."""
+    """The worker hung at the check before, and has made progress since."""
     LOST = "lost"
-    """It hangs, and the time for its stacks is over: kill it. Every later check returns this again."""
+    """The worker hangs, and the time for its stacks is over: kill it. Every later check returns LOST again."""
 
 
 @dataclass
 class HangDetector:
-    """The state of one process: the last reading of its lease, and the seconds counted since that changed."""
+    """The state of one process: the last reading of its lease, and the seconds counted since the reading changed."""
 
     reading: Reading
     silent_s: float = 0.0
     hung: bool = False
     overdue_s: float = 0.0
-    """Seconds counted since it was found hung."""
+    """Seconds counted since the worker was found hung."""
 
     def check(self, reading: Reading, passed_s: float) -> HangVerdict:
-        """Take in a lease that was read ``passed_s`` seconds after the check before, and return what follows."""
+        """Return the verdict on a lease that was read ``passed_s`` seconds after the check before."""
         if reading.word != self.reading.word:
             spared = self.hung
             self.reading, self.silent_s, self.hung, self.overdue_s = reading, 0.0, False, 0.0
@@ -77,16 +77,16 @@ class HangDetector:
 
     @property
     def can_tell(self) -> bool:
-        """Return whether the worker can write its stacks. Before its first lease, the signal that asks would end it."""
+        """Return whether the worker can write its stacks. Before its first lease, the signal for that would end it."""
         return self.reading.phase is not WorkerPhase.STARTING
 
     def story(self) -> str:
-        """Return what is wrong with a hung worker, for people."""
+        """Return, for people, a text that says in which phase a worker hangs, and for how long."""
         phase = self.reading.phase
         doing = "in no known phase" if phase is None else _DOING[phase]
         return f"hung: no progress for {self.silent_s:.1f} s {doing} (lease {self.reading.lease_s:g} s)"
 
     def describe(self) -> dict[str, str | float]:
-        """Return phase ("starting", "loading", "idle" or "step") and beat_s, the seconds since its last progress."""
+        """Return phase ("starting", "loading", "idle" or "step") and beat_s, the seconds since the last progress."""
         phase = self.reading.phase
         return {"phase": "unknown" if phase is None else phase.name.lower(), "beat_s": round(self.silent_s, 1)}

@@ -1,7 +1,7 @@
 """The interface between the supervisor's decisions and the machine on which worker processes are started and ended.
 
-``supervisor.workers.local_launcher`` starts them on this machine. A launcher for several machines would be a second
-implementation. Health checks, restarts, draining and routing do not depend on which one it is.
+``supervisor.workers.local_launcher`` starts workers on this machine. A launcher for several machines would be a second
+implementation. Health checks, restarts, draining and routing do not depend on the implementation.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from protocol.process.worker_spec import WorkerSpec
 
 
 class Launched(Protocol):
-    """A worker's process. Its methods may be called when it has ended, and do nothing then."""
+    """A worker's process. Its methods may be called after the process has ended, and do nothing then."""
 
     @property
     def pid(self) -> int: ...
@@ -22,26 +22,26 @@ class Launched(Protocol):
         """Return whether the process has ended, even if it was not reaped yet."""
 
     def signal(self, number: int) -> None:
-        """Send a signal to the worker and everything that it has started."""
+        """Send a signal to the worker and its process group."""
 
     def read_lease(self) -> Reading | None:
-        """Return what the worker's page of ``protocol.process.progress_lease`` holds; None if it has no such page."""
+        """Return the worker's lease from its page of ``protocol.process.progress_lease``; None if there is no page."""
 
     def dump_stacks(self) -> None:
         """Ask the worker, not its children, to write the stacks of all its threads into its log.
 
-        Only for a worker that has renewed its lease once: before that, the signal would end it.
+        Call this only for a worker that has renewed its lease once. Before that, the signal would end the worker.
         """
 
     def condition(self) -> str:
-        """Return what the system says about the process, for people: "it is stopped (SIGSTOP)"."""
+        """Return the state of the process, for people, for example "it is stopped (SIGSTOP)"."""
 
     def memory(self) -> int | None:
         """Return the bytes of RAM that the process holds; None if that is not known."""
 
 
 class Launcher(Protocol):
-    """Starts workers, and reports the end of each exactly once. No method blocks, except ``sweep``."""
+    """The interface that starts workers and reports their ends. No method blocks, except ``sweep``."""
 
     @property
     def descriptor(self) -> int:
@@ -54,14 +54,15 @@ class Launcher(Protocol):
         """Return the workers that have ended and were not reaped yet."""
 
     def reap(self, process: Launched) -> int:
-        """End what a worker that has ended left behind. Return its exit code, or minus the signal's number."""
+        """End the rest of the group of a worker that has ended. Return its exit code, or minus the signal's number."""
 
     def sweep(self, holds: Mapping[int, str]) -> None:
-        """End what a former supervisor's workers have left behind, and name it in the log. Call this once, before the
-        first ``start``. It may take some seconds if something is left.
+        """End the processes that a former supervisor's workers have left behind, and name them in the log.
 
-        holds  pid → what that process holds of the GPUs, in words. Processes that are not ours are named only
+        Call this once, before the first ``start``. It may take some seconds if processes are left.
+
+        holds  pid → the GPU memory that this process holds, in words. Processes that are not ours are named only
         """
 
     def close(self) -> None:
-        """Free what the launcher holds. Call this when no worker is left."""
+        """Free the launcher's descriptors and end its guard. Call this when no worker is left."""

@@ -1,7 +1,7 @@
 """The states of a worker and the table of transitions between them. Pure. ``worker_life`` applies the table.
 
-A pair of state and event that is not in the table is a bug, and raises IllegalTransition. A pair that can happen
-because two things race has a row of its own. Example: READY was on its way when an operator stopped the model.
+A pair of state and event that is not in the table is a bug, and raises IllegalTransition. A pair that a race can cause
+has a row of its own. Example: READY was on its way when an operator stopped the model.
 """
 
 from enum import StrEnum
@@ -15,21 +15,21 @@ class WorkerState(StrEnum):
     LOADING = "loading"
     """The worker reads weights and warms up."""
     READY = "ready"
-    """Warmed up and generating on request."""
+    """The worker is warmed up, and computes requests."""
     DRAINING = "draining"
-    """Takes no new requests; the ones it has are being finished."""
+    """The worker takes no new requests, and finishes the ones that it has."""
     STOPPING = "stopping"
-    """Climbing the stop ladder: SHUTDOWN, SIGTERM, SIGKILL."""
+    """The worker is being ended by the stop ladder: SHUTDOWN, SIGTERM, SIGKILL."""
     BACKOFF = "backoff"
-    """Ended without being asked to; will be started again after a pause. Requests wait."""
+    """The process ended although nobody asked for that. It is started again after a pause. Requests wait."""
     UNLOADED = "unloaded"
-    """No process; the first request starts it."""
+    """No process. The next request starts one."""
     FAILED = "failed"
-    """Cannot be loaded as configured, or failed too often; an operator has to start it."""
+    """The model cannot be loaded as configured, or the worker failed too often. An operator has to start it."""
 
 
 AT_REST = (WorkerState.STOPPED, WorkerState.UNLOADED, WorkerState.FAILED)
-"""No process, and none to come by itself."""
+"""The states in which a worker has no process, and gets none without an order or a request."""
 GOING_DOWN = (WorkerState.DRAINING, WorkerState.STOPPING)
 
 
@@ -45,7 +45,7 @@ class Event(StrEnum):
     LOADED = "loaded"
     """The worker said READY."""
     DRAINED = "drained"
-    """The last request of a draining worker is over, or the time for draining is."""
+    """The last request of a draining worker has ended, or the time for draining has."""
     DIED = "died"
     """The process is gone and may be started again."""
     DIED_FOR_GOOD = "died for good"
@@ -92,14 +92,14 @@ _S, _E, _X = WorkerState, Event, LifecycleAction
 _START = (_X.FORGIVE, _X.ACCEPT_NEW, _X.BEGIN_START)
 
 TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleAction, ...]]] = {
-    # The road up.
+    # From the order to READY.
     (_S.STOPPED, _E.START): (_S.STARTING, _START),
     (_S.STARTING, _E.HELLO): (_S.LOADING, ()),
     (_S.LOADING, _E.LOADED): (_S.READY, (_X.OPEN,)),
     (_S.BACKOFF, _E.BACKOFF_OVER): (_S.STARTING, (_X.BEGIN_START,)),
     (_S.BACKOFF, _E.START): (_S.STARTING, _START),  # an operator need not wait for the pause
     (_S.FAILED, _E.START): (_S.STARTING, _START),
-    # The road down.
+    # From READY to the end of the process.
     (_S.READY, _E.STOP): (_S.DRAINING, (_X.REFUSE_NEW, _X.END_WAITING, _X.WATCH_DRAIN)),
     (_S.DRAINING, _E.DRAINED): (_S.STOPPING, (_X.CLIMB,)),
     (_S.STARTING, _E.STOP): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
@@ -110,7 +110,7 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleA
     (_S.DRAINING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
     (_S.STARTING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
     (_S.LOADING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    # impatience: the ladder begins anew, with shorter rungs
+    # The ladder begins again, with shorter times.
     (_S.STOPPING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
     (_S.BACKOFF, _E.STOP_NOW): (_S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW, _X.END_WAITING)),
     (_S.FAILED, _E.STOP_NOW): (_S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW)),
@@ -118,28 +118,28 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleA
     (_S.DRAINING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
     (_S.STOPPING, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
     (_S.STOPPING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
-    # On demand. A request that comes while the process is being stopped starts the worker again when that has ended.
+    # On demand. A request that comes while the process is being stopped starts the worker again after its end.
     (_S.STOPPED, _E.ON_DEMAND): (_S.UNLOADED, (_X.REST,)),
-    (_S.FAILED, _E.ON_DEMAND): (_S.UNLOADED, (_X.FORGIVE, _X.REST)),  # for want of room, which may be there by now
+    (_S.FAILED, _E.ON_DEMAND): (_S.UNLOADED, (_X.FORGIVE, _X.REST)),  # it failed for want of room: try again
     (_S.UNLOADED, _E.START): (_S.STARTING, _START),
     (_S.UNLOADED, _E.STOP): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_WAITING)),
     (_S.UNLOADED, _E.STOP_NOW): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_WAITING)),
     (_S.READY, _E.UNLOAD): (_S.STOPPING, (_X.HOLD_NEW, _X.CLIMB)),
-    # Deaths nobody asked for. Waiting requests wait on unless there will be no other try.
+    # Deaths that nobody asked for. Waiting requests go on waiting, unless there will be no other try.
     (_S.STARTING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
     (_S.LOADING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
     (_S.READY, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
     (_S.STARTING, _E.DIED_FOR_GOOD): (_S.FAILED, (_X.REFUSE_NEW, _X.END_ACTIVE, _X.END_WAITING)),
     (_S.LOADING, _E.DIED_FOR_GOOD): (_S.FAILED, (_X.REFUSE_NEW, _X.END_ACTIVE, _X.END_WAITING)),
     (_S.READY, _E.DIED_FOR_GOOD): (_S.FAILED, (_X.REFUSE_NEW, _X.END_ACTIVE, _X.END_WAITING)),
-    # Already so.
+    # The worker is already in the state that the order asks for, or on its way there.
     (_S.STARTING, _E.START): (_S.STARTING, ()),
     (_S.LOADING, _E.START): (_S.LOADING, ()),
     (_S.READY, _E.START): (_S.READY, ()),
     (_S.STOPPED, _E.STOP): (_S.STOPPED, ()),
     (_S.STOPPED, _E.STOP_NOW): (_S.STOPPED, ()),
-    # START while going down: ``WorkerLife`` notes that the worker is desired up, and starts it when it is STOPPED.
-    # Requests wait for that. STOP changes what is desired again.
+    # START while the worker goes down: ``WorkerLife`` notes that the worker is desired up, and starts it when it is
+    # STOPPED. Requests wait for that. A later STOP changes the desired state again.
     (_S.DRAINING, _E.START): (_S.DRAINING, (_X.ACCEPT_NEW,)),
     (_S.STOPPING, _E.START): (_S.STOPPING, (_X.ACCEPT_NEW,)),
     (_S.DRAINING, _E.STOP): (_S.DRAINING, (_X.REFUSE_NEW, _X.END_WAITING)),
@@ -153,5 +153,5 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleA
 
 
 class IllegalTransition(Exception):
-    """An event that cannot happen in this state, which is a bug in the supervisor or in a worker. The text tells the
-    worker's story."""
+    """An event that cannot happen in this state. It is a bug in the supervisor or in a worker. The text tells the
+    worker's last transitions."""

@@ -37,11 +37,11 @@ _CONDITIONS = {
     "T": "it is stopped (SIGSTOP)",
     "t": "it is stopped (a debugger)",
 }
-"""What the state of a worker's main thread means, see proc(5)."""
+"""State of a worker's main thread, see proc(5) → its meaning for people."""
 
 
 class _Inherited:
-    """A descriptor of which a spawned process gets a copy. In that process, the argument is the number of the copy."""
+    """A descriptor that is passed to a spawned process. That process gets a copy, and the copy's number as argument."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -53,12 +53,12 @@ class _Inherited:
 class WorkerProcess:
     """A running worker. ``pidfd`` becomes readable when the process has ended, whatever its children do.
 
-    ``Process.sentinel`` does not: a child of the worker that survives keeps it silent. The constructor raises OSError
+    ``Process.sentinel`` does not become readable while a child of the worker survives. The constructor raises OSError
     if the system has no process or descriptor left.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
-        # PR_SET_PDEATHSIG fires when the *thread* that spawned ends.
+        # The kernel sends the signal of PR_SET_PDEATHSIG when the *thread* that spawned the worker ends.
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("workers must be spawned from the main thread")
         self._page = WatchedPage(spec.leases.start_s)
@@ -74,7 +74,7 @@ class WorkerProcess:
         self.pid: int = self._process.pid
         try:
             self.pidfd = os.pidfd_open(self.pid)
-        except OSError:  # no descriptor is left: a process that nobody watches must not stay
+        except OSError:  # no descriptor is left, and a process that nobody watches must not stay
             self._process.kill()
             self._process.join()
             self._page.close()
@@ -122,16 +122,16 @@ class WorkerProcess:
         os.close(self.pidfd)
 
     def end_group(self) -> None:
-        """Kill what a worker that has ended left behind. Call this before ``join``: as long as the worker is a zombie,
-        its pid cannot belong to another process."""
+        """Kill the rest of the group of a worker that has ended. Call this before ``join``: as long as the worker is a
+        zombie, its pid cannot belong to another process."""
         kill_group(self.pid, signal.SIGKILL)
 
     def join(self) -> int:
-        """Collect the exit status and free the pidfd, once that is readable.
+        """Collect the exit status and close the pidfd. Call this once the pidfd is readable.
 
-        Returns the exit code, or minus the number of the signal that ended the process. Only ``join`` reaps; a
-        ``waitpid`` of our own would leave multiprocessing believing in a living child for ever. ``exitcode`` does what
-        ``Process.join(0)`` would, which imports a module for it: where no descriptor is left, that fails.
+        Return the exit code, or minus the number of the signal that ended the process. The process is reaped through
+        multiprocessing, which would otherwise count it as alive for ever. ``exitcode`` is used because
+        ``Process.join(0)`` imports a module, which fails when no descriptor is left.
         """
         code = self._process.exitcode
         self._page.close()
@@ -141,7 +141,7 @@ class WorkerProcess:
 
 
 class LocalLauncher:
-    """Starts and ends workers on this machine, see ``launcher.Launcher``. Use it on the main thread only: workers die
+    """The launcher of workers on this machine, see ``launcher.Launcher``. Use it on the main thread only: workers die
     with the thread that spawned them."""
 
     def __init__(self, timers: Timers, orphans: Orphans, log: logging.Logger) -> None:
@@ -149,7 +149,7 @@ class LocalLauncher:
         self._orphans = orphans
         self._log = log
         self._processes: dict[int, WorkerProcess] = {}
-        """By pidfd."""
+        """The workers that were not reaped yet, by pidfd."""
         self._epoll = select.epoll()
         self._guard = Guard(helper_environment(), directory_of_titles())
         self._epoll.register(self._guard.pidfd, select.EPOLLIN)
@@ -176,7 +176,7 @@ class LocalLauncher:
         return any(process.pid == pid for process in self._processes.values())
 
     def ended(self) -> list[Launched]:
-        # The guard comes before the workers, since a worker's successor may need it.
+        # The guard comes before the workers, since the next process of a worker may need the guard.
         ready = sorted(self._epoll.poll(0), key=lambda event: event[0] != self._guard.pidfd)
         gone: list[Launched] = []
         for descriptor, _ in ready:
@@ -219,7 +219,7 @@ class LocalLauncher:
     def _restart_guard(self) -> None:
         try:
             self._guard.restart()
-        except OSError as e:  # no processes or descriptors left; the kernel's own SIGKILL still protects meanwhile
+        except OSError as e:  # no process or descriptor is left. Meanwhile the kernel (PR_SET_PDEATHSIG) kills workers
             self._log.error("no guard process: %s; trying again", e)
             self._timers.at(time.monotonic() + GUARD_RETRY_S, self._restart_guard)
             return

@@ -1,5 +1,5 @@
-"""Find orphans: processes that a killed supervisor left behind. The next supervisor names them, and ends those that
-surely belonged to it.
+"""Find orphans: processes that a killed supervisor left behind. The next supervisor names them in its log, and ends
+those that surely belonged to the killed supervisor.
 
 The kernel (PR_SET_PDEATHSIG) and the guard end the workers together with their supervisor. Two kinds of processes
 escape both: one that a worker started and that has left the worker's group, and one that does not die at once. Such a
@@ -25,7 +25,7 @@ from supervisor.workers.processes import Seen, boot_id, command_of, processes_wi
 FILE = "workers.json"
 MARK = "MODELCTL_SUPERVISOR_MARK"
 DYING_S = 0.5
-"""Seconds that processes which die with their supervisor may take, before they count as orphans."""
+"""Seconds that processes may take to die with their supervisor, before they count as orphans."""
 ENDING_S = 2.0
 """Seconds to wait for the end of orphans that were killed."""
 POLL_S = 0.01
@@ -33,7 +33,7 @@ POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A worker. ``started``, in clock ticks from boot, tells it from a later process with its pid."""
+    """A worker in the record. ``started``, in clock ticks from boot, tells it from a later process with its pid."""
 
     pid: int
     started: int
@@ -42,7 +42,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one supervisor wrote about its workers."""
+    """The record of one supervisor's workers, as ``workers.json`` holds it."""
 
     boot: str
     marks: tuple[str, ...]
@@ -51,7 +51,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """A process that is left. One that is not surely ``ours`` was in the session of a worker, and is left alone."""
+    """A process that is left. If it is not ``ours``, it is in the session of a former worker, and is left alone."""
 
     pid: int
     started: int
@@ -64,12 +64,11 @@ def left_behind(record: Record, boot: str, seen: Iterable[Seen], uid: int, spare
     """Return the processes that are a former supervisor's workers, or that such workers have started.
 
     A process of this user is surely ours in three cases: it has a mark of the record, it is a worker by pid and start
-    time, or it is in the session of such a worker. In the session of a worker that has ended, a process without the
-    mark may belong to somebody else, who got the number later. It is named only. Records of another boot count for
-    nothing.
+    time, or it is in the session of such a worker. After the worker has ended, another program may get the number of
+    its session. So a process in that session without the mark is named only. Records of another boot are ignored.
 
     boot   id of the present boot
-    spare  pids that are left out: this process and its ancestors
+    spare  pids to leave out: this process and its ancestors
     """
     if record.boot != boot:
         return []
@@ -93,8 +92,8 @@ def left_behind(record: Record, boot: str, seen: Iterable[Seen], uid: int, spare
 
 
 class Orphans:
-    """Keeps the record of workers in a runtime directory that this supervisor has locked. A full disk costs only that
-    record."""
+    """The record of workers in a runtime directory that this supervisor has locked. If it cannot be written, for
+    example to a full disk, the supervisor logs that and goes on."""
 
     def __init__(self, directory: Path, log: logging.Logger) -> None:
         self._path = directory / FILE
@@ -123,10 +122,10 @@ class Orphans:
         """End the orphans of former supervisors, name them in the log, and return them. Call this once, before the
         first worker is started.
 
-        It takes no time if nothing is left, and at most ``DYING_S`` + ``ENDING_S``.
+        This takes no time if nothing is left, and at most ``DYING_S`` + ``ENDING_S``.
 
-        holds  pid → what that process holds of the GPUs that models will use, in words. Processes that are not ours
-               are named as well
+        holds  pid → the memory of GPUs that this process holds, in words. Processes that are not ours are named in the
+               log as well
         """
         former, found = self._former, list[Orphan]()
         if former is not None:

@@ -1,10 +1,11 @@
-"""The stop ladder: what is sent to a worker, and when, until its process has ended. Pure.
+"""The stop ladder: the messages and signals that a worker gets, and when, until its process has ended. Pure.
 
-    0  SHUTDOWN  asks the worker. It finishes its step, closes and exits with 0. A worker that loads does not read it.
-    1  SIGTERM   to the whole group. Its default action ends a worker whatever its Python does, and its children.
-    2  SIGKILL   to the whole group. It also ends processes that are stopped (SIGSTOP) or ignore SIGTERM.
+    0  SHUTDOWN  asks the worker. The worker finishes its step, closes and exits with 0. While it loads, it does not
+                 read messages.
+    1  SIGTERM   to the whole group. The default action ends the worker, whatever its Python does, and its children.
+    2  SIGKILL   to the whole group. This also ends processes that are stopped (SIGSTOP) or ignore SIGTERM.
 
-Each rung is there for what the rung before cannot end. Only the last one is certain.
+Each rung ends processes that the rung before cannot end. Only the last one is certain.
 """
 
 from dataclasses import dataclass
@@ -27,13 +28,13 @@ class LadderTimes:
 
 PATIENT = LadderTimes()
 IMPATIENT = LadderTimes(shutdown_s=0.5, sigterm_s=0.5)
-"""For ``stop --now``: ends a worker within about a second, even if it hangs."""
+"""The times for ``stop --now``. They end a worker within about a second, even if it hangs."""
 
 
 def plan(now: float, times: LadderTimes, *, reads_messages: bool) -> list[tuple[float, Rung]]:
     """Return the rungs of one climb, as pairs of monotonic time and rung. The first rung is due at once.
 
-    reads_messages  whether the worker is loaded, so that it reads SHUTDOWN
+    reads_messages  whether the worker has loaded its model, and so reads SHUTDOWN
     """
     rungs: list[tuple[float, Rung]] = []
     at = now
