@@ -120,7 +120,7 @@ class Fleet:
 
     @property
     def all_stopped(self) -> bool:
-        """Return whether no process is left. The driver may still hold VRAM of the last ones: ``vram.awaited``."""
+        """Whether no process is left. The driver may still hold VRAM of the last processes, see ``vram.awaited``."""
         return all(replica.process is None for replica in self.registry.replicas.values())
 
     # --- what workers say ---------------------------------------------------------------------------------------
@@ -147,8 +147,10 @@ class Fleet:
                 raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")
 
     def _loaded(self, replica: Replica) -> str:
-        """Measure the memory of a worker that is ready now, and compare it with the estimate. Return, for the log, how
-        the load went: how long it took, on what the model computes, and what memory it holds."""
+        """Measure the memory of a worker that is ready now, and compare it with the estimate.
+
+        Return a text for the log: the load time, the device, and the memory that the worker holds.
+        """
         parts = [
             f"loaded in {replica.info['load_seconds']} s on {replica.info['device']}",
             f"attention: {replica.info['attention']}",
@@ -186,7 +188,7 @@ class Fleet:
         self._ended(replica, report, process.pid)
 
     def check_progress(self) -> None:
-        """End the workers that hang. To be called every ``hang_detector.CHECK_S``."""
+        """End the workers that hang. The loop calls this every ``hang_detector.CHECK_S`` seconds."""
         self._hang_watch.check(self.registry.replicas.values(), time.monotonic())
 
     def kill(self, replica: Replica, why: str, reason: str = "killed") -> None:
@@ -199,7 +201,7 @@ class Fleet:
             replica.process.signal(signal.SIGKILL)
 
     def not_started(self, replica: Replica, report: ExitReport) -> None:
-        """Take note that a start has ended without a process. ``Start`` calls this."""
+        """Clean up after a start that has ended without a process. ``Start`` calls this."""
         self._ended(replica, report, None)
 
     def _ended(self, replica: Replica, report: ExitReport, pid: int | None) -> None:
@@ -231,12 +233,12 @@ class Fleet:
             self.rest(replica.name, "there may be room by now")
 
     def after_events(self, replica: Replica) -> None:
-        """End the drain of a worker if it has no request left. To be called when requests of the worker have ended."""
+        """End the drain of a worker if it has no request left. Call this when requests of the worker have ended."""
         if replica.state is WorkerState.DRAINING and self._scheduler.work(replica.name)[0] == 0:
             self._report(replica, Event.DRAINED, "no request left")
 
     def sample_rates(self, elapsed_s: float) -> None:
-        """Note the tokens per second of each worker since the last sample, and when each was last busy.
+        """Note the tokens per second of each worker since the last sample, and the time when it was last busy.
 
         elapsed_s  seconds since the last sample
         """
@@ -314,7 +316,7 @@ class Fleet:
                     replica.backoff_timer.cancel()
 
     def _drain_expired(self, replica: Replica) -> None:
-        if replica.desired is not Desired.UP:  # else it is started again, and its requests go on then
+        if replica.desired is not Desired.UP:  # else the worker is started again, and its requests go on
             self._effects.add(self._scheduler.end_running(replica.name))
         self._report(replica, Event.DRAINED, "the drain's time is over")
 

@@ -18,9 +18,9 @@ class Killer(Protocol):
 
 
 class HangWatch:
-    """Checks all workers whenever ``check`` is called.
+    """The checks of all workers for hangs, done whenever ``check`` is called.
 
-    kill  ends a worker's process: (replica, why, reason of its exit)
+    kill  ends a worker's process: (worker, message for the log, reason in the exit report)
     """
 
     def __init__(self, kill: Killer, log: logging.Logger) -> None:

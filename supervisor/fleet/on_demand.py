@@ -1,4 +1,4 @@
-"""Models on demand: a request starts them, and they are unloaded when idle. ``start`` unloads them to make room."""
+"""Models on demand. A request starts them, and they are unloaded when idle, or by ``start`` to make room."""
 
 import time
 
@@ -8,8 +8,10 @@ from supervisor.workers.lifecycle import WorkerState
 
 
 class OnDemandLoader:
-    """Decides when a worker is started for a request and when it is unloaded; the fleet does both. Runs on the
-    supervisor's one thread."""
+    """The decisions when a request starts a worker, and when an idle worker is unloaded. The fleet carries them out.
+
+    Every method runs on the supervisor's one thread.
+    """
 
     def __init__(self, fleet: Fleet, registry: ReplicaRegistry) -> None:
         self._fleet = fleet

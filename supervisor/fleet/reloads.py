@@ -1,4 +1,4 @@
-"""Find out what ``reload``, and ``restart`` of several workers, mean for each model. ``rollout`` carries it out."""
+"""Plan the steps of ``reload``, and of ``restart`` for several workers. ``rollout`` carries the steps out."""
 
 import logging
 import time
@@ -54,11 +54,11 @@ class Reloads:
         return self.reload(config, cause, how, only)
 
     def reload(self, config: Config, cause: str, how: How, only: str | None = None) -> int:
-        """Order that a configuration is carried out, for all models or one. Return the order's number.
+        """Order the change to a new configuration, for all models or for one. Return the order's number.
 
-        What that means for each worker is decided when the orders before are done.
+        The steps for each worker are decided when the earlier orders are done.
 
-        only  the model; its workers are exchanged even if nothing has changed
+        only  the one model; its workers are exchanged even if nothing has changed. None for all models
         """
         before = self._registry.config
         if only is not None:
@@ -94,7 +94,7 @@ class Reloads:
         return number
 
     def advance_soon(self) -> None:
-        """Let the rollouts go on in the next turn, since a worker may be in the middle of a transition."""
+        """Let the rollouts go on in the next turn of the loop. In this turn a worker may be in a transition."""
         if self.rollouts.busy and not self._advancing:
             self._advancing = True
             self._timers.at(time.monotonic(), self._advance)

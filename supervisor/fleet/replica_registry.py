@@ -1,4 +1,4 @@
-"""Which workers there are: those that models.yaml asks for, and their successors during a surge."""
+"""The registry of all workers: those that models.yaml asks for, and their successors during a surge."""
 
 import os
 import time
@@ -73,7 +73,7 @@ class ReplicaRegistry:
         return replica
 
     def remove(self, replica: Replica) -> None:
-        """Forget a worker that is at rest; with a model's last, the model, unless it is configured."""
+        """Forget a worker that is at rest. Forget its model, too, if it has no other worker and is not configured."""
         del self.replicas[replica.name]
         self._vram.unwatch(replica.name)
         self._scheduler.remove_worker(replica.name)
@@ -107,17 +107,17 @@ class ReplicaRegistry:
         replica.log_begin = logs.prepare(replica.log_path)
 
     def launched(self, replica: Replica, process: Launched) -> None:
-        """Take note of a worker's new process."""
+        """Store the new process of a worker."""
         replica.process = process
         self._by_routing_id[replica.routing_id] = replica
 
     def process_ended(self, replica: Replica) -> None:
-        """Take note that a worker's process has ended."""
+        """Remove the process of a worker, because it has ended."""
         replica.process = replica.memory.holding = None
         self._by_routing_id.pop(replica.routing_id, None)
 
     def replica_of(self, routing_id: bytes) -> Replica | None:
-        """Return the worker whose present process has this identity, or None if it is a former process's."""
+        """Return the worker whose present process has this routing id; None if there is none."""
         return self._by_routing_id.get(routing_id)
 
     def worker_of(self, process: Launched) -> Replica:

@@ -31,8 +31,8 @@ KEPT = 16
 """Rollouts whose outcome can still be asked for."""
 TRIES = 3
 """Processes of a worker that may die before the worker is ready, until the rollout counts the worker as failed. The
-supervisor goes on restarting the worker. But the next rollout, perhaps of a models.yaml that repairs it, must not wait
-for a load that takes long and crashes for ever."""
+supervisor goes on restarting the worker. But the next rollout may bring a models.yaml that repairs the worker. That
+rollout must not wait for a worker that crashes for ever."""
 _UP = (WorkerState.READY, WorkerState.DRAINING)
 
 
@@ -45,7 +45,7 @@ class How(StrEnum):
 
 
 class Change(StrEnum):
-    """What a new models.yaml means for one model."""
+    """The change that a new models.yaml makes to one model."""
 
     UNCHANGED = "unchanged"
     SETTINGS = "settings"
@@ -83,7 +83,7 @@ class RolloutStep:
     """One worker's part of a rollout.
 
     label   the worker's name for people
-    spec    what the worker is to become; None: it is to be removed
+    spec    the specification of the worker's next process; None to remove the worker
     start   start a worker where there was none
     forced  replace the worker even if it already has this specification
     """
@@ -138,7 +138,7 @@ class Rollout:
 
 
 class Rollouts:
-    """Carry out orders one after the other. The fleet calls ``advance`` whenever a worker's state has changed."""
+    """The queue of orders. They are carried out one by one. Call ``advance`` whenever a worker's state has changed."""
 
     def __init__(self, fleet: Fleet, log: logging.Logger) -> None:
         self._fleet = fleet
@@ -280,8 +280,8 @@ class Rollouts:
             self._registry.hand_over(old, new)
             self._fleet.stop(old.name, cause)
         elif new.state in (*AT_REST, WorkerState.BACKOFF):
-            # One try: the old worker is still there. Whoever ordered the model stopped meanwhile has stopped both
-            # workers.
+            # The successor gets one try only, since the old worker is still there. An order to stop the model has
+            # stopped both workers.
             why = new.last_exit.message if new.last_exit else "unknown"
             if new.desired is not Desired.UP:
                 why = "it was stopped"

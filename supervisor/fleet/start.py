@@ -1,13 +1,13 @@
 """Start workers: estimate what a model needs, wait for memory, choose GPUs, launch the process.
 
-A ``Start`` is the way of one process from the order to the launch. Its methods stand in the order of its stages:
+A ``Start`` takes one process from the order to the launch. Its methods stand in the order of its stages:
 
     begin            checks the engine's packages, and has another process read the model's directory for an estimate
     wait_for_memory  waits until dead workers have given back their memory of the model's GPUs
-    _decide          chooses GPUs, with all that other workers hold and are about to load
+    _decide          chooses GPUs, and counts the memory that other workers hold and are about to load
     _make_room       if there is no room: unloads idle models, or waits until busy models are idle
     _launch          starts the process
-    _refuse          or ends the start without a process
+    _refuse          ends the start without a process
     cancel           ends the start at any stage, because the worker was ordered down
 
 ``starts`` has the starts that are under way, and says whose turn it is. Models that are pinned to a GPU are placed
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from supervisor.fleet.starts import Starts
 
 IDLE_WAIT_S = 60.0
-"""How long a start waits for busy models to become idle, where there would be room without them. The time in which one
-of them is loaded does not count."""
+"""Seconds that a start waits for busy models to become idle, if there would be room without them. The time in which
+one of them is loading does not count."""
 RETRY_S = 0.25
 """Seconds between two decisions about a start that waits for room or for a reading of the GPUs."""
 READING_WAIT_S = 30.0
-"""How long a start waits for GPUs whose answer is late. A worker that is started without a reading may take memory that
-other workers count on."""
+"""Seconds that a start waits for GPUs whose answer is late. A worker that is started without a reading may take memory
+that other workers need."""
 
 
 class Stage(Enum):
@@ -65,7 +65,7 @@ class Stage(Enum):
 class Start:
     """The start of one process, of a new generation. ``Starts.begin`` makes it.
 
-    number  the starts' order in time
+    number  the place of this start in the order in which starts began
     """
 
     def __init__(self, starts: "Starts", replica: Replica, number: int) -> None:
@@ -81,8 +81,8 @@ class Start:
         self.leaving: set[str] = set()
         """Workers that are unloaded to make room for this one."""
         self._claims = False
-        """Whether workers were unloaded for this one. What they held is for this start, even if a request wants one of
-        them again at once."""
+        """Whether workers were unloaded for this start. Their memory is reserved for this start, even if a request
+        needs one of those workers again at once."""
         self._no_room_since: float | None = None
         self._no_reading_since: float | None = None
 
@@ -97,7 +97,7 @@ class Start:
         if self._gpu_request is None:  # on the CPU
             self._launch("", None)
             return
-        # Not for engine transformers: its worker finds the same faults, and the first token would wait for both.
+        # No check for engine transformers: its worker finds the same faults, and the first token would wait for both.
         question = question_of(self._spec) if engine in ESTIMATED else None
         if question is not None:
             try:
@@ -120,8 +120,8 @@ class Start:
             self._starts.advance()
 
     def wait_for_memory(self) -> None:
-        """Decide, now or when dead workers have given back their memory of the model's GPUs. ``Starts`` calls this when
-        it is the start's turn."""
+        """Decide now, or as soon as dead workers have given back their memory of the model's GPUs. ``Starts`` calls
+        this when the turn of this start has come."""
         self.stage = Stage.MEMORY
         self._starts.vram.when_free(self.replica.name, self._decide)
 
@@ -164,7 +164,7 @@ class Start:
         return True
 
     def _waits_for_room(self, refused: PlacementRefused) -> bool:
-        """Return whether the start is decided again later, because other workers leave for it or may soon be idle."""
+        """Return whether the start is decided again later, because workers were unloaded or may soon be idle."""
         leaving = self._make_room(refused.missing)
         if not isinstance(leaving, NoRoom):
             self.stage, self.leaving, self._claims = Stage.ROOM, set(leaving), True
@@ -219,7 +219,7 @@ class Start:
         self._starts.timers.at(when, self.decide_again)
 
     def decide_again(self) -> None:
-        """Wait for its turn again, if the start still waits for room or for a reading."""
+        """Have the start wait for its turn again, if it still waits for room or for a reading."""
         if self.stage is Stage.ROOM:
             self.stage = Stage.TURN
             self._starts.advance()
@@ -289,7 +289,7 @@ class Start:
 
     @property
     def order(self) -> tuple[bool, int]:
-        """The place among the starts under way: pinned models first, then by the time of the order."""
+        """The place among the starts under way. Pinned models come first, then the starts that began earlier."""
         return self._gpu_request is None or self._gpu_request.pins is None, self._number
 
     def goes_before(self, other: "Start") -> bool:

@@ -1,4 +1,4 @@
-"""The starts that are under way: whose turn it is, and what all starts use. ``start`` shows one start."""
+"""The starts that are under way, their order, and the parts that all of them use. ``start`` has one start."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ from supervisor.workers.launcher import Launcher
 
 
 class StartControl(Protocol):
-    """What a start asks of the fleet."""
+    """The methods of the fleet that a start uses."""
 
     def unload(self, worker: str, cause: str) -> None: ...
     def not_started(self, replica: Replica, report: ExitReport) -> None: ...
@@ -70,8 +70,8 @@ class Starts:
         self.estimator.ended()
 
     def begin(self, replica: Replica) -> None:
-        """Begin the start of a worker's next process. The fleet hears of it again only if there is no process after
-        all, and never from within this call."""
+        """Begin the start of a worker's next process. If the start ends without a process, ``StartControl.not_started``
+        is called, but never from within this call."""
         self._number += 1
         start = self._under_way[replica.name] = Start(self, replica, self._number)
         start.begin()
@@ -84,13 +84,13 @@ class Starts:
         return start is not None
 
     def advance(self) -> None:
-        """Let each start go on that need not wait for another one."""
+        """Let each start go on, unless it must wait for another start."""
         for start in sorted(self._under_way.values(), key=lambda start: start.order):
             if start.stage is Stage.TURN and not any(o.goes_before(start) for o in self._under_way.values()):
                 start.wait_for_memory()
 
     def worker_gone(self, worker: str) -> None:
-        """Take note that a worker's process has ended. A start may have waited for that."""
+        """Note that a worker's process has ended. A start may have waited for that."""
         for start in self._under_way.values():
             if worker in start.leaving:
                 start.leaving.discard(worker)

@@ -1,8 +1,9 @@
-"""What the end of a worker's process means: its reason, a line for people, and whether another try may help. Pure.
+"""Find the reason for the end of a worker's process, a message for people, and whether another try may help. Pure.
 
-The reason is read from the exit code, the signal, and the last lines of the worker's log: the tracebacks of Python and
-what C++'s ``terminate`` writes. The wordings are those of PyTorch 2, CUDA and numpy. One log holds the lines of many
-workers. Only the last traceback, or what stands between the last two aborts, belongs to the worker that has ended.
+The reason is found in the exit code, the signal, and the last lines of the worker's log: the tracebacks of Python and
+the lines that C++'s ``terminate`` writes. The patterns match the texts of PyTorch 2, CUDA and numpy. One log holds the
+lines of many processes. Only the last traceback, or the lines between the last two aborts, belong to the process that
+has ended.
 """
 
 import itertools
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 
 MAX_MESSAGE = 300
-"""Characters of a message. Messages stand in tables, and clients get them."""
+"""The most characters of a message. Tables show messages, and clients get them."""
 MAX_LINES = 12
 
 _TRACEBACK = "Traceback (most recent call last):"
@@ -40,14 +41,15 @@ _FREE = re.compile(r"of which ([\d.]+ (?:[KMGT]i)?B(?:ytes)?|0 bytes) is free|([
 
 @dataclass(frozen=True)
 class ExitReport:
-    """How a process ended, or why none was started.
+    """The report of a process that has ended, or that was not started.
 
     reason   "asked", "config", "no room", "unreadable", "out of VRAM", "out of memory", "CUDA error",
              "engine fault", "hung", "killed", "signal", "spawn" or "exit"
     message  one line for a person, at most MAX_MESSAGE characters
     retry    whether another try may help
     lines    the last lines that the process wrote to its log, at most MAX_LINES of MAX_MESSAGE characters. If it wrote
-             its stacks last, those of its main thread, from the innermost call on. Empty for an exit that was asked for
+             its stacks last, the lines of its main thread's stack, from the innermost call on. Empty if the supervisor
+             had asked for the exit
     """
 
     code: int
@@ -63,7 +65,7 @@ def not_spawned(error: OSError) -> ExitReport:
 
 
 def not_admitted(reason: str, message: str, *, retry: bool) -> ExitReport:
-    """Return the report of a process that was not started, because it could not have loaded its model."""
+    """Return the report of a process that the supervisor did not start, because the model could not be loaded."""
     return ExitReport(-1, reason, _printable(message), retry=retry)
 
 
@@ -123,7 +125,7 @@ def _printable(line: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What the log says about the end of a process.
+    """The reason for the end of a process, as found in its log.
 
     reason   "out of VRAM", "out of memory", "CUDA error" or "engine fault"
     message  for a person: what happened and, where it is known, what to do
@@ -134,7 +136,7 @@ class Diagnosis:
 
 
 def engine_fault(log_tail: Sequence[str]) -> Diagnosis:
-    """Return why an engine raised, from the exception that ended the worker or from the cause of that exception."""
+    """Return the diagnosis for an engine's exception, from the exception that ended the worker or from its cause."""
     lines = _exceptions(log_tail)
     for line in lines:
         if fault := _known(line):
@@ -156,7 +158,7 @@ def last_lines(log_tail: Sequence[str], count: int) -> list[str]:
 
 
 def abort_fault(log_tail: Sequence[str]) -> Diagnosis | None:
-    """Return why a worker ended by SIGABRT, from what C++ wrote before. None if that is not known."""
+    """Return the diagnosis for a SIGABRT, from the lines that C++ wrote before it; None if the reason is not known."""
     ends = [number for number, line in enumerate(log_tail) if line.startswith(_ABORTED)]
     begin, end = (ends[-2] + 1 if len(ends) > 1 else 0), (ends[-1] if ends else len(log_tail))
     started = [number for number in range(begin, end) if log_tail[number].startswith(_TERMINATE)]

@@ -1,8 +1,8 @@
 """The guard: a small process that kills the workers' process groups when the supervisor has ended, for any reason.
 
-PR_SET_PDEATHSIG already kills each worker, but a child process does not inherit it. What a worker started (a compiler,
-a data loader) would live on and hold the GPU. The guard has the read end of a pipe, and only the supervisor has the
-write end. The kernel closes that end when the supervisor ends.
+PR_SET_PDEATHSIG already kills each worker, but the worker's children do not inherit that setting. A process that a
+worker started (a compiler, a data loader) would live on and hold the GPU. The guard has the read end of a pipe, and
+only the supervisor has the write end. The kernel closes the write end when the supervisor ends.
 
 ``Guard`` runs in the supervisor. The rest of the file is also the guard's own program, run with ``python -I -S``. Its
 argument is the directory of setproctitle, the only package that it imports.
@@ -17,7 +17,7 @@ import sys
 class Guard:
     """The guard's process, as the supervisor sees it. ``pidfd`` lets the loop notice if somebody kills the guard.
 
-    environment  of the guard's process
+    environment  the environment variables of the guard's process
     titles       directory in which the guard's process finds setproctitle
     """
 
@@ -68,7 +68,7 @@ class Guard:
         self._tell(f"-{group}\n")
 
     def restart(self) -> None:
-        """Start another guard, which knows the same groups. Raises OSError; then call it again later."""
+        """Start another guard, and give it the groups of the former one. Raises OSError; then call this again later."""
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1

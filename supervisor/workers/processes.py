@@ -1,4 +1,4 @@
-"""Read from /proc, see proc(5), what tells the processes of this machine from one another."""
+"""Read the processes of this machine, with their sessions and start times, from /proc, see proc(5)."""
 
 import os
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ class Seen:
     """A living process.
 
     started  clock ticks from boot
-    mark     the value of the environment variable asked for; None if the process has none, or it cannot be read
-    command  its arguments, shortened
+    mark     the value of the environment variable that the caller named; None if it is not set or cannot be read
+    command  the arguments of the process, shortened
     """
 
     pid: int
@@ -79,7 +79,10 @@ def command_of(pid: int) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int, int, int] | None:
-    """Return state, parent, session and start. The name in parentheses may hold parentheses itself."""
+    """Return state, parent, session and start of a process; None if it has ended.
+
+    The name in parentheses may hold parentheses itself.
+    """
     try:
         text = (_PROC / str(pid) / "stat").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""The life of one worker: the state that is desired, the state that it is in, and what follows from each event. Pure.
+"""The life of one worker: its desired state, its present state, and the transition that each event causes. Pure.
 
 Orders (``start``, ``stop``, ...) set the desired state. The last order counts. Each order and each event returns a
 ``Transition`` with the actions that its caller has to carry out. ``lifecycle`` holds the table of transitions.
@@ -108,8 +108,8 @@ class Transition:
 
 
 class Ended(NamedTuple):
-    """What follows from the end of a process. ``what_next`` says it for the log; it is empty for an end that was asked
-    for."""
+    """The transition that the end of a process causes. ``what_next`` describes the next try for the log; it is empty
+    if the supervisor had asked for the end."""
 
     transition: Transition
     what_next: str
@@ -126,14 +126,14 @@ class WorkerLife:
         self.worker = worker
         self.state = WorkerState.STOPPED
         self.since = now
-        """Since when it is in this state."""
+        """Monotonic time in seconds since which the worker is in this state."""
         self.desired = Desired.DOWN
         self.unload_cause: str | None = None
-        """Why the worker was unloaded, as long as that is the last order."""
+        """The reason for which the worker was unloaded. None if another order came later."""
         self.impatient = False
-        """Whether the worker is stopped as fast as possible: the last order that ended a process said so."""
+        """Whether the last order that ended a process was to stop it as fast as possible."""
         self.pause_s = 0.0
-        """How long the backoff lasts that the last end began."""
+        """Seconds of backoff after the last end of a process."""
         self.history = RestartHistory(policy)
         self.story: deque[Transition] = deque(maxlen=50)
 
@@ -180,10 +180,10 @@ class WorkerLife:
     # --- events -------------------------------------------------------------------------------------------------
 
     def ended(self, report: "ExitReport", now: float, *, blames_request: bool, chance: float) -> Ended:
-        """Take note that there is no process any more, or that none could be started.
+        """Apply the end of a process, or a start that failed. Return what the caller has to carry out.
 
-        blames_request  whether one request is surely the reason. The reason is gone with that request. If such ends
-                        counted, a few requests could take the model away from everybody
+        blames_request  whether one request surely caused the end. Such ends do not count towards the restart limit: if
+                        they did, a few requests could take the model away from all clients
         chance          a draw from [0, 1), for the pause before the next try
         """
         if report.reason == "asked":

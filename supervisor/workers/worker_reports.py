@@ -1,6 +1,6 @@
-"""Check what workers report about themselves. The supervisor keeps it, shows it to people and packs it for clients.
+"""Check the reports of workers. The supervisor keeps the reports, shows them to people and packs them for clients.
 
-A worker is our own program, but it computes on foreign files. So nothing that it sends may stop the supervisor.
+A worker is our own program, but it reads files of others. So no report of a worker may stop the supervisor.
 """
 
 from typing import Any
@@ -43,12 +43,12 @@ def checked_progress(body: bytes) -> dict[str, Any]:
 
 
 def checked_stats(body: bytes) -> dict[str, Any]:
-    """Return names, each with a number or a short text. Raises FrameError."""
+    """Return a map of names, each with a plain value such as a number or a short text. Raises FrameError."""
     return _flat(body, {})
 
 
 def _flat(body: bytes, wanted: dict[str, tuple[type, ...]]) -> dict[str, Any]:
-    """Return a map without containers in it. A map nested a thousand deep could be kept, but not packed again."""
+    """Return a map that holds no containers. The codec could not pack a map that is nested a thousand levels deep."""
     report = unpack_body(body)
     if len(report) > MAX_KEYS:
         raise FrameError(ErrorCode.BAD_FRAME, f"a report of {len(report)} entries (at most {MAX_KEYS})")
