@@ -29,7 +29,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class AdminContext:
-    """The parts of the supervisor that verbs look at and give orders to."""
+    """The parts of the supervisor that verbs read and give orders to."""
 
     on_demand: OnDemandLoader
     fleet: Fleet
@@ -42,7 +42,7 @@ class AdminContext:
 def answer(context: AdminContext, verb: str, body: bytes, *, admin: bool) -> Result:
     """Return the result of one CALL. Raises WireError that names the verb or the parameter.
 
-    admin  whether orders may come this way
+    admin  whether the client may give orders
     """
     entry = _VERBS.get(verb)
     if entry is None:
@@ -141,7 +141,7 @@ def _stop(context: AdminContext, params: Params) -> Result:
 
 
 def _ordered(replicas: list[Replica]) -> Result:
-    """Return the states in which an order has left a model's workers, and that of the first one beside them."""
+    """Return the states of a model's workers after an order. The first worker's state also stands at the top level."""
     workers = {r.shown: {"state": str(r.state), "generation": r.generation} for r in replicas}
     return {**workers[replicas[0].shown], "workers": workers}
 

@@ -1,4 +1,4 @@
-"""The meaning of a client's message: what becomes of a request, a cancel, a call."""
+"""Handle the messages of clients: requests, cancels, calls and credit."""
 
 import os
 import time
@@ -36,9 +36,10 @@ from supervisor.requests.scheduler import Scheduler
 
 
 class ClientMessages:
-    """Handles each message of a client. The answers are effects, like everything that the message causes.
+    """The handler of all client messages. It queues each answer as an effect, like all other results of a message.
 
-    An answer therefore follows what was decided before it, such as the terminal events of requests that an order ends.
+    So an answer is sent after the effects that were queued before it, such as the terminal events of requests that an
+    order ends.
     """
 
     def __init__(
@@ -113,7 +114,8 @@ class ClientMessages:
         replica = calls.ready_worker(self._context, unpack_body(message.body).get("model"))
         number = self._queries.begin(replica.name, Asker(channel, message.call))
         replica.last_active = time.monotonic()
-        # The body goes on as it came. Packed anew, its floats may take twice as many bytes, and more than allowed.
+        # The body is passed on as it came. If it were packed again, its floats could take twice as many bytes, and
+        # exceed the limit.
         ask = Ask(number, message.verb, message.body)
         self._effects.add([ToWorker(replica.name, replica.generation, encode(ask))])
 

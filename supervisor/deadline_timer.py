@@ -8,7 +8,7 @@ from supervisor.timers import Timer, Timers
 
 
 class DeadlineTimer:
-    """Calls ``Scheduler.expire`` when the earliest deadline has come."""
+    """The timer that calls ``Scheduler.expire`` when the earliest deadline has come."""
 
     def __init__(self, scheduler: Scheduler, timers: Timers, effects: EffectQueue) -> None:
         self._scheduler = scheduler

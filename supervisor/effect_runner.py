@@ -35,7 +35,7 @@ from supervisor.requests.scheduler import Scheduler
 
 
 class EffectRunner:
-    """Carries out the effects of one queue."""
+    """The runner of the effects in one queue."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class EffectRunner:
         self._reloads = reloads
 
     def run(self) -> None:
-        """Carry out what is queued, and what follows from that, until nothing is left."""
+        """Carry out the queued effects, and the effects that they add, until the queue is empty."""
         effects = self._queue.take()
         while True:
             for effect in effects:
@@ -80,6 +80,6 @@ class EffectRunner:
         if replica is None or replica.generation != effect.generation:
             return  # the process has ended, and the scheduler knows
         if not self._workers.send(replica.routing_id, effect.frame):
-            # The worker is not connected any more: its exit is about to be seen, and ends every request that it held.
-            # Or it is 10,000 frames behind, and would lose a request silently.
+            # The worker is not connected any more. The loop is about to see its exit, which ends all its requests. Or
+            # the worker is 10,000 frames behind, and would lose a request silently.
             self._fleet.kill(replica, "it cannot be reached")

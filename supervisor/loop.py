@@ -1,9 +1,8 @@
 """The supervisor: one process, one thread, one loop over plain sockets, pidfds, signals and a heap of timers.
 
-This module makes all parts, in an order in which each gets what it needs, and carries what comes in to the part that
-knows its meaning: messages of clients to ``client_messages``, frames of workers to ``worker_frames``, exits to
-``fleet``. These parts decide, and add effects to a queue. The loop has the effects carried out after each message,
-frame, exit and timer (``effect_runner``).
+This module makes all parts, and passes each input to the part that handles it: messages of clients to
+``client_messages``, frames of workers to ``worker_frames``, exits to ``fleet``. These parts decide, and add effects to
+a queue. The loop has the effects carried out after each message, frame, exit and timer (``effect_runner``).
 """
 
 import gc
@@ -63,11 +62,11 @@ from supervisor.workers.local_launcher import LocalLauncher
 from supervisor.workers.orphans import Orphans
 
 MONITOR_LIMIT = 8
-"""Connections that may come before descriptors are counted again."""
+"""Events of a port's monitor that are read before descriptors are counted again."""
 LAST_FRAMES_TURNS = 16
-"""How often the frames of workers are drained before the requests of a worker that has ended are decided about."""
+"""How many times the frames of workers are drained before the requests of a dead worker are handled."""
 STREAMS_CHECK_S = 0.5
-"""Seconds between two checks for streams whose clients have stopped reading, and two reports of queue positions."""
+"""Seconds between two checks for clients that have stopped reading, and between two reports of queue positions."""
 
 
 class Supervisor:
@@ -153,7 +152,7 @@ class Supervisor:
         gc.freeze()
         while not self._shutdown.is_done:
             self._reactor.turn(self._runner.run)
-        # of a worker that had failed before, or was removed, nothing has been released
+        # the requests of workers that failed earlier or were removed may not have been released yet
         self._effects.add(self._scheduler.release_held(None, time.monotonic()))
         self._runner.run()
         self._log.info("every model is stopped; leaving")
@@ -215,7 +214,7 @@ class Supervisor:
         more = True
         while more:
             accepted = port.counters.accepted
-            # A few at a time: during a flood new ones come as fast as they are taken in.
+            # A few events at a time: during a flood new connections come as fast as they are taken in.
             more = port.read_monitor(MONITOR_LIMIT)
             if port.counters.accepted != accepted:
                 self._descriptors.check()

@@ -1,4 +1,4 @@
-"""Give memory back to the system that a peak of load has left unused.
+"""Give unused memory back to the system after a peak of load.
 
 The C library keeps freed memory that lies below memory in use. So memory from a moment in which clients did not read,
 or from a flood, would stay resident for ever. Giving it back takes 0.1 ms where there is little, and 1 ms for 10 MB.

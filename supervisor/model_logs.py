@@ -1,6 +1,6 @@
-"""Copy what the supervisor logs about a worker to the worker's own log, so that this log tells the worker's whole life.
+"""Copy the supervisor's log records about a worker to the worker's own log, so that this log tells the whole story.
 
-The worker process writes the output of itself and its libraries there. In a normal life it writes nothing.
+The worker's process and its libraries write their output to that log, too. Without a fault they write nothing.
 """
 
 import logging
@@ -16,7 +16,7 @@ _OURS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} modelctl [A-Z]+ ")
 
 
 def about(worker: str) -> dict[str, str]:
-    """Return the ``extra`` of a log record that tells about a worker. Its name begins with the name of its log."""
+    """Return the ``extra`` of a log record about a worker. The worker's name begins with the name of its log."""
     return {"worker": worker}
 
 

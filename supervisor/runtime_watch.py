@@ -10,11 +10,11 @@ from supervisor.ports.socket_file import SocketFile
 from supervisor.runtime_dir import RuntimeDir, RuntimeDirError
 
 CHECK_S = 1.0
-"""Seconds between two looks. A look takes four system calls."""
+"""Seconds between two checks. A check takes four system calls."""
 
 
 class RuntimeWatch:
-    """Checks that the directory and the sockets are in their places, and makes missing ones again.
+    """The checks whether the directory and the sockets are in their places. Missing ones are made again.
 
     files       the files of the sockets that are bound in the directory
     made_again  called after the directory was made again, to write the other files that belong into it

@@ -14,7 +14,7 @@ from supervisor.requests.scheduler import Scheduler
 
 
 class SupervisorShutdown:
-    """Whether the supervisor is shutting down, and how far it is.
+    """The state of the supervisor's shutdown.
 
     begun  whether a shutdown has begun
     """
@@ -38,9 +38,9 @@ class SupervisorShutdown:
         self._impatient = False
 
     def begin(self, cause: str, *, now: bool = False) -> None:
-        """Stop every model. The supervisor leaves when all are down and their VRAM is back.
+        """Stop every model. The supervisor exits when all workers have ended and their VRAM is free again.
 
-        now  do not wait for requests, nor for the VRAM. May be said in a second call
+        now  do not wait for requests, nor for the VRAM. A second call may set this
         """
         self._log.info("shutting down%s: %s", " now" if now else "", cause)
         self._impatient = self._impatient or now
@@ -48,7 +48,7 @@ class SupervisorShutdown:
             self.begun = True
             self._reloads.rollouts.abandon()
             self._scheduler.leave(shutting_down())
-            # Before the errors that end waiting requests: a client then knows why.
+            # This goes before the errors that end waiting requests, so that clients know the reason.
             frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
             self._effects.add(ToClient(channel, frame) for channel in self._clients.channels_for_requests())
         for name in self._fleet.registry.replicas:
@@ -56,7 +56,7 @@ class SupervisorShutdown:
 
     @property
     def is_done(self) -> bool:
-        """Whether the supervisor may leave now."""
+        """Whether the supervisor may exit now."""
         return self.begun and self._fleet.all_stopped and (self._impatient or not self._fleet.vram.awaited)
 
     def check_not_begun(self) -> None:

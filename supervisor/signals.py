@@ -7,7 +7,7 @@ import socket
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP of this process, from now on. Make one object only, on the main thread."""
+    """The receiver of SIGINT, SIGTERM and SIGHUP in this process. Make one object only, on the main thread."""
 
     def __init__(self) -> None:
         self.receiver, self._sender = socket.socketpair()

@@ -1,7 +1,7 @@
 """Show a value of a file or a request in an error message, as YAML and JSON spell it. Python's spelling differs."""
 
 MOST_SHOWN = 60
-"""Characters of a value that a message repeats; of a longer one it names the type."""
+"""The most characters of a value that a message repeats. If a value is longer, the message names its type."""
 
 
 def spelled(value: object) -> str:

@@ -21,7 +21,7 @@ from supervisor.worker_frames import WorkerFrames
 
 
 class SupervisorDescription:
-    """Collects what ``status`` shows of the supervisor. Make it when the supervisor starts: it counts the uptime."""
+    """The supervisor's own part of ``status``. Make it when the supervisor starts, since it counts the uptime."""
 
     def __init__(
         self,

@@ -1,13 +1,13 @@
-"""One heap of deadlines for the whole loop. Times are monotonic seconds, and arguments."""
+"""One heap of pending calls for the whole loop. Times are monotonic seconds, and the caller passes them."""
 
 import heapq
 import itertools
 from collections.abc import Callable
 
 CLEAR_AT = 256
-"""Number of pending calls at which cancelled ones are removed for the first time. Later this happens when the number
-has doubled. Otherwise a cancelled call would stay until its time, perhaps for a day, and each short deadline cancels
-the call at a longer one."""
+"""Number of pending calls at which cancelled ones are removed for the first time. Later they are removed when the
+number has doubled. Otherwise a cancelled call would stay until its time, perhaps for a day. Such calls are frequent,
+because each short deadline cancels the call at a longer one."""
 
 
 class Timer:
@@ -25,7 +25,7 @@ class Timer:
 
 
 class Timers:
-    """Calls at given times. Calls with equal times run in the order in which they were set."""
+    """The pending calls, each at a given time. Calls with equal times run in the order in which they were set."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []

@@ -1,4 +1,4 @@
-"""The meaning of a frame that a worker sends: events of requests, news of its own state, answers to queries."""
+"""Handle the frames of workers: events of requests, reports on the worker's own state, and answers to queries."""
 
 import time
 
@@ -19,7 +19,7 @@ from supervisor.workers.lifecycle import IllegalTransition
 
 
 class WorkerFrames:
-    """Handles each frame of a worker that compiled code does not pass on by itself.
+    """The handler of all worker frames that compiled code does not pass on by itself.
 
     dropped  frames that were not handled: those of a former generation, and those of a worker that was killed
     """
@@ -57,13 +57,13 @@ class WorkerFrames:
         try:
             self._handle(replica, frame)
         except (FrameError, IllegalTransition) as e:
-            # The frame may have held the last event of a request, which would then wait for ever. Or the worker is out
-            # of its mind (READY before HELLO). Its requests go on elsewhere, and the other models notice nothing.
+            # The frame may have held the last event of a request. Without that event the request would wait for ever.
+            # Or the worker breaks the protocol (READY before HELLO). Its requests go on in other workers.
             self.dropped += 1
             self._fleet.kill(replica, f"it sent what cannot be: {e}")
 
     def note_end(self, replica: Replica) -> None:
-        """Tell the clients that wait for an answer of this worker that there will be none: its process has ended."""
+        """Tell the clients that wait for this worker's answers that its process has ended."""
         message = f"{replica.name}: the worker process ended before it could answer"
         body = pack_body({"error": WireError(ErrorCode.WORKER_DIED, message).to_wire()})
         self._effects.add(asker.reply(body) for asker in self._queries.worker_gone(replica.name))
