@@ -1,4 +1,4 @@
-"""The compiled modules of this distribution, and what is lost without them."""
+"""The compiled modules of this distribution, and the loss of speed without them."""
 
 import os
 from typing import Final
@@ -10,9 +10,9 @@ MODULES: Final = ("protocol.process.libzmq", "supervisor.requests.fast_path", "s
 
 
 def loss() -> str | None:
-    """Return what is lost because a compiled module cannot be used, why, and the remedy, in one line. None if all can.
+    """Return one line with the reason why a compiled module is not used, the cost and the remedy. None if all are used.
 
-    pip hides what a build prints, so people learn of it here: from `modelctl --version` and `modelctl check`.
+    pip hides the output of a build. So people see this line in `modelctl --version` and `modelctl check`.
     """
     why = next((why for name in MODULES if (why := load_compiled(name)[1])), None)
     if why is None:

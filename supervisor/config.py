@@ -25,7 +25,7 @@ DEMO_PREFIX = "demo:"
 
 
 class ModelSpec:
-    """One model as configured: its name, its keys, and what follows from them.
+    """One configured model, with its name, its keys, and the values that are worked out from the keys.
 
     draft_model, lora  the directories that these keys name
     """
@@ -159,7 +159,7 @@ def examine_config(file: Path) -> Examined:
         path: KeyPath = ("models", name)
         if problem := _name_problem(name):
             problems.append(source.problem(path, problem))
-        if name not in flawed:  # otherwise a wrong key was left out that other keys may need
+        if name not in flawed:  # a wrong key was left out, and the checks of other keys may need it
             problems += [source.problem((*path, key), message) for key, message in combination_problems(config)]
             wrong = sampling_problems(config)
             problems += [source.problem((*path, *key), message) for key, message in wrong]
@@ -213,7 +213,7 @@ def _find(name: str, config: ModelConfig, base: Path) -> tuple[ModelSpec | None,
     for key, given in paths:
         try:
             found[key] = _resolve(given, base)
-        # ~user without that user, a loop of links, or a name that is too long
+        # the path names a user that does not exist (~user), has a loop of links, or is too long
         except (ValueError, RuntimeError, OSError) as e:
             missing.append((key, str(e)))
     if missing:
@@ -230,7 +230,7 @@ def demo_models() -> dict[str, Path]:
 def _resolve(model_dir: str, base: Path) -> Path:
     """Return the directory of a model or adapter. Raises ValueError if there is none."""
     if model_dir.startswith(DEMO_PREFIX):
-        # Looked up, never joined into a path: demo:../../x must not leave the package.
+        # The name is looked up and never joined into a path, so that demo:../../x cannot leave the package.
         shipped = demo_models()
         if (name := model_dir.removeprefix(DEMO_PREFIX)) not in shipped:
             raise ValueError(f"{model_dir!r} is no demo model; shipped are {', '.join(shipped)}")

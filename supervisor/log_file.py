@@ -1,4 +1,4 @@
-"""The supervisor's log file: kept small, opened again when somebody moves it, and with a note of lines that were
+"""The supervisor's log file. It is kept small, is opened again when somebody moves it, and notes lines that were
 lost."""
 
 import logging

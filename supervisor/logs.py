@@ -19,8 +19,8 @@ MAX_LOG_BYTES = 8 << 20
 def log_dir(runtime_dir: Path) -> Path:
     """Return the directory of logs.
 
-    For the default runtime directory it is ``$XDG_STATE_HOME/modelctl/logs``, which survives a logout. For any other
-    one it is the ``logs`` in it.
+    For the default runtime directory the logs are in ``$XDG_STATE_HOME/modelctl/logs``, which survives a logout. For
+    any other runtime directory they are in its subdirectory ``logs``.
     """
     if runtime_dir != default_runtime_dir() or "MODELCTL_RUNTIME_DIR" in os.environ:
         return runtime_dir / "logs"

@@ -152,7 +152,7 @@ class Supervisor:
         gc.freeze()
         while not self._shutdown.is_done:
             self._reactor.turn(self._runner.run)
-        # the requests of workers that failed earlier or were removed may not have been released yet
+        # held events of workers that failed earlier, or were removed, have not been sent yet
         self._effects.add(self._scheduler.release_held(None, time.monotonic()))
         self._runner.run()
         self._log.info("every model is stopped; leaving")

@@ -38,7 +38,7 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """How to read a value of any type.
+    """The function that reads a value of any type.
 
     how   returns the value; raises ValueError that says what the value must be
     name  the name of such a value in the documentation

@@ -16,7 +16,7 @@ OUTBOX: Final = "model_worker.outbox"
 DEMO_DIR: Final = Path(__file__).resolve().parent.parent / "model_worker" / "demo_models"
 """The directory that holds a directory for each model that comes with modelctl."""
 _PYTHON: Final = (sys.executable, "-P", "-m")
-"""-P, because a json.py or torch.py in the directory where the user happens to be is not the module of that name."""
+"""The start of a Python command. With -P, Python imports no json.py or torch.py from the user's current directory."""
 ESTIMATING: Final = (*_PYTHON, "model_worker.estimating")
 """The program that checks a model's directory, and estimates the memory that its worker will need."""
 EXTENSION_BUILD: Final = (*_PYTHON, "model_worker.engines.exllamav2.extension")

@@ -13,9 +13,9 @@ MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 100_000
 """Values in a file, with aliases expanded. This limits what a few nested aliases can multiply into."""
 MAX_MERGED = 100
-"""Mappings that one ``<<`` may name."""
+"""The most mappings that one ``<<`` may name."""
 MAX_MERGED_KEYS = 1000
-"""Keys that one ``<<`` may bring."""
+"""The most keys that one ``<<`` may add."""
 _PLAIN_TAGS: dict[type[yaml.Node], str] = {
     yaml.MappingNode: "tag:yaml.org,2002:map",
     yaml.SequenceNode: "tag:yaml.org,2002:seq",
