@@ -1,2 +1,2 @@
-"""Configuration, life cycle, scheduling, processes, the loop, the command line. Never imports torch, never
-unpickles."""
+"""Configuration, life cycle, scheduling, processes, the loop, the command line. No module of this package imports torch
+or unpickles data."""

@@ -1,9 +1,9 @@
 """Carry out effects: send frames, end connections, start the workers that requests wait for.
 
-``EffectRunner.run`` is called by the loop alone, after each message, each exit and each timer. What it calls may decide
-something in turn (a start may unload another model, which moves that model's requests). Such a decision only adds to
-the queue, and ``run`` comes to it later. So ``run`` is never called while it runs, and effects happen in the order in
-which they were decided. The following interleavings depend on that order:
+Only the loop calls ``EffectRunner.run``, after each message, each exit and each timer. An effect may cause new
+decisions (a start may unload another model, which moves that model's requests). Such a decision only adds to the
+queue, and ``run`` comes to it later. So ``run`` is never called while it runs, and effects happen in the order
+in which they were decided. The following cases depend on that order:
 
 * **ACCEPTED comes before the first event.** The scheduler decides ACCEPTED and JOB in one call. The worker can answer
   only after it was sent JOB, and its frames are read in a later turn.
@@ -13,9 +13,9 @@ which they were decided. The following interleavings depend on that order:
   requests, and then the REPLY. Replies are effects for that reason.
 * **The relay never overtakes the queue.** Compiled code sends ordinary events from ``back`` to ``front`` by itself. The
   loop runs this after each frame that the relay leaves to Python, before the relay goes on.
-* **A client found gone has its requests ended in the same turn.** A send fails, or the monitor has told. When the queue
-  is empty, the scheduler decides what follows (CANCEL for workers, JOB for the requests of others), and that is carried
-  out before ``run`` returns. Frames for this client that were still in the queue go nowhere.
+* **When a client is found gone, its requests end in the same turn.** A send has failed, or the monitor has reported the
+  end. When the queue is empty, the scheduler decides (CANCEL for workers, JOB for the requests of other clients). These
+  effects are carried out before ``run`` returns. Frames for the lost client that were still in the queue are dropped.
 * **A worker may end between a decision and its effect.** Its exit can be handled, and its next process started, in the
   handler that has added the effect. Such a frame names the generation of the process that it is for. It is dropped if
   that process has ended, since the scheduler has then been told of the end, and each request has its new decision.

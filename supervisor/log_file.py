@@ -12,7 +12,7 @@ from protocol.process.private_paths import make_private, open_private
 
 
 class LogFile(logging.Handler):
-    """Append each record to a file that only its owner can read.
+    """The handler that appends each record to a file that only its owner can read.
 
     Each record goes to the file that has the log's name at that moment. So if logrotate has moved the log, or somebody
     has removed it, the next record creates it again.

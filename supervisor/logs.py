@@ -39,7 +39,7 @@ def log_path(runtime_dir: Path, name: str) -> Path:
 
 
 def prepare(path: Path) -> int:
-    """Make a log's directory, and rename a log that is too large to ``NAME.log.1``. Return the log's bytes afterwards.
+    """Make a log's directory, and rename a log that is too large to ``NAME.log.1``. Return the log's size in bytes.
 
     A full or read-only disk must not keep a model from starting, so errors are ignored; the log then misses lines.
     """
