@@ -57,3 +57,38 @@ class PacedEngine(DeterministicEngine):
             return Finished(number, [0], text, "length", len(job.prompt_ids), k + 1)
         self.jobs[number] = (job, k + 1)
         return NewTokens(number, [0], text)
+
+
+class SteppedEngine(DeterministicEngine):
+    """An engine whose every step gives each job a token, as real engines do, at a given rate of steps.
+
+    Options: ``rate``, the steps per second. A token's text is the time when it was made, and a space.
+    """
+
+    KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"rate"}
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._period = 1 / float(spec.options.get("rate", 20.0))
+        self._due = 0.0
+
+    def step(self) -> list[EngineEvent]:
+        self.steps += 1
+        now = time.monotonic()
+        if self._due < now - self._period:
+            self._due = now
+        self._due += self._period
+        time.sleep(max(0.0, self._due - now))
+        for job in self.pending:
+            self.jobs[job.id] = (job, len(job.resumed_ids))
+        self.pending.clear()
+        text = f"{time.monotonic_ns()} "
+        events: list[EngineEvent] = []
+        for number, (job, k) in list(self.jobs.items()):
+            if k + 1 == job.max_new_tokens:
+                del self.jobs[number]
+                events.append(Finished(number, [0], text, "length", len(job.prompt_ids), k + 1))
+            else:
+                self.jobs[number] = (job, k + 1)
+                events.append(NewTokens(number, [0], text))
+        return events

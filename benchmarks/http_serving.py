@@ -1,0 +1,219 @@
+"""Measure serving over HTTP against serving over ZeroMQ: tokens per second, first tokens, and a thousand streams.
+
+    python -m benchmarks.http_serving [--engine exllamav2] [--gpu 0] [--model 1b] [--quick] [--out DIR]
+
+Both sides ask the same supervisor in the same run, in turn: this process with ``AsyncClient``, and this process with
+``benchmarks.openai_client`` through a gateway. The gateway, this process and everything else have cores of their own,
+where the machine has at least six. Figures are medians of ROUNDS rounds. A thousand streams come from an engine
+without torch that makes 20 tokens per second for each stream. The processes that read them note the gaps between the
+tokens of a stream, and compare them with the gaps between the times at which the engine made these tokens.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.harness import Request, Server, arguments_for, entry, percentile, quiet_heap, requests
+from benchmarks.http_path import gateway
+from benchmarks.openai_client import stream
+from benchmarks.report import Result, write
+from modelctl import AsyncClient
+
+ROUNDS, FIRST_ROUNDS = 5, 21
+CONCURRENT = (1, 8, 32)
+TOKENS = 256
+MANY, RATE, WORKERS, READERS = 1000, 20, 8, 4
+MANY_SECONDS = 10
+CORES = 6
+"""Least cores of a machine on which the parts get cores of their own."""
+
+
+@contextmanager
+def serving_gateway(runtime_dir: Path, cores: set[int] | None) -> Iterator[tuple[int, psutil.Process]]:
+    """Run a gateway for a supervisor, and give its port and its process."""
+    spawn = multiprocessing.get_context("spawn")
+    _ours, theirs = spawn.Pipe()  # the child asks nothing, but needs the other end open
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(4096)
+        process = spawn.Process(target=gateway, args=(str(runtime_dir), listener, theirs))
+        process.start()
+        if cores:
+            assert process.pid is not None
+            os.sched_setaffinity(process.pid, cores)
+        try:
+            yield listener.getsockname()[1], psutil.Process(process.pid)
+        finally:
+            process.terminate()
+            process.join()
+
+
+async def over_zeromq(runtime_dir: Path, model: str, asked: list[Request], tokens: int) -> tuple[float, float]:
+    """Return (tokens per second, seconds to the first text, the median of the streams)."""
+    async with AsyncClient(runtime_dir=runtime_dir) as client:
+
+        async def one(request: Request) -> float:
+            first = 0.0
+            answer = client.generate(model, max_tokens=tokens, temperature=0, ignore_eos=True, **request.fields)
+            async for delta in answer:
+                if delta.text and not first:
+                    first = time.perf_counter() - begun
+            return first
+
+        begun = time.perf_counter()
+        firsts = await asyncio.gather(*(one(request) for request in asked))
+        return tokens * len(asked) / (time.perf_counter() - begun), statistics.median(firsts)
+
+
+async def over_http(port: int, model: str, asked: list[Request], tokens: int) -> tuple[float, float]:
+    """Return the same as ``over_zeromq``."""
+    bodies = [
+        {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+         "prompt": request.fields.get("prompt", request.ids)}
+        for request in asked
+    ]  # fmt: skip
+    begun = time.perf_counter()
+    answers = await asyncio.gather(*(stream("127.0.0.1", port, body) for body in bodies))
+    took = time.perf_counter() - begun
+    if wrong := [answer.error or "no end" for answer in answers if not answer.finished]:
+        raise RuntimeError(f"an answer did not end: {wrong[0]}")
+    return tokens * len(asked) / took, statistics.median(answer.came[0] - begun for answer in answers)
+
+
+def measure(server: Server, port: int, model: str, made: dict[str, Any], quick: bool) -> list[Result]:
+    """Measure tokens per second and first tokens."""
+    results = []
+    tokens = 32 if quick else TOKENS
+    for count in CONCURRENT:
+        pairs = []
+        for number in range(1 + (1 if quick else ROUNDS)):
+            asked = requests(model, made["model_dir"], count, seed=number)
+            zeromq = asyncio.run(over_zeromq(server.runtime_dir, model, asked, tokens))
+            http = asyncio.run(over_http(port, model, asked, tokens))
+            if number:  # the first one warms up
+                pairs.append((http, zeromq))
+        label = f"{model}, {count} streams: "
+        results += [
+            Result(f"{label}tokens per second over HTTP", statistics.median(h[0] for h, _ in pairs), "tokens/s"),
+            Result(f"{label}tokens per second over ZeroMQ", statistics.median(z[0] for _, z in pairs), "tokens/s"),
+            Result(f"{label}HTTP over ZeroMQ", statistics.median(h[0] / z[0] for h, z in pairs), "ratio", ">= 0.97"),
+        ]
+    later = []
+    for number in range(3 if quick else FIRST_ROUNDS):
+        asked = requests(model, made["model_dir"], 1, seed=100 + number)
+        zeromq = asyncio.run(over_zeromq(server.runtime_dir, model, asked, 4))
+        http = asyncio.run(over_http(port, model, asked, 4))
+        later.append(http[1] - zeromq[1])
+    results.append(Result(f"{model}: first token later than over ZeroMQ", 1e3 * statistics.median(later), "ms", "<= 2"))
+    return results
+
+
+def read_many(port: int, models: list[str], tokens: int) -> tuple[list[float], list[float], int]:
+    """Read a stream of each of these models. Return the gaps of the tokens as read and as made, and the joined tokens.
+
+    The gaps of the first second are left out: the streams have not all begun then.
+    """
+
+    async def main() -> list[tuple[list[tuple[float, float]], int]]:
+        return list(await asyncio.gather(*(_times(port, model, tokens) for model in models)))
+
+    read: list[float] = []
+    made: list[float] = []
+    joined = 0
+    for times, together in asyncio.run(main()):
+        joined += together
+        later = times[RATE:]
+        read += [b[0] - a[0] for a, b in pairwise(later)]
+        made += [b[1] - a[1] for a, b in pairwise(later)]
+    return read, made, joined
+
+
+async def _times(port: int, model: str, tokens: int) -> tuple[list[tuple[float, float]], int]:
+    """Return (when read, when made) of each token of a stream, and how many tokens came joined with others."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = b'{"model":"%b","prompt":"x","max_tokens":%d,"stream":true}' % (model.encode(), tokens)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    times: list[tuple[float, float]] = []
+    joined = 0
+    try:
+        while line := await reader.readline():
+            if line.startswith(b"data: [DONE]"):
+                return times, joined
+            if b'"text":"' in line:
+                now = time.monotonic()
+                texts = line.partition(b'"text":"')[2].partition(b'"')[0].split()
+                joined += max(0, len(texts) - 1)
+                times += [(now, int(text) / 1e9) for text in texts]
+    finally:
+        writer.close()
+    raise RuntimeError(f"a stream ended after {len(times)} tokens")
+
+
+def measure_many(cores: list[set[int]] | None, quick: bool) -> list[Result]:
+    """Measure a thousand streams."""
+    streams, seconds = (100, 3) if quick else (MANY, MANY_SECONDS)
+    models = {
+        f"m{i}": {
+            "model_dir": ".", "engine": "benchmarks.paced_engine:SteppedEngine", "max_batch_size": streams // WORKERS,
+            "max_queue": streams, "options": {"rate": RATE},
+        }
+        for i in range(WORKERS)
+    }  # fmt: skip
+    with Server(models) as server, serving_gateway(server.runtime_dir, cores[1] if cores else None) as (port, process):
+        before = process.cpu_times()
+        wanted = [list(models) * (streams // WORKERS // READERS)] * READERS
+        begun = time.perf_counter()
+        with multiprocessing.get_context("spawn").Pool(READERS) as readers:
+            parts = readers.starmap(read_many, [(port, each, RATE * seconds) for each in wanted])
+        took = time.perf_counter() - begun
+        after = process.cpu_times()
+    read = [gap for part in parts for gap in part[0]]
+    made = [gap for part in parts for gap in part[1]]
+    busy = (after.user + after.system - before.user - before.system) / took
+    label = f"{sum(map(len, wanted))} streams at {RATE} tokens/s: "
+    return [
+        Result(f"{label}gap between tokens, p99, engine", 1e3 * percentile(made, 99), "ms"),
+        Result(f"{label}gap between tokens, p99, over HTTP", 1e3 * percentile(read, 99), "ms"),
+        Result(
+            f"{label}p99 over HTTP by that of the engine", percentile(read, 99) / percentile(made, 99), "ratio", "<= 2"
+        ),
+        Result(f"{label}processor time of the gateway", busy, "cores"),
+        Result(f"{label}tokens joined because a write was slow", float(sum(part[2] for part in parts)), "tokens"),
+    ]
+
+
+def main() -> None:
+    parser = arguments_for(__doc__)
+    parser.add_argument("--model", default="1b", help="of benchmarks.models; for the CPU: letters")
+    arguments = parser.parse_args()
+    available = sorted(os.sched_getaffinity(0))
+    cores = [set(available[:2]), set(available[2:4]), set(available[4:])] if len(available) >= CORES else None
+    if cores:
+        os.sched_setaffinity(0, cores[2])
+    made = entry(arguments, arguments.model, max(CONCURRENT), max(CONCURRENT) * 512)
+    with Server({arguments.model: made}) as server:
+        if cores:
+            os.sched_setaffinity(0, cores[0])
+        quiet_heap()
+        with serving_gateway(server.runtime_dir, cores[1] if cores else None) as (port, _):
+            results = measure(server, port, arguments.model, made, arguments.quick)
+    if cores:
+        os.sched_setaffinity(0, cores[2] | cores[0])
+    results += measure_many(cores, arguments.quick)
+    write(f"http-{arguments.engine}", results, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
