@@ -1,7 +1,7 @@
 """The worker's loop: receive, submit, step, send. One thread and one engine. It blocks on the socket only when idle.
 
-Conversations become prompts in another process (``rendering``). Meanwhile steps go on, and other requests overtake. A
-job whose constraint has to be compiled first goes back to the supervisor meanwhile (``parking``).
+Conversations become prompts in another process (``rendering``). Meanwhile steps go on, and other requests overtake. If
+the constraint of a job has to be compiled, the job goes back to the supervisor until that is done (``parking``).
 """
 
 import itertools
@@ -92,7 +92,7 @@ class WorkerLoop:
         self._shutdown = False
         self._stats_due = 0.0
         self.max_jobs = engine.capabilities.max_batch_size + SLACK_JOBS
-        """How many jobs the supervisor may give to this worker at once."""
+        """The number of jobs that the supervisor may give to this worker at once."""
 
     def run(self) -> None:
         try:

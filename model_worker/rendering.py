@@ -38,7 +38,7 @@ PATIENCE_S = 0.05
 """Seconds that other conversations wait for a busy process before another process is started."""
 MOST_CHILDREN = 4
 MOST_TRIES = 2
-"""How many processes a conversation is given to if they are killed or stop working, including the first one."""
+"""The most processes that one conversation is given to, if processes are killed or stop working."""
 RETRY_MS = 1000
 """``retry_after_ms`` of a request whose process failed."""
 _LONGEST_ANSWER = 64 << 20

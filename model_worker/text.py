@@ -21,10 +21,10 @@ Decode = Callable[[Sequence[int]], str]
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 6
-"""How many ids of the prompt are used as context: more than the four one-byte tokens that a character can span."""
+"""The number of prompt ids used as context: more than the four one-byte tokens that a character can span."""
 _LONGEST_HOLD = 16
-"""How many ids are held before the window is cut. Only endless invalid UTF-8 gets here; without the cut each token
-would cost O(n)."""
+"""The number of ids that are held before the window is cut. Only endless invalid UTF-8 reaches this number. Without the
+cut each token would cost O(n)."""
 
 
 @dataclass(frozen=True, slots=True)

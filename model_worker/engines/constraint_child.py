@@ -72,7 +72,7 @@ def main(parent: int, descriptor: int, vocabulary: int) -> None:
 
 
 def _try_apart(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> bytes:
-    """Try a constraint in a fork. Returns the packed answer for the worker: [seconds, refusal, signal]."""
+    """Try a constraint in a fork. Return the packed answer for the worker: [seconds, refusal, signal]."""
     reading, writing = os.pipe()
     server = os.getpid()
     pid = os.fork()

@@ -11,9 +11,8 @@ whose text begins with the text of the dropped token, which is itself one of the
 * In all other respects it is an ordinary draw: temperature, bias and banned strings apply, and it takes one random
   number. It never ends the answer, because end tokens have no text.
 * Some prompts are not changed: a prompt of one token (nothing would be left to draw from), a prompt whose last token
-  has
-  no text (a special token), and a prompt whose last token is a byte of a character where bytes are only a fallback (no
-  other token begins with it).
+  has no text (a special token), and a prompt whose last token is a byte of a character where bytes are only a fallback
+  (no other token begins with it).
 * Some tokenizers have a text that is not the joined text of their tokens, and so no table of token texts. Their engine
   does not offer healing.
 """
@@ -28,7 +27,7 @@ from model_worker.text import Pieces, TextStream
 
 @dataclass(frozen=True, slots=True)
 class Healing:
-    """How to heal one prompt.
+    """The plan for healing one prompt.
 
     prompt_ids  the prompt without its last token, at least one id
     dropped     the id of the dropped token
@@ -57,7 +56,7 @@ class Healer:
         self.beginning_with = lru_cache(maxsize=64)(self._beginning_with)
 
     def heal(self, prompt_ids: Sequence[int]) -> Healing | None:
-        """Return how to heal a prompt; None if the prompt stays as it is."""
+        """Return the plan for healing a prompt; None if the prompt stays as it is."""
         if len(prompt_ids) < 2:
             return None
         before, dropped = tuple(prompt_ids[:-1]), prompt_ids[-1]

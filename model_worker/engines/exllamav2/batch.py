@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 PASSES = 8
-"""How many later jobs may start before a job that lacks pages."""
+"""The number of later jobs that may start before a job that lacks pages."""
 
 
 class Batch:

@@ -140,8 +140,8 @@ class ExLlamaV2Engine:
         return -(-(prompt_tokens + max_new_tokens + self._loaded.draft_tokens) // PAGE_TOKENS)
 
     def submit(self, job: Job) -> None:
-        """Queue a job. Raises RequestError for a job that the package would meet with an assertion, or read beyond a
-        table for."""
+        """Queue a job. Raises RequestError for a job for which the package would fail an assertion, or would read
+        beyond the end of a table."""
         if job.id in self._answers or (self._constraints and job.id in self._constraints):
             raise ValueError(f"job id {job.id} is in use")
         check_job(job, self.capabilities, self._vocab_size, self._drawable, self._tokenizer.eos_ids)

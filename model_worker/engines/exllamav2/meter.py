@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 RECENT = 128
-"""How many steps the figures cover."""
+"""The number of steps that the figures cover."""
 
 
 class Meter:
