@@ -64,7 +64,7 @@ class SupervisorLink:
         self._socket = socket
         self._outbox = outbox = Outbox(socket, spec.generation, MAX_FRAME_EVENTS, MAX_FRAME_BYTES)
         self.steps, self.take, self.queue, self.flush = outbox.steps, outbox.take, outbox.queue, outbox.flush
-        """The outbox's own methods. A wrapper would cost time at every step, because the loop calls them for every step."""
+        """The outbox's own methods. The loop calls them for every step, so a wrapper would cost time."""
         self._last_progress = ("", 0.0)
 
     def hello(self) -> None:
@@ -164,9 +164,9 @@ class SupervisorLink:
     def exit_if_orphaned(self) -> None:
         """End the process at once if the supervisor, or the connection to it, is gone.
 
-        The kernel's SIGKILL normally comes before this method notices that the supervisor is gone. The connection alone is
-        lost when a frame was too large for libzmq. A worker that cannot be reached would hold its requests and its GPU
-        for ever.
+        The kernel's SIGKILL normally comes before this method notices that the supervisor is gone. The connection alone
+        is lost when a frame was too large for libzmq. A worker that cannot be reached would hold its requests and its
+        GPU for ever.
         """
         if os.getppid() != self._supervisor_pid:
             os._exit(EXIT_ASKED)

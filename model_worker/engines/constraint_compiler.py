@@ -29,8 +29,8 @@ from model_worker.engines.turns import TurnsThread
 from protocol.errors import RequestError, WireError
 
 KNOWN = 256
-"""The number of trial results that are remembered: those of the constraints used last. A failure of the helper process is not
-remembered, because it is not evidence against the constraint."""
+"""The number of trial results that are remembered: those of the constraints used last. A failure of the
+helper process is not remembered, because it is not evidence against the constraint."""
 QUICK_S = 0.02
 """Seconds of processor time below which a compilation is quick."""
 MOST_AHEAD = 4
