@@ -5,10 +5,11 @@
 Both sides ask the same supervisor in the same run, in turn: this process with ``AsyncClient``, and this process with
 ``benchmarks.openai_client`` through a gateway. The gateway, this process and everything else have cores of their own,
 where the machine has at least six. Figures are medians of ROUNDS rounds. A thousand streams come from an engine
-without torch that makes 20 tokens per second for each stream. The processes that read them note the gaps between the
-tokens of a stream, and compare them with the gaps between the times at which the engine made these tokens.
+without torch that makes 20 tokens per second for each stream. The gaps between the tokens of a stream at the reader,
+while all streams run, are compared with the gaps between the times at which the engine made these tokens.
 """
 
+import argparse
 import asyncio
 import multiprocessing
 import os
@@ -32,8 +33,8 @@ from modelctl import AsyncClient
 ROUNDS, FIRST_ROUNDS = 5, 21
 CONCURRENT = (1, 8, 32)
 TOKENS = 256
-MANY, RATE, WORKERS, READERS = 1000, 20, 8, 4
-MANY_SECONDS = 10
+MANY, RATE, WORKERS, READERS = 1000, 20, 10, 4
+MANY_SECONDS = 15
 CORES = 6
 """Least cores of a machine on which the parts get cores of their own."""
 
@@ -118,34 +119,40 @@ def measure(server: Server, port: int, model: str, made: dict[str, Any], quick: 
     return results
 
 
-def read_many(port: int, models: list[str], tokens: int) -> tuple[list[float], list[float], int]:
-    """Read a stream of each of these models. Return the gaps of the tokens as read and as made, and the joined tokens.
+Times = list[tuple[float, float]]
+"""When each token of a stream was read, and when it was made, in seconds of the monotonic clock."""
 
-    The gaps of the first second are left out: the streams have not all begun then.
-    """
 
-    async def main() -> list[tuple[list[tuple[float, float]], int]]:
+def read_many(port: int, models: list[str], tokens: int) -> tuple[list[Times], int]:
+    """Read a stream of each of these models. Return the times of their tokens, and the number of joined tokens."""
+
+    async def main() -> list[tuple[Times, int]]:
         return list(await asyncio.gather(*(_times(port, model, tokens) for model in models)))
 
+    read = asyncio.run(main())
+    return [times for times, _ in read], sum(joined for _, joined in read)
+
+
+def gaps(streams: list[Times]) -> tuple[list[float], list[float]]:
+    """Return the gaps between the tokens of a stream as read, and as made, while all streams run."""
+    begin, end = max(times[0][0] for times in streams), min(times[-1][0] for times in streams)
     read: list[float] = []
     made: list[float] = []
-    joined = 0
-    for times, together in asyncio.run(main()):
-        joined += together
-        later = times[RATE:]
-        read += [b[0] - a[0] for a, b in pairwise(later)]
-        made += [b[1] - a[1] for a, b in pairwise(later)]
-    return read, made, joined
+    for times in streams:
+        together = [each for each in times if begin <= each[0] <= end]
+        read += [b[0] - a[0] for a, b in pairwise(together)]
+        made += [b[1] - a[1] for a, b in pairwise(together)]
+    return read, made
 
 
-async def _times(port: int, model: str, tokens: int) -> tuple[list[tuple[float, float]], int]:
-    """Return (when read, when made) of each token of a stream, and how many tokens came joined with others."""
+async def _times(port: int, model: str, tokens: int) -> tuple[Times, int]:
+    """Return the times of a stream's tokens, and how many tokens came joined with others."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = b'{"model":"%b","prompt":"x","max_tokens":%d,"stream":true}' % (model.encode(), tokens)
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     )
-    times: list[tuple[float, float]] = []
+    times: Times = []
     joined = 0
     try:
         while line := await reader.readline():
@@ -163,7 +170,7 @@ async def _times(port: int, model: str, tokens: int) -> tuple[list[tuple[float, 
 
 def measure_many(cores: list[set[int]] | None, quick: bool) -> list[Result]:
     """Measure a thousand streams."""
-    streams, seconds = (100, 3) if quick else (MANY, MANY_SECONDS)
+    streams, seconds = (80, 3) if quick else (MANY, MANY_SECONDS)
     models = {
         f"m{i}": {
             "model_dir": ".", "engine": "benchmarks.paced_engine:SteppedEngine", "max_batch_size": streams // WORKERS,
@@ -179,8 +186,7 @@ def measure_many(cores: list[set[int]] | None, quick: bool) -> list[Result]:
             parts = readers.starmap(read_many, [(port, each, RATE * seconds) for each in wanted])
         took = time.perf_counter() - begun
         after = process.cpu_times()
-    read = [gap for part in parts for gap in part[0]]
-    made = [gap for part in parts for gap in part[1]]
+    read, made = gaps([times for part in parts for times in part[0]])
     busy = (after.user + after.system - before.user - before.system) / took
     label = f"{sum(map(len, wanted))} streams at {RATE} tokens/s: "
     return [
@@ -190,16 +196,12 @@ def measure_many(cores: list[set[int]] | None, quick: bool) -> list[Result]:
             f"{label}p99 over HTTP by that of the engine", percentile(read, 99) / percentile(made, 99), "ratio", "<= 2"
         ),
         Result(f"{label}processor time of the gateway", busy, "cores"),
-        Result(f"{label}tokens joined because a write was slow", float(sum(part[2] for part in parts)), "tokens"),
+        Result(f"{label}tokens joined because a write was slow", float(sum(part[1] for part in parts)), "tokens"),
     ]
 
 
-def main() -> None:
-    parser = arguments_for(__doc__)
-    parser.add_argument("--model", default="1b", help="of benchmarks.models; for the CPU: letters")
-    arguments = parser.parse_args()
-    available = sorted(os.sched_getaffinity(0))
-    cores = [set(available[:2]), set(available[2:4]), set(available[4:])] if len(available) >= CORES else None
+def measure_model(arguments: argparse.Namespace, cores: list[set[int]] | None) -> list[Result]:
+    """Measure a model over HTTP and over ZeroMQ. ``cores``: of this process, of the gateway, and of all others."""
     if cores:
         os.sched_setaffinity(0, cores[2])
     made = entry(arguments, arguments.model, max(CONCURRENT), max(CONCURRENT) * 512)
@@ -208,7 +210,17 @@ def main() -> None:
             os.sched_setaffinity(0, cores[0])
         quiet_heap()
         with serving_gateway(server.runtime_dir, cores[1] if cores else None) as (port, _):
-            results = measure(server, port, arguments.model, made, arguments.quick)
+            return measure(server, port, arguments.model, made, arguments.quick)
+
+
+def main() -> None:
+    parser = arguments_for(__doc__)
+    parser.add_argument("--model", default="1b", help="of benchmarks.models; for the CPU: letters")
+    parser.add_argument("--many", action="store_true", help="only the thousand streams")
+    arguments = parser.parse_args()
+    available = sorted(os.sched_getaffinity(0))
+    cores = [set(available[:2]), set(available[2:4]), set(available[4:])] if len(available) >= CORES else None
+    results = [] if arguments.many else measure_model(arguments, cores)
     if cores:
         os.sched_setaffinity(0, cores[2] | cores[0])
     results += measure_many(cores, arguments.quick)
