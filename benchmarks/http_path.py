@@ -28,6 +28,7 @@ def gateway(runtime_dir: str, listener: socket.socket, told: Connection) -> None
     import uvicorn
 
     from gateway.app import make_app
+    from gateway.garbage_collection import tune
     from gateway.settings import Settings
 
     def tell() -> None:
@@ -36,6 +37,7 @@ def gateway(runtime_dir: str, listener: socket.socket, told: Connection) -> None
 
     threading.Thread(target=tell, daemon=True).start()
     app = make_app(Settings(runtime_dir=Path(runtime_dir), auth="none"))
+    tune()
     uvicorn.Server(uvicorn.Config(app, log_level="warning", loop="uvloop", http="httptools")).run(sockets=[listener])
 
 
