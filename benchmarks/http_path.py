@@ -29,14 +29,14 @@ def gateway(runtime_dir: str, listener: socket.socket, told: Connection) -> None
 
     from gateway.app import make_app
     from gateway.garbage_collection import tune
-    from gateway.settings import Settings
+    from protocol.process.gateway_settings import GatewaySettings
 
     def tell() -> None:
         while told.recv() is not None:
             told.send(time.process_time())
 
     threading.Thread(target=tell, daemon=True).start()
-    app = make_app(Settings(runtime_dir=Path(runtime_dir), auth="none"))
+    app = make_app(GatewaySettings(runtime_dir=str(runtime_dir), auth="none"))
     tune()
     uvicorn.Server(uvicorn.Config(app, log_level="warning", loop="uvloop", http="httptools")).run(sockets=[listener])
 

@@ -47,7 +47,7 @@ def unpaged_rates(model_dir: str, asked: Sequence[Request], no_sdpa: bool) -> li
             dynamic.ExLlamaV2DynamicJob(
                 input_ids=torch.tensor([request.ids]),
                 max_new_tokens=UNPAGED_TOKENS,
-                gen_settings=dynamic.ExLlamaV2Sampler.Settings.greedy(),
+                gen_settings=dynamic.ExLlamaV2Sampler.GatewaySettings.greedy(),
             )
         )
         tokens = 0

@@ -14,12 +14,12 @@ from gateway.http.keep_alive import KeepAlive
 from gateway.openai.answers import chat, completion
 from gateway.openai.models import model, models
 from gateway.openai.tokenizing import detokenize, tokenize
-from gateway.settings import Settings
 from gateway.supervisor_link import SupervisorLink
 from protocol.errors import WireError
+from protocol.process.gateway_settings import GatewaySettings
 
 
-def make_app(settings: Settings) -> Starlette:
+def make_app(settings: GatewaySettings) -> Starlette:
     """Return the application. Its ``state`` has ``settings`` and ``link``."""
 
     @asynccontextmanager

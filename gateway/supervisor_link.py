@@ -3,8 +3,8 @@
 from typing import Any
 
 from gateway.http.callers import Caller
-from gateway.settings import Settings
-from modelctl import AsyncClient
+from protocol.client.async_client import AsyncClient
+from protocol.process.gateway_settings import GatewaySettings
 
 ORDERS = frozenset({"start", "stop", "restart", "reload", "cancel_request"})
 """Verbs that a supervisor on this machine takes on its admin socket only."""
@@ -16,7 +16,7 @@ class SupervisorLink:
     Over TCP one connection takes both. Both connections are made anew by ``AsyncClient`` when the supervisor was away.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self._orders: AsyncClient | None = None
         self.client = self._new_client()

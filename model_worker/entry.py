@@ -12,10 +12,10 @@ import sys
 import time
 import traceback
 
-from model_worker.log_output import LogOutput
-from model_worker.parent_death import die_with
-from model_worker.process_title import set_title
 from protocol.process.core_dumps import forbid_core_dumps
+from protocol.process.log_output import LogOutput
+from protocol.process.parent_death import die_with
+from protocol.process.process_title import set_title
 from protocol.process.progress_lease import ProgressLease
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 from protocol.process.worker_spec import WorkerSpec

@@ -25,8 +25,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from model_worker.parent_death import die_with
-from model_worker.process_title import set_title
+from protocol.process.parent_death import die_with
+from protocol.process.process_title import set_title
 
 MEMORY_LIMIT = 2 << 30
 """Bytes of address space. A safetensors header as long as the format allows, 100 MiB, takes 1 GiB as Python objects."""

@@ -26,8 +26,8 @@ import jinja2.ext
 import jinja2.sandbox
 import msgpack
 
-from model_worker.parent_death import die_with
-from model_worker.process_title import set_title
+from protocol.process.parent_death import die_with
+from protocol.process.process_title import set_title
 
 MEMORY = 512 << 20
 """Bytes of address space of this process."""

@@ -56,6 +56,9 @@ MODEL_NAME_PATTERN: Final = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 SUPERVISOR_NAME: Final = "supervisor"
 """Name of the supervisor's own log. No model may have this name."""
 
+GATEWAY_NAME: Final = "gateway"
+"""Name of the HTTP gateway's log. No model may have this name."""
+
 STREAM_WINDOW: Final = 256
 """Credit with which each stream starts, in events. WELCOME states this number."""
 

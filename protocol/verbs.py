@@ -57,6 +57,25 @@ class TcpStatus(TypedDict):
     """Connections that the supervisor ended."""
 
 
+class GatewayStatus(TypedDict):
+    """The HTTP gateway of this supervisor."""
+
+    listen: str
+    """The address of its port."""
+    auth: str
+    """`keys` if requests need a token, else `none`."""
+    tls: bool
+    """True if the port takes HTTPS, false for HTTP."""
+    pids: list[int]
+    """The ids of its processes that run."""
+    restarts: int
+    """How often one of its processes was started again."""
+    problem: str | None
+    """The reason why it does not answer, null if it does."""
+    log: str
+    """The path of its log."""
+
+
 class SupervisorStatus(TypedDict):
     """The supervisor's process."""
 
@@ -87,6 +106,8 @@ class SupervisorStatus(TypedDict):
     """The number of connected clients."""
     tcp: TcpStatus | None
     """The port over TCP, null if there is none."""
+    gateway: GatewayStatus | None
+    """The HTTP gateway, null if models.yaml has no section `gateway`."""
     counters: Counters
     """Counts since the supervisor's start."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from protocol import limits
 from protocol.process.worker_spec import EngineSpec
+from supervisor.config_gateway import GatewayConfig, gateway_problems
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
 from supervisor.config_rules import combination_problems, sampling_problems
 from supervisor.config_schema import FileConfig, SupervisorConfig
@@ -98,10 +99,21 @@ class ModelSpec:
 class Config:
     """A valid models.yaml."""
 
-    def __init__(self, file: Path, models: dict[str, ModelSpec], supervisor: SupervisorConfig) -> None:
+    def __init__(
+        self,
+        file: Path,
+        models: dict[str, ModelSpec],
+        supervisor: SupervisorConfig,
+        gateway: GatewayConfig | None = None,
+    ) -> None:
         self.file = file
         self.models = models
         self.supervisor = supervisor
+        self.gateway = gateway
+
+    def path(self, given: str) -> Path:
+        """Return a path of the file: absolute, or relative to models.yaml."""
+        return self.file.parent / Path(given).expanduser()
 
     @property
     def worker_count(self) -> int:
@@ -169,8 +181,11 @@ def examine_config(file: Path) -> Examined:
         problems += [source.problem((*path, *key), message) for key, message in missing]
         if spec is not None:
             models[name] = spec
+    if parsed.gateway is not None:
+        wrong_keys = gateway_problems(parsed.gateway)
+        problems += [source.problem(("gateway", key), message) for key, message in wrong_keys]
     problems.sort(key=lambda problem: problem.line)
-    return Examined(source, Config(Path(file).resolve(), models, parsed.supervisor), problems)
+    return Examined(source, Config(Path(file).resolve(), models, parsed.supervisor, parsed.gateway), problems)
 
 
 def _fit(data: Any) -> tuple[FileConfig, list[Flaw]]:
@@ -189,15 +204,24 @@ def _fit(data: Any) -> tuple[FileConfig, list[Flaw]]:
             except Unfit:  # a required key is missing or wrong
                 continue
     supervisor = SupervisorConfig()
-    if isinstance(data, dict) and not any(flaw.path[:1] == ("supervisor",) for flaw in flaws):
+    if isinstance(data, dict) and not _has_flaw(flaws, "supervisor"):
         supervisor = fit(SupervisorConfig, data.get("supervisor", {}))
-    return FileConfig(models=sound, supervisor=supervisor), flaws
+    gateway = None
+    if isinstance(data, dict) and data.get("gateway") is not None and not _has_flaw(flaws, "gateway"):
+        gateway = fit(GatewayConfig, data["gateway"])
+    return FileConfig(models=sound, supervisor=supervisor, gateway=gateway), flaws
+
+
+def _has_flaw(flaws: list[Flaw], section: str) -> bool:
+    return any(flaw.path[:1] == (section,) for flaw in flaws)
 
 
 def _name_problem(name: str) -> str | None:
     if not re.fullmatch(limits.MODEL_NAME_PATTERN, name):
         return "is no model name: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a letter or digit"
-    return "is taken: the supervisor's own log is called so" if name == limits.SUPERVISOR_NAME else None
+    if name in (limits.SUPERVISOR_NAME, limits.GATEWAY_NAME):
+        return f"is taken: the {name}'s own log is called so"
+    return None
 
 
 def _find(name: str, config: ModelConfig, base: Path) -> tuple[ModelSpec | None, list[tuple[KeyPath, str]]]:

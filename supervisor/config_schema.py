@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
+from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
 from supervisor.config_values import Duration, Lease, Listen, VramLimit
 from supervisor.requests.credit_control import SendBufferLimits
@@ -187,3 +188,4 @@ class FileConfig:
 
     models: dict[str, ModelConfig]
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    gateway: GatewayConfig | None = None

@@ -30,6 +30,8 @@ from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.rollout import How
+from supervisor.gateway_process import CHECK_S as GATEWAY_CHECK_S
+from supervisor.gateway_process import GatewayProcesses
 from supervisor.keys.opening import Opening
 from supervisor.keys.ring import KeyRing
 from supervisor.malloc_trim import TRIM_S, trim
@@ -122,9 +124,10 @@ class Supervisor:
         )
         self._workers = WorkerPort(self._context, back, front, self._frames.slot_of)
         # Parts that bring the others together.
+        self._gateway = GatewayProcesses(config, runtime.path, log)
         status = SupervisorDescription(
             runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,
-            self._authorizer, self._zap, self._shutdown,
+            self._authorizer, self._zap, self._shutdown, self._gateway,
         )  # fmt: skip
         context = AdminContext(self._on_demand, self._fleet, self._reloads, self._scheduler, self._shutdown, status)
         self._messages = ClientMessages(
@@ -148,6 +151,7 @@ class Supervisor:
         self._runner.run()
         self._watch_sources()
         self._begin_rounds()
+        self._gateway.start_missing()
         gc.collect()
         gc.freeze()
         while not self._shutdown.is_done:
@@ -171,6 +175,7 @@ class Supervisor:
         watch(self._signals.receiver, self._on_signals)
         watch(self._launcher.descriptor, self._on_ends)
         watch(self._fleet.starts.descriptor, self._fleet.starts.answered)
+        watch(self._gateway.descriptor, self._gateway.reap)
 
     def _begin_rounds(self) -> None:
         """Set the timers of everything that is done again and again."""
@@ -185,10 +190,12 @@ class Supervisor:
         if (authorizer := self._authorizer) is not None:
             self._log.info("listening on %s, for keys on the list only", authorizer.port.endpoint)
             every(REVOKE_S, lambda: self._effects.add(authorizer.refresh()))
+        every(GATEWAY_CHECK_S, self._gateway.start_missing)
         every(RATE_WINDOW_S, self._sample)
         every(TRIM_S, trim)
 
     def _close(self) -> None:
+        self._gateway.close()
         for port in self._clients:
             port.close()
         self._workers.close()

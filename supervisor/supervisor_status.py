@@ -10,6 +10,7 @@ from protocol import __version__
 from protocol.process.compiled import load_compiled
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.reloads import Reloads
+from supervisor.gateway_process import GatewayProcesses
 from supervisor.logs import log_trouble
 from supervisor.ports.client_ports import ClientPorts
 from supervisor.ports.request_authorizer import RequestAuthorizer
@@ -36,6 +37,7 @@ class SupervisorDescription:
         authorizer: RequestAuthorizer | None,
         zap: ZapHandler,
         shutdown: SupervisorShutdown,
+        gateway: GatewayProcesses,
     ) -> None:
         self._started = time.monotonic()
         self._runtime_dir = runtime_dir
@@ -49,6 +51,7 @@ class SupervisorDescription:
         self._authorizer = authorizer
         self._zap = zap
         self._shutdown = shutdown
+        self._gateway = gateway
 
     def describe(self) -> dict[str, Any]:
         """Return the supervisor as ``status`` shows it."""
@@ -65,6 +68,7 @@ class SupervisorDescription:
             "forwarding": "compiled" if self._workers.relays else f"Python ({load_compiled(RELAY)[1]})",
             "connections": self._clients.connected,
             "tcp": None if self._authorizer is None else self._authorizer.describe(),
+            "gateway": self._gateway.describe(),
             "counters": self._counters(),
         }
 

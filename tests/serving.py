@@ -109,6 +109,7 @@ class Serving:
     models      name → entry of models.yaml, see ``engine``
     stop, restart, poison, watch, vram_limit  sections of models.yaml
     listen, keys  the endpoint of a port over TCP, and the directory of its keys
+    gateway     the section of that name
     wait        return only when every model that starts by itself is ready
     options     further ones of ``serve``
     script      run this Python file instead of ``-m supervisor`` (it must call the same main)
@@ -126,6 +127,7 @@ class Serving:
         watch: dict[str, Any] | None = None,
         listen: str | None = None,
         keys: Path | None = None,
+        gateway: dict[str, Any] | None = None,
         wait: bool = True,
         script: Path | None = None,
         options: Sequence[str] = (),
@@ -134,6 +136,7 @@ class Serving:
     ) -> None:
         self._mark = uuid4().hex
         self._models = models
+        self._gateway = {} if gateway is None else {"gateway": gateway}
         self._wait = wait
         self._queries: Client | None = None
         self._killed = False
@@ -184,7 +187,7 @@ class Serving:
 
     def write_models(self, models: dict[str, dict[str, Any]]) -> None:
         """Another models.yaml, which nobody has read yet."""
-        self.config.write_text(yaml.safe_dump({"models": models, "supervisor": self._sections}))
+        self.config.write_text(yaml.safe_dump({"models": models, "supervisor": self._sections, **self._gateway}))
 
     # --- talking to it ------------------------------------------------------------------------------------------
 

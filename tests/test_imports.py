@@ -13,7 +13,7 @@ from protocol.messages import QUESTION_VERBS
 from protocol.questions import QUESTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("modelctl", "protocol", "model_worker", "supervisor")
+PACKAGES = ("modelctl", "protocol", "model_worker", "supervisor", "gateway")
 ROOMS = ("keys", "requests", "ports", "workers", "placement", "fleet")
 """Of supervisor, in the order in which they may import one another: each only those before it."""
 LOOP = (
@@ -143,6 +143,18 @@ def test_the_supervisor_names_modules_of_the_worker_in_one_file() -> None:
         if re.search(r"\bmodel_worker\b", path.read_text())
     }
     assert naming == {"worker_modules.py"}
+
+
+def test_the_gateway_is_a_client_and_nothing_else() -> None:
+    for path in modules("gateway"):
+        assert not {top(name) for name in imports(path)} & {"supervisor", "model_worker", "zmq", "torch"}, path
+    naming = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("protocol", "model_worker", "supervisor")
+        for path in sources(package)
+        if [*mentions(path, "gateway")] or re.search(r'"-m", "gateway"', path.read_text())
+    }
+    assert naming == {"supervisor/gateway_modules.py"}
 
 
 def test_a_process_of_its_own_asks_nvml() -> None:

@@ -28,6 +28,7 @@ ROOMS = {
     "fuzzing": ({"tests.fuzzing"}, {"tests.cli", "tools", "benchmarks"}),
     "docs": (None, {"tools.demo_models", "benchmarks"}),
     "tools": ({"tools"}, {"tools.docs"}),
+    "gateway": ({"gateway", *SERVES}, {"supervisor.cli", "tools.docs", "benchmarks"}),
     "benchmarks": ({"benchmarks"}, {"supervisor", "tools.docs", *SERVES}),
 }
 """For each directory: of what each of its files imports at least one thing (None: of nothing), and of what nothing."""

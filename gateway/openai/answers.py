@@ -12,8 +12,10 @@ from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
 from gateway.http.keep_alive import KeepAlive, OpenStream, comment
 from gateway.openai.chunks import DONE, Shape, chat_logprobs, completion_logprobs, finish_reason, usage_of
 from gateway.openai.options import Wanted, read_chat, read_completion
-from gateway.settings import Settings
-from modelctl import AsyncChoices, AsyncClient, AsyncStream, Progress, TokenLogprob
+from protocol.client.answers import Progress, TokenLogprob
+from protocol.client.async_client import AsyncClient
+from protocol.client.async_streams import AsyncChoices, AsyncStream
+from protocol.process.gateway_settings import GatewaySettings
 
 Prompt = dict[str, Any]
 """The option that holds a prompt: ``messages``, ``prompt`` or ``token_ids``."""
@@ -21,7 +23,7 @@ Prompt = dict[str, Any]
 
 async def chat(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/chat/completions."""
-    settings: Settings = request.app.state.settings
+    settings: GatewaySettings = request.app.state.settings
     caller = caller_of(request, settings.auth)
     wanted = read_chat(await read_json(request, settings.max_body))
     return _answer(request, caller, wanted, [{}], is_chat=True)
@@ -29,7 +31,7 @@ async def chat(request: Request) -> StreamedAnswer | WholeAnswer:
 
 async def completion(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/completions."""
-    settings: Settings = request.app.state.settings
+    settings: GatewaySettings = request.app.state.settings
     caller = caller_of(request, settings.auth)
     prompts, wanted = read_completion(await read_json(request, settings.max_body))
     given = [{"prompt": each} if isinstance(each, str) else {"token_ids": each} for each in prompts]

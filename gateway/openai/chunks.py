@@ -8,7 +8,7 @@ from uuid import uuid4
 import orjson
 
 from gateway.http.errors import ApiError
-from modelctl import Completion, TokenLogprob
+from protocol.client.answers import Completion, TokenLogprob
 
 DONE: Final = b"data: [DONE]\n\n"
 LEAST_LOGPROB: Final = -9999.0

@@ -32,9 +32,9 @@ import msgpack
 import numpy as np
 
 from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, refusal
-from model_worker.parent_death import die_with
-from model_worker.process_title import set_title
 from protocol.errors import ErrorCode, RequestError
+from protocol.process.parent_death import die_with
+from protocol.process.process_title import set_title
 
 SECONDS = 1
 """Seconds of processor time of one trial. A constraint that takes longer is refused."""

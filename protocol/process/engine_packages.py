@@ -20,6 +20,18 @@ _EVERY: Final = ("torch", *READ_TOKENIZERS, "safetensors", "llguidance", "numpy"
 PACKAGES: Final = {"transformers": ("transformers", *_EVERY), "exllamav2": ("exllamav2", *_EVERY)}
 """The packages that an engine's worker imports, by their import names."""
 
+GATEWAY: Final = ("starlette", "uvicorn", "uvloop", "httptools", "orjson")
+"""The packages that the HTTP gateway imports. The extra ``gateway`` installs them."""
+
+
+def missing_for_gateway() -> str | None:
+    """Return what to do if packages of the HTTP gateway are not installed, in one line; None if all are installed."""
+    missing = not_installed(GATEWAY)
+    if not missing:
+        return None
+    packages = f"package {missing[0]}" if len(missing) == 1 else f"packages {', '.join(missing)}"
+    return f"the gateway needs the {packages}: run {install_command('gateway')}"
+
 
 def missing_for(engine: str) -> str | None:
     """Return what to do if packages of an engine are not installed, in one line. Return None if all are installed.

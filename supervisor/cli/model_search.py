@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.limits import MODEL_NAME_PATTERN, SUPERVISOR_NAME
+from protocol.limits import GATEWAY_NAME, MODEL_NAME_PATTERN, SUPERVISOR_NAME
 
 MOST_DIRECTORIES = 20_000
 """Directories that one search reads, at most."""
@@ -64,7 +64,7 @@ def name_of(directory: Path, taken: Collection[str]) -> str:
     plain = re.sub(r"[^a-z0-9._-]+", "-", (snapshot[1] if snapshot else directory.name).lower())
     plain = plain.lstrip("._-")[:58] or "model"
     number, name = 1, plain
-    while name in taken or name == SUPERVISOR_NAME:
+    while name in taken or name in (SUPERVISOR_NAME, GATEWAY_NAME):
         number += 1
         name = f"{plain}-{number}"
     assert re.fullmatch(MODEL_NAME_PATTERN, name), name

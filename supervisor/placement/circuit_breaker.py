@@ -73,11 +73,16 @@ class CircuitBreaker:
 
 
 class Restarts:
-    """Decides when a process that may end again and again is started again. The first start is at once."""
+    """Decides when a process that may end again and again is started again. The first start is at once.
 
-    def __init__(self) -> None:
+    first_s  least seconds between two starts
+    most_s   seconds to which that grows, twofold each time, while the process ends again soon
+    """
+
+    def __init__(self, first_s: float = RESTART_S, most_s: float = RESTART_MAX_S) -> None:
         self._last: float | None = None
-        self._pause_s = RESTART_S
+        self._first_s, self._most_s = first_s, most_s
+        self._pause_s = first_s
 
     def next(self, now: float) -> bool:
         """Return whether to start the process now."""
@@ -85,6 +90,6 @@ class Restarts:
         if since is not None and since < self._pause_s:
             return False
         follows = since is not None and since < 2 * self._pause_s
-        self._pause_s = min(2 * self._pause_s, RESTART_MAX_S) if follows else RESTART_S
+        self._pause_s = min(2 * self._pause_s, self._most_s) if follows else self._first_s
         self._last = now
         return True

@@ -20,7 +20,7 @@ def file_with(key: Key) -> dict[str, Any]:
     value: Any = {name: example_value(key)}
     for section in reversed(sections):
         value = {section: value}
-    if sections[:1] == ["supervisor"]:
+    if sections[:1] in (["supervisor"], ["gateway"]):
         return {"models": {"m": {"model_dir": "."}}, **value}
     if sections == ["lora"]:
         value = {"lora": [{"dir": "."} | value["lora"]]}

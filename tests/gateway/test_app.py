@@ -6,13 +6,13 @@ from pathlib import Path
 import httpx
 
 from gateway.app import make_app
-from gateway.settings import Settings
+from protocol.process.gateway_settings import GatewaySettings
 from tests.serving import Serving, engine
 
 
 def test_a_gateway_that_serves_is_alive() -> None:
     async def ask(runtime_dir: Path) -> httpx.Response:
-        app = make_app(Settings(runtime_dir=runtime_dir, auth="none"))
+        app = make_app(GatewaySettings(runtime_dir=str(runtime_dir), auth="none"))
         transport = httpx.ASGITransport(app=app)
         async with (
             app.router.lifespan_context(app),

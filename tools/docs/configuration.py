@@ -1,5 +1,6 @@
 """Make the configuration page from the schema of models.yaml: classes, types, and the texts below the keys."""
 
+import inspect
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -9,6 +10,7 @@ import yaml
 
 from model_worker.engines.embedded.check import EmbeddedOptions
 from model_worker.engines.exllamav2.options import ExLlamaV2Options
+from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig
 from supervisor.config_schema import SupervisorConfig
 from supervisor.config_values import parse_duration, parse_lease
@@ -58,11 +60,15 @@ class Key:
         return self.path.replace(".", "")
 
 
+SECTIONS = ((SupervisorConfig, "supervisor"), (GatewayConfig, "gateway"))
+"""The classes of the sections beside ``models``, and their names."""
+
+
 def configuration_page() -> str:
     """Return the page."""
     return page(
         "Configuration",
-        "supervisor/config_model.py and supervisor/config_schema.py",
+        "supervisor/config_model.py, supervisor/config_schema.py and supervisor/config_gateway.py",
         INTRODUCTION,
         *(part for title, kind, prefix in _sections() for part in _part(title, kind, prefix)),
     )
@@ -73,15 +79,20 @@ def all_keys() -> list[Key]:
     return [key for _, kind, prefix in _sections() for key in keys_of(kind, prefix)]
 
 
-def _sections(kind: type = SupervisorConfig, path: str = "supervisor") -> Iterator[tuple[str, type, str]]:
+def _sections() -> Iterator[tuple[str, type, str]]:
     """Yield (title, class, prefix of its keys) of each part of the page."""
-    if kind is SupervisorConfig:
-        yield "Keys of a model", ModelConfig, ""
-        yield "Keys of a LoRA adapter", LoraConfig, "lora."
+    yield "Keys of a model", ModelConfig, ""
+    yield "Keys of a LoRA adapter", LoraConfig, "lora."
+    for kind, name in SECTIONS:
+        yield from _section(kind, name)
+
+
+def _section(kind: type, path: str) -> Iterator[tuple[str, type, str]]:
+    """Yield a section and the sections inside it."""
     yield f"The section {path}", kind, f"{path}."
     for name, hint in get_type_hints(kind).items():
-        if is_dataclass(hint) and isinstance(hint, type):
-            yield from _sections(hint, f"{path}.{name}")
+        if is_dataclass(hint) and isinstance(hint, type) and hint is not Address:
+            yield from _section(hint, f"{path}.{name}")
 
 
 def keys_of(kind: type, prefix: str = "") -> Iterator[Key]:
@@ -145,6 +156,9 @@ _PLURAL: dict[Any, str] = {LoraConfig: "maps with the [keys of a LoRA adapter](#
 
 def _default(field: "Field[Any]", hint: Any, message: str | None) -> str:
     """Return the default of a key: the value in the schema, the words of its text, and the values of the engines."""
+    if field.default_factory is not MISSING:
+        value = field.default_factory()
+        return f"`{value if isinstance(value, Address) else _shown(value, hint)}`"
     if field.default is MISSING:
         return "required"
     if field.default is not None:
@@ -193,7 +207,7 @@ def _engines(kind: type, key: str) -> str:
 def _part(title: str, kind: type, prefix: str) -> Iterator[str]:
     keys = list(keys_of(kind, prefix))
     yield f"## {title}"
-    yield text(kind.__doc__ or "")
+    yield text(inspect.getdoc(kind) or "")
     header = ("key", "default", "engines") if keys[0].engines else ("key", "default")
     yield table(header, [(f"[`{key.path}`](#{key.anchor})", key.default, key.engines)[: len(header)] for key in keys])
     for key in keys:

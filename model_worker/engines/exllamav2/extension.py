@@ -33,8 +33,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from model_worker.parent_death import die_with
-from model_worker.process_title import set_title
+from protocol.process.parent_death import die_with
+from protocol.process.process_title import set_title
 
 NAME = "exllamav2_ext"
 Report = Callable[[str, int, int], None]

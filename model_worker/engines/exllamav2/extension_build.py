@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 from model_worker.engines.exllamav2.extension import end_session
-from model_worker.parent_death import die_with
-from model_worker.process_title import set_title
+from protocol.process.parent_death import die_with
+from protocol.process.process_title import set_title
 
 
 def _die_with(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""Send the worker's standard output and error to the model's log, also after somebody has moved that file."""
+"""Send the standard output and error of a process to its log, also after somebody has moved that file."""
 
 import faulthandler
 import io
@@ -11,7 +11,7 @@ from protocol.process.private_paths import open_private
 
 
 class LogOutput:
-    """Sends everything that this process and its libraries print to the model's log.
+    """Sends everything that this process and its libraries print to its log.
 
     While the log cannot be opened, the output is lost until ``follow`` can open the log.
 

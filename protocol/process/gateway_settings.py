@@ -1,0 +1,58 @@
+"""The settings that the supervisor, or the command ``modelctl gateway``, gives a gateway process at its start."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """The settings of one gateway process. They cross to the process as JSON, so paths are text.
+
+    runtime_dir    directory of the supervisor's sockets; None with ``connect``
+    connect        TCP endpoint of a supervisor on another machine; None with ``runtime_dir``
+    key_file       the key for ``connect``. It needs the right ``gateway``
+    listeners      descriptors of the sockets that the process accepts connections from
+    host, port     the address of these sockets
+    auth           "keys": every request needs a token (``modelctl keys new NAME --http``). "none": no request needs
+                   one, on loopback only
+    allowed_hosts  names that a request's Host header may have, besides localhost and the address itself
+    cors_origins   origins whose pages may use the API from a browser
+    certificate    PEM file of the certificate chain; None for HTTP without TLS
+    private_key    PEM file of its private key
+    max_body       most bytes of a request's body
+    keepalive      what keeps a silent stream open: an SSE "comment", an empty "chunk", or "off"
+    keepalive_s    seconds of silence after which that is sent
+    parent         pid of the process that started this one, and with which it ends; None to live on
+    log            path of the process's log; None to write to standard error
+    """
+
+    runtime_dir: str | None = None
+    connect: str | None = None
+    key_file: str | None = None
+    listeners: tuple[int, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    auth: Literal["keys", "none"] = "keys"
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    certificate: str | None = None
+    private_key: str | None = None
+    max_body: int = 16 * MIB
+    keepalive: Literal["comment", "chunk", "off"] = "comment"
+    keepalive_s: float = 10.0
+    parent: int | None = None
+    log: str | None = None
+
+    def to_json(self) -> bytes:
+        """Return the settings as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "GatewaySettings":
+        """Return the settings in JSON that ``to_json`` made."""
+        given: dict[str, Any] = json.loads(text)
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return cls(**(given | lists))

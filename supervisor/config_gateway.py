@@ -1,0 +1,146 @@
+"""The keys of the section ``gateway`` of models.yaml. ``supervisor.config`` interprets them."""
+
+import ipaddress
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from supervisor.placement.sizes import parse_size
+from supervisor.schema_validation import Read, Within
+
+DEFAULT_PORT = 8000
+_HOST = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$")
+_ORIGIN = re.compile(r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The address of an HTTP port. ``host`` is an IP address without brackets."""
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.ip_address(self.host).is_loopback
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(value: object) -> Address:
+    """Return the address of ``127.0.0.1:8000``, ``[::1]:8000``, ``localhost`` or a port alone. Raises ValueError."""
+    host, port = "127.0.0.1", str(value)
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(_MUST_BE)
+    if isinstance(value, str) and (match := re.match(r"^(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+))(?::(\d{1,5}))?$", value)):
+        host, port = match[1] or match[2], match[3] or str(DEFAULT_PORT)
+        if match[2] and match[2].isdecimal() and match[3] is None:
+            host, port = "127.0.0.1", match[2]
+    if host == "localhost":
+        host = "127.0.0.1"
+    try:
+        ipaddress.ip_address(host)
+        number = int(port)
+    except ValueError:
+        raise ValueError(_MUST_BE) from None
+    if not 1 <= number <= 65535:
+        raise ValueError(_MUST_BE)
+    return Address(host, number)
+
+
+_MUST_BE = "must be ADDRESS:PORT such as 127.0.0.1:8000, 0.0.0.0:8000 or [::1]:8000"
+
+
+def parse_host(value: object) -> str:
+    """Return a host name as the Host header has it, without a port. Raises ValueError."""
+    if not isinstance(value, str) or not _HOST.match(value):
+        raise ValueError("must be a host name without a port, such as models.example.org")
+    return value.lower()
+
+
+def parse_origin(value: object) -> str:
+    """Return an origin as browsers send it. Raises ValueError."""
+    if not isinstance(value, str) or not _ORIGIN.match(value):
+        raise ValueError("must be an origin such as https://chat.example.org, without a path")
+    return value.lower()
+
+
+Listen = Annotated[Address, Read(parse_address, "ADDRESS:PORT")]
+HostName = Annotated[str, Read(parse_host, "host name")]
+Origin = Annotated[str, Read(parse_origin, "origin")]
+Size = Annotated[int, Read(parse_size, "size")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """The section ``gateway``. With it the supervisor starts a gateway, which serves OpenAI's API over HTTP.
+
+    A change of any key takes a restart of the supervisor.
+    """
+
+    listen: Listen = field(default_factory=lambda: Address("127.0.0.1", DEFAULT_PORT))
+    """Address and port of the gateway. Either may be left out.
+
+    Example: 0.0.0.0:8000
+    """
+    auth: Literal["keys", "none"] = "keys"
+    """Whether requests need a token. ``keys``: every request does (``modelctl keys new NAME --http`` makes one).
+    ``none``: no request does. Then everybody who can reach the port may use and stop the models, so only an address of
+    this machine may be listened on (127.0.0.1 or [::1]).
+
+    Example: none
+    """
+    processes: Annotated[int, Within(1, 64)] = 1
+    """Number of gateway processes that share the port. One process serves about a thousand streams.
+
+    Example: 4
+    """
+    allowed_hosts: list[HostName] = field(default_factory=list)
+    """Names by which clients may call the gateway, besides localhost and the address itself. A request with another
+    name in its Host header is refused. So a web page cannot reach the gateway by a name of its own.
+
+    Example: [models.example.org]
+    """
+    cors_origins: list[Origin] = field(default_factory=list)
+    """Origins of web pages that may use the API from a browser.
+
+    Example: [https://chat.example.org]
+    """
+    certificate: str | None = None
+    """PEM file of the certificate chain, for HTTPS: absolute, or relative to models.yaml.
+
+    Default: plain HTTP
+    Example: ~/tls/fullchain.pem
+    """
+    private_key: str | None = None
+    """PEM file of the certificate's private key: absolute, or relative to models.yaml.
+
+    Default: plain HTTP
+    Example: ~/tls/privkey.pem
+    """
+    max_body: Size = 16 << 20
+    """Largest body of a request, in bytes or as a size.
+
+    Example: 64MiB
+    """
+    keepalive: Literal["comment", "chunk", "off"] = "comment"
+    """What the gateway sends on a stream that has had nothing to say for ten seconds: a comment of server-sent events,
+    which says what the request waits for, a chunk without text for clients that break at comments, or nothing.
+
+    Example: chunk
+    """
+
+
+def gateway_problems(config: GatewayConfig) -> list[tuple[str, str]]:
+    """Return (key, message) for each combination of keys that cannot work."""
+    problems: list[tuple[str, str]] = []
+    if config.auth == "none" and not config.listen.is_loopback:
+        reach = f"is none, and the gateway listens on {config.listen}, which other machines can reach"
+        problems.append(("auth", f"{reach}: use auth: keys, or listen on 127.0.0.1"))
+    if (config.certificate is None) != (config.private_key is None):
+        key, other = "certificate", "private_key"
+        if config.certificate is None:
+            key, other = other, key
+        problems.append((key, f"needs {other}, too"))
+    return problems

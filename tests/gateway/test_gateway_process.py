@@ -1,0 +1,105 @@
+"""The gateway's processes: started by the supervisor, watched, started again, and ended with it."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.deterministic_engine import answer
+from tests.keyed import free_port
+from tests.serving import WITHIN, Serving, engine, is_alive, wait_until
+
+
+def described(serving: Serving) -> dict[str, Any]:
+    gateway: dict[str, Any] = serving.overview()["supervisor"]["gateway"]
+    return gateway
+
+
+def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Return the JSON of an answer, or its text if it is no JSON. Raises AssertionError for a status other than 200."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+        response = connection.getresponse()
+        text = response.read()
+        assert response.status == 200, text
+        return json.loads(text) if response.headers.get_content_type() == "application/json" else text
+
+
+def begin(connection: http.client.HTTPConnection, body: dict[str, Any]) -> http.client.HTTPResponse:
+    """Ask for a stream, and return it once its first line has come."""
+    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}))
+    response = connection.getresponse()
+    assert response.status == 200
+    assert response.readline().startswith(b"data: ")
+    return response
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def serving(port: int) -> Iterator[Serving]:
+    gateway = {"listen": f"127.0.0.1:{port}", "auth": "none"}
+    with Serving({"m": engine(context=100_000)}, gateway=gateway) as serving:
+        yield serving
+
+
+def test_a_killed_gateway_comes_back_and_its_requests_leave_the_engine(serving: Serving, port: int) -> None:
+    body = {"model": "m", "prompt": "hello", "max_tokens": 5}
+    assert ask(port, "/v1/completions", body)["choices"][0]["text"] == answer("hello", 5)
+    with ExitStack() as stack:
+        connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN) for _ in range(8)]
+        for connection in connections:
+            stack.callback(connection.close)
+        streams = [begin(connection, body | {"max_tokens": 90_000}) for connection in connections]
+        assert serving.status("m")["active"] == 8
+        (pid,) = described(serving)["pids"]
+        os.kill(pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+                stream.read()
+    serving.wait_idle("m")
+    # The listening socket is the supervisor's, so nobody is refused meanwhile.
+    assert ask(port, "/v1/completions", body)["choices"][0]["text"] == answer("hello", 5)
+    now = described(serving)
+    assert now["pids"] != [pid]
+    assert (now["restarts"], now["problem"]) == (1, None)
+    assert "gateway: process" in serving.log()
+
+
+def test_the_gateway_ends_with_a_supervisor_that_is_killed(serving: Serving, port: int) -> None:
+    assert ask(port, "/livez")
+    gateway = psutil.Process(described(serving)["pids"][0])
+    serving.kill()
+    wait_until(lambda: not is_alive(gateway), what="the gateway's end")
+
+
+def test_several_processes_share_the_port(port: int) -> None:
+    gateway = {"listen": port, "auth": "none", "processes": 2}
+    with Serving({"m": engine()}, gateway=gateway) as serving:
+        pids = described(serving)["pids"]
+        assert len(set(pids)) == 2
+        assert all(ask(port, "/livez") for _ in range(20))
+
+
+def test_a_port_that_is_taken_is_named_and_opened_when_it_is_free(port: int) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # also one that would share it
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with Serving({"m": engine()}, gateway={"listen": port, "auth": "none"}) as serving:
+            problem = described(serving)["problem"]
+            assert f"127.0.0.1:{port}" in problem
+            assert "gateway.listen" in problem
+            other.close()
+            wait_until(lambda: described(serving)["problem"] is None)
+            assert ask(port, "/livez")
