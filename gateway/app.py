@@ -5,11 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.http.errors import ApiError, error_response
+from gateway.http.health import health, live, ready
+from gateway.http.host_check import HostCheck
 from gateway.http.keep_alive import KeepAlive
 from gateway.openai.answers import chat, completion
 from gateway.openai.models import model, models
@@ -35,7 +38,15 @@ def make_app(settings: GatewaySettings) -> Starlette:
             await link.close()
 
     app = Starlette(
-        routes=[*_api(""), *_api("/v1"), *_api("/v1/v1"), Route("/livez", live)],
+        routes=[
+            *_api(""),
+            *_api("/v1"),
+            *_api("/v1/v1"),
+            Route("/livez", live),
+            Route("/readyz", ready),
+            Route("/health", health),
+        ],
+        middleware=[Middleware(HostCheck, allowed=settings.allowed_hosts)],
         exception_handlers={ApiError: _refused, WireError: _refused},
         lifespan=connected,
     )
@@ -55,11 +66,6 @@ def _api(prefix: str) -> list[Route]:
         Route(f"{prefix}/tokenize", tokenize, methods=["POST"]),
         Route(f"{prefix}/detokenize", detokenize, methods=["POST"]),
     ]
-
-
-async def live(request: Request) -> Response:
-    """Answer that the process is alive. It asks nobody."""
-    return PlainTextResponse("ok\n")
 
 
 async def _refused(request: Request, error: Exception) -> Response:

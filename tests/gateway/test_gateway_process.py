@@ -103,3 +103,19 @@ def test_a_port_that_is_taken_is_named_and_opened_when_it_is_free(port: int) -> 
             other.close()
             wait_until(lambda: described(serving)["problem"] is None)
             assert ask(port, "/livez")
+
+
+def test_probes_need_no_key_and_tell_nothing_but_the_state(port: int) -> None:
+    gateway = {"listen": port, "auth": "keys"}
+    with Serving({"m": engine(), "n": engine("SlowLoad", load_s=1e4)}, gateway=gateway, wait=False) as serving:
+        serving.wait_state("m", "ready")
+        serving.wait_state("n", "loading")
+        assert ask(port, "/livez") == b"ok\n"
+        assert ask(port, "/readyz") == b"ok\n"
+        assert ask(port, "/readyz?model=m") == b"ok\n"
+        for path in ("/readyz?model=n", "/readyz?model=x", "/health"):
+            with pytest.raises(AssertionError, match="not ready"):
+                ask(port, path)
+        serving.order("stop", model="n", now=True)
+        wait_until(lambda: serving.status("n")["state"] == "stopped")
+        assert ask(port, "/health") == b"ok\n"

@@ -1,0 +1,44 @@
+"""/livez, /readyz and /health: for load balancers and watchdogs, without a key and without details."""
+
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from protocol.errors import WireError
+
+AT_REST: Final = frozenset({"ready", "failed", "stopped", "unloaded"})
+"""States in which a model is not on its way to another state."""
+
+
+async def live(request: Request) -> Response:
+    """Answer 200 while the gateway's process answers at all. It asks nobody."""
+    return PlainTextResponse("ok\n")
+
+
+async def ready(request: Request) -> Response:
+    """Answer 200 if the model that ``?model=`` names can answer now, else 503. Without it: if any model can."""
+    models = await _states(request)
+    name = request.query_params.get("model")
+    found = any(state == "ready" for model, state in models.items() if name in (None, model))
+    return _answer(found)
+
+
+async def health(request: Request) -> Response:
+    """Answer 200 once no model is on its way to be ready: each is ready, has failed for good, or is not wanted."""
+    models = await _states(request)
+    return _answer(bool(models) and all(state in AT_REST for state in models.values()))
+
+
+def _answer(good: bool) -> Response:
+    return PlainTextResponse("ok\n" if good else "not ready\n", 200 if good else 503)
+
+
+async def _states(request: Request) -> dict[str, str]:
+    """Return the state of each model by its name; nothing if the supervisor does not answer."""
+    client = request.app.state.link.client
+    try:
+        reply: dict[str, Any] = await client.models()
+    except (WireError, TimeoutError):
+        return {}
+    return {model["name"]: model["state"] for model in reply["models"]}

@@ -1,0 +1,59 @@
+"""Refuse requests that name another host than this gateway (DNS rebinding).
+
+A web page from elsewhere can have a name of its own point to 127.0.0.1. The browser then takes the gateway for the
+page's own server, and no rule about origins stops it. But the browser sends that name in the Host header.
+"""
+
+import ipaddress
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.http.errors import ApiError, error_response
+
+
+class HostCheck:
+    """ASGI middleware that answers 421 to a request whose Host header names another host.
+
+    allowed  names besides localhost, the address that the gateway listens on, and IP addresses. A page of another
+             site cannot have an IP address as its name, unless it comes from that address
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Iterable[str]) -> None:
+        self._app = app
+        self._allowed = {"localhost", *(name.lower() for name in allowed)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._is_ours(scope):
+            error = ApiError(
+                421,
+                "the Host header names a host that this gateway does not know: use its address or localhost, or add "
+                "the name to gateway.allowed_hosts",
+                code="unknown_host",
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_ours(self, scope: Scope) -> bool:
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1:
+            return False
+        host = host_name(hosts[0].decode("latin-1"))
+        return host in self._allowed or is_address(host)
+
+
+def host_name(header: str) -> str:
+    """Return the host in a Host header, in lower case, without a port and without the brackets of IPv6."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.rpartition(":")[0].lower() if header.count(":") == 1 else header.lower()
+
+
+def is_address(host: str) -> bool:
+    """Return whether a host is an IP address and not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
