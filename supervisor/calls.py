@@ -8,14 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from protocol import limits
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import QUESTION_VERBS
+from supervisor.deadline_timer import DeadlineTimer
+from supervisor.event_history import KEPT, EventHistory
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import How
+from supervisor.keys.rights import Identity
+from supervisor.requests import request_list
+from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.scheduler import Scheduler
 from supervisor.shutdown import SupervisorShutdown
 from supervisor.spelling import spelled_name
@@ -37,12 +43,16 @@ class AdminContext:
     scheduler: Scheduler
     shutdown: SupervisorShutdown
     status: SupervisorDescription
+    history: EventHistory
+    deadlines: DeadlineTimer
+    effects: EffectQueue
 
 
-def answer(context: AdminContext, verb: str, body: bytes, *, admin: bool) -> Result:
+def answer(context: AdminContext, verb: str, body: bytes, identity: Identity, *, admin: bool) -> Result:
     """Return the result of one CALL. Raises WireError that names the verb or the parameter.
 
-    admin  whether the client may give orders
+    identity  who asks. The caller has checked its right to use the verb
+    admin     whether the client may give orders on this socket
     """
     entry = _VERBS.get(verb)
     if entry is None:
@@ -51,10 +61,10 @@ def answer(context: AdminContext, verb: str, body: bytes, *, admin: bool) -> Res
     handler, is_order = entry
     if is_order and not admin:
         raise WireError(ErrorCode.UNSUPPORTED, f"{verb!r} is an order: send it to the admin socket", field="verb")
-    return handler(context, unpack_body(body))
+    return handler(context, unpack_body(body), identity)
 
 
-def _models(context: AdminContext, params: Params) -> Result:
+def _models(context: AdminContext, params: Params, identity: Identity) -> Result:
     _take(params)
     models: dict[str, list[Replica]] = {}
     for replica in context.fleet.registry.replicas.values():
@@ -107,7 +117,7 @@ def ready_worker(context: AdminContext, name: object) -> Replica:
     raise (failed or replicas)[0].refusal()
 
 
-def _status(context: AdminContext, params: Params) -> Result:
+def _status(context: AdminContext, params: Params, identity: Identity) -> Result:
     name = _take(params, model=str).get("model")
     replicas = list(context.fleet.registry.replicas.values()) if name is None else _replicas(context, name)
     return {
@@ -124,7 +134,7 @@ def _described(context: AdminContext, replica: Replica) -> Result:
     return {**replica.describe(context.scheduler, time.monotonic()), **placed}
 
 
-def _start(context: AdminContext, params: Params) -> Result:
+def _start(context: AdminContext, params: Params, identity: Identity) -> Result:
     replicas = _current(context, _take(params, model=str).get("model"))
     context.shutdown.check_not_begun()
     for replica in replicas:
@@ -132,7 +142,7 @@ def _start(context: AdminContext, params: Params) -> Result:
     return _ordered(replicas)
 
 
-def _stop(context: AdminContext, params: Params) -> Result:
+def _stop(context: AdminContext, params: Params, identity: Identity) -> Result:
     given = _take(params, model=str, now=bool)
     replicas = _replicas(context, given.get("model"))
     for replica in replicas:
@@ -146,7 +156,7 @@ def _ordered(replicas: list[Replica]) -> Result:
     return {**workers[replicas[0].shown], "workers": workers}
 
 
-def _restart(context: AdminContext, params: Params) -> Result:
+def _restart(context: AdminContext, params: Params, identity: Identity) -> Result:
     replicas = _current(context, _take(params, model=str).get("model"))
     context.shutdown.check_not_begun()
     wanted = {replica.shown: replica.generation + 1 for replica in replicas}
@@ -161,7 +171,7 @@ def _restart(context: AdminContext, params: Params) -> Result:
     return {**workers[replicas[0].shown], "workers": workers, "turnover": rollout}
 
 
-def _reload(context: AdminContext, params: Params) -> Result:
+def _reload(context: AdminContext, params: Params, identity: Identity) -> Result:
     given = _take(params, model=str, how=str)
     context.shutdown.check_not_begun()
     try:
@@ -174,23 +184,53 @@ def _reload(context: AdminContext, params: Params) -> Result:
     return {"turnover": context.reloads.read_again(cause, how, model)}
 
 
-def _shutdown(context: AdminContext, params: Params) -> Result:
+def _shutdown(context: AdminContext, params: Params, identity: Identity) -> Result:
     context.shutdown.begin("shutdown ordered", now=_take(params, now=bool).get("now", False))
     return {}
 
 
-_VERBS: dict[str, tuple[Callable[[AdminContext, Params], Result], bool]] = {
+def _requests(context: AdminContext, params: Params, identity: Identity) -> Result:
+    limit = _whole(_take(params, limit=int), "limit", 100, 1, request_list.MOST)
+    workers = context.fleet.registry.replicas
+
+    def shown(worker: str) -> str | None:
+        return workers[worker].shown if worker in workers else None
+
+    return context.scheduler.unfinished.describe(identity, limit, shown, time.monotonic())
+
+
+def _cancel_request(context: AdminContext, params: Params, identity: Identity) -> Result:
+    name = _take(params, id=str).get("id")
+    if name is None:
+        raise RequestError("id is missing: name a request as `requests` shows it", field="id")
+    request = context.scheduler.unfinished.find(identity, name)
+    context.effects.add(context.scheduler.cancel(*request.key, time.monotonic()))
+    context.deadlines.set()
+    return {}
+
+
+def _events(context: AdminContext, params: Params, identity: Identity) -> Result:
+    given = _take(params, after=int, limit=int)
+    limit = _whole(given, "limit", 100, 1, KEPT)
+    after = None if "after" not in given else _whole(given, "after", 0, 0, limits.MAX_U64)
+    return {"session": context.status.session, **context.history.since(after, limit, lambda model: True)}
+
+
+_VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool]] = {
     "models": (_models, False),
     "status": (_status, False),
+    "requests": (_requests, False),
+    "events": (_events, False),
     "start": (_start, True),
     "stop": (_stop, True),
     "restart": (_restart, True),
     "reload": (_reload, True),
     "shutdown": (_shutdown, True),
+    "cancel_request": (_cancel_request, True),
 }
 
 
-_TYPE_NAMES = {str: "a string", bool: "true or false"}
+_TYPE_NAMES = {str: "a string", bool: "true or false", int: "an integer"}
 
 
 def _take(params: Params, **known: type) -> Params:
@@ -203,6 +243,14 @@ def _take(params: Params, **known: type) -> Params:
         if type(value) is not known[key]:
             raise RequestError(f"{key} must be {_TYPE_NAMES[known[key]]}", field=key)
     return params
+
+
+def _whole(params: Params, name: str, default: int, least: int, most: int) -> int:
+    """Return an integer parameter. Raises RequestError for one that is out of range."""
+    value: int = params.get(name, default)
+    if not least <= value <= most:
+        raise RequestError(f"{name} is {value}: must be from {least} to {most}", field=name)
+    return value
 
 
 def _replicas(context: AdminContext, name: str | None) -> list[Replica]:

@@ -1,6 +1,5 @@
 """Handle the messages of clients: requests, cancels, calls and credit."""
 
-import os
 import time
 from typing import Any
 
@@ -23,7 +22,7 @@ from protocol.messages import (
 )
 from supervisor import calls
 from supervisor.deadline_timer import DeadlineTimer
-from supervisor.keys.rights import OWNER
+from supervisor.keys.rights import OWNER, Identity
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.client_ports import ClientPorts
 from supervisor.ports.connections import ClientConnection
@@ -59,7 +58,6 @@ class ClientMessages:
         self._context = context
         self._deadlines = deadlines
         self._effects = effects
-        self._session = os.urandom(8).hex()  # the module secrets loads OpenSSL, which takes 3.5 MB
 
     def handle(self, port: ClientPort, connection: ClientConnection, message: Message) -> None:
         """Handle one valid message of a connection of this port."""
@@ -75,7 +73,7 @@ class ClientMessages:
                 self._answer(channel, refusal(error, message.kind, request, runs=False))
             case Generate():
                 party = None if keyed is None else keyed.party(connection)
-                self._effects.add(self._scheduler.submit(channel, message, now, party))
+                self._effects.add(self._scheduler.submit(channel, message, now, party, connection.identity))
                 if keyed is not None:
                     keyed.note(connection, message)
                 self._deadlines.set()
@@ -83,27 +81,29 @@ class ClientMessages:
                 self._effects.add(self._scheduler.cancel(channel, request, now))
                 self._deadlines.set()
             case Call():
-                self._call(port, channel, message)
+                self._call(port, connection, message)
             case Ping(nonce):
                 self._answer(channel, Pong(nonce))
             case Hello():
                 connection.greeted = True
-                self._answer(channel, Welcome(pack_body(self._welcome())))
+                self._answer(channel, Welcome(pack_body(self._welcome(connection.identity))))
             case Pong(nonce) if nonce:
                 self._effects.add(self._scheduler.pong(channel, nonce, now))
             case _:
                 pass  # PONG 0 answers a probe, which served its purpose by being sent
 
-    def _call(self, port: ClientPort, channel: int, message: Call) -> None:
+    def _call(self, port: ClientPort, connection: ClientConnection, message: Call) -> None:
         """Answer a call, or hand it to a worker that answers it later."""
         try:
             if message.verb in QUESTION_VERBS:
-                self._ask(channel, message)
+                self._ask(connection.channel, message)
                 return
-            reply = {"result": calls.answer(self._context, message.verb, message.body, admin=self._takes_orders(port))}
+            takes_orders = self._takes_orders(port)
+            result = calls.answer(self._context, message.verb, message.body, connection.identity, admin=takes_orders)
+            reply = {"result": result}
         except WireError as e:
             reply = {"error": e.to_wire()}
-        self._answer(channel, Reply(message.call, pack_body(reply)))
+        self._answer(connection.channel, Reply(message.call, pack_body(reply)))
 
     def _takes_orders(self, port: ClientPort) -> bool:
         """Return whether orders may come to this port. Over TCP the rights of the key have been checked."""
@@ -122,11 +122,11 @@ class ClientMessages:
     def _answer(self, channel: int, message: Message) -> None:
         self._effects.add([ToClient(channel, encode(message))])
 
-    def _welcome(self) -> dict[str, Any]:
+    def _welcome(self, identity: Identity) -> dict[str, Any]:
         return {
             "server": f"modelctl {__version__}",
-            "session": self._session,
+            "session": self._context.status.session,
             "window": limits.STREAM_WINDOW,
             "max_frame": limits.SOCKET_MAX_FRAME,
-            "models": calls.answer(self._context, "models", pack_body({}), admin=False)["models"],
+            "models": calls.answer(self._context, "models", pack_body({}), identity, admin=False)["models"],
         }

@@ -26,6 +26,7 @@ from supervisor.client_messages import ClientMessages
 from supervisor.config import Config
 from supervisor.deadline_timer import DeadlineTimer
 from supervisor.effect_runner import EffectRunner
+from supervisor.event_history import EventHistory, EventKind, noted
 from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
@@ -129,7 +130,12 @@ class Supervisor:
             runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,
             self._authorizer, self._zap, self._shutdown, self._gateway,
         )  # fmt: skip
-        context = AdminContext(self._on_demand, self._fleet, self._reloads, self._scheduler, self._shutdown, status)
+        history = EventHistory()
+        log.addHandler(history)
+        context = AdminContext(
+            self._on_demand, self._fleet, self._reloads, self._scheduler, self._shutdown, status, history,
+            self._deadlines, self._effects,
+        )  # fmt: skip
         self._messages = ClientMessages(
             self._clients, self._scheduler, self._queries, self._authorizer, context, self._deadlines, self._effects
         )
@@ -142,7 +148,10 @@ class Supervisor:
     def run(self) -> int:
         """Serve until told to stop. Return the process's exit code; the caller leaves with ``os._exit``."""
         file = self._fleet.registry.config.file
-        self._log.info("modelctl %s, pid %d, serving %s in %s", __version__, os.getpid(), file, self._runtime.path)
+        self._log.info(
+            "modelctl %s, pid %d, serving %s in %s", __version__, os.getpid(), file, self._runtime.path,
+            extra=noted(EventKind.SUPERVISOR),
+        )  # fmt: skip
         if not self._workers.relays:
             self._log.warning("tokens are forwarded by Python, which takes longer: %s", load_compiled(RELAY)[1])
         self._launcher.sweep(self._fleet.vram.holders())

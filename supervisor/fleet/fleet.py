@@ -16,6 +16,7 @@ from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import Hello, Message, ProgressMessage, Ready, Shutdown, Stats
 from supervisor import logs
 from supervisor.config import Config, ModelSpec
+from supervisor.event_history import EventKind, noted
 from supervisor.fleet.hang_watch import HangWatch
 from supervisor.fleet.replica import ROOM_RETRY_S, Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
@@ -196,8 +197,9 @@ class Fleet:
         if replica.process is not None and replica.killed_for is None and not replica.process.is_gone:
             replica.killed_for, replica.kill_reason = why, reason
             self._log.error(
-                "%s: killing pid %d: %s", replica.shown, replica.process.pid, why, extra=about(replica.log_name)
-            )
+                "%s: killing pid %d: %s", replica.shown, replica.process.pid, why,
+                extra=noted(EventKind.KILL, replica.log_name),
+            )  # fmt: skip
             replica.process.signal(signal.SIGKILL)
 
     def not_started(self, replica: Replica, report: ExitReport) -> None:
@@ -218,7 +220,7 @@ class Fleet:
         if what_next:
             self._log.warning(
                 "%s: pid %s: %s; %s", replica.shown, pid or "none", report.message, what_next,
-                extra=about(replica.log_name),
+                extra=noted(EventKind.REFUSAL if pid is None else EventKind.DEATH, replica.log_name),
             )  # fmt: skip
         self._carry_out(replica, transition)
         if (next_transition := replica.life.settle(time.monotonic())) is not None:
@@ -258,9 +260,10 @@ class Fleet:
     def _carry_out(self, replica: Replica, transition: Transition) -> None:
         if transition.after is not transition.before:
             pid = f" pid {replica.process.pid}" if replica.process else ""
+            before, after, cause = str(transition.before), str(transition.after), transition.cause
             self._log.info(
-                "%s: %s -> %s (%s)%s", replica.shown, transition.before, transition.after, transition.cause, pid,
-                extra=about(replica.log_name),
+                "%s: %s -> %s (%s)%s", replica.shown, before, after, cause, pid,
+                extra=noted(EventKind.STATE, replica.log_name, before=before, state=after, reason=cause),
             )  # fmt: skip
         for action in transition.actions:
             self._do(replica, action, transition.at)

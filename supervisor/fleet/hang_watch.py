@@ -7,8 +7,8 @@ import logging
 from collections.abc import Iterable
 from typing import Protocol
 
+from supervisor.event_history import EventKind, noted
 from supervisor.fleet.replica import Replica
-from supervisor.model_logs import about
 from supervisor.workers.hang_detector import CheckClock, HangDetector, HangVerdict
 from supervisor.workers.launcher import Launched
 
@@ -46,11 +46,11 @@ class HangWatch:
             return  # it has ended, or was killed: the loop is about to see its end
         if verdict is HangVerdict.HUNG:
             message = f"{replica.shown}: pid {process.pid} {detector.story()}; {process.condition()}"
-            self._log.error("%s", message, extra=about(replica.log_name))
+            self._log.error("%s", message, extra=noted(EventKind.HANG, replica.log_name))
             if detector.can_tell:
                 process.dump_stacks()
         elif verdict is HangVerdict.SPARED:
             message = f"{replica.shown}: pid {process.pid} goes on after all"
-            self._log.warning("%s", message, extra=about(replica.log_name))
+            self._log.warning("%s", message, extra=noted(EventKind.HANG, replica.log_name))
         elif verdict is HangVerdict.LOST:
             self._kill(replica, f"{detector.story()}; {process.condition()}", "hung")

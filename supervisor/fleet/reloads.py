@@ -9,6 +9,7 @@ from functools import partial
 from protocol.errors import ErrorCode, WireError
 from supervisor.config import Config, ModelSpec, load_config
 from supervisor.config_schema import SupervisorConfig
+from supervisor.event_history import EventKind, noted
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import Change, How, Plan, Rollouts, RolloutStep, changes
@@ -40,7 +41,7 @@ class Reloads:
             config = load_config(before.file)
         except ConfigError as e:
             message = "; ".join(map(str, e.problems))
-            self._log.error("%s: nothing is changed: %s", cause, message)
+            self._log.error("%s: nothing is changed: %s", cause, message, extra=noted(EventKind.RELOAD))
             raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {message}") from None
         fixed = [(settings.listen, settings.keys) for settings in (before.supervisor, config.supervisor)]
         if fixed[0] != fixed[1]:
@@ -72,7 +73,8 @@ class Reloads:
             if getattr(before.supervisor, key.name) != getattr(config.supervisor, key.name)
         ]
         if settings:
-            self._log.info("%s: applied supervisor.%s", cause, ", supervisor.".join(settings))
+            applied = ", supervisor.".join(settings)
+            self._log.info("%s: applied supervisor.%s", cause, applied, extra=noted(EventKind.RELOAD))
         self._registry.adopt(config)
         self._scheduler.set_policies(config.supervisor.hold_limits, config.supervisor.poison_policy)
         forced = () if only is None else (only,)

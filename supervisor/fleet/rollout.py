@@ -21,9 +21,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from supervisor.config import ModelSpec
+from supervisor.event_history import EventKind, noted
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
-from supervisor.model_logs import about
 from supervisor.workers.lifecycle import AT_REST, WorkerState
 from supervisor.workers.worker_life import Desired
 
@@ -204,7 +204,8 @@ class Rollouts:
         busy = {step.model for step in steps}
         for model, change in found.items():
             rollout.models[model] = {"change": str(change), "state": "waiting" if model in busy else "done"}
-        self._log.info("%s: %s", rollout.cause, ", ".join(f"{m} {c}" for m, c in found.items()))
+        what = ", ".join(f"{m} {c}" for m, c in found.items())
+        self._log.info("%s: %s", rollout.cause, what, extra=noted(EventKind.RELOAD))
         return deque(steps)
 
     def _note(self, rollout: Rollout, step: RolloutStep) -> None:
@@ -212,7 +213,8 @@ class Rollouts:
         report["how"] = step.kind
         if step.failure is not None:
             report.update(state="failed", message=step.failure)
-            self._log.error("%s: %s: %s", rollout.cause, step.label, step.failure, extra=about(step.label))
+            extra = noted(EventKind.RELOAD, step.label)
+            self._log.error("%s: %s: %s", rollout.cause, step.label, step.failure, extra=extra)
             rollout.steps = deque(other for other in others if other.model != step.model)
         elif not any(other.model == step.model for other in others):
             report["state"] = "done"

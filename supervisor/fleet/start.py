@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from protocol.process.engine_packages import missing_for
 from protocol.process.worker_exit import LOAD_ERROR_PREFIX
 from protocol.process.worker_spec import WorkerSpec
+from supervisor.event_history import EventKind, noted
 from supervisor.fleet.replica import Replica
 from supervisor.model_logs import about
 from supervisor.placement.affinity import near_cpus, ranges
@@ -209,7 +210,7 @@ class Start:
             return chosen
         short = ", ".join(f"{gib(size)} GiB on GPU {gpu}" for gpu, size in missing.items())
         message = f"{replica.shown}: needs {short}: unloading {', '.join(chosen)}"
-        self._starts.log.info("%s", message, extra=about(replica.log_name))
+        self._starts.log.info("%s", message, extra=noted(EventKind.EVICTION, replica.log_name))
         for name in chosen:
             self._starts.control.unload(name, f"evicted for {replica.label}")
         return chosen
@@ -305,7 +306,7 @@ class Start:
 
     def _say(self, text: str) -> None:
         name = self.replica.name
-        self._starts.log.info("%s", f"{name}: {text}", extra=about(name))
+        self._starts.log.info("%s", f"{name}: {text}", extra=noted(EventKind.PLACEMENT, name))
 
     def _say_placed(self, placed: Placed, memory: WorkerMemory) -> None:
         where = ", ".join(str(gpu.index) for gpu in placed.gpus) or placed.devices

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from supervisor.config import ModelSpec
+from supervisor.event_history import EventKind, noted
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
 from supervisor.fleet.start import Stage, Start
@@ -130,4 +131,7 @@ class Starts:
         """Say in the log, once, that models are placed without a reading."""
         if not self._said_unseen:
             self._said_unseen = True
-            self.log.warning("models go where they are pinned, without a look at the GPUs: NVML tells nothing")
+            self.log.warning(
+                "models go where they are pinned, without a look at the GPUs: NVML tells nothing",
+                extra=noted(EventKind.PLACEMENT),
+            )

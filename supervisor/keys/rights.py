@@ -25,10 +25,13 @@ EVERYTHING = frozenset(Right)
 _ANY = EVERYTHING
 _INFER = frozenset({Right.INFER})
 _ADMIN = frozenset({Right.ADMIN})
+_SEES = frozenset({Right.STATUS, Right.ADMIN})
 
 _OF_VERB = {
     "models": _ANY,
-    "status": frozenset({Right.STATUS, Right.ADMIN}),
+    "status": _SEES,
+    "requests": _ANY,
+    "events": _SEES,
     "tokenize": _INFER,
     "detokenize": _INFER,
     "start": _ADMIN,
@@ -36,8 +39,11 @@ _OF_VERB = {
     "restart": _ADMIN,
     "reload": _ADMIN,
     "shutdown": _ADMIN,
+    "cancel_request": frozenset({Right.INFER, Right.ADMIN}),
 }
-"""Verb of CALL → the rights, one of which is enough. Any other verb needs admin."""
+"""Verb of CALL → the rights, one of which is enough. Any other verb needs admin.
+
+For ``requests`` and ``cancel_request``, ``may_see`` and ``may_cancel`` decide about each request."""
 _OF_KIND = {
     Hello.kind: _ANY,
     Ping.kind: _ANY,
@@ -83,3 +89,18 @@ def check_right(identity: Identity, message: Message) -> None:
     has = ", ".join(right for right in Right if right in identity.rights)
     text = f"{what} takes the right {needed}, and key {identity.name!r} has {has or 'none'}"
     raise WireError(ErrorCode.FORBIDDEN, f"{text}: ask for another key (`modelctl keys new NAME --rights ...`)")
+
+
+def may_see(identity: Identity, owner: Identity) -> bool:
+    """Return whether an identity may see a request of ``owner``: every one with status or admin, else only its own."""
+    return bool(identity.rights & _SEES) or _is_same(identity, owner)
+
+
+def may_cancel(identity: Identity, owner: Identity) -> bool:
+    """Return whether an identity may cancel a request of ``owner``: every one with admin, else only its own."""
+    return Right.ADMIN in identity.rights or _is_same(identity, owner)
+
+
+def _is_same(identity: Identity, owner: Identity) -> bool:
+    """Return whether both are one key. The entry of a key may have been changed since the request came."""
+    return bool(identity.public_key) and identity.public_key == owner.public_key

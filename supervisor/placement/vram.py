@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from supervisor.event_history import EventKind, noted
 from supervisor.model_logs import about
 from supervisor.placement.gpu_reader import START_S, GpuReader
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
@@ -246,7 +247,7 @@ class Vram:
         else:
             self._log.warning(
                 "%s: VRAM of pid %d on GPU %s is not back after %.1f s; not waiting any longer",
-                outcome.worker, outcome.pid, where, outcome.after_s, extra=about(outcome.worker),
+                outcome.worker, outcome.pid, where, outcome.after_s, extra=noted(EventKind.VRAM, outcome.worker),
             )  # fmt: skip
 
     def _recent(self) -> list[Gpu]:
@@ -265,7 +266,8 @@ class Vram:
             self._unreadable(e, time.monotonic())
             return None
         if self._trouble is not None:
-            self._log.info("VRAM can be read again, after %.1f s", time.monotonic() - self._trouble[0])
+            after = time.monotonic() - self._trouble[0]
+            self._log.info("VRAM can be read again, after %.1f s", after, extra=noted(EventKind.VRAM))
             self._trouble = self._last = None
         if only is None:
             self._last = time.monotonic(), reading
@@ -277,10 +279,10 @@ class Vram:
         self._trouble = since, why
         self._last = now, []  # so that NVML is not asked again for each model of a status
         if isinstance(why, GpusAbsent):
-            self._log.warning("VRAM is not watched: NVML: %s", why)
+            self._log.warning("VRAM is not watched: NVML: %s", why, extra=noted(EventKind.VRAM))
             self.close()
         elif type(before) is not type(why) or (before.args != why.args and not isinstance(why, GpusLate)):
-            self._log.warning("VRAM cannot be read: NVML: %s", why)
+            self._log.warning("VRAM cannot be read: NVML: %s", why, extra=noted(EventKind.VRAM))
         if isinstance(why, GpusLate) and not self._looking:
             self._looking = True
             self._timers.at(now + CHECK_S, self._read_late_answer)

@@ -2,6 +2,7 @@
 
 from dataclasses import InitVar, dataclass, field
 
+from supervisor.keys.rights import OWNER, Identity
 from supervisor.requests.fair_queue import Account
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_progress import RequestProgress
@@ -67,6 +68,8 @@ class InFlight(RequestProgress):
     parkings           how often a worker gave it back to compile its constraint
     compiler           (worker, generation) of the worker that compiles its constraint, or keeps the compiled one
     charged            whether its account has paid for its prompt
+    owner              who asked for it
+    prompt_tokens      the length of its prompt; None until a worker has reported it
     advance            credit beyond the window, see ``advance.py``
     """
 
@@ -92,6 +95,8 @@ class InFlight(RequestProgress):
     parkings: int = 0
     compiler: tuple[str, int] | None = None
     charged: bool = False
+    owner: Identity = OWNER
+    prompt_tokens: int | None = None
     reported: int = -1
     """The queue position last reported."""
 

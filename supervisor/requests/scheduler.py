@@ -16,6 +16,7 @@ from protocol import limits
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Accepted, Generate
+from supervisor.keys.rights import OWNER, Identity
 from supervisor.requests import reports
 from supervisor.requests.credit_control import CreditControl, SendBufferLimits
 from supervisor.requests.deadlines import CANCEL, is_met, too_late
@@ -23,6 +24,7 @@ from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
 from supervisor.requests.poison import PoisonPolicy, PoisonTracker
 from supervisor.requests.refusals import refusal
+from supervisor.requests.request_list import RequestList
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_table import RequestTable
 from supervisor.requests.route import read_route
@@ -70,6 +72,7 @@ class Scheduler:
         self.end_running = worker_ends.end_running
         self.end_waiting = worker_ends.end_waiting
         self.release_held = worker_ends.release_held
+        self.unfinished = RequestList(self._table)
 
     def leave(self, error: WireError) -> None:
         """Accept no new requests, whatever becomes of the models: the supervisor is shutting down.
@@ -206,14 +209,17 @@ class Scheduler:
 
     # --- clients --------------------------------------------------------------------------------------------------
 
-    def submit(self, channel: int, message: Generate, now: float, party: int | None = None) -> list[Effect]:
+    def submit(
+        self, channel: int, message: Generate, now: float, party: int | None = None, owner: Identity = OWNER
+    ) -> list[Effect]:
         """Accept a new request: ACCEPTED, and JOB if a worker has room. Or refuse it: ERROR.
 
         party  who takes turns with others when the request's constraint is compiled; None: the connection
+        owner  who asks
         """
         try:
             queue, request = self._admit(channel, message, now)
-            request.party = channel if party is None else party
+            request.party, request.owner = channel if party is None else party, owner
         except WireError as e:
             runs = self.holds(channel, message.request)
             return [ToClient(channel, encode(refusal(e, message.kind, message.request, runs=runs)))]

@@ -35,12 +35,10 @@ class WorkerEvents:
     def prefill(self, worker: str, key: tuple[int, int], done: int, total: int) -> list[Effect]:
         """A worker has computed part of a prompt. Report it if the client asked for that."""
         request = self._table.slot_of(worker).running.get(key)
-        if (
-            request is None
-            or request.phase is not RequestPhase.RUNNING
-            or request.has_tokens
-            or not request.route.progress
-        ):
+        if request is None or request.phase is not RequestPhase.RUNNING or request.has_tokens:
+            return []
+        request.prompt_tokens = total
+        if not request.route.progress:
             return []
         return [report(request, {"phase": "prefill", "done": done, "total": total})]
 

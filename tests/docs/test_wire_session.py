@@ -138,6 +138,8 @@ def test_every_verb(serving: Serving) -> None:
     asked: dict[str, dict[str, Any]] = {
         "models": {},
         "status": {},
+        "requests": {"limit": 5},
+        "events": {"after": 0, "limit": 500},
         "tokenize": {"model": "a", "prompt": "p"},
         "detokenize": {"model": "a", "token_ids": pack("<2I", 97, 98)},
         "start": {"model": "stopped"},
@@ -145,6 +147,7 @@ def test_every_verb(serving: Serving) -> None:
         "restart": {"model": "stopped"},
         "reload": {},
         "shutdown": {},
+        "cancel_request": {"id": ""},
     }
     assert asked.keys() == VERBS.keys()
     with Recorder(serving.runtime_dir, admin=True) as client:

@@ -34,6 +34,8 @@ ANYBODY = {"infer", "status", "admin"}
 VERBS = {
     "models": ANYBODY,
     "status": STATUS,
+    "requests": ANYBODY,
+    "events": STATUS,
     "tokenize": INFER,
     "detokenize": INFER,
     "start": ADMIN,
@@ -41,6 +43,7 @@ VERBS = {
     "restart": ADMIN,
     "reload": ADMIN,
     "shutdown": ADMIN,
+    "cancel_request": {"infer", "admin"},
     "": ADMIN,
     "unknown": ADMIN,
     "__class__": ADMIN,

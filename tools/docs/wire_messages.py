@@ -21,6 +21,7 @@ from protocol.messages import (
 )
 from protocol.verbs import VERBS, Verb
 from supervisor import calls
+from supervisor.event_history import EventKind
 from supervisor.keys.rights import _OF_VERB, Right
 from supervisor.workers.lifecycle import WorkerState
 from tools.docs.attribute_docs import attribute_docs
@@ -64,8 +65,12 @@ def verbs() -> str:
     known = (bodies.Model, bodies.Failure)
     maps = inner_maps(*(verb.result for verb in VERBS.values()))
     parts += [map_section(map_type, "####") for map_type in maps if map_type not in known]
+    kinds = attribute_docs(EventKind)
+    parts += ["Kinds of events:", table(("kind", "meaning"), [(f"`{k}`", text(kinds[k.name])) for k in EventKind])]
     header = ("verb", "socket over ipc", "right over TCP", "purpose")
-    note = GENERATED.format(source="protocol/verbs.py, supervisor/calls.py and supervisor/keys/rights.py")
+    note = GENERATED.format(
+        source="protocol/verbs.py, supervisor/calls.py, supervisor/keys/rights.py, supervisor/event_history.py"
+    )
     return "\n\n".join([note, table(header, rows), *parts]) + "\n"
 
 

@@ -1,0 +1,108 @@
+"""Remember the latest events of the supervisor and its workers, such as deaths and reloads, for the verb ``events``.
+
+A record of the supervisor's log becomes an event if its ``extra`` comes from ``noted``. So each fact is written at one
+place only, and the log and this history cannot contradict each other. The history is in memory, and bounded: the oldest
+events make room for new ones. Nothing is noted per request or per token.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from enum import StrEnum
+from itertools import islice
+from typing import Any
+
+from supervisor.model_logs import about
+
+KEPT = 512
+"""Events that are remembered."""
+MOST_CHARACTERS = 1000
+"""Longest text of an event. The last words of a worker may be longer; the log has all of them."""
+
+
+class EventKind(StrEnum):
+    SUPERVISOR = "supervisor"
+    """The supervisor started, or began to shut down."""
+    STATE = "state"
+    """A worker entered another state. The event has `before`, `state` and `reason`."""
+    DEATH = "death"
+    """A worker's process ended although nobody asked for that. The message says what follows: another try, or none."""
+    REFUSAL = "refusal"
+    """A worker was not started: there is no room for it, or the model cannot be loaded as configured."""
+    HANG = "hang"
+    """A worker makes no progress, or goes on after all."""
+    KILL = "kill"
+    """The supervisor killed a worker."""
+    PLACEMENT = "placement"
+    """A worker was placed on GPUs, or waits for room."""
+    EVICTION = "eviction"
+    """Idle workers were unloaded to make room for another model."""
+    RELOAD = "reload"
+    """models.yaml was read again, or workers are restarted one after the other."""
+    VRAM = "vram"
+    """GPU memory of a dead worker is not back, or the GPUs cannot be read."""
+    GATEWAY = "gateway"
+    """The gateway was started, ended, or is started again."""
+
+
+def noted(kind: EventKind, worker: str | None = None, **facts: str) -> dict[str, Any]:
+    """Return the ``extra`` of a log record that is an event.
+
+    worker  the worker that the record is about, as in ``model_logs.about``; None if it is about no worker
+    facts   further keys of the event
+    """
+    return {"event": (kind, facts), **({} if worker is None else about(worker))}
+
+
+class EventHistory(logging.Handler):
+    """Keeps the last events. Their numbers start at 1 with each supervisor and have no gaps."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        super().__init__()
+        self._events: deque[dict[str, Any]] = deque(maxlen=kept)
+        self._newest = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        event = getattr(record, "event", None)
+        if event is None:
+            return
+        kind, facts = event
+        worker = getattr(record, "worker", None)
+        self._newest += 1
+        self._events.append(
+            {
+                "number": self._newest,
+                "time": round(record.created, 3),
+                "kind": str(kind),
+                "level": record.levelname.lower(),
+                "model": None if worker is None else worker.partition(":")[0].partition("~")[0],
+                "worker": worker,
+                "message": shortened(record.getMessage()),
+                **{name: shortened(fact) for name, fact in facts.items()},
+            }
+        )
+
+    def since(self, after: int | None, limit: int, visible: Callable[[str | None], bool]) -> dict[str, Any]:
+        """Return the result of the verb ``events``, oldest event first.
+
+        after    the number of the last event that the caller knows; None for the last ``limit`` events
+        limit    the greatest number of events
+        visible  whether the caller may see events of this model; None stands for events of no model
+        """
+        oldest = self._newest - len(self._events) + 1
+        known = 0 if after is None else min(after, self._newest)
+        fresh = [e for e in islice(self._events, max(0, known + 1 - oldest), None) if visible(e["model"])]
+        chosen = fresh[-limit:] if after is None else fresh[:limit]
+        last = chosen[-1]["number"] if len(chosen) < len(fresh) and after is not None else self._newest
+        return {
+            "events": chosen,
+            "last": last,
+            "newest": self._newest,
+            "dropped": after is not None and after + 1 < oldest,
+        }
+
+
+def shortened(text: str) -> str:
+    """Return a text without line breaks that is at most ``MOST_CHARACTERS`` long. The mark [...] shows a cut."""
+    text = " ".join(text.splitlines())
+    return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 5] + "[...]"

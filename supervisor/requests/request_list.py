@@ -1,0 +1,92 @@
+"""Show unfinished requests to people, and find the request that a person names. Pure."""
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from protocol.errors import ErrorCode, RequestError, WireError
+from supervisor.keys.rights import Identity, may_cancel, may_see
+from supervisor.requests.in_flight import InFlight
+from supervisor.requests.request_phase import RequestPhase
+from supervisor.requests.request_table import RequestTable
+
+MOST = 500
+"""Requests in one list. A place in a queue of n requests takes n steps to count, so a list of them takes n² steps."""
+_ID = re.compile(r"([1-9][0-9]{0,19})-([1-9][0-9]{0,19})")
+
+
+class RequestList:
+    """The unfinished requests of all models and connections, as the verbs ``requests`` and ``cancel_request`` see them.
+
+    table  has the requests in the order in which they were accepted
+    """
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+
+    def describe(
+        self, identity: Identity, limit: int, shown: Callable[[str], str | None], now: float
+    ) -> dict[str, Any]:
+        """Return the result of the verb ``requests``: the oldest requests that ``identity`` may see.
+
+        limit  the greatest number of requests in the list
+        shown  returns the name under which people know a worker, None for a worker that was removed
+        now    monotonic seconds
+        """
+        visible = [request for request in self._unfinished() if may_see(identity, request.owner)]
+        return {
+            "requests": [self._describe_one(request, shown, now) for request in islice(visible, limit)],
+            "total": len(visible),
+        }
+
+    def find(self, identity: Identity, name: str) -> InFlight:
+        """Return the unfinished request that a text such as ``12-3`` names.
+
+        Raises RequestError if there is none that ``identity`` may see, and WireError if it may not cancel the request.
+        """
+        found = _ID.fullmatch(name)
+        if found is None:
+            text = "id must be the id of a request as `requests` shows it: CONNECTION-REQUEST, two numbers"
+            raise RequestError(text, field="id")
+        request = self._table.live.get((int(found[1]), int(found[2])))
+        if request is None or request.phase is RequestPhase.ENDED or not may_see(identity, request.owner):
+            raise RequestError(f"no request {name} is unfinished: it has ended, or never was", field="id")
+        if not may_cancel(identity, request.owner):
+            text = f"request {name} is another key's: cancelling it takes the right admin"
+            raise WireError(ErrorCode.FORBIDDEN, text, field="id")
+        return request
+
+    def _unfinished(self) -> Iterator[InFlight]:
+        return (request for request in self._table.live.values() if request.phase is not RequestPhase.ENDED)
+
+    def _describe_one(self, request: InFlight, shown: Callable[[str], str | None], now: float) -> dict[str, Any]:
+        queue = self._table.queues[request.model]
+        position = worker = None
+        if request.key in queue.parked:
+            state = "parked"
+        elif request.phase is RequestPhase.WAITING:
+            state, position = "queued", queue.position(request)
+        elif request.phase is RequestPhase.HELD:
+            state = "delivering"
+        else:
+            state = "cancelling" if request.cancelled else "running"
+            worker = shown(request.worker)
+        return {
+            "id": request_id(request),
+            "model": request.model,
+            "worker": worker,
+            "key": request.owner.name,
+            "state": state,
+            "queue_position": position,
+            "age_ms": int(1000 * (now - request.accepted)),
+            "prompt_tokens": request.prompt_tokens,
+            "prompt_tokens_estimate": request.cost,
+            "tokens": len(request.ids) // 4 if request.resumable else request.delivered_tokens,
+            "priority": request.route.priority,
+        }
+
+
+def request_id(request: InFlight) -> str:
+    """Return the text by which the verbs name a request. No other request of this supervisor ever has the same."""
+    return f"{request.channel}-{request.request}"
