@@ -21,6 +21,7 @@ from protocol.process.gateway_settings import GatewaySettings
 from protocol.process.helper_environment import helper_environment
 from supervisor.config import Config
 from supervisor.config_gateway import Address, GatewayConfig
+from supervisor.event_history import EventKind, noted
 from supervisor.gateway_modules import GATEWAY
 from supervisor.logs import log_path, prepare
 from supervisor.placement.circuit_breaker import Restarts
@@ -32,6 +33,7 @@ RESTART_S, RESTART_MAX_S = 0.5, 30.0
 LEAVE_S = 3.0
 """Seconds that processes may take to end at the supervisor's end, before they are killed."""
 BACKLOG = 4096
+NOTED = noted(EventKind.GATEWAY)
 
 
 class GatewayProcesses:
@@ -78,7 +80,7 @@ class GatewayProcesses:
             code = process.wait()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             self.problem = f"process {process.pid} ended {how}: {self._log_path} may say why"
-            self._log.warning("gateway: %s", self.problem)
+            self._log.warning("gateway: %s", self.problem, extra=NOTED)
         self.start_missing()
 
     def close(self) -> None:
@@ -125,11 +127,11 @@ class GatewayProcesses:
                 )
         if self.problem is not None:
             if self.problem != before:
-                self._log.error("no gateway: %s", self.problem)
+                self._log.error("no gateway: %s", self.problem, extra=NOTED)
             return False
         self._starts = [Restarts(RESTART_S, RESTART_MAX_S) for _ in self._sockets]
         scheme = "http" if config.certificate is None else "https"
-        self._log.info("gateway: listening on %s://%s", scheme, config.listen)
+        self._log.info("gateway: listening on %s://%s", scheme, config.listen, extra=NOTED)
         if config.auth == "none":
             self._log.warning("gateway: auth is none: everybody on this machine may use, start and stop the models")
         return True
@@ -155,12 +157,12 @@ class GatewayProcesses:
             pidfd = os.pidfd_open(process.pid)
         except OSError as e:  # no process or descriptor is left, or the process has ended already
             self.problem = f"cannot be started: {e.strerror or e}"
-            self._log.error("gateway: %s", self.problem)
+            self._log.error("gateway: %s", self.problem, extra=NOTED)
             return
         self._count += 1
         self._processes[pidfd] = number, process
         self._epoll.register(pidfd, select.EPOLLIN)
-        self._log.info("gateway: started pid %d", process.pid)
+        self._log.info("gateway: started pid %d", process.pid, extra=NOTED)
         self.problem = None
 
 

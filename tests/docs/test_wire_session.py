@@ -150,13 +150,20 @@ def test_every_verb(serving: Serving) -> None:
         "cancel_request": {"id": ""},
     }
     assert asked.keys() == VERBS.keys()
-    with Recorder(serving.runtime_dir, admin=True) as client:
+    with Recorder(serving.runtime_dir) as user, Recorder(serving.runtime_dir, admin=True) as client:
+        user.generate(1, "narrow", "p", max_tokens=4000)
+        while 1 not in user.heard:
+            user.receive()
         for number, (verb, params) in enumerate(asked.items(), 1):
             if verb == "shutdown":  # the last test does that
                 continue
             reply = client.ask(number, verb, **params)
             assert not list(differences(params, VERBS[verb].params, verb))
             assert not list(differences(reply["result"], VERBS[verb].result, verb))
+            if verb == "requests":
+                asked["cancel_request"]["id"] = reply["result"]["requests"][0]["id"]
+        user.read_until_ended(1)
+        assert user.heard[1].ends == ["cancelled"]
         client.ask(30, "stop", model="stopped", now=True)
         # once more, with the entries that reload has made
         assert not list(differences(client.ask(31, "status")["result"], VERBS["status"].result))

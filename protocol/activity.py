@@ -1,0 +1,104 @@
+"""The parameters and results of the verbs that show what goes on, such as ``requests``. See ``protocol.verbs``."""
+
+from typing import Annotated, NotRequired, TypedDict
+
+from protocol.bodies import Milliseconds, Tokens
+
+
+class RequestsParams(TypedDict):
+    limit: NotRequired[int]
+    """The greatest number of requests in the result, from 1 to 500; 100 by default."""
+
+
+class RequestStatus(TypedDict):
+    """One unfinished request."""
+
+    id: str
+    """The name of the request for `cancel_request`, such as `12-3`. No other request of this supervisor process ever
+    has the same name."""
+    model: str
+    """The model's name."""
+    worker: str | None
+    """The worker that has the request, null if none has it."""
+    key: str | None
+    """The name of the key that asked for it, null for the supervisor's own user."""
+    state: str
+    """`queued` (waits for a worker), `parked` (waits until its constraint is compiled), `running` (a worker has it),
+    `cancelling` (it was cancelled, and its worker has yet to let it go) or `delivering` (the worker has finished it,
+    and the client has yet to read the last events)."""
+    queue_position: int | None
+    """In state `queued`, the approximate number of requests that will be started before this one; null otherwise."""
+    age_ms: Milliseconds
+    """The time since the request was accepted."""
+    prompt_tokens: Tokens | None
+    """The length of the prompt. Null until a worker has reported it, which a worker does for requests with `progress`
+    only."""
+    prompt_tokens_estimate: Tokens
+    """The length of the prompt as the supervisor estimates it from its bytes."""
+    tokens: Tokens
+    """Tokens of the answer so far."""
+    priority: str
+    """The request's priority."""
+
+
+class RequestsResult(TypedDict):
+    """With the right `status` or `admin` all requests, otherwise those of the client's own key only."""
+
+    requests: list[RequestStatus]
+    """The requests, the oldest first."""
+    total: int
+    """The number of unfinished requests, of which `requests` holds at most `limit`."""
+
+
+class CancelRequestParams(TypedDict):
+    id: str
+    """A request, as `requests` names it. Without the right `admin` it must be one of the client's own key."""
+
+
+class EventsParams(TypedDict):
+    after: NotRequired[int]
+    """The number of an event: the result holds the events after it, the oldest first. Unset: the result holds the
+    newest events."""
+    limit: NotRequired[int]
+    """The greatest number of events in the result, from 1 to 512; 100 by default."""
+
+
+class HistoryEvent(TypedDict):
+    """One event. Ignore a `kind` that you do not know."""
+
+    number: int
+    """The number of the event. The first event of a supervisor process has number 1, and there are no gaps."""
+    time: Annotated[float, "s"]
+    """The time of the event, in seconds since 1970 (UTC)."""
+    kind: str
+    """One of the kinds below."""
+    level: str
+    """`info`, `warning` or `error`."""
+    model: str | None
+    """The model that the event is about, null if it is about no model."""
+    worker: str | None
+    """The worker that the event is about, null if it is about no worker."""
+    message: str
+    """The event in words for people, as the supervisor's log has it. Its wording may change."""
+    before: NotRequired[str]
+    """With `state`: the state that the worker has left."""
+    state: NotRequired[str]
+    """With `state`: the state that the worker is in since this event."""
+    reason: NotRequired[str]
+    """With `state`: the cause of the change."""
+
+
+class EventsResult(TypedDict):
+    """The supervisor remembers its last 512 events."""
+
+    session: str
+    """The random text of this supervisor process, see `session` in [WELCOME](#welcome). Another value than before means
+    that the numbers began at 1 again: ask without `after`."""
+    events: list[HistoryEvent]
+    """The events, the oldest first."""
+    last: int
+    """The value of `after` with which the next call goes on behind these events."""
+    newest: int
+    """The number of the newest event, 0 if there is none."""
+    dropped: bool
+    """True if events after `after` are not remembered any more."""
