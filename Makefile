@@ -57,7 +57,7 @@ $(VENV)/.run: pyproject.toml setup.py constraints.txt tools/make_venv.py $(COMPI
 	test -x $(BIN)/pip || $(PYTHON) tools/make_venv.py $(VENV)
 	@$(BIN)/python tools/downloads.py run "$(TORCH_INDEX)"
 	$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
-	$(PIP) --editable '.[embedded]'
+	$(PIP) --editable '.[embedded,gateway,demo]'
 	@$(BIN)/modelctl --version # whether the modules were compiled: pip does not show why not
 	touch $@
 
@@ -71,7 +71,7 @@ $(VENV)/.test: $(VENV)/.run
 # The same environment as for the tests, since the generators of pages import the project. They need no torch.
 $(VENV)/.docs: pyproject.toml setup.py constraints.txt tools/make_venv.py $(COMPILED)
 	test -x $(BIN)/pip || $(PYTHON) tools/make_venv.py $(VENV)
-	test -e $(VENV)/.run || $(PIP) --editable .
+	test -e $(VENV)/.run || $(PIP) --editable '.[gateway]'
 	$(BIN)/python tools/extra.py docs > $(VENV)/docs.txt
 	$(PIP) -r $(VENV)/docs.txt
 	touch $@

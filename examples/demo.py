@@ -1,14 +1,16 @@
-"""The product in one minute: two models in two processes, eight questions at once, and everything stopped again.
+"""The product in one minute: two models in two processes, eight questions at once, one more over HTTP, and everything
+stopped again.
 
     make demo            or, where modelctl is installed:  python examples/demo.py
 
-The processes and sockets are real. The shipped models run on the CPU. The script exits with 0 only if every stream
-answered its own question and no process is left behind.
+The processes and sockets are real. The shipped models run on the CPU. The question over HTTP is asked with the package
+``openai``. The script exits with 0 only if every stream answered its own question and no process is left behind.
 """
 
 import asyncio
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
+from openai import OpenAI
 
 from modelctl import AsyncClient, ConnectionLost
 
@@ -177,6 +181,35 @@ async def converse(runtime_dir: Path, supervisor: subprocess.Popen[bytes], asked
         await asyncio.gather(*(ask(client, question, i, begun) for i, question in enumerate(asked)))
 
 
+def models_yaml(directory: Path) -> tuple[Path, int]:
+    """Write the shipped models.yaml with another port for the gateway, since a program may have port 8000.
+
+    Return the file's path and the port."""
+    config = yaml.safe_load(MODELS_YAML.read_text())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    config["gateway"]["listen"] = f"127.0.0.1:{port}"
+    path = directory / "models.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path, port
+
+
+def ask_over_http(port: int, question: Question) -> None:
+    """Send one request with the package ``openai``, and print its stream."""
+    url = f"http://127.0.0.1:{port}/v1"
+    print(f"\nthe package openai, over HTTP, at {url}:\n  {question.label:<10} {question.asked}\n  {'':<10} ", end="")
+    with OpenAI(base_url=url, api_key="none is needed") as client:
+        chunks = client.chat.completions.create(
+            model=question.model, messages=[{"role": "user", "content": question.asked}], temperature=0, stream=True
+        )
+        for chunk in chunks:
+            text = chunk.choices[0].delta.content or ""
+            question.answer += text
+            print(text.replace("\n", " "), end="", flush=True)
+    print()
+
+
 def modelctl(runtime_dir: Path, *arguments: str) -> None:
     subprocess.run([MODELCTL, *arguments, "--runtime-dir", str(runtime_dir)], check=True)
 
@@ -184,14 +217,17 @@ def modelctl(runtime_dir: Path, *arguments: str) -> None:
 def main() -> int:
     seed = int(os.environ.get("DEMO_SEED", "7"))
     asked = questions(seed)
+    over_http = story("HTTP", "Mia", "fox", "lantern")
     with tempfile.TemporaryDirectory(prefix="modelctl-demo-") as scratch:
         runtime_dir = Path(scratch) / "run"
-        print(f"$ modelctl serve --config {MODELS_YAML.name}")
-        serve = [MODELCTL, "serve", "-q", "-c", str(MODELS_YAML), "--runtime-dir", str(runtime_dir)]
+        file, port = models_yaml(Path(scratch))
+        print(f"$ modelctl serve --config {MODELS_YAML.name}    (with gateway.listen: 127.0.0.1:{port})")
+        serve = [MODELCTL, "serve", "-q", "-c", str(file), "--runtime-dir", str(runtime_dir)]
         with subprocess.Popen(serve) as process:
             try:
                 asyncio.run(converse(runtime_dir, process, asked))
                 print_results(asked)
+                ask_over_http(port, over_http)
                 print("\n$ modelctl ps", flush=True)
                 modelctl(runtime_dir, "ps")
                 family = psutil.Process(process.pid).children(recursive=True)
@@ -202,7 +238,7 @@ def main() -> int:
                 process.kill()  # ends its workers, too, in any case
     _, alive = psutil.wait_procs(family, timeout=5)
     print(f"supervisor left with code {code}; {len(alive)} of its {len(family)} processes remain")
-    wrong = [question.label for question in asked if not question.right]
+    wrong = [question.label for question in (*asked, over_http) if not question.right]
     if wrong:
         print(f"wrong answers: {', '.join(wrong)}")
     return 1 if wrong or alive or code else 0

@@ -21,7 +21,7 @@ from supervisor.compiled_modules import MODULES
 from tests.installing import tracked_copy
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = "modelctl", "model_worker", "protocol", "supervisor"
+PARTS = "gateway", "modelctl", "model_worker", "protocol", "supervisor"
 EXPECTED_DATA = {
     f"model_worker/demo_models/{model}/{file}"
     for model in ("letters", "stories")
@@ -67,7 +67,7 @@ def test_the_wheel_holds_the_packages_the_demo_models_the_sample_and_the_licence
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
     tops = {name.partition("/")[0] for name in names if ".dist-info" not in name}
     assert tops == set(PARTS)
-    for package in ("modelctl", "supervisor", "supervisor/cli", "model_worker", "model_worker/engines", "protocol"):
+    for package in PARTS:
         tracked = subprocess.run(
             ["git", "ls-files", f"{package}/*.py"], cwd=ROOT, capture_output=True, check=True, text=True
         )

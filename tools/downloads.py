@@ -5,7 +5,8 @@ Nothing is printed if the packages are installed already.
     python tools/downloads.py run|test [TORCH_INDEX]
 
 Run it with the Python of the environment that is installed into. The figures are those of torch 2.13 and transformers 5
-for Linux on x86-64, measured in November 2026.
+for Linux on x86-64, measured in November 2026. Of them the packages of the gateway are 5 MB to download and 18 MB on
+disk, and openai, with which the demo ends, 3 MB and 31 MB.
 """
 
 import importlib.util

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from gateway.app import make_app
 from protocol.process.gateway_settings import GatewaySettings
@@ -11,12 +11,12 @@ from tests.serving import Serving, engine
 
 
 def test_a_gateway_that_serves_is_alive() -> None:
-    async def ask(runtime_dir: Path) -> httpx.Response:
+    async def ask(runtime_dir: Path) -> httpx2.Response:
         app = make_app(GatewaySettings(runtime_dir=str(runtime_dir), auth="none"))
-        transport = httpx.ASGITransport(app=app)
+        transport = httpx2.ASGITransport(app=app)
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client,
+            httpx2.AsyncClient(transport=transport, base_url="http://localhost:8000") as client,
         ):
             return await client.get("/livez")
 

@@ -10,6 +10,7 @@ import yaml
 from model_worker.engines.exllamav2.options import read_options
 from protocol.process.progress_lease import Leases
 from supervisor.config import Config, load_config
+from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
 from supervisor.config_schema import SupervisorConfig
 from supervisor.config_values import parse_duration, parse_gpu
@@ -37,6 +38,8 @@ def model(**keys: Any) -> str:
 def test_the_shipped_file_loads() -> None:
     config = load_config(ROOT / "models.yaml")
     assert set(config.models) == {"letters", "stories"}
+    assert config.gateway is not None
+    assert (str(config.gateway.listen), config.gateway.auth) == ("127.0.0.1:8000", "none")
     for spec in config.models.values():
         assert (spec.model_dir / "config.json").is_file()
         assert spec.visible_devices == ""
@@ -50,10 +53,13 @@ def test_the_examples_in_the_comments_of_the_shipped_file_load_too(tmp_path: Pat
     (tmp_path / "weights").mkdir()
     example = [line for line in plain[start:section] if re.match(r" +(- )?[{\w-]+:", line)]
     example = [re.sub(r"~/(models|loras)/[\w.-]+", "weights", line) for line in example]
-    config = load(tmp_path, "\n".join(["models:", *example, *plain[section:]]))
+    sections = [line for line in plain[section:] if re.match(r" *\w+:", line)]
+    config = load(tmp_path, "\n".join(["models:", *example, *sections]))
     assert config.models["llama-8b"].visible_devices == "1"
     assert config.models["mistral-large"].engine_spec.options["gpu_split"] == [20, 22.5]
     assert config.supervisor.stop.drain == 30.0
+    assert config.gateway is not None
+    assert config.gateway.allowed_hosts == ["models.example.org"]
 
 
 def test_defaults(tmp_path: Path) -> None:
@@ -319,9 +325,10 @@ def test_what_exllamav2_cannot_do_together(tmp_path: Path, keys: dict[str, Any],
 
 
 def test_every_key_is_documented() -> None:
-    """The file that is shipped shows, or comments on, every key of a model and of the section ``supervisor``."""
+    """The file that is shipped shows, or comments on, every key of a model and of the sections beside ``models``."""
     text = (ROOT / "models.yaml").read_text()
-    keys = [*ModelConfig.__dataclass_fields__, *SupervisorConfig.__dataclass_fields__]
+    classes = (ModelConfig, SupervisorConfig, GatewayConfig)
+    keys = [key for each in classes for key in each.__dataclass_fields__]
     assert not [key for key in keys if f"{key}:" not in text]
 
 
