@@ -62,7 +62,11 @@ class Credit(Message):
 
 @message(Kind.CALL, Way.CLIENT_TO_SUPERVISOR, largest=3 * MIB)  # a text to tokenize
 class Call(Message):
-    """Send the supervisor a query or an order. It answers with exactly one REPLY of the same number."""
+    """Send the supervisor a query or an order. It answers with exactly one REPLY of the same number.
+
+    Every verb also takes the parameter ``on_behalf_of``: the id of the HTTP key for which a gateway asks. It means the
+    same as in the route of GENERATE. The rights and models of that key then decide, and not those of the connection.
+    """
 
     call: int
     """The client's number for the call: 1 to 2^64 - 1. The supervisor copies the number into REPLY. Replies may come in

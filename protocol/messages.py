@@ -68,6 +68,7 @@ __all__ = [
     "CLIENT_TO_SUPERVISOR",
     "MESSAGE_CLASSES",
     "NUMBERED",
+    "ON_BEHALF_OF",
     "QUESTION_VERBS",
     "ROUTE_KEYS",
     "SUPERVISOR_TO_CLIENT",
@@ -119,8 +120,12 @@ ROUTE_KEYS: Final[tuple[str, ...]] = (
     "deadline_ms",
     "affinity",
     "progress",
+    "on_behalf_of",
 )
 """Keys of ``route``, in GENERATE."""
+
+ON_BEHALF_OF: Final = "on_behalf_of"
+"""A key of ``route``, and a parameter of every verb of CALL: the id of the HTTP key for which a gateway asks."""
 
 
 def _kinds(way: Way) -> frozenset[Kind]:

@@ -1,4 +1,6 @@
-"""The questions that a worker answers, and the validation of their bodies. Only the supervisor uses the key ``model``.
+"""The questions that a worker answers, and the validation of their bodies.
+
+Only the supervisor uses the keys ``model`` and ``on_behalf_of``. It passes the bodies on as they came.
 
 tokenize    {prompt | messages, tools?, ...}  ->  {token_ids: bin, u32 little endian, count}
 detokenize  {token_ids: bin}                  ->  {text}
@@ -10,6 +12,7 @@ from protocol.chat import ChatFields, ChatMessage
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, FrameError, RequestError
 from protocol.field_errors import request_error
+from protocol.messages import ON_BEHALF_OF
 from protocol.sampling_params import FieldsDisagree
 
 
@@ -52,7 +55,8 @@ def parse_question(verb: str, body: bytes) -> Tokenize | Detokenize:
         raise RequestError(f"a worker answers {' and '.join(QUESTIONS)} only", field="verb", code=ErrorCode.UNSUPPORTED)
     try:
         fields = unpack_body(body)
-        fields.pop("model", None)
+        for name in ("model", ON_BEHALF_OF):
+            fields.pop(name, None)
         return model.model_validate(fields)
     except FrameError as e:
         raise RequestError(e.message, field="body") from None

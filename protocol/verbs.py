@@ -1,5 +1,7 @@
 """The verbs of CALL: the parameters and the result of each. See ``protocol.bodies``.
 
+Every verb also takes the parameter ``on_behalf_of``, see ``protocol.client_messages.Call``.
+
 Tables in the supervisor say which clients may use a verb, and on which socket. docs/wire-protocol.md shows them.
 """
 
@@ -15,7 +17,7 @@ class NoParams(TypedDict):
 
 class ModelsResult(TypedDict):
     models: list[Model]
-    """Every configured model."""
+    """Every configured model that the key may use."""
 
 
 class StatusParams(TypedDict):
@@ -48,10 +50,11 @@ class TcpStatus(TypedDict):
     listen: str
     """The endpoint of the port."""
     keys: list[dict[str, Any]]
-    """For each key: `name`, `rights`, `connections`, `max_in_flight` (null: no limit), `tokens_per_minute` (null: no
-    limit), `tokens_left` (null: no limit, or not used yet) and `rate_limited` (requests that were refused)."""
+    """For each key: `name`, `rights`, `models` (null: all), `expires` (null: never), `connections`, `max_in_flight`
+    (null: no limit), `tokens_per_minute` (null: no limit), `tokens_left` (null: no limit, or not used yet) and
+    `rate_limited` (requests that were refused)."""
     forbidden: int
-    """Messages that were refused because the key lacked a right."""
+    """Messages that were refused because the key, or the HTTP key that it named, lacked a right."""
     connected_too_often: int
     """Handshakes that were refused because a key connected too often."""
     cut_off: int
@@ -75,6 +78,17 @@ class GatewayStatus(TypedDict):
     """The reason why it does not answer, null if it does."""
     log: str
     """The path of its log."""
+
+
+class HttpKeys(TypedDict):
+    """The keys of clients over HTTP."""
+
+    listed: int
+    """How many there are."""
+    keys: list[dict[str, Any]]
+    """At most 100 of them, first those that were used since the supervisor's start: `name`, `rights`, `models`,
+    `expires`, `max_in_flight`, `tokens_per_minute`, `tokens_left` and `rate_limited`, as for the port over TCP, and
+    `unfinished` (requests)."""
 
 
 class SupervisorStatus(TypedDict):
@@ -111,6 +125,8 @@ class SupervisorStatus(TypedDict):
     """The port over TCP, null if there is none."""
     gateway: GatewayStatus | None
     """The HTTP gateway, null if models.yaml has no section `gateway`."""
+    http_keys: HttpKeys
+    """The keys of clients over HTTP, for which gateways ask."""
     counters: Counters
     """Counts since the supervisor's start."""
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol import limits
-from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import QUESTION_VERBS
 from supervisor.deadline_timer import DeadlineTimer
@@ -48,10 +47,12 @@ class AdminContext:
     effects: EffectQueue
 
 
-def answer(context: AdminContext, verb: str, body: bytes, identity: Identity, *, admin: bool) -> Result:
+def answer(context: AdminContext, verb: str, params: Params, identity: Identity, *, admin: bool) -> Result:
     """Return the result of one CALL. Raises WireError that names the verb or the parameter.
 
-    identity  who asks. The caller has checked its right to use the verb
+    params    without ``on_behalf_of``
+    identity  who asks: the owner of the connection, or the key for which it asks. Its right to use the verb, and to use
+              the model that ``params`` names, have been checked
     admin     whether the client may give orders on this socket
     """
     entry = _VERBS.get(verb)
@@ -61,15 +62,20 @@ def answer(context: AdminContext, verb: str, body: bytes, identity: Identity, *,
     handler, is_order = entry
     if is_order and not admin:
         raise WireError(ErrorCode.UNSUPPORTED, f"{verb!r} is an order: send it to the admin socket", field="verb")
-    return handler(context, unpack_body(body), identity)
+    return handler(context, params, identity)
+
+
+def models(context: AdminContext, identity: Identity) -> list[Result]:
+    """Return the models that a key may use, as clients see them."""
+    models: dict[str, list[Replica]] = {}
+    for replica in context.fleet.registry.replicas.values():
+        models.setdefault(replica.model, []).append(replica)
+    return [_as_one(name, replicas) for name, replicas in models.items() if identity.may_use(name)]
 
 
 def _models(context: AdminContext, params: Params, identity: Identity) -> Result:
     _take(params)
-    models: dict[str, list[Replica]] = {}
-    for replica in context.fleet.registry.replicas.values():
-        models.setdefault(replica.model, []).append(replica)
-    return {"models": [_as_one(name, replicas) for name, replicas in models.items()]}
+    return {"models": models(context, identity)}
 
 
 def _as_one(name: str, replicas: list[Replica]) -> Result:
@@ -120,8 +126,13 @@ def ready_worker(context: AdminContext, name: object) -> Replica:
 def _status(context: AdminContext, params: Params, identity: Identity) -> Result:
     name = _take(params, model=str).get("model")
     replicas = list(context.fleet.registry.replicas.values()) if name is None else _replicas(context, name)
+    supervisor = context.status.describe()
+    if identity.models is not None:
+        replicas = [replica for replica in replicas if identity.may_use(replica.model)]
+        for turnover in supervisor["turnovers"]:
+            turnover["models"] = [change for change in turnover["models"] if identity.may_use(change["model"])]
     return {
-        "supervisor": context.status.describe(),
+        "supervisor": supervisor,
         "gpus": context.fleet.vram.describe_gpus(),
         "gpus_unknown": context.fleet.vram.trouble,
         "models": [_described(context, replica) for replica in replicas],
@@ -212,8 +223,13 @@ def _cancel_request(context: AdminContext, params: Params, identity: Identity) -
 def _events(context: AdminContext, params: Params, identity: Identity) -> Result:
     given = _take(params, after=int, limit=int)
     limit = _whole(given, "limit", 100, 1, KEPT)
+
+    def visible(model: str | None) -> bool:
+        # an event of no model may name any model
+        return identity.models is None or (model is not None and identity.may_use(model))
+
     after = None if "after" not in given else _whole(given, "after", 0, 0, limits.MAX_U64)
-    return {"session": context.status.session, **context.history.since(after, limit, lambda model: True)}
+    return {"session": context.status.session, **context.history.since(after, limit, visible)}
 
 
 _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool]] = {

@@ -7,6 +7,7 @@ from protocol import __version__, limits
 from protocol.codec import encode, pack_body, unpack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import (
+    ON_BEHALF_OF,
     QUESTION_VERBS,
     Ask,
     Call,
@@ -30,7 +31,7 @@ from supervisor.ports.request_authorizer import RequestAuthorizer
 from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.in_flight import ToClient, ToWorker
 from supervisor.requests.pending_queries import Asker, PendingQueries
-from supervisor.requests.refusals import refusal
+from supervisor.requests.refusals import number_of, refusal
 from supervisor.requests.scheduler import Scheduler
 
 
@@ -46,7 +47,7 @@ class ClientMessages:
         clients: ClientPorts,
         scheduler: Scheduler,
         queries: PendingQueries,
-        authorizer: RequestAuthorizer | None,
+        authorizer: RequestAuthorizer,
         context: calls.AdminContext,
         deadlines: DeadlineTimer,
         effects: EffectQueue,
@@ -61,27 +62,19 @@ class ClientMessages:
 
     def handle(self, port: ClientPort, connection: ClientConnection, message: Message) -> None:
         """Handle one valid message of a connection of this port."""
-        keyed = None if connection.identity is OWNER else self._authorizer
-        if keyed is not None and not keyed.admits(connection, message):
+        if connection.identity is not OWNER and not self._admits(connection, message):
             return
         channel, now = connection.channel, time.monotonic()
         match message:
             case Credit(request, events):
                 self._effects.add(self._scheduler.credit(channel, request, events, now))
-            case Generate(request) if port is self._clients.admin:
-                error = WireError(ErrorCode.UNSUPPORTED, "requests go to the front socket", field="request")
-                self._answer(channel, refusal(error, message.kind, request, runs=False))
             case Generate():
-                party = None if keyed is None else keyed.party(connection)
-                self._effects.add(self._scheduler.submit(channel, message, now, party, connection.identity))
-                if keyed is not None:
-                    keyed.note(connection, message)
-                self._deadlines.set()
+                self._generate(port, connection, message, now)
+            case Call():
+                self._call(port, connection, message)
             case Cancel(request):
                 self._effects.add(self._scheduler.cancel(channel, request, now))
                 self._deadlines.set()
-            case Call():
-                self._call(port, connection, message)
             case Ping(nonce):
                 self._answer(channel, Pong(nonce))
             case Hello():
@@ -92,15 +85,51 @@ class ClientMessages:
             case _:
                 pass  # PONG 0 answers a probe, which served its purpose by being sent
 
+    def _admits(self, connection: ClientConnection, message: Message) -> bool:
+        """Return whether the key of a connection over TCP has the right to send this message. If not, say so.
+
+        GENERATE and CALL are checked later, because they may be for another key.
+        """
+        if isinstance(message, Generate | Call):
+            return True
+        try:
+            self._authorizer.check(connection.identity, message)
+        except WireError as e:
+            self._refuse(connection.channel, message, e)
+            return False
+        return True
+
+    def _generate(self, port: ClientPort, connection: ClientConnection, message: Generate, now: float) -> None:
+        """Give a request to the scheduler, if its connection may send it for the key that it names."""
+        channel, caller, party = connection.channel, connection.identity, None
+        try:
+            if port is self._clients.admin:
+                raise WireError(ErrorCode.UNSUPPORTED, "requests go to the front socket", field="request")
+            if ON_BEHALF_OF in message.route:
+                caller = self._authorizer.caller(caller, message.route[ON_BEHALF_OF], f"route.{ON_BEHALF_OF}")
+            if caller is not OWNER:
+                party = self._authorizer.check_request(caller, message, now)
+        except WireError as e:
+            self._refuse(channel, message, e)
+            return
+        self._effects.add(self._scheduler.submit(channel, message, now, party, caller))
+        if party is not None:
+            self._authorizer.note(caller, channel, message, now)
+        self._deadlines.set()
+
     def _call(self, port: ClientPort, connection: ClientConnection, message: Call) -> None:
         """Answer a call, or hand it to a worker that answers it later."""
         try:
+            params, caller = unpack_body(message.body), connection.identity
+            if ON_BEHALF_OF in params:
+                caller = self._authorizer.caller(caller, params.pop(ON_BEHALF_OF), ON_BEHALF_OF)
+            if caller is not OWNER:
+                self._authorizer.check_call(caller, message, params)
             if message.verb in QUESTION_VERBS:
-                self._ask(connection.channel, message)
+                self._ask(connection.channel, message, params)
                 return
-            takes_orders = self._takes_orders(port)
-            result = calls.answer(self._context, message.verb, message.body, connection.identity, admin=takes_orders)
-            reply = {"result": result}
+            admin = self._takes_orders(port)
+            reply = {"result": calls.answer(self._context, message.verb, params, caller, admin=admin)}
         except WireError as e:
             reply = {"error": e.to_wire()}
         self._answer(connection.channel, Reply(message.call, pack_body(reply)))
@@ -109,9 +138,9 @@ class ClientMessages:
         """Return whether orders may come to this port. Over TCP the rights of the key have been checked."""
         return port is not self._clients.front
 
-    def _ask(self, channel: int, message: Call) -> None:
+    def _ask(self, channel: int, message: Call, params: dict[str, Any]) -> None:
         """Hand a question to a worker of its model. Raises WireError if there is none."""
-        replica = calls.ready_worker(self._context, unpack_body(message.body).get("model"))
+        replica = calls.ready_worker(self._context, params.get("model"))
         number = self._queries.begin(replica.name, Asker(channel, message.call))
         replica.last_active = time.monotonic()
         # The body is passed on as it came. If it were packed again, its floats could take twice as many bytes, and
@@ -122,11 +151,16 @@ class ClientMessages:
     def _answer(self, channel: int, message: Message) -> None:
         self._effects.add([ToClient(channel, encode(message))])
 
+    def _refuse(self, channel: int, message: Message, error: WireError) -> None:
+        number = number_of(message)
+        runs = self._scheduler.holds(channel, number)
+        self._answer(channel, refusal(error, message.kind, number, runs=runs))
+
     def _welcome(self, identity: Identity) -> dict[str, Any]:
         return {
             "server": f"modelctl {__version__}",
             "session": self._context.status.session,
             "window": limits.STREAM_WINDOW,
             "max_frame": limits.SOCKET_MAX_FRAME,
-            "models": calls.answer(self._context, "models", pack_body({}), identity, admin=False)["models"],
+            "models": calls.models(self._context, identity),
         }

@@ -35,6 +35,7 @@ from supervisor.gateway_process import CHECK_S as GATEWAY_CHECK_S
 from supervisor.gateway_process import GatewayProcesses
 from supervisor.keys.opening import Opening
 from supervisor.keys.ring import KeyRing
+from supervisor.listening import keys_of
 from supervisor.malloc_trim import TRIM_S, trim
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.client_ports import ClientPorts
@@ -98,17 +99,18 @@ class Supervisor:
         # Sockets of clients. The ZAP handler has to exist before the first socket is bound.
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
-        ring = None if opening is None else KeyRing(opening.store, log)
-        self._zap = ZapHandler(self._context, os.getuid(), is_worker=self._launcher.is_worker, ring=ring)
+        ring = KeyRing(keys_of(config), log)
+        admitting = None if opening is None else ring
+        self._zap = ZapHandler(self._context, os.getuid(), is_worker=self._launcher.is_worker, ring=admitting)
         holds = self._scheduler.holds
         front, front_file = open_ipc_port(self._context, front_endpoint(runtime.path), budget.backlog, holds, log)
         admin, admin_file = open_ipc_port(self._context, admin_endpoint(runtime.path), budget.backlog, holds, log)
-        tcp, self._authorizer = None, None
-        if opening is not None and ring is not None:
+        tcp = None
+        if opening is not None:
             ring.refresh()
             key = opening.secret_key
             tcp = open_tcp_port(self._context, opening.endpoint, key, ring, budget.backlog, holds, log)
-            self._authorizer = RequestAuthorizer(tcp, ring, self._scheduler, log)
+        self._authorizer = RequestAuthorizer(ring, self._scheduler, tcp, log)
         self._clients = ClientPorts(front, admin, tcp)
         self._descriptors = DescriptorWatch(budget, self._clients, log)
         self._signals = Signals()
@@ -196,9 +198,9 @@ class Supervisor:
             every(port.listener.check_s, partial(self._enforce_limits, port))
         every(LEASE_CHECK_S, self._fleet.check_progress)
         every(RUNTIME_CHECK_S, self._runtime_watch.restore_missing)
-        if (authorizer := self._authorizer) is not None:
-            self._log.info("listening on %s, for keys on the list only", authorizer.port.endpoint)
-            every(REVOKE_S, lambda: self._effects.add(authorizer.refresh()))
+        if (tcp := self._clients.tcp) is not None:
+            self._log.info("listening on %s, for keys on the list only", tcp.endpoint)
+        every(REVOKE_S, lambda: self._effects.add(self._authorizer.refresh()))
         every(GATEWAY_CHECK_S, self._gateway.start_missing)
         every(RATE_WINDOW_S, self._sample)
         every(TRIM_S, trim)

@@ -34,7 +34,7 @@ class SupervisorDescription:
         clients: ClientPorts,
         workers: WorkerPort,
         frames: WorkerFrames,
-        authorizer: RequestAuthorizer | None,
+        authorizer: RequestAuthorizer,
         zap: ZapHandler,
         shutdown: SupervisorShutdown,
         gateway: GatewayProcesses,
@@ -70,7 +70,8 @@ class SupervisorDescription:
             "held_bytes": self._scheduler.held_bytes,
             "forwarding": "compiled" if self._workers.relays else f"Python ({load_compiled(RELAY)[1]})",
             "connections": self._clients.connected,
-            "tcp": None if self._authorizer is None else self._authorizer.describe(),
+            "tcp": self._authorizer.describe_tcp(),
+            "http_keys": self._authorizer.describe_http(),
             "gateway": self._gateway.describe(),
             "counters": self._counters(),
         }

@@ -29,7 +29,7 @@ class WorkerFrames:
         fleet: Fleet,
         scheduler: Scheduler,
         queries: PendingQueries,
-        authorizer: RequestAuthorizer | None,
+        authorizer: RequestAuthorizer,
         deadlines: DeadlineTimer,
         reactor: Reactor,
         effects: EffectQueue,
@@ -75,8 +75,6 @@ class WorkerFrames:
     def _handle(self, replica: Replica, frame: bytes) -> None:
         message = decode_events(frame) if is_events(frame) else decode(frame, WORKER_TO_SUPERVISOR)
         if isinstance(message, Events):
-            if self._authorizer is not None:
-                self._authorizer.charge(message)
             self._effects.add(self._scheduler.events(replica.name, frame, message, time.monotonic()))
             self._fleet.after_events(replica)
         elif isinstance(message, Prefill):
@@ -89,9 +87,9 @@ class WorkerFrames:
             self._deadlines.set()
         elif isinstance(message, Compiled):
             key, cost = (message.channel, message.request), TOKENS_PER_MS * message.milliseconds
-            self._effects.add(self._scheduler.compiled(replica.name, key, message.milliseconds, time.monotonic()))
-            if self._authorizer is not None:
-                self._authorizer.charge_party(message.party, cost)
+            party, now = message.party, time.monotonic()
+            self._effects.add(self._scheduler.compiled(replica.name, key, party, message.milliseconds, now))
+            self._authorizer.charge_party(party, cost)
         elif isinstance(message, AnswerMessage):
             self._pass_answer_on(replica, message)
         else:

@@ -6,13 +6,13 @@ import socket
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import zmq
 
 from modelctl import Client
 from protocol.client.client_key import ClientKey
-from supervisor.keys.records import parse_rights
+from supervisor.keys.records import Limits, parse_rights
 from supervisor.keys.store import KeyStore
 from tests.raw_client import RawClient
 from tests.serving import WITHIN, Serving
@@ -60,10 +60,14 @@ class Keyed:
             self.new(name, rights)
         self.serving = Serving(models, listen=self.endpoint, keys=self.store.directory, **serving)
 
-    def new(self, name: str, rights: str = "infer", **limits: int) -> ClientKey:
+    def new(self, name: str, rights: str = "infer", **limits: Unpack[Limits]) -> ClientKey:
         key = self.store.add(name, parse_rights(rights), self.file(name), **limits)
         self.keys[name] = key
         return key
+
+    def new_http(self, name: str, rights: str = "infer", **limits: Unpack[Limits]) -> str:
+        """Put an HTTP key on the list. Return its token."""
+        return self.store.add_token(name, parse_rights(rights), **limits)
 
     def file(self, name: str) -> Path:
         return self.directory / f"{name}.key"

@@ -33,6 +33,7 @@ class RequestOptions(TypedDict, total=False):
                      deadline_exceeded
     deadline_ms      longest time to the end of the answer, in milliseconds. The request then ends with
                      deadline_exceeded
+    on_behalf_of     for gateways: the id of the HTTP key for which the request is, the SHA-256 of its token in hex
     affinity         text of up to 256 characters: requests with the same text go to the same worker, where their
                      prefix is in the cache. Unset: the beginning of the prompt is used instead
 
@@ -56,6 +57,7 @@ class RequestOptions(TypedDict, total=False):
     ttft_ms: int | None
     deadline_ms: int | None
     affinity: str | None
+    on_behalf_of: str | None
     # The worker checks these.
     add_generation_prompt: bool | None
     continue_final_message: bool | None

@@ -197,7 +197,8 @@ class Client:
 
         verb           a verb of the message CALL, such as "status" or "start"
         reply_timeout  seconds to wait for the reply. Unset: wait as long as the supervisor answers
-        params         the parameters of the verb
+        params         the parameters of the verb. A gateway adds ``on_behalf_of``: the id of the HTTP key for which it
+                       asks
 
         Raises WireError with the supervisor's error code, ConnectionLost, or TimeoutError.
         """

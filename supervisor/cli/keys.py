@@ -1,6 +1,7 @@
-"""The command keys: manage the keys of clients over TCP. It changes files. A running supervisor sees the changes."""
+"""The command keys: manage the keys of clients. It changes files. A running supervisor sees the changes."""
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from supervisor.cli.tables import table, terminal_width
 if TYPE_CHECKING:
     from supervisor.keys.store import KeyStore
 
-HEADER = ("NAME", "RIGHTS", "IN FLIGHT", "TOKENS/MIN", "CREATED", "PUBLIC KEY")
+HEADER = ("NAME", "RIGHTS", "MODELS", "IN FLIGHT", "TOKENS/MIN", "CREATED", "EXPIRES", "KEY")
 
 
 def _store(context: click.Context, option: click.Parameter, given: Path | None) -> "KeyStore":
@@ -59,7 +60,7 @@ _keys_option = click.option(
 
 @click.group(cls=CommandGroup)
 def keys() -> None:
-    """Make, list and revoke keys of clients on other machines.
+    """Make, list and revoke keys: of clients on other machines, and of clients over HTTP.
 
     A running supervisor sees changes at once.
     """
@@ -71,10 +72,16 @@ def keys() -> None:
         "modelctl keys new laptop": "Make a key that may send requests",
         "modelctl keys new ops --rights status,admin": "Make a key for an operator",
         "modelctl keys new guest --max-in-flight 4 --tokens-per-minute 20000": "Make a key with limits",
+        "modelctl keys new web --http --models 'letters,qwen*' --expires 30d": "Make a token for a client over HTTP",
     },
 )
 @click.argument("name")
-@click.option("--rights", default="infer", show_default=True, help="Of infer, status, admin; several with commas.")
+@click.option("--http", is_flag=True, help="Make a token for HTTP, and show it once. There is no key file.")
+@click.option(
+    "--rights", default="infer", show_default=True, help="Of infer, status, admin, gateway; several with commas."
+)
+@click.option("--models", help="Names of models, or patterns such as qwen*; several with commas.  [default: all]")
+@click.option("--expires", metavar="TIME", help="End of the key, from now: 12h, 30d, 8w.  [default: never]")
 @click.option("--max-in-flight", type=int, help="Most requests that may be unfinished.  [default: no limit]")
 @click.option("--tokens-per-minute", type=int, help="Of prompts and answers together.  [default: no limit]")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The key file.  [default: ./NAME.key]")
@@ -83,7 +90,10 @@ def keys() -> None:
 @as_json
 def new(
     name: str,
+    http: bool,
     rights: str,
+    models: str | None,
+    expires: str | None,
     max_in_flight: int | None,
     tokens_per_minute: int | None,
     out: Path | None,
@@ -91,18 +101,40 @@ def new(
     store: "KeyStore",
     as_json: bool,
 ) -> None:
-    """Make a key for client NAME. Its secret is written to the key file, once, and kept nowhere else."""
-    from supervisor.keys.records import check_limit, check_name, parse_rights
+    """Make a key for client NAME. Its secret is written to the key file, once, and kept nowhere else.
+
+    With --http the secret is a token. It is shown once, and only its SHA-256 is kept.
+    """
+    from supervisor.keys.records import (
+        KeysProblem,
+        Limits,
+        check_limit,
+        check_name,
+        parse_lifetime,
+        parse_models,
+        parse_rights,
+    )
 
     check_name(name)
-    file = out or Path(f"{name}.key")
-    key = store.add(
-        name,
-        parse_rights(rights),
-        file,
+    limits = Limits(
         max_in_flight=check_limit("max_in_flight", max_in_flight),
         tokens_per_minute=check_limit("tokens_per_minute", tokens_per_minute),
+        models=None if models is None else parse_models(models),
+        expires=None if expires is None else int(time.time()) + parse_lifetime(expires),
     )
+    if http:
+        if out is not None:
+            raise KeysProblem("--out is for key files, and a token has none: leave it out, and copy what is printed")
+        token = store.add_token(name, parse_rights(rights), **limits)
+        if as_json:
+            click.echo(json.dumps({"name": name, "token": token}, indent=2))
+            return
+        click.echo(f"{name}: is on the list in {store.directory}, with the rights {rights}")
+        click.echo("The token is nowhere else, and is not shown again. Move it to the client by a safe way:")
+        click.echo(token)
+        return
+    file = out or Path(f"{name}.key")
+    key = store.add(name, parse_rights(rights), file, **limits)
     if as_json:
         fields = {
             "name": name,
@@ -139,14 +171,16 @@ def list_(config: Path | None, store: "KeyStore", as_json: bool) -> None:
 def revoke(name: str, config: Path | None, store: "KeyStore", as_json: bool) -> None:
     """Remove the key of client NAME from the list.
 
-    The supervisor ends the key's connections and their requests within a second.
+    The supervisor ends the key's requests and connections within a second.
     """
     store.revoke(name)
     click.echo(json.dumps({"revoked": name}) if as_json else f"key {name!r} is revoked")
 
 
 def _row(entry: dict[str, Any]) -> tuple[object, ...]:
+    models = entry.get("models")
     return (
-        entry["name"], ",".join(entry["rights"]), entry.get("max_in_flight"), entry.get("tokens_per_minute"),
-        entry["created"], entry["public_key"],
+        entry["name"], ",".join(entry["rights"]), None if models is None else ",".join(models),
+        entry.get("max_in_flight"), entry.get("tokens_per_minute"), entry["created"], entry.get("expires"),
+        entry.get("public_key", "HTTP token"),
     )  # fmt: skip

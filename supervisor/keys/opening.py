@@ -14,7 +14,6 @@ class Opening:
     """A port that may be opened."""
 
     endpoint: str
-    store: KeyStore
     secret_key: str = field(repr=False)
 
 
@@ -24,6 +23,6 @@ def check_opening(endpoint: str, directory: Path) -> Opening:
     if not directory.exists():
         raise KeysProblem(f"listens on {endpoint}, and there are no keys in {directory}: {_TRY}")
     _, secret = store.server_pair()
-    if not store.clients():
+    if all(identity.is_http for identity in store.clients().values()):
         raise KeysProblem(f"listens on {endpoint}, and no key is on the list in {directory}: {_TRY}")
-    return Opening(endpoint, store, secret)
+    return Opening(endpoint, secret)

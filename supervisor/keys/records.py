@@ -1,22 +1,43 @@
-"""The format of the allow-list, a file with public keys, their rights and their limits. Pure.
+"""The format of the list of keys, a file with the rights and the limits of each key. Pure.
 
-``clients.json``: ``{"clients": [{name, public_key, rights, max_in_flight?, tokens_per_minute?, created}]}``. The file
-holds no secret. But anybody who can write to it can admit any key.
+``clients.json``: ``{"clients": [{name, public_key | token_sha256, rights, created, max_in_flight?, tokens_per_minute?,
+models?, expires?}]}``. A client over TCP has a ``public_key``, a client over HTTP a ``token_sha256``. The file holds no
+secret. But anybody who can write to it can admit any key.
 """
 
 import json
 import re
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, TypedDict
 
 from protocol.client.client_key import KEY_NAME, is_key
-from supervisor.keys.rights import Identity, Right
+from supervisor.keys.rights import TOKEN_ID, Identity, Right
 
 MAX_KEYS = 10_000
 MAX_IN_FLIGHT = 100_000
 MAX_TOKENS_PER_MINUTE = 1 << 40
-_REQUIRED = ("name", "public_key", "rights", "created")
+MAX_PATTERNS = 64
+"""Most patterns of models that one key may have."""
+MAX_LIFETIME_S = 10 * 366 * 86400
+_REQUIRED = ("name", "rights", "created")
+_IDS = ("public_key", "token_sha256")
+"""Fields for the id of a key. An entry has one of them."""
 _TIME = re.compile(r"^[0-9TZ:.+-]{1,40}$")
+_EXPIRY = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")
+_PATTERN = re.compile(r"^[a-z0-9*?\[\]!._-]{1,64}$")
+_LIFETIME = re.compile(r"^(\d{1,9})(s|m|h|d|w)$")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _LIMITS = {"max_in_flight": MAX_IN_FLIGHT, "tokens_per_minute": MAX_TOKENS_PER_MINUTE}
+_OPTIONAL = (*_LIMITS, "models", "expires")
+
+
+class Limits(TypedDict, total=False):
+    """What bounds a key, see ``Identity``. A value that is None or missing bounds nothing."""
+
+    max_in_flight: int | None
+    tokens_per_minute: int | None
+    models: tuple[str, ...] | None
+    expires: float | None
 
 
 class KeysProblem(ValueError):
@@ -52,8 +73,51 @@ def check_limit(name: str, value: Any) -> int | None:
     return value
 
 
+def parse_models(text: str) -> tuple[str, ...]:
+    """Return the patterns of models that a text such as ``letters,qwen*`` names. Raises KeysProblem."""
+    patterns = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for pattern in patterns:
+        if not _PATTERN.fullmatch(pattern):
+            raise KeysProblem(
+                f"{pattern[:64]!a} is no name or pattern of models: write names, with * and ? for any characters, "
+                "separated by commas, such as letters,qwen*"
+            )
+    if len(patterns) > MAX_PATTERNS:
+        raise KeysProblem(f"{len(patterns)} patterns of models: at most {MAX_PATTERNS}; use * and ?")
+    return patterns
+
+
+def parse_lifetime(text: str) -> int:
+    """Return the seconds of a text such as ``30d`` or ``12h``. Raises KeysProblem."""
+    match = _LIFETIME.fullmatch(text)
+    seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
+    if not 1 <= seconds <= MAX_LIFETIME_S:
+        raise KeysProblem(f"{text[:32]!a} is no lifetime: write 12h, 30d or 8w, ten years at most")
+    return seconds
+
+
+def parse_expiry(value: Any) -> float | None:
+    """Return the end of a key in seconds since 1970; None if it has none. Raises KeysProblem."""
+    if value is None:
+        return None
+    if isinstance(value, str) and _EXPIRY.fullmatch(value):
+        try:
+            return datetime.fromisoformat(value).timestamp()
+        except ValueError:
+            pass
+    raise KeysProblem("expires is no time such as 2026-01-31T12:00:00Z")
+
+
+def format_time(seconds: float) -> str:
+    """Return a time in seconds since 1970 in ISO 8601, such as 2026-01-31T12:00:00Z."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def parse_clients(text: str) -> dict[str, Identity]:
-    """Return the identity of each public key. Raises KeysProblem for a text that ``format_clients`` would not write."""
+    """Return the identity of each key, by the key's id.
+
+    Raises KeysProblem for a text that ``format_clients`` would not write.
+    """
     try:
         content = json.loads(text, object_pairs_hook=_once)
     except KeysProblem:
@@ -72,9 +136,9 @@ def parse_clients(text: str) -> dict[str, Identity]:
             identity = _identity(entry)
         except KeysProblem as e:
             raise KeysProblem(f"entry {number + 1}: {e}") from None
-        if identity.public_key in found or identity.name in names:
-            raise KeysProblem(f"entry {number + 1}: {identity.name!r} or its public key stands there twice")
-        found[identity.public_key] = identity
+        if identity.key_id in found or identity.name in names:
+            raise KeysProblem(f"entry {number + 1}: {identity.name!r} or its key stands there twice")
+        found[identity.key_id] = identity
         names.add(identity.name)
     return found
 
@@ -87,13 +151,17 @@ def entry_of(identity: Identity, created: str) -> dict[str, Any]:
     """Return the entry of a key in the file. ``created`` is in ISO 8601."""
     entry: dict[str, Any] = {
         "name": identity.name,
-        "public_key": identity.public_key,
+        _IDS[identity.is_http]: identity.key_id,
         "rights": [right for right in Right if right in identity.rights],
         "created": created,
     }
     for name in _LIMITS:
         if (value := getattr(identity, name)) is not None:
             entry[name] = value
+    if identity.models is not None:
+        entry["models"] = list(identity.models)
+    if identity.expires is not None:
+        entry["expires"] = format_time(identity.expires)
     return entry
 
 
@@ -110,20 +178,46 @@ def _identity(entry: Any) -> Identity:
     if not isinstance(entry, dict):
         raise KeysProblem("is no object")
     for name in entry:
-        if name not in _REQUIRED and name not in _LIMITS:  # if a misspelt limit passed, the key would have no limit
+        # if a misspelt limit passed, the key would have no limit
+        if name not in _REQUIRED and name not in _OPTIONAL and name not in _IDS:
             raise KeysProblem(f"unknown field {name[:32]!a}")
     for name in _REQUIRED:
         if name not in entry:
             raise KeysProblem(f"{name} is missing")
-    name, public_key, rights = entry["name"], entry["public_key"], entry["rights"]
+    name, rights = entry["name"], entry["rights"]
     if not isinstance(name, str):
         raise KeysProblem("name is no text")
-    if not is_key(public_key):
-        raise KeysProblem("public_key is no key: 40 characters of Z85")
     if not isinstance(rights, list) or not all(isinstance(right, str) for right in rights) or not rights:
         raise KeysProblem("rights must be a list that names at least one right")
     # a terminal shows this text, so it must hold no control characters
     if not isinstance(entry["created"], str) or not _TIME.fullmatch(entry["created"]):
         raise KeysProblem("created is no time such as 2026-01-31T12:00:00Z")
+    key_id, own, models = _id_of(entry), parse_rights(",".join(rights)), entry.get("models")
+    if "token_sha256" in entry:
+        check_http_rights(own)
+    if models is not None:
+        if not isinstance(models, list) or not all(isinstance(pattern, str) for pattern in models):
+            raise KeysProblem("models must be a list of names and patterns")
+        models = parse_models(",".join(models))
     limits = {limit: check_limit(limit, entry.get(limit)) for limit in _LIMITS}
-    return Identity(check_name(name), public_key, parse_rights(",".join(rights)), **limits)
+    return Identity(check_name(name), key_id, own, **limits, models=models, expires=parse_expiry(entry.get("expires")))
+
+
+def _id_of(entry: dict[str, Any]) -> str:
+    """Return the id of the key in an entry. Raises KeysProblem."""
+    if sum(field in entry for field in _IDS) != 1:
+        raise KeysProblem("must have one of public_key and token_sha256")
+    if "public_key" in entry:
+        if not is_key(entry["public_key"]):
+            raise KeysProblem("public_key is no key: 40 characters of Z85")
+        return str(entry["public_key"])
+    token_id = entry["token_sha256"]
+    if not isinstance(token_id, str) or not TOKEN_ID.fullmatch(token_id):
+        raise KeysProblem("token_sha256 is no SHA-256: 64 digits of lower-case hex")
+    return token_id
+
+
+def check_http_rights(rights: frozenset[Right]) -> None:
+    """Raise KeysProblem if an HTTP key may not have these rights."""
+    if Right.GATEWAY in rights:
+        raise KeysProblem("an HTTP key cannot have the right gateway: it is for keys with which a gateway connects")

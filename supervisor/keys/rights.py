@@ -1,13 +1,24 @@
 """The rights of a key. This module alone decides what a client may do. Pure.
 
 A client over ipc belongs to the supervisor's own user (see ``supervisor.ports.zap``) and may do everything.
+
+A connection may send a request or a call for an HTTP key (``on_behalf_of``), if the connection has the right
+``gateway``. Then the HTTP key's rights, models and limits apply, and not those of the connection.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Any, Final
 
-from protocol.errors import ErrorCode, WireError
+from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Call, Cancel, Credit, Generate, Hello, Message, Ping, Pong
+
+TOKEN_ID: Final = re.compile(r"[0-9a-f]{64}")
+"""The form of the id of an HTTP key: SHA-256 of its token, in hex. A public key in Z85 never has this form."""
+TOKEN_ID_RULE: Final = "the id of an HTTP key: the SHA-256 of its token, as 64 digits of lower-case hex"
 
 
 class Right(StrEnum):
@@ -19,11 +30,15 @@ class Right(StrEnum):
     """See the supervisor, its models and its GPUs."""
     ADMIN = "admin"
     """Start and stop models, reload, shut down."""
+    GATEWAY = "gateway"
+    """Send requests and calls for HTTP keys, with ``on_behalf_of``."""
 
 
 EVERYTHING = frozenset(Right)
 _ANY = EVERYTHING
 _INFER = frozenset({Right.INFER})
+_STREAMS = frozenset({Right.INFER, Right.GATEWAY})
+"""Rights to steer requests. A connection can name its own requests only, and a gateway's may be those of other keys."""
 _ADMIN = frozenset({Right.ADMIN})
 _SEES = frozenset({Right.STATUS, Right.ADMIN})
 
@@ -49,27 +64,42 @@ _OF_KIND = {
     Ping.kind: _ANY,
     Pong.kind: _ANY,
     Generate.kind: _INFER,
-    Cancel.kind: _INFER,
-    Credit.kind: _INFER,
+    Cancel.kind: _STREAMS,
+    Credit.kind: _STREAMS,
 }
 """Kind of any other message → the rights, one of which is enough."""
+_OF_ALL_MODELS = frozenset({"reload", "shutdown"})
+"""Verbs that concern all models if they name none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The owner of a connection.
+    """The owner of a connection, or the key for which a connection asks.
 
     name               the name of its key; None for the supervisor's own user
-    public_key         the public key in Z85; "" for the supervisor's own user
+    key_id             the public key in Z85, or the SHA-256 of an HTTP key's token; "" for the supervisor's own user
     max_in_flight      how many requests of all its connections may be unfinished; None: no limit
     tokens_per_minute  tokens of prompts and answers; None: no limit
+    models             patterns of the models that it may use (``qwen*``); None: all models
+    expires            when the key ends, in seconds since 1970; None: never
     """
 
     name: str | None
-    public_key: str = ""
+    key_id: str = ""
     rights: frozenset[Right] = EVERYTHING
     max_in_flight: int | None = None
     tokens_per_minute: int | None = None
+    models: tuple[str, ...] | None = None
+    expires: float | None = None
+
+    @property
+    def is_http(self) -> bool:
+        """Whether this is the key of an HTTP client, which cannot connect itself."""
+        return TOKEN_ID.fullmatch(self.key_id) is not None
+
+    def may_use(self, model: str) -> bool:
+        """Return whether the key may use a model and may know of it."""
+        return self.models is None or any(fnmatchcase(model, pattern) for pattern in self.models)
 
 
 NOBODY = Identity(None, "", frozenset())
@@ -83,12 +113,46 @@ def check_right(identity: Identity, message: Message) -> None:
         what, enough = f"verb {message.verb!r}", _OF_VERB.get(message.verb, _ADMIN)
     else:
         what, enough = message.kind.name, _OF_KIND.get(message.kind, _ADMIN)
-    if identity.rights & enough:
+    if not identity.rights & enough:
+        raise _forbidden(identity, what, enough)
+
+
+def check_model(identity: Identity, model: str) -> None:
+    """Raise WireError (FORBIDDEN) unless this identity may use this model. Whether the model exists does not matter."""
+    if not identity.may_use(model):
+        may = ", ".join(identity.models or ())
+        message = f"key {identity.name!r} may not use model {model[:64]!r}: it may use {may}"
+        raise WireError(ErrorCode.FORBIDDEN, message, field="model")
+
+
+def check_models_of_call(identity: Identity, verb: str, params: Mapping[str, Any]) -> None:
+    """Raise WireError (FORBIDDEN) if a call concerns a model that this identity may not use."""
+    if identity.models is None:
         return
+    if isinstance(model := params.get("model"), str):
+        check_model(identity, model.partition(":")[0])  # "letters:2" is a worker of the model "letters"
+    elif verb in _OF_ALL_MODELS:
+        message = f"{verb!r} concerns all models, and key {identity.name!r} may use {', '.join(identity.models)} only"
+        raise WireError(ErrorCode.FORBIDDEN, message, field="model")
+
+
+def check_on_behalf_of(identity: Identity, key_id: object, field: str) -> str:
+    """Return the id of the key for which a connection asks. ``field`` is the place of the id in the message.
+
+    Raises WireError (FORBIDDEN) if the connection may not ask for other keys; RequestError if the id has a wrong form.
+    """
+    if Right.GATEWAY not in identity.rights:
+        raise _forbidden(identity, "on_behalf_of", frozenset({Right.GATEWAY}))
+    if not isinstance(key_id, str) or not TOKEN_ID.fullmatch(key_id):
+        raise RequestError(f"on_behalf_of must be {TOKEN_ID_RULE}", field=field)
+    return key_id
+
+
+def _forbidden(identity: Identity, what: str, enough: frozenset[Right]) -> WireError:
     needed = " or ".join(right for right in Right if right in enough)
     has = ", ".join(right for right in Right if right in identity.rights)
     text = f"{what} takes the right {needed}, and key {identity.name!r} has {has or 'none'}"
-    raise WireError(ErrorCode.FORBIDDEN, f"{text}: ask for another key (`modelctl keys new NAME --rights ...`)")
+    return WireError(ErrorCode.FORBIDDEN, f"{text}: ask for another key (`modelctl keys new NAME --rights ...`)")
 
 
 def may_see(identity: Identity, owner: Identity) -> bool:
@@ -103,4 +167,4 @@ def may_cancel(identity: Identity, owner: Identity) -> bool:
 
 def _is_same(identity: Identity, owner: Identity) -> bool:
     """Return whether both are one key. The entry of a key may have been changed since the request came."""
-    return bool(identity.public_key) and identity.public_key == owner.public_key
+    return bool(identity.key_id) and identity.key_id == owner.key_id

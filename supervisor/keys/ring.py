@@ -1,8 +1,8 @@
 """The allow-list of a running supervisor, always up to date.
 
-The list is a file. The supervisor looks for changes with ``stat`` at every handshake. So a key works as soon as
-`modelctl keys new` returns, and no new connection is possible with it as soon as `keys revoke` returns. The supervisor
-also looks twice a second, and ends existing connections whose key was revoked.
+The list is a file. The supervisor looks for changes with ``stat`` at every handshake, and at every message that is sent
+for an HTTP key. So a key works as soon as `modelctl keys new` returns, and nothing new is possible with it as soon as
+`keys revoke` returns. The supervisor also looks twice a second, and ends what revoked and expired keys still have.
 
 The commands do not send an order over a socket instead. Such an order would not reach a supervisor that was started
 from another directory. It would miss a file that comes from elsewhere (a backup, configuration management). And it
@@ -11,13 +11,15 @@ would be one more order to authorise.
 If the list cannot be read, or others could have written it, nobody is admitted, because it might admit an intruder.
 """
 
+import errno
 import logging
+import time
 from enum import Enum
 from typing import Any
 
 from supervisor.keys.allowance import Allowance
 from supervisor.keys.handshakes import Handshakes
-from supervisor.keys.records import KeysProblem
+from supervisor.keys.records import KeysProblem, format_time
 from supervisor.keys.rights import Identity, Right
 from supervisor.keys.store import KeyStore
 
@@ -37,58 +39,82 @@ MOST_NAMED = 20
 
 
 class KeyRing:
-    """The keys that are admitted, and what each of them has used. Times are monotonic seconds."""
+    """The keys that are admitted, by id, and what each of them has used. ``now`` is in monotonic seconds.
 
-    def __init__(self, store: KeyStore, log: logging.Logger) -> None:
+    store    where the list is; None if there cannot be one, because this user has no home directory
+    version  changes whenever the keys that are admitted change
+    """
+
+    def __init__(self, store: KeyStore | None, log: logging.Logger) -> None:
+        self.version = 0
         self._store = store
         self._log = log
         self._stamp: tuple[int, ...] = ()
+        self._listed: dict[str, Identity] = {}
+        """The keys on the list, expired ones included."""
         self._identities: dict[str, Identity] = {}
+        self._next_expiry: float | None = None
+        """When the next key expires, in seconds since 1970."""
         self._allowances: dict[str, Allowance] = {}
         self._handshakes = Handshakes()
 
-    def find(self, public_key: str) -> Identity | None:
-        """Return the owner of a key, by the list as last read; None if the key is not on it."""
-        return self._identities.get(public_key)
+    def find(self, key_id: str) -> Identity | None:
+        """Return the owner of a key, by the list as last read; None if the key is not on it, or has expired."""
+        identity = self._identities.get(key_id)
+        if identity is None or (identity.expires is not None and time.time() >= identity.expires):
+            return None
+        return identity
+
+    def ended(self, key_id: str) -> str:
+        """Say what became of a key that ``find`` does not find: "has expired" or "was revoked"."""
+        return "has expired" if key_id in self._listed else "was revoked"
 
     def admit(self, public_key: str, now: float) -> HandshakeDecision:
         """Decide about a connection with this key, by the present list and by the key's own budget."""
         self.refresh()
-        if public_key not in self._identities:
+        if self.find(public_key) is None:
             return HandshakeDecision.UNKNOWN
         return HandshakeDecision.ADMITTED if self._handshakes.admit(public_key, now) else HandshakeDecision.TOO_OFTEN
 
-    def refresh(self) -> bool:
-        """Read the list again if it has changed. Return whether it has."""
-        stamp = self._store.stamp()
-        if stamp == self._stamp:
+    def refresh(self) -> None:
+        """Read the list again if it has changed, and drop the keys that have expired."""
+        if not self._read_again() and (self._next_expiry is None or time.time() < self._next_expiry):
+            return
+        before, at = self._identities, time.time()
+        admitted = {i: key for i, key in self._listed.items() if key.expires is None or at < key.expires}
+        self._next_expiry = min((key.expires for key in admitted.values() if key.expires is not None), default=None)
+        if admitted == before:
+            return
+        self._identities = admitted
+        self.version += 1
+        came = [key.name for key_id, key in admitted.items() if before.get(key_id) != key]
+        left = [key.name for key_id, key in before.items() if key_id not in admitted]
+        self._log.info("keys: %d are admitted; new or changed: %s; gone: %s", len(admitted), _few(came), _few(left))
+        if self._listed:  # a list that cannot be read, and is repaired, does not give keys their tokens again
+            for key_id in self._allowances.keys() - admitted.keys():
+                del self._allowances[key_id]
+        for key_id in before.keys() - admitted.keys():
+            self._handshakes.forget(key_id)
+
+    def _read_again(self) -> bool:
+        """Read the list if it may have changed. Return whether it was read."""
+        if self._store is None or (stamp := self._store.stamp()) == self._stamp:
             return False
-        self._stamp = stamp
-        before = self._identities
+        never, self._stamp = self._stamp == (), stamp
+        if never and stamp == (errno.ENOENT,):  # nobody has made a key yet
+            return False
         try:
-            self._identities = self._store.clients()
-        except KeysProblem as e:  # the allowances stay, so a repaired list does not give keys their tokens again
-            self._identities = {}
+            self._listed = self._store.clients()
+        except KeysProblem as e:
+            self._listed = {}
             self._log.error("no key is admitted: %s", e)
-            return bool(before)
-        if self._identities == before:
-            return False
-        came = [identity.name for key, identity in self._identities.items() if before.get(key) != identity]
-        left = [identity.name for key, identity in before.items() if key not in self._identities]
-        self._log.info(
-            "keys: %d are admitted; new or changed: %s; gone: %s", len(self._identities), _few(came), _few(left)
-        )
-        for public_key in self._allowances.keys() - self._identities.keys():
-            del self._allowances[public_key]
-        for public_key in before.keys() - self._identities.keys():
-            self._handshakes.forget(public_key)
         return True
 
     def allowance(self, identity: Identity, now: float) -> Allowance:
         """Return what a key may still use, over all its present and later connections."""
-        found = self._allowances.get(identity.public_key)
+        found = self._allowances.get(identity.key_id)
         if found is None:
-            found = self._allowances[identity.public_key] = Allowance(identity, now)
+            found = self._allowances[identity.key_id] = Allowance(identity, now)
         elif found.identity is not identity:
             found.adopt(identity, now)
         return found
@@ -98,23 +124,23 @@ class KeyRing:
         """Return the number of handshakes that were refused because the key connected too often."""
         return self._handshakes.refused
 
-    def describe(self, connections: dict[str, int], now: float) -> list[dict[str, Any]]:
-        """Describe each key for people. ``connections`` is by public key."""
-        described = []
-        for public_key, identity in self._identities.items():
-            allowance = self._allowances.get(public_key)
-            described.append(
-                {
-                    "name": identity.name,
-                    "rights": [right for right in Right if right in identity.rights],
-                    "connections": connections.get(public_key, 0),
-                    "max_in_flight": identity.max_in_flight,
-                    "tokens_per_minute": identity.tokens_per_minute,
-                    "tokens_left": None if allowance is None else allowance.tokens_left(now),
-                    "rate_limited": 0 if allowance is None else allowance.refused,
-                }
-            )
-        return described
+    def ids(self, *, http: bool) -> list[str]:
+        """Return the ids of the keys that are admitted over HTTP, or over TCP."""
+        return [key_id for key_id, identity in self._identities.items() if identity.is_http is http]
+
+    def describe(self, key_id: str, now: float) -> dict[str, Any]:
+        """Describe a key that is admitted, for people."""
+        identity, allowance = self._identities[key_id], self._allowances.get(key_id)
+        return {
+            "name": identity.name,
+            "rights": [right for right in Right if right in identity.rights],
+            "models": None if identity.models is None else list(identity.models),
+            "expires": None if identity.expires is None else format_time(identity.expires),
+            "max_in_flight": identity.max_in_flight,
+            "tokens_per_minute": identity.tokens_per_minute,
+            "tokens_left": None if allowance is None else allowance.tokens_left(now),
+            "rate_limited": 0 if allowance is None else allowance.refused,
+        }
 
 
 def _few(names: list[str | None]) -> str:

@@ -4,6 +4,7 @@ The directory holds no secret keys of clients. A new file is written completely 
 every reader sees either the old or the new content.
 """
 
+import base64
 import fcntl
 import json
 import os
@@ -12,16 +13,28 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from protocol.client.client_key import ClientKey, is_key, read_private
 from protocol.process.private_paths import NotPrivate, check_place, check_private, make_private
-from supervisor.keys.records import KeysProblem, check_name, entry_of, format_clients, parse_clients
+from supervisor.keys.records import (
+    MAX_KEYS,
+    KeysProblem,
+    Limits,
+    check_http_rights,
+    check_name,
+    entry_of,
+    format_clients,
+    format_time,
+    parse_clients,
+)
 from supervisor.keys.rights import Identity, Right
 
 SERVER, CLIENTS = "server.json", "clients.json"
 MAX_LIST = 8 << 20
 ENVIRONMENT_VARIABLE = "MODELCTL_KEYS"
+TOKEN_PREFIX = "mctl_"
+"""Programs that search files for secrets find a token by this prefix."""
 
 
 def default_keys_dir() -> Path:
@@ -65,7 +78,7 @@ class KeyStore:
         return pair
 
     def clients(self) -> dict[str, Identity]:
-        """Return the identity of each public key on the list."""
+        """Return the identity of each key on the list, by the key's id."""
         self._check_directory()
         path = self.directory / CLIENTS
         text = _read(path)
@@ -93,36 +106,33 @@ class KeyStore:
         entries: list[dict[str, Any]] = json.loads(_read(self.directory / CLIENTS))["clients"]
         return entries
 
-    def add(
-        self,
-        name: str,
-        rights: frozenset[Right],
-        out: Path,
-        *,
-        max_in_flight: int | None = None,
-        tokens_per_minute: int | None = None,
-    ) -> ClientKey:
+    def add(self, name: str, rights: frozenset[Right], out: Path, **limits: Unpack[Limits]) -> ClientKey:
         """Make a key, write it to ``out`` with mode 0600, and put it on the list. The file ``out`` must not exist."""
-        check_name(name)
         with self._locked():
+            entries = self._entries_without(name)
             public, _ = self._server_pair_made()
-            entries = self.entries()
-            if any(entry["name"] == name for entry in entries):
-                raise KeysProblem(f"there is a key {name!r} already; revoke it first, or choose another name")
             # these files may not exist yet
             if out.absolute() in (self.directory / CLIENTS, self.directory / SERVER):
                 raise KeysProblem(f"{out} is the supervisor's own file; give another --out")
             own_public, own_secret = _new_pair()
             key = ClientKey(name, public, own_public, own_secret)
-            identity = Identity(name, own_public, rights, max_in_flight, tokens_per_minute)
-            entries.append(entry_of(identity, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())))
+            text = _with(entries, Identity(name, own_public, rights, **limits))
             _write_new(out, key.to_json())
             try:
-                _replace(self.directory / CLIENTS, format_clients(entries))
+                _replace(self.directory / CLIENTS, text)
             except BaseException:
                 out.unlink(missing_ok=True)  # the key was not admitted
                 raise
         return key
+
+    def add_token(self, name: str, rights: frozenset[Right], **limits: Unpack[Limits]) -> str:
+        """Make a token for an HTTP client, put its SHA-256 on the list, and return the token. It is kept nowhere."""
+        check_http_rights(rights)
+        with self._locked():
+            entries = self._entries_without(name)
+            token = TOKEN_PREFIX + base64.urlsafe_b64encode(os.urandom(32)).decode().rstrip("=")
+            _replace(self.directory / CLIENTS, _with(entries, Identity(name, token_id(token), rights, **limits)))
+        return token
 
     def revoke(self, name: str) -> None:
         check_name(name)
@@ -137,6 +147,16 @@ class KeyStore:
             _replace(self.directory / CLIENTS, format_clients(left))
 
     # --- steps --------------------------------------------------------------------------------------------------
+
+    def _entries_without(self, name: str) -> list[dict[str, Any]]:
+        """Return the entries. Raises KeysProblem if a key of this name is among them, or if the list is full."""
+        check_name(name)
+        entries = self.entries()
+        if any(entry["name"] == name for entry in entries):
+            raise KeysProblem(f"there is a key {name!r} already; revoke it first, or choose another name")
+        if len(entries) >= MAX_KEYS:
+            raise KeysProblem(f"the list in {self.directory} has {MAX_KEYS} keys, the most it may have; revoke some")
+        return entries
 
     def _server_pair_made(self) -> tuple[str, str]:
         if not (self.directory / SERVER).exists():
@@ -174,6 +194,21 @@ class KeyStore:
             yield
         finally:
             os.close(descriptor)
+
+
+def token_id(token: str) -> str:
+    """Return the id of an HTTP key: the SHA-256 of its token, in hex."""
+    import hashlib  # here, because it loads OpenSSL, which takes 3.5 MB of the supervisor's memory
+
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _with(entries: list[dict[str, Any]], identity: Identity) -> str:
+    """Return the text of the list with one key more. Raises KeysProblem if the supervisor would not read this text."""
+    text = format_clients([*entries, entry_of(identity, format_time(time.time()))])
+    if len(text) > MAX_LIST:
+        raise KeysProblem(f"the list of keys would have {len(text)} bytes, and may have {MAX_LIST}; revoke some keys")
+    return text
 
 
 def _new_pair() -> tuple[str, str]:

@@ -17,6 +17,7 @@ class ClientPorts:
     def __init__(self, front: ClientPort, admin: ClientPort, tcp: ClientPort | None) -> None:
         self.front = front
         self.admin = admin
+        self.tcp = tcp
         self.for_requests = (front,) if tcp is None else (front, tcp)
         """The ports whose clients may have requests."""
         self._all = (*self.for_requests, admin)

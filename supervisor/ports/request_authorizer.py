@@ -1,145 +1,227 @@
-"""Check every message that comes over TCP against the rights and limits of its key, before the loop handles it.
+"""Decide for whom a message is sent, and check it against the rights and limits of that key.
 
-This module also ends the connections of a key that was revoked. ``supervisor.keys`` decides. This module looks things
-up and carries the decisions out.
+A connection over TCP has a key. Every connection that has the right ``gateway``, and those over ipc have all rights,
+may send a request or a call for an HTTP key. This module also ends what revoked and expired keys still have.
+``supervisor.keys`` decides. This module looks things up and carries the decisions out.
+
+A connection over ipc that asks for no key costs nothing here, since no message of it comes here.
 """
 
 import logging
 import time
 from typing import Any
 
-from protocol.codec import encode
 from protocol.errors import ErrorCode, WireError
-from protocol.messages import Events, Generate, Message
-from supervisor.keys.rights import check_right
+from protocol.messages import Call, Generate, Message
+from supervisor.keys.rights import (
+    Identity,
+    check_model,
+    check_models_of_call,
+    check_on_behalf_of,
+    check_right,
+)
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.unfinished import Unfinished
 from supervisor.ports.client_port import ClientPort
-from supervisor.ports.connections import ClientConnection, next_channel
+from supervisor.ports.connections import next_channel
 from supervisor.requests.effect_queue import EndConnection, QueuedEffect
+from supervisor.requests.in_flight import InFlight
 from supervisor.requests.model_queue import BYTES_PER_TOKEN
-from supervisor.requests.refusals import number_of, refusal
 from supervisor.requests.scheduler import Scheduler
 
 REVOKE_S = 0.5
-"""Seconds between two checks whether the keys of connected clients are still on the list."""
+"""Seconds between two checks whether the keys in use are still on the list."""
+MOST_SHOWN = 100
+"""HTTP keys that ``status`` describes."""
 
 
 class RequestAuthorizer:
-    """Admits or refuses the messages of connections that have a key."""
+    """Admits or refuses what is sent with a key, or for one.
 
-    def __init__(
-        self,
-        port: ClientPort,
-        ring: KeyRing,
-        scheduler: Scheduler,
-        log: logging.Logger,
-    ) -> None:
-        self.port = port
+    tcp  the port over TCP; None if there is none
+    """
+
+    def __init__(self, ring: KeyRing, scheduler: Scheduler, tcp: ClientPort | None, log: logging.Logger) -> None:
         self._ring = ring
         self._scheduler = scheduler
+        self._tcp = tcp
         self._log = log
-        self._unfinished: dict[str, Unfinished] = {}
-        """By public key, the unfinished requests of each key that has a limit."""
+        self._unfinished: dict[str, Unfinished[InFlight]] = {}
+        """By key id, the unfinished requests of each key that has a limit."""
         self._parties: dict[str, int] = {}
-        """By public key, the number by which workers know the key."""
+        """By key id, the number by which queues and workers know a key that has sent requests."""
+        self._names: dict[int, Identity] = {}
+        """By that number, the key as it was at its last request."""
+        self._version = ring.version
         self.forbidden = 0
 
-    def party(self, connection: ClientConnection) -> int:
-        """Return the number by which workers know the key of a connection. All connections of a key have one number."""
-        public_key = connection.identity.public_key
-        if public_key not in self._parties:
-            self._parties[public_key] = next_channel()
-        return self._parties[public_key]
+    # --- messages -------------------------------------------------------------------------------------------------
 
-    def admits(self, connection: ClientConnection, message: Message) -> bool:
-        """Return whether this message may go on. If not, tell its sender why."""
+    def caller(self, identity: Identity, key_id: object, field: str) -> Identity:
+        """Return the HTTP key for which a connection asks.
+
+        identity  the connection's own
+        key_id    ``on_behalf_of``, as the connection has sent it
+        field     its place in the message
+
+        Raises WireError: FORBIDDEN if the connection may not ask for keys, UNAUTHORIZED if no such key is admitted. An
+        id that is not on the list leaves nothing behind here.
+        """
         try:
-            check_right(connection.identity, message)
+            wanted = check_on_behalf_of(identity, key_id, field)
         except WireError as e:
+            self.forbidden += e.code is ErrorCode.FORBIDDEN
+            raise
+        self._ring.refresh()
+        found = self._ring.find(wanted)
+        if found is None:
+            message = "this token is not on the list of keys: it is wrong, was revoked, or has expired"
+            raise WireError(ErrorCode.UNAUTHORIZED, f"{message}; `modelctl keys new NAME --http` makes one")
+        return found
+
+    def check(self, caller: Identity, message: Message) -> None:
+        """Raise WireError (FORBIDDEN) if a key lacks the right to send this message."""
+        try:
+            check_right(caller, message)
+        except WireError:
             self.forbidden += 1
-            return self._refuse(connection, message, e)
-        if not isinstance(message, Generate):
-            return True
-        identity, now = connection.identity, time.monotonic()
-        try:
-            in_flight = self._in_flight(identity.public_key, identity.max_in_flight)
-            self._ring.allowance(identity, now).check(in_flight, now)
-        except WireError as e:
-            return self._refuse(connection, message, e)
-        return True
+            raise
 
-    def note(self, connection: ClientConnection, message: Generate) -> None:
+    def check_call(self, caller: Identity, message: Call, params: dict[str, Any]) -> None:
+        """Raise WireError if a key may not send this call, or not about its model."""
+        self.check(caller, message)
+        check_models_of_call(caller, message.verb, params)
+        if caller.models is not None and isinstance(model := params.get("model"), str):
+            self._check_configured(model.partition(":")[0])
+
+    def check_request(self, caller: Identity, message: Generate, now: float) -> int:
+        """Return the number by which queues and workers know a key. Raises WireError if the key may not send this
+        request now."""
+        self.check(caller, message)
+        if caller.models is not None:
+            check_model(caller, message.model)
+            self._check_configured(message.model)
+        unfinished = self._unfinished.get(caller.key_id)
+        if unfinished is not None and caller.tokens_per_minute is not None:
+            self._ring.allowance(caller, now).charge(unfinished.take_tokens(), now)
+        in_flight = 0
+        if unfinished is not None and caller.max_in_flight is not None:
+            in_flight = unfinished.count(caller.max_in_flight)
+        self._ring.allowance(caller, now).check(in_flight, now)
+        if (party := self._parties.get(caller.key_id)) is None:
+            party = self._parties[caller.key_id] = next_channel()
+        self._names[party] = caller
+        return party
+
+    def note(self, caller: Identity, channel: int, message: Generate, now: float) -> None:
         """Count a request against its key's limits, if the scheduler has accepted it."""
-        key = connection.channel, message.request
-        if self._scheduler.holds(*key):
-            identity = connection.identity
-            if identity.max_in_flight is not None:
-                if (own := self._unfinished.get(identity.public_key)) is None:
-                    own = self._unfinished[identity.public_key] = Unfinished(self._scheduler.holds)
-                own.add(*key)
-            now = time.monotonic()
-            self._ring.allowance(identity, now).charge(1 + len(message.body) // BYTES_PER_TOKEN, now)
-
-    def charge(self, message: Events) -> None:
-        """Charge the key of the connection that a frame is for with the tokens in this frame."""
-        connection = self.port.connections_by_channel.get(message.channel)
-        if connection is not None and connection.identity.tokens_per_minute is not None:
-            now = time.monotonic()
-            tokens = sum(entry[3] for entry in message.index)
-            self._ring.allowance(connection.identity, now).charge(tokens, now)
+        request = self._scheduler.find(channel, message.request)
+        if request is None or (caller.max_in_flight is None and caller.tokens_per_minute is None):
+            return
+        if (own := self._unfinished.get(caller.key_id)) is None:
+            own = self._unfinished[caller.key_id] = Unfinished(self._is_unfinished)
+        own.add(request)
+        self._ring.allowance(caller, now).charge(1 + len(message.body) // BYTES_PER_TOKEN, now)
 
     def charge_party(self, party: int, tokens: int) -> None:
-        """Charge a key for a constraint that a worker compiled, even if the key's connection has ended meanwhile."""
-        public_key = next((key for key, number in self._parties.items() if number == party), None)
-        if public_key is not None and (identity := self._ring.find(public_key)) is not None:
+        """Charge a key for a constraint that a worker compiled, even if the connection that asked for it has ended."""
+        known = self._names.get(party)
+        if known is not None and (identity := self._ring.find(known.key_id)) is not None:
             now = time.monotonic()
             self._ring.allowance(identity, now).charge(tokens, now)
 
-    def refresh(self) -> list[QueuedEffect]:
-        """Apply the present list of keys to the connections. Return the effects that end those with a revoked key.
+    def _check_configured(self, model: str) -> None:
+        """Raise MODEL_NOT_FOUND. Other parts would raise it, too, but with the names of all models."""
+        if not self._scheduler.has_model(model):
+            raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {model[:64]!r} is configured", field="model")
 
-        The requests of such a connection end first, so that its client reads their errors.
+    def _is_unfinished(self, request: InFlight) -> bool:
+        return self._scheduler.find(*request.key) is request
+
+    # --- twice a second -------------------------------------------------------------------------------------------
+
+    def refresh(self) -> list[QueuedEffect]:
+        """Apply the present list of keys. Return the effects that end what revoked and expired keys have.
+
+        The requests of a key end before its connections, so that its clients read their errors.
         """
+        if self._tcp is None and not self._parties:
+            return []  # no key is in use, so the list does not matter
+        self._charge_answers()
+        self._ring.refresh()
+        if self._version == self._ring.version:
+            return []
+        self._version = self._ring.version
         effects: list[QueuedEffect] = []
-        if self._ring.refresh():
-            self._unfinished = {key: own for key, own in self._unfinished.items() if self._ring.find(key) is not None}
-            self._parties = {key: party for key, party in self._parties.items() if self._ring.find(key) is not None}
-        for connection in self.port.connections_by_channel.values():
+        for key_id, party in list(self._parties.items()):
+            if self._ring.find(key_id) is None:
+                del self._parties[key_id]
+                self._unfinished.pop(key_id, None)
+                effects += self._scheduler.reject_party(party, self._ended(self._names.pop(party)), time.monotonic())
+        return effects + self._end_connections()
+
+    def _charge_answers(self) -> None:
+        """Charge the keys that have a limit for the tokens that have come for them."""
+        now = time.monotonic()
+        for key_id, unfinished in list(self._unfinished.items()):
+            tokens = unfinished.take_tokens()
+            if tokens and (identity := self._ring.find(key_id)) is not None:
+                self._ring.allowance(identity, now).charge(tokens, now)
+            if not len(unfinished):
+                del self._unfinished[key_id]
+
+    def _end_connections(self) -> list[QueuedEffect]:
+        effects: list[QueuedEffect] = []
+        for connection in () if self._tcp is None else self._tcp.connections_by_channel.values():
             identity = connection.identity
-            found = self._ring.find(identity.public_key)
-            if found is identity:
-                continue
+            found = self._ring.find(identity.key_id)
             if found is not None:
                 connection.identity = found
                 continue
-            self._log.info("key %r was revoked: its connection %d is ended", identity.name, connection.channel)
-            error = WireError(ErrorCode.UNAUTHORIZED, f"key {identity.name!r} was revoked")
+            error = self._ended(identity)
+            self._log.info("%s: its connection %d is ended", error.message, connection.channel)
             effects += self._scheduler.reject(connection.channel, error, time.monotonic())
             effects.append(EndConnection(connection.channel, error))
         return effects
 
-    def describe(self) -> dict[str, Any]:
-        """Return the port and its keys as ``status`` shows them."""
+    def _ended(self, identity: Identity) -> WireError:
+        message = f"key {identity.name!r} {self._ring.ended(identity.key_id)}"
+        return WireError(ErrorCode.UNAUTHORIZED, message)
+
+    # --- for people -----------------------------------------------------------------------------------------------
+
+    def describe_tcp(self) -> dict[str, Any] | None:
+        """Return the port over TCP and its keys as ``status`` shows them; None if there is no port."""
+        if self._tcp is None:
+            return None
         connections: dict[str, int] = {}
-        for connection in self.port.connections_by_channel.values():
-            public_key = connection.identity.public_key
-            connections[public_key] = connections.get(public_key, 0) + 1
+        for connection in self._tcp.connections_by_channel.values():
+            key_id = connection.identity.key_id
+            connections[key_id] = connections.get(key_id, 0) + 1
+        self._charge_answers()
+        now = time.monotonic()
+        keys = [
+            {**self._ring.describe(key_id, now), "connections": connections.get(key_id, 0)}
+            for key_id in self._ring.ids(http=False)
+        ]
         return {
-            "listen": self.port.endpoint,
-            "keys": self._ring.describe(connections, time.monotonic()),
+            "listen": self._tcp.endpoint,
+            "keys": keys,
             "forbidden": self.forbidden,
             "connected_too_often": self._ring.refused_handshakes,
-            "cut_off": self.port.counters.cut_off,
+            "cut_off": self._tcp.counters.cut_off,
         }
 
-    def _in_flight(self, public_key: str, limit: int | None) -> int:
-        unfinished = self._unfinished.get(public_key)
-        return 0 if unfinished is None or limit is None else unfinished.count(limit)
-
-    def _refuse(self, connection: ClientConnection, message: Message, error: WireError) -> bool:
-        number = number_of(message)
-        runs = self._scheduler.holds(connection.channel, number)
-        frame = encode(refusal(error, message.kind, number, runs=runs))
-        self.port.send(connection.channel, frame)
-        return False
+    def describe_http(self) -> dict[str, Any]:
+        """Return the HTTP keys as ``status`` shows them: first those that have sent requests."""
+        self._ring.refresh()
+        self._charge_answers()
+        now, ids = time.monotonic(), self._ring.ids(http=True)
+        used = [key_id for key_id in ids if key_id in self._parties]
+        shown = [*used, *(key_id for key_id in ids if key_id not in self._parties)][:MOST_SHOWN]
+        counts = self._scheduler.count_by_party() if used else {}
+        keys = [
+            {**self._ring.describe(key_id, now), "unfinished": counts.get(self._parties.get(key_id, 0), 0)}
+            for key_id in shown
+        ]
+        return {"listed": len(ids), "keys": keys}

@@ -108,7 +108,7 @@ class TcpListener:
         if identity is None:
             raise WireError(ErrorCode.UNAUTHORIZED, "this key was revoked")
         connection.identity = identity
-        own = sum(other.identity.public_key == identity.public_key for other in all_connections)
+        own = sum(other.identity.key_id == identity.key_id for other in all_connections)
         if own > MAX_CONNECTIONS_OF_KEY:
             message = f"key {identity.name!r} has {MAX_CONNECTIONS_OF_KEY} connections, the most it may have: use those"
             raise WireError(ErrorCode.RATE_LIMITED, message, retry_after_ms=1000)
@@ -123,7 +123,7 @@ class TcpListener:
             arrived, received = bytes_both_ways(fd)
             connection = connections.get(fd)
             if connection is not None and (behind := connection.behind(arrived)):
-                key = connection.identity.public_key
+                key = connection.identity.key_id
                 behind_of_key[key] = behind_of_key.get(key, 0) + behind
                 if behind > MAX_BEHIND or behind_of_key[key] > MAX_BEHIND_OF_KEY:
                     behind_of_key[key] -= behind

@@ -6,6 +6,8 @@ which counts the tokens that were computed for the client. The next request is o
 Priorities share in the same way, by weight. A priority that is seldom used goes first when it is used. The lowest one
 still moves while the others have requests waiting, so no client starves. A client that comes, or comes back, begins
 where the other clients are: idle time earns no claim.
+
+A client is a party, see ``InFlight``: a connection over ipc, or a key with all that it asks for.
 """
 
 import heapq
@@ -77,24 +79,24 @@ class FairQueue:
             for account in band.accounts.values():
                 yield from account.requests
 
-    def account(self, channel: int, priority: str) -> Account:
+    def account(self, party: int, priority: str) -> Account:
         """Return a client's account. It is made at the client's first request of this priority."""
         band = self._bands[priority]
-        account = band.accounts.get(channel)
+        account = band.accounts.get(party)
         if account is None:
-            account = band.accounts[channel] = Account(band)
+            account = band.accounts[party] = Account(band)
         return account
 
-    def charge(self, channel: int, tokens: int) -> None:
+    def charge(self, party: int, tokens: int) -> None:
         """Charge a client for something that is not part of an answer. A client that is gone is not charged."""
-        accounts = (band.accounts.get(channel) for band in self._bands.values())
+        accounts = (band.accounts.get(party) for band in self._bands.values())
         if (account := next(filter(None, accounts), None)) is not None:
             account.charge(tokens)
 
-    def forget(self, channel: int) -> None:
+    def forget(self, party: int) -> None:
         """Forget a client that is gone. None of its requests may wait here."""
         for band in self._bands.values():
-            band.accounts.pop(channel, None)
+            band.accounts.pop(party, None)
             if len(band.heap) > 64 + 2 * len(band.accounts):  # entries of clients that left
                 for _, _, account in band.heap:
                     account.in_heap = bool(account.requests)

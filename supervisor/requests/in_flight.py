@@ -52,7 +52,9 @@ class InFlight(RequestProgress):
 
     channel, request   the client's connection, and the number that the client gave the request
     cost               tokens of the prompt, estimated from its bytes
-    account            the client's account in the fair queue
+    account            the party's account in the fair queue
+    party              whose turn the request takes, in the queue and when its constraint is compiled, and who pays for
+                       that: its channel, or a number that all requests of a key share
     accepted, started  monotonic seconds: when the request was accepted, and when a worker was first given it
     window             events that may go to the client before it grants any credit
     held               events that wait for credit, in order
@@ -63,13 +65,12 @@ class InFlight(RequestProgress):
     place              for a suspect: how many events it had when a worker died while computing it, or while computing a
                        request with the same payload. None for a request under no suspicion
     alone              whether one more death that is blamed on it makes it poisoned: then it is on probation alone
-    party              who takes turns with others when its constraint is compiled, and pays for that: its channel, or a
-                       number that all connections of a key share
     parkings           how often a worker gave it back to compile its constraint
     compiler           (worker, generation) of the worker that compiles its constraint, or keeps the compiled one
     charged            whether its account has paid for its prompt
     owner              who asked for it
     prompt_tokens      the length of its prompt; None until a worker has reported it
+    paid               tokens of the answer that its account has paid for
     advance            credit beyond the window, see ``advance.py``
     """
 
@@ -92,6 +93,7 @@ class InFlight(RequestProgress):
     advance: int = 0
     alone: bool = False
     party: int = 0
+    paid: int = 0
     parkings: int = 0
     compiler: tuple[str, int] | None = None
     charged: bool = False
@@ -111,7 +113,13 @@ class InFlight(RequestProgress):
         """Charge the account for the tokens that it has not been charged for yet."""
         if self.unpaid:
             self.account.charge(self.unpaid)
+            self.paid += self.unpaid
             self.unpaid = 0
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the answer that workers have sent so far, held ones included."""
+        return self.paid + self.unpaid
 
     @property
     def held_terminal(self) -> bool:

@@ -34,7 +34,7 @@ class RequestList:
         shown  returns the name under which people know a worker, None for a worker that was removed
         now    monotonic seconds
         """
-        visible = [request for request in self._unfinished() if may_see(identity, request.owner)]
+        visible = [request for request in self._unfinished() if _is_visible(identity, request)]
         return {
             "requests": [self._describe_one(request, shown, now) for request in islice(visible, limit)],
             "total": len(visible),
@@ -50,7 +50,7 @@ class RequestList:
             text = "id must be the id of a request as `requests` shows it: CONNECTION-REQUEST, two numbers"
             raise RequestError(text, field="id")
         request = self._table.live.get((int(found[1]), int(found[2])))
-        if request is None or request.phase is RequestPhase.ENDED or not may_see(identity, request.owner):
+        if request is None or request.phase is RequestPhase.ENDED or not _is_visible(identity, request):
             raise RequestError(f"no request {name} is unfinished: it has ended, or never was", field="id")
         if not may_cancel(identity, request.owner):
             text = f"request {name} is another key's: cancelling it takes the right admin"
@@ -82,9 +82,14 @@ class RequestList:
             "age_ms": int(1000 * (now - request.accepted)),
             "prompt_tokens": request.prompt_tokens,
             "prompt_tokens_estimate": request.cost,
-            "tokens": len(request.ids) // 4 if request.resumable else request.delivered_tokens,
+            "tokens": request.tokens,
             "priority": request.route.priority,
         }
+
+
+def _is_visible(identity: Identity, request: InFlight) -> bool:
+    """Return whether an identity may know of a request: of its owner, and of its model."""
+    return may_see(identity, request.owner) and identity.may_use(request.model)
 
 
 def request_id(request: InFlight) -> str:

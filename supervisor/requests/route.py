@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import RequestError
+from supervisor.keys.rights import TOKEN_ID, TOKEN_ID_RULE
 from supervisor.spelling import spelled, spelled_name
 
 PRIORITIES = ("interactive", "normal", "batch")
@@ -31,6 +32,10 @@ class Route:
     of the prompt stands for it."""
     progress: bool = False
     """Report the place in the queue, and how far the load and the prompt are, until the first token."""
+    on_behalf_of: str | None = None
+    """Send the request for the HTTP key with this id: the SHA-256 of its token, 64 digits of lower-case hex. Then that
+    key's rights, models, limits and place in the queue apply. Only connections over ipc, and keys with the right
+    ``gateway``, may give it."""
 
 
 _EMPTY = Route()
@@ -70,6 +75,10 @@ def _is_affinity(value: Any) -> bool:
     return type(value) is str and 1 <= len(value) <= MAX_AFFINITY
 
 
+def _is_token_id(value: Any) -> bool:
+    return type(value) is str and TOKEN_ID.fullmatch(value) is not None
+
+
 _BOOL = (_is_bool, "true or false")
 _MS = (_is_ms, f"milliseconds, an integer from 1 to {MAX_MS}")
 CHECKS = {
@@ -80,5 +89,6 @@ CHECKS = {
     "deadline_ms": _MS,
     "affinity": (_is_affinity, f"a string of 1 to {MAX_AFFINITY} characters"),
     "progress": _BOOL,
+    "on_behalf_of": (_is_token_id, TOKEN_ID_RULE),
 }
 """For each key: a check of its value, and the allowed values in words."""

@@ -12,6 +12,8 @@ When a worker dies, its requests go back into their model's queue with the token
 worker that is free goes on with them.
 """
 
+from collections import Counter
+
 from protocol import limits
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -130,6 +132,19 @@ class Scheduler:
         """Return whether a request is unfinished, or its worker has yet to let it go."""
         return (channel, request) in self._table.live
 
+    def find(self, channel: int, request: int) -> InFlight | None:
+        """Return a request that is unfinished, or that its worker has yet to let go; None if there is none."""
+        return self._table.live.get((channel, request))
+
+    def count_by_party(self) -> Counter[int]:
+        """Return how many unfinished requests each party has."""
+        live = self._table.live.values()
+        return Counter(request.party for request in live if request.phase is not RequestPhase.ENDED)
+
+    def has_model(self, name: str) -> bool:
+        """Return whether a model of this name is configured."""
+        return name in self._table.queues and not self._table.queues[name].removed
+
     # --- models and their workers ---------------------------------------------------------------------------------
 
     def add_model(self, name: str, limits: QueueLimits | None = None) -> None:
@@ -214,12 +229,13 @@ class Scheduler:
     ) -> list[Effect]:
         """Accept a new request: ACCEPTED, and JOB if a worker has room. Or refuse it: ERROR.
 
-        party  who takes turns with others when the request's constraint is compiled; None: the connection
+        party  the number of the key for which the request is. It takes turns with others in the queue, and when the
+               request's constraint is compiled. None: the connection does
         owner  who asks
         """
         try:
-            queue, request = self._admit(channel, message, now)
-            request.party, request.owner = channel if party is None else party, owner
+            queue, request = self._admit(channel, message, now, channel if party is None else party)
+            request.owner = owner
         except WireError as e:
             runs = self.holds(channel, message.request)
             return [ToClient(channel, encode(refusal(e, message.kind, message.request, runs=runs)))]
@@ -228,7 +244,7 @@ class Scheduler:
         body = pack_body({"model": message.model, "queue_position": request.reported})
         return [ToClient(channel, encode(Accepted(message.request, body))), *self._table.dispatch(queue, now)]
 
-    def _admit(self, channel: int, message: Generate, now: float) -> tuple[ModelQueue, InFlight]:
+    def _admit(self, channel: int, message: Generate, now: float, party: int) -> tuple[ModelQueue, InFlight]:
         """Return a new request and the queue for it. Raises WireError for one that is refused."""
         if message.request == 0:
             raise RequestError("request is 0: ids start at 1 (0 is the connection itself)", field="request")
@@ -258,10 +274,11 @@ class Scheduler:
             route,
             message.body,
             cost,
-            queue.fair_queue.account(channel, route.priority),
+            queue.fair_queue.account(party, route.priority),
             accepted=now,
             window=self._credit.window,
             held=SendBuffer(),
+            party=party,
         )
         return queue, request
 
@@ -301,10 +318,20 @@ class Scheduler:
 
     def reject(self, channel: int, error: WireError, now: float) -> list[Effect]:
         """End all requests of a connection that may have none any more."""
+        return self._reject([r for r in self._table.live.values() if r.channel == channel], error, now)
+
+    def reject_party(self, party: int, error: WireError, now: float) -> list[Effect]:
+        """End all requests of a key that may have none any more, whatever connections they came through."""
+        effects = self._reject([r for r in self._table.live.values() if r.party == party], error, now)
+        for queue in self._table.queues.values():
+            queue.fair_queue.forget(party)
+        return effects
+
+    def _reject(self, requests: list[InFlight], error: WireError, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        live = self._table.live.values()
-        for request in [r for r in live if r.channel == channel and r.phase is not RequestPhase.ENDED]:
-            effects += self._table.give_up(request, error)
+        for request in requests:
+            if request.phase is not RequestPhase.ENDED:
+                effects += self._table.give_up(request, error)
         for queue in self._table.queues.values():
             effects += self._table.dispatch(queue, now)
         return effects

@@ -4,7 +4,7 @@ A worker gives a job back (PARKED) if it has to compile the job's constraint fir
 queue, and its slot is given to another request. When the worker has compiled the constraint (COMPILED), the request
 goes back to its place at the head of its client's requests, and takes its turn again. It counts as waiting all the
 time. The time that a compilation takes is charged as tokens to the client that caused it: here to the client's account
-in the queue, and over TCP to the budget of its key (``RequestAuthorizer.charge_party``).
+in the queue, and to the budget of its key (``RequestAuthorizer.charge_party``).
 """
 
 from protocol.codec import encode
@@ -68,9 +68,10 @@ class WorkerEvents:
                 effects.append(report(request, {"phase": "compiling"}))
         return effects + table.dispatch(queue, now)
 
-    def compiled(self, worker: str, key: tuple[int, int], milliseconds: int, now: float) -> list[Effect]:
+    def compiled(self, worker: str, key: tuple[int, int], party: int, milliseconds: int, now: float) -> list[Effect]:
         """A worker has compiled the constraint of a request, or given up. Let the request take its turn again.
 
+        party         see ``InFlight``
         milliseconds  processor time of the compilation, which the client pays for
 
         Raises FrameError for a time that is not possible.
@@ -78,7 +79,7 @@ class WorkerEvents:
         if milliseconds > LONGEST_MS:
             raise FrameError(ErrorCode.BAD_FRAME, f"a constraint took {milliseconds} ms of processor time")
         queue = self._table.queue_of_worker[worker]
-        queue.fair_queue.charge(key[0], TOKENS_PER_MS * milliseconds)
+        queue.fair_queue.charge(party, TOKENS_PER_MS * milliseconds)
         request = queue.parked.get(key)
         if request is None or request.compiler != queue.worker_slots[worker].process:
             return []

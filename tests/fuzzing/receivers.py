@@ -84,7 +84,7 @@ class FromWorker:
             if self._scheduler.parked("m", (message.channel, message.request), 0.0):
                 self._scheduler = _scheduler()
         elif isinstance(message, Compiled):
-            self._scheduler.compiled("m", (message.channel, message.request), message.milliseconds, 0.0)
+            self._scheduler.compiled("m", (message.channel, message.request), message.party, message.milliseconds, 0.0)
         else:
             self._CHECKS[type(message)](message.body)
 

@@ -27,7 +27,8 @@ from tests.protocol.scripted_peer import (
 )
 
 ROUTE: dict[str, Any] = {
-    "priority": "batch", "queue_ms": 100, "ttft_ms": 200, "deadline_ms": 300, "affinity": "a conversation"
+    "priority": "batch", "queue_ms": 100, "ttft_ms": 200, "deadline_ms": 300, "affinity": "a conversation",
+    "on_behalf_of": "0" * 64,
 }  # fmt: skip
 SCHEMA = {"type": "object", "properties": {"b": {}, "ä": {}}}
 

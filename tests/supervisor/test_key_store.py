@@ -221,13 +221,12 @@ def test_what_a_key_has_used_is_kept_while_the_key_is(tmp_path: Path) -> None:
     assert identity is not None
     ring.allowance(identity, 0.0).charge(1000, 0.0)
     store.add("b", INFER, tmp_path / "b.key")
-    assert ring.refresh()
-    assert not ring.refresh()
+    ring.refresh()
     (store.directory / CLIENTS).chmod(0o644)
-    assert ring.refresh()
+    ring.refresh()
     assert ring.find(key.public_key) is None
     (store.directory / CLIENTS).chmod(0o600)
-    assert ring.refresh()
+    ring.refresh()
     again = ring.find(key.public_key)
     assert again is not None
     assert ring.allowance(again, 0.0).tokens_left(0.0) == -940

@@ -1,5 +1,7 @@
 """Keys as far as files and arithmetic go: rights, limits, the list, the directory, endpoints."""
 
+import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -114,16 +116,43 @@ def test_requests_in_flight() -> None:
     assert allowance.refused == 1
 
 
+@dataclass(eq=False)
+class Answered:
+    """What ``Unfinished`` has to know of a request."""
+
+    tokens: int = 0
+
+
 def test_what_has_ended_is_neither_counted_nor_kept() -> None:
-    live: set[tuple[int, int]] = set()
-    unfinished = Unfinished(lambda channel, request: (channel, request) in live)
-    for number in range(10_000):
-        live = {(1, n) for n in range(max(0, number - 40), number + 1)}
-        unfinished.add(1, number)
+    live: list[Answered] = []
+    unfinished: Unfinished[Answered] = Unfinished(lambda request: request in live)
+    for _ in range(10_000):
+        live = [*live[-40:], Answered()]
+        unfinished.add(live[-1])
         assert len(unfinished) <= 2 * CLEAR_AT
     assert unfinished.count(limit=41) == 41
     live.clear()
     assert unfinished.count(limit=41) == 0
+
+
+def test_each_token_is_taken_once_whether_its_request_has_ended_or_not() -> None:
+    live: list[Answered] = []
+    unfinished: Unfinished[Answered] = Unfinished(lambda request: request in live)
+    chance, made, taken = random.Random(7), 0, 0
+    for _ in range(2000):
+        live = [request for request in live if chance.random() < 0.97]
+        live.append(Answered())
+        unfinished.add(live[-1])
+        for request in live:
+            new = chance.randrange(5)
+            request.tokens += new
+            made += new
+        if chance.random() < 0.1:
+            unfinished.count(limit=chance.randrange(1, 100))
+        if chance.random() < 0.1:
+            taken += unfinished.take_tokens()
+            assert taken == made
+    assert unfinished.take_tokens() == made - taken
 
 
 def test_tokens_a_minute() -> None:

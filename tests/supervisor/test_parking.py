@@ -54,7 +54,7 @@ def test_a_request_comes_back_before_those_of_its_client_that_came_later(schedul
     scheduler.parked("m", (5, 1), NOW)
     for request in (2, 3, 4):
         ask(scheduler, 5, request)
-    assert jobs(scheduler.compiled("m", (5, 1), 3, NOW)) == [], "both slots are taken"
+    assert jobs(scheduler.compiled("m", (5, 1), 5, 3, NOW)) == [], "both slots are taken"
     assert scheduler.counts("m") == (2, 2)
     assert jobs(deliver(scheduler, frame(5, (2, 0, FINISHED)))) == [(5, 1)]
     assert jobs(deliver(scheduler, frame(5, (3, 0, FINISHED)))) == [(5, 4)]
@@ -69,7 +69,7 @@ def test_whoever_causes_a_compilation_pays_for_it(scheduler: Scheduler) -> None:
     for request in range(2, 5):
         ask(scheduler, 5, request)
         ask(scheduler, 6, request)
-    scheduler.compiled("m", (5, 1), 1000 // TOKENS_PER_MS, NOW)
+    scheduler.compiled("m", (5, 1), 5, 1000 // TOKENS_PER_MS, NOW)
     order = []
     for client, request in ((6, 1), (7, 1)):
         order += jobs(deliver(scheduler, frame(client, (request, 0, FINISHED))))
@@ -85,10 +85,10 @@ def test_what_a_compilation_cost_is_charged_also_for_a_request_that_is_gone(sche
     scheduler.parked("m", (5, 1), NOW)
     scheduler.cancel(5, 1, NOW)
     before = account.served
-    assert scheduler.compiled("m", (5, 1), 700, NOW) == []
+    assert scheduler.compiled("m", (5, 1), 5, 700, NOW) == []
     assert account.served - before == 700 * TOKENS_PER_MS
     scheduler.gone(5, NOW)
-    assert scheduler.compiled("m", (5, 1), 700, NOW) == [], "and nobody is charged whose connection has ended"
+    assert scheduler.compiled("m", (5, 1), 5, 700, NOW) == [], "and nobody is charged whose connection has ended"
 
 
 def test_a_cancelled_request_is_forgotten_by_the_worker_that_compiles_for_it(scheduler: Scheduler) -> None:
@@ -100,7 +100,7 @@ def test_a_cancelled_request_is_forgotten_by_the_worker_that_compiles_for_it(sch
     assert [(event[0], event[3]["finish_reason"]) for event in sent_to(effects, 5)] == [(1, "cancelled")]
     ask(scheduler, 6, 1)
     ask(scheduler, 6, 2)
-    scheduler.compiled("m", (5, 2), 3, NOW)
+    scheduler.compiled("m", (5, 2), 5, 3, NOW)
     assert cancels(scheduler.gone(5, NOW)) == [("m", 2)], "also one that waits for a slot"
     assert scheduler.counts("m") == (2, 0)
 
@@ -127,12 +127,12 @@ def test_a_death_of_the_worker_puts_parked_requests_back(scheduler: Scheduler) -
     ask(scheduler, 5, 1)
     scheduler.parked("m", (5, 1), NOW)
     scheduler.worker_gone("m", GONE, NOW)
-    assert scheduler.compiled("m", (5, 1), 3, NOW) == [], "last words"
+    assert scheduler.compiled("m", (5, 1), 5, 3, NOW) == [], "last words"
     effects = scheduler.open("m", 2, 2, NOW)
     assert jobs(effects) == [(5, 1)]
     assert scheduler.totals("m")["resumed"] == 0, "it was not being computed"
     assert cancels(scheduler.parked("m", (5, 1), NOW)) == []
-    assert jobs(scheduler.compiled("m", (5, 1), 3, NOW)) == [(5, 1)]
+    assert jobs(scheduler.compiled("m", (5, 1), 5, 3, NOW)) == [(5, 1)]
 
 
 def test_a_request_goes_back_to_the_worker_that_has_compiled_for_it() -> None:
@@ -145,7 +145,7 @@ def test_a_request_goes_back_to_the_worker_that_has_compiled_for_it() -> None:
     ((first, _),) = [(w, m) for w, m in messages(ask(made, 5, 1)) if isinstance(m, JobMessage)]
     assert isinstance(first, str)
     made.parked(first, (5, 1), NOW)
-    ((again, job),) = messages(made.compiled(first, (5, 1), 3, NOW))
+    ((again, job),) = messages(made.compiled(first, (5, 1), 5, 3, NOW))
     assert (again, isinstance(job, JobMessage)) == (first, True)
     # it is full the next time: the other worker compiles the constraint once more, and then keeps the job
     made.parked(first, (5, 1), NOW)
@@ -153,7 +153,7 @@ def test_a_request_goes_back_to_the_worker_that_has_compiled_for_it() -> None:
     while len(made._table.queues["m"].worker_slots[first].running) < 2:
         busy += 1
         ask(made, 6, busy)
-    effects = messages(made.compiled(first, (5, 1), 3, NOW))
+    effects = messages(made.compiled(first, (5, 1), 5, 3, NOW))
     other = "m:2" if first == "m:1" else "m:1"
     assert [(worker, type(message)) for worker, message in effects] == [(first, CancelJob), (other, JobMessage)]
     (job,) = [message for _, message in effects if isinstance(message, JobMessage)]
@@ -175,6 +175,6 @@ def test_connections_of_a_key_are_one_party_for_the_worker(scheduler: Scheduler)
 
 def test_what_cannot_be_is_refused(scheduler: Scheduler) -> None:
     with pytest.raises(FrameError, match="ms of processor time"):
-        scheduler.compiled("m", (5, 1), LONGEST_MS + 1, NOW)
+        scheduler.compiled("m", (5, 1), 5, LONGEST_MS + 1, NOW)
     assert scheduler.parked("m", (5, 1), NOW) == [], "a job that it has not"
-    assert scheduler.compiled("m", (5, 1), 1, NOW) == []
+    assert scheduler.compiled("m", (5, 1), 5, 1, NOW) == []

@@ -262,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.perform(self.scheduler.parked(worker, (message.channel, message.request), self.now))
         elif isinstance(message, Compiled):
             key = message.channel, message.request
-            self.perform(self.scheduler.compiled(worker, key, message.milliseconds, self.now))
+            self.perform(self.scheduler.compiled(worker, key, key[0], message.milliseconds, self.now))
         else:
             assert isinstance(message, Events)
             self.perform(self.scheduler.events(worker, frame, message, self.now))

@@ -95,7 +95,7 @@ def test_a_connection_is_its_keys(host: TcpHost) -> None:
     with host.greet():
         (connection,) = host.connections()
         assert connection.identity.name == "a"
-        assert connection.identity.public_key == host.key.public_key
+        assert connection.identity.key_id == host.key.public_key
         assert connection.identity.rights == {Right.INFER}
     wait_until(lambda: host.turn() and host.gone == [connection.channel])
     assert not host.port._accepted.wires
