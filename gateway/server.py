@@ -7,6 +7,7 @@ import sys
 import uvicorn
 
 from gateway.app import make_app
+from gateway.connection import Connection, connection_limit
 from gateway.garbage_collection import tune
 from protocol.process.gateway_settings import GatewaySettings
 
@@ -23,7 +24,7 @@ def serve(settings: GatewaySettings, listeners: list[socket.socket]) -> None:
     config = uvicorn.Config(
         make_app(settings),
         loop="uvloop",
-        http="httptools",
+        http=Connection,
         ws="none",
         log_config=None,
         log_level="warning",
@@ -34,5 +35,6 @@ def serve(settings: GatewaySettings, listeners: list[socket.socket]) -> None:
         ssl_certfile=settings.certificate,
         ssl_keyfile=settings.private_key,
     )
+    Connection.most = connection_limit()
     tune()
     uvicorn.Server(config).run(sockets=listeners)

@@ -1,0 +1,181 @@
+"""One HTTP connection, with limits that uvicorn and httptools lack.
+
+They bound the size of a request's head, the time in which the head must come, and the number of connections.
+"""
+
+import asyncio
+import resource
+from typing import Any, Final
+
+import httptools
+import orjson
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from gateway.http.errors import ApiError, error_body
+
+HEAD_BYTES: Final = 64 << 10
+"""Most bytes of a request's head: its first line and its headers. httptools keeps a head of any size in memory."""
+HEAD_S: Final = 15.0
+"""Seconds in which the head of a request must come. uvicorn waits for ever once the first byte has come."""
+MOST_CONNECTIONS: Final = 8192
+"""Most connections of one process."""
+LINGER_S: Final = 1.0
+"""Seconds between an error and the end of its connection. If a socket is closed before everything that the client sent
+was read, the kernel resets the connection, and the client may lose the error."""
+_SPARE: Final = 64
+"""Descriptors for other things than connections: sockets to the supervisor, the log, files that are read."""
+_REASONS: Final = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
+
+
+def connection_limit() -> int:
+    """Return the number of connections that this process may have. Raise its limit of descriptors for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + _SPARE
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return max(1, soft - _SPARE)
+    return MOST_CONNECTIONS
+
+
+class Connection(HttpToolsProtocol):
+    """The connection of a client. A request that breaks a limit gets an error, and then its connection ends.
+
+    most  connections that this process may have
+    """
+
+    most = MOST_CONNECTIONS
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._in_head = False
+        self._head_bytes = 0
+        self._kept_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: ApiError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            what = f"this process of the gateway has {self.most} connections, which is its limit"
+            self._refuse(ApiError(503, f"{what}: try again, or raise gateway.processes", code="overloaded"))
+            self.transport.close()  # without lingering: a flood must not add up
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what the client has sent."""
+        if self._error is not None:
+            return
+        self._unset_keepalive_if_required()
+        # httptools keeps the pieces of an unfinished header. So count what has come since it last made something known.
+        self._kept_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._refuse(self._error or ApiError(400, "this is no valid HTTP/1.1 request", code="invalid_http"))
+            return
+        if self._kept_bytes > HEAD_BYTES:
+            self._refuse(_too_large())
+        elif self.cycle is None or self.cycle.response_complete:
+            # Only a part of the next request has come, or the rest of a body that nobody wants.
+            self._await_head()
+
+    def on_message_begin(self) -> None:
+        """Begin the head of a request."""
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = self._kept_bytes = 0
+        self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        """Take a piece of the request's target."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, and drop a trailer.
+
+        A trailer comes after a chunked body. uvicorn would add it to the headers, which the application has checked.
+        """
+        self._count(len(name) + len(value))
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Start the request, unless it asks for another protocol.
+
+        The parser takes no body from a request that asks for one, and the application would wait for the body.
+        """
+        self._in_head = False
+        self._kept_bytes = 0
+        self._cancel_timer()
+        if self.parser.should_upgrade():
+            self._error = ApiError(
+                400, "another protocol than HTTP/1.1 was asked for (Upgrade, CONNECT): ask for none", code="unsupported"
+            )
+            raise self._error
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the request's body."""
+        self._kept_bytes = 0
+        super().on_body(body)
+
+    def _count(self, size: int) -> None:
+        """Count bytes of a head. Raise ApiError, which the parser passes on, if they are too many."""
+        self._head_bytes += size
+        if self._head_bytes > HEAD_BYTES:
+            self._error = _too_large()
+            raise self._error
+
+    def _await_head(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEAD_S, self._time_out)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_out(self) -> None:
+        self._timer = None
+        if not self._kept_bytes and not self._in_head:  # browsers open connections in advance
+            self.transport.close()
+            return
+        self._refuse(ApiError(408, f"the head of the request did not come within {HEAD_S:.0f} s", code="too_slow"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Send an error, and end the connection. In the middle of another answer, end it without the error."""
+        self._error = error
+        self._cancel_timer()
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()
+            return
+        body = orjson.dumps(error_body(error))
+        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (error.status, _REASONS[error.status], len(body)) + body)
+        self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+
+def _too_large() -> ApiError:
+    return ApiError(431, f"the head of the request is larger than {HEAD_BYTES} bytes: send less", code="too_large")

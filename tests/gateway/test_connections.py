@@ -1,0 +1,198 @@
+"""The limits of a connection: real sockets, and a small application behind uvicorn."""
+
+import json
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+
+from gateway import connection
+from gateway.connection import HEAD_BYTES, Connection
+from tests.serving import WITHIN, wait_until
+
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+CLOSING = HEAD + b"connection: close\r\n\r\n"
+
+
+class Application:
+    """An ASGI application that reads a body, and answers with the names of the headers. The answer to /stream has no
+    end."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Any) -> None:
+        self.calls += 1
+        while (event := await receive())["type"] == "http.request" and event["more_body"]:
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        body = b"".join(name + b"\n" for name, _ in scope["headers"])
+        streams = scope["path"] == "/stream"
+        await send({"type": "http.response.body", "body": body, "more_body": streams})
+        while streams and (await receive())["type"] != "http.disconnect":
+            pass
+
+
+class Server:
+    """The application on a port of its own, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.application = Application()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._address = self._listener.getsockname()
+        config = uvicorn.Config(
+            self.application, http=Connection, loop="uvloop", ws="none", log_config=None, lifespan="off"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
+
+    def __enter__(self) -> "Server":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    @contextmanager
+    def connected(self) -> Iterator[socket.socket]:
+        with socket.create_connection(self._address, WITHIN) as client:
+            yield client
+
+    def ask(self, request: bytes) -> bytes:
+        """Send bytes, and return everything that comes until the server ends the connection."""
+        with self.connected() as client:
+            client.sendall(request)
+            return rest(client)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(connection, "LINGER_S", 0.1)
+    with Server() as server:
+        yield server
+
+
+def rest(client: socket.socket) -> bytes:
+    """Return everything that comes until the server ends the connection. It resets one on which more comes."""
+    received = b""
+    try:
+        while piece := client.recv(1 << 16):
+            received += piece
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def refusal(answer: bytes) -> tuple[int, str]:
+    """Return the status and the code of an error, which is the whole answer."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert len(error["message"]) > 20
+    return int(head.split()[1]), error["code"]
+
+
+def test_a_head_that_is_too_large_is_refused_in_one_piece_and_in_many(server: Server) -> None:
+    long = b"x-long: " + b"a" * HEAD_BYTES
+    assert refusal(server.ask(HEAD + long + b"\r\n\r\n")) == (431, "too_large")
+    many = b"".join(b"x-%d: a\r\n" % number for number in range(HEAD_BYTES // 6))
+    assert refusal(server.ask(HEAD + many + b"\r\n")) == (431, "too_large")
+    assert refusal(server.ask(b"GET /" + b"a" * HEAD_BYTES + b" HTTP/1.1\r\n\r\n")) == (431, "too_large")
+    with server.connected() as client:  # a header without an end
+        client.sendall(HEAD + long)
+        feeder = threading.Thread(target=feed, args=(client, b"a" * 1000))
+        feeder.start()
+        assert refusal(rest(client)) == (431, "too_large")
+        feeder.join()
+    assert server.application.calls == 0
+    fits = HEAD + b"x-long: " + b"a" * (HEAD_BYTES - 1000) + b"\r\nconnection: close\r\n\r\n"
+    assert server.ask(fits).startswith(b"HTTP/1.1 200 ")
+
+
+def feed(client: socket.socket, piece: bytes) -> None:
+    """Send a piece again and again, until the server has ended the connection."""
+    try:
+        while True:
+            client.sendall(piece)
+    except OSError:
+        pass
+
+
+def test_a_head_that_does_not_come_in_time_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_S", 0.2)
+    assert refusal(server.ask(HEAD)) == (408, "too_slow")
+    assert server.ask(b"") == b"", "a connection that was opened in advance is closed without an error"
+    with server.connected() as client:  # the second request of a connection
+        client.sendall(HEAD + b"\r\n")
+        received = b""
+        while b"0\r\n\r\n" not in received:
+            received += client.recv(1 << 16)
+        client.sendall(HEAD)
+        assert refusal(rest(client)) == (408, "too_slow")
+    with server.connected() as client:  # a connection that is idle between two requests waits longer
+        client.sendall(b"POST /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert refusal(server.ask(HEAD)) == (408, "too_slow")
+        client.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            client.recv(1 << 16)
+
+
+@pytest.mark.parametrize(
+    "request_head", [HEAD + b"connection: upgrade\r\nupgrade: h2c\r\n", b"CONNECT a:80 HTTP/1.1\r\nhost: a:80\r\n"]
+)
+def test_another_protocol_is_refused_by_name(server: Server, request_head: bytes) -> None:
+    assert refusal(server.ask(request_head + b"content-length: 2\r\n\r\n{}")) == (400, "unsupported")
+    assert server.application.calls == 0
+
+
+def test_what_is_no_request_is_refused(server: Server) -> None:
+    for request in (b"\x16\x03\x01\x02\x00\x01\x00\x01", b"GET / HTTP/1.1\nhost x\r\n\r\n", b"* * *\r\n\r\n"):
+        assert refusal(server.ask(request)) == (400, "invalid_http")
+    both = HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    assert refusal(server.ask(both)) == (400, "invalid_http"), "request smuggling: two lengths"
+
+
+def test_trailers_never_become_headers(server: Server) -> None:
+    answer = server.ask(
+        CHUNKED.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+        + b"1\r\na\r\n0\r\nauthorization: Bearer x\r\n\r\n"
+    )
+    assert b"transfer-encoding\n" in answer
+    assert b"authorization" not in answer
+
+
+def test_a_trailer_without_an_end_is_refused(server: Server) -> None:
+    with server.connected() as client:
+        client.sendall(CHUNKED + b"1\r\na\r\n0\r\nx-long: ")
+        feeder = threading.Thread(target=feed, args=(client, b"a" * 1000))
+        feeder.start()
+        assert rest(client) == b"", "the application waits for the body, so there is no place for an error"
+        feeder.join()
+
+
+def test_an_error_is_not_mixed_into_a_stream(server: Server) -> None:
+    with server.connected() as client:
+        client.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        received = client.recv(1 << 16)
+        client.sendall(b"\x00\x01 this is no request\r\n\r\n")
+        received += rest(client)
+    assert received.count(b"HTTP/1.1") == 1
+    assert b"error" not in received
+
+
+def test_a_process_has_a_most_of_connections(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "most", 2)
+    with server.connected() as first, server.connected() as second:
+        for client in (first, second):
+            client.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert client.recv(1 << 16)
+        with server.connected() as third:
+            assert refusal(rest(third)) == (503, "overloaded")
+    wait_until(lambda: server.ask(CLOSING).startswith(b"HTTP/1.1 200 "), what="a place for a connection")
