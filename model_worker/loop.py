@@ -91,6 +91,8 @@ class WorkerLoop:
         self._asked: deque[Ask] = deque()
         self._shutdown = False
         self._stats_due = 0.0
+        self._prompt_tokens = self._cached_tokens = 0
+        """Tokens of the prompts of all finished jobs, and how many of them the cache had."""
         self.max_jobs = engine.capabilities.max_batch_size + SLACK_JOBS
         """The number of jobs that the supervisor may give to this worker at once."""
 
@@ -278,6 +280,9 @@ class WorkerLoop:
     ) -> None:
         completion = finished.completion_tokens if finished else tracked.tokens + len(token_ids)
         usage = {"prompt_tokens": tracked.prompt_tokens, "completion_tokens": completion}
+        if finished:
+            self._prompt_tokens += tracked.prompt_tokens
+            self._cached_tokens += min(finished.cached_tokens, tracked.prompt_tokens)  # without resumed ids
         if finished and finished.cached_tokens:
             usage["cached_tokens"] = finished.cached_tokens
         if finished and (finished.draft_accepted or finished.draft_rejected):
@@ -319,7 +324,9 @@ class WorkerLoop:
         self._every_second()
         stats = self._engine.stats()
         pending = stats.pending + len(self._chats)
-        self._link.stats({"pending": pending, "active": stats.active, "steps": stats.steps, **stats.extra})
+        figures = {"pending": pending, "active": stats.active, "steps": stats.steps}
+        figures |= {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
+        self._link.stats({**figures, **stats.extra})
 
 
 def _timings(carry: dict[str, Any], completion: int, finished: Finished | None) -> dict[str, float]:

@@ -144,6 +144,8 @@ class GpuStatus(TypedDict):
     """Memory that all processes together use."""
     free_bytes: Bytes
     """Memory that is free."""
+    limit_bytes: Bytes | None
+    """The most that all workers together may hold there (`vram_limit` in models.yaml); null for no limit."""
 
 
 class Totals(TypedDict):
@@ -215,7 +217,9 @@ class WorkerStatus(TypedDict):
     progress: dict[str, Any] | None
     """While the worker loads the model: `phase`, `done` and `total`."""
     engine_stats: dict[str, Any]
-    """The engine's last reading: `pending`, `active`, `steps`, and further figures of the engine."""
+    """The worker's last reading: `pending`, `active`, `steps`, and further figures of the engine. `prompt_tokens`
+    counts the tokens of the prompts of all requests that this process has finished, and `cached_tokens` how many of
+    them the cache had."""
     totals: Totals
     """Counts of the worker's model."""
     last_exit: dict[str, Any] | None

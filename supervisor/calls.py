@@ -133,7 +133,7 @@ def _status(context: AdminContext, params: Params, identity: Identity) -> Result
             turnover["models"] = [change for change in turnover["models"] if identity.may_use(change["model"])]
     return {
         "supervisor": supervisor,
-        "gpus": context.fleet.vram.describe_gpus(),
+        "gpus": context.fleet.vram.describe_gpus(context.fleet.registry.config.supervisor.vram_limit),
         "gpus_unknown": context.fleet.vram.trouble,
         "models": [_described(context, replica) for replica in replicas],
     }

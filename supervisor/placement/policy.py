@@ -95,7 +95,7 @@ def rooms(
 
     limits  one for all GPUs, or GPU (index or UUID) → limit
     """
-    return [_room(gpu, holdings, _limit(gpu, limits)) for gpu in reading]
+    return [_room(gpu, holdings, limit_of(gpu, limits)) for gpu in reading]
 
 
 def _room(gpu: Gpu, holdings: Sequence[Holding], limit: int | None) -> Room:
@@ -116,7 +116,8 @@ def _above_zero(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def _limit(gpu: Gpu, limits: Mapping[str, Limit] | Limit | None) -> int | None:
+def limit_of(gpu: Gpu, limits: Mapping[str, Limit] | Limit | None) -> int | None:
+    """Return how many bytes of a GPU all workers together may hold; None for no limit. ``limits`` as for ``rooms``."""
     if limits is None or isinstance(limits, Limit):
         return limits.of(gpu.total) if limits else None
     return next((limit.of(gpu.total) for pin, limit in limits.items() if gpu.is_meant(pin)), None)

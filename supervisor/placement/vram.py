@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,8 @@ from supervisor.event_history import EventKind, noted
 from supervisor.model_logs import about
 from supervisor.placement.gpu_reader import START_S, GpuReader
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
+from supervisor.placement.policy import limit_of
+from supervisor.placement.sizes import Limit
 from supervisor.placement.vram_return import Return, VramReturns, listing
 from supervisor.timers import Timers
 
@@ -198,8 +200,8 @@ class Vram:
                 )
         return {pid: " and ".join(parts) for pid, parts in holdings.items()}
 
-    def describe_gpus(self) -> list[dict[str, Any]]:
-        """Return index, uuid, total_bytes, used_bytes and free_bytes of every GPU. Empty if no model uses a GPU."""
+    def describe_gpus(self, limits: Mapping[str, Limit] | Limit | None) -> list[dict[str, Any]]:
+        """Return every GPU as ``status`` shows it. Empty if no model uses a GPU. ``limits`` as for ``policy.rooms``."""
         return [
             {
                 "index": gpu.index,
@@ -207,6 +209,7 @@ class Vram:
                 "total_bytes": gpu.total,
                 "used_bytes": gpu.used,
                 "free_bytes": gpu.free,
+                "limit_bytes": limit_of(gpu, limits),
             }
             for gpu in self._recent()
         ]

@@ -1,0 +1,140 @@
+"""Logs are read in bounded pieces, and nothing is lost or repeated between two of them."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import RequestError, WireError
+from supervisor.log_reading import MOST_BYTES, MOST_LINES, read_log
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "m.log"
+
+
+def append(log: Path, text: str | bytes) -> None:
+    with open(log, "ab") as file:
+        file.write(text if isinstance(text, bytes) else text.encode())
+
+
+def test_the_last_lines_and_then_what_follows(log: Path) -> None:
+    append(log, "".join(f"line {n}\n" for n in range(50)))
+    first = read_log(log, 3, None)
+    assert first["lines"] == ["line 47", "line 48", "line 49"]
+    assert (first["unfinished"], first["more"], first["restarted"]) == ("", False, False)
+    again = read_log(log, 3, first["position"])
+    assert again == first | {"lines": []}
+    append(log, "line 50\nline")
+    second = read_log(log, 3, first["position"])
+    assert (second["lines"], second["unfinished"]) == (["line 50"], "line")
+    append(log, " 51\r\nline 52\nline 53\nline 54\nx")
+    third = read_log(log, 3, second["position"])
+    assert (third["lines"], third["unfinished"], third["more"]) == (["line 51", "line 52", "line 53"], "", True)
+    fourth = read_log(log, 3, third["position"])
+    assert (fourth["lines"], fourth["unfinished"], fourth["more"]) == (["line 54"], "x", False)
+
+
+def test_a_log_that_comes_later_is_read_from_its_beginning(log: Path) -> None:
+    none = read_log(log, 5, None)
+    assert none == {"lines": [], "unfinished": "", "position": "0-0", "more": False, "restarted": False}
+    assert read_log(log, 5, "0-0") == none
+    append(log, "a\nb\n")
+    assert read_log(log, 1, none["position"])["lines"] == ["a"]
+
+
+@pytest.mark.parametrize("how", ["rotated", "truncated", "removed"])
+def test_another_log_in_its_place_starts_anew(log: Path, how: str) -> None:
+    append(log, "old line\n" * 10)
+    before = read_log(log, 5, None)
+    if how == "rotated":
+        log.rename(log.with_name("m.log.1"))
+    elif how == "truncated":
+        os.truncate(log, 0)
+    else:
+        log.unlink()
+        after = read_log(log, 5, before["position"])
+        assert (after["lines"], after["position"], after["restarted"]) == ([], "0-0", True)
+    append(log, "new line\n")
+    after = read_log(log, 5, before["position"])
+    assert (after["lines"], after["restarted"]) == (["new line"], True)
+    assert not read_log(log, 5, after["position"])["restarted"]
+
+
+def test_what_is_read_is_bounded(log: Path) -> None:
+    append(log, "short\n" * MOST_BYTES)
+    assert len(read_log(log, MOST_LINES, None)["lines"]) == MOST_LINES
+    part = read_log(log, MOST_LINES, f"{log.stat().st_ino}-0")
+    assert len(part["lines"]) == MOST_LINES
+    assert part["more"]
+    append(log, "x" * (3 * MOST_BYTES))
+    last = read_log(log, MOST_LINES, None)
+    assert (last["lines"], len(last["unfinished"])) == ([], MOST_BYTES)
+
+
+def test_a_line_that_is_too_long_comes_in_pieces(log: Path) -> None:
+    append(log, "y" * (2 * MOST_BYTES + 100) + "\nnext\n")
+    position, pieces = f"{log.stat().st_ino}-0", []
+    for _ in range(4):
+        part = read_log(log, MOST_LINES, position)
+        position, pieces = part["position"], pieces + part["lines"]
+    assert [len(piece) for piece in pieces] == [MOST_BYTES, MOST_BYTES, 100, 4]
+
+
+def test_a_reader_that_follows_misses_nothing_and_sees_nothing_twice(log: Path) -> None:
+    seed = int(os.environ.get("TEST_SEED", "16"))
+    print("seed", seed)
+    chance = random.Random(seed)
+    whole = [f"{n} " + "z" * chance.randrange(chance.choice((3, 3000, 60_000))) for n in range(400)]
+    text = "".join(line + "\n" for line in whole).encode()
+    position, seen, at = "0-0", [], 0
+    while at < len(text) or len(seen) < len(whole):
+        size = chance.randrange(100_000)
+        append(log, text[at : at + size])
+        at += size
+        part = read_log(log, chance.randrange(1, 40), position)
+        assert not part["restarted"]
+        assert sum(map(len, part["lines"])) <= MOST_BYTES
+        position, seen = part["position"], seen + part["lines"]
+    assert seen == whole
+
+
+def test_bytes_that_are_no_text_are_replaced(log: Path) -> None:
+    append(log, b"\xff\xfe \x1b[31mred\n\x00\n")
+    assert read_log(log, 5, None)["lines"] == ["\ufffd\ufffd \x1b[31mred", "\x00"]
+
+
+@pytest.mark.parametrize("after", ["", "1", "-1", "1-", "1-2-3", "a-b", "../m", "1" * 21 + "-0", "1-1\n", "０-０"])
+def test_what_is_no_position_is_refused(log: Path, after: str) -> None:
+    append(log, "line\n")
+    with pytest.raises(RequestError, match="as `logs` returns it") as caught:
+        read_log(log, 5, after)
+    assert caught.value.field == "after"
+
+
+def test_a_position_that_cannot_be_starts_anew(log: Path) -> None:
+    append(log, "line\n")
+    after = read_log(log, 5, f"{log.stat().st_ino}-{'9' * 20}")
+    assert (after["lines"], after["restarted"]) == (["line"], True)
+
+
+def put_fifo(log: Path) -> None:
+    os.mkfifo(log)
+
+
+def put_directory(log: Path) -> None:
+    log.mkdir()
+
+
+def put_device(log: Path) -> None:
+    log.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("put", [put_fifo, put_directory, put_device])
+def test_what_is_no_file_is_refused_at_once(log: Path, put: Any) -> None:
+    put(log)
+    with pytest.raises(WireError, match="cannot be read: it is no regular file"):
+        read_log(log, 5, None)
