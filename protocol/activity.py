@@ -102,3 +102,29 @@ class EventsResult(TypedDict):
     """The number of the newest event, 0 if there is none."""
     dropped: bool
     """True if events after `after` are not remembered any more."""
+
+
+class LogsParams(TypedDict):
+    model: NotRequired[str]
+    """A model, or one worker of several (`letters:2`). A model with several workers means the first one. `gateway`
+    means the log of the gateway. Unset, or `supervisor`: the supervisor's own log."""
+    lines: NotRequired[int]
+    """The greatest number of lines in the result, from 1 to 1000; 200 by default."""
+    after: NotRequired[str]
+    """A `position`: the result holds the lines after it, the oldest first. Unset: the result holds the last lines."""
+
+
+class LogsResult(TypedDict):
+    """One call reads at most 128 KiB. A log that does not exist yet is empty."""
+
+    lines: list[str]
+    """The lines, the oldest first. Bytes that are not UTF-8 become U+FFFD. Control characters are left as they are."""
+    unfinished: str
+    """The beginning of a line that has no end yet, behind all other lines. It comes again with a later call."""
+    position: str
+    """The value of `after` with which the next call goes on behind these lines."""
+    more: bool
+    """True if further lines follow already: with `after`, a call returns the oldest lines first."""
+    restarted: bool
+    """True if the log of `after` is not there any more, since logs that are too long are moved away. Then the lines are
+    the first ones of the present log."""

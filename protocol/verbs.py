@@ -7,7 +7,15 @@ Tables in the supervisor say which clients may use a verb, and on which socket. 
 
 from typing import Annotated, Any, Final, NamedTuple, NotRequired, TypedDict
 
-from protocol.activity import CancelRequestParams, EventsParams, EventsResult, RequestsParams, RequestsResult
+from protocol.activity import (
+    CancelRequestParams,
+    EventsParams,
+    EventsResult,
+    LogsParams,
+    LogsResult,
+    RequestsParams,
+    RequestsResult,
+)
 from protocol.bodies import Bytes, MillisecondsFloat, Model, Seconds, Tokens
 
 
@@ -386,5 +394,6 @@ VERBS: Final[dict[str, Verb]] = {
         NoResult,
         CancelRequestParams,
     ),
+    "logs": Verb("Return the last lines of a log, or the lines after a position.", LogsResult, LogsParams),
 }
 """All verbs of CALL."""

@@ -19,6 +19,7 @@ from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import How
 from supervisor.keys.rights import Identity
+from supervisor.log_reading import MOST_LINES, read_log
 from supervisor.requests import request_list
 from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.scheduler import Scheduler
@@ -232,6 +233,14 @@ def _events(context: AdminContext, params: Params, identity: Identity) -> Result
     return {"session": context.status.session, **context.history.since(after, limit, visible)}
 
 
+def _logs(context: AdminContext, params: Params, identity: Identity) -> Result:
+    given = _take(params, model=str, lines=int, after=str)
+    lines, name = _whole(given, "lines", 200, 1, MOST_LINES), given.get("model", limits.SUPERVISOR_NAME)
+    own = context.status.own_logs.get(name)
+    # The name is looked up in tables, and never becomes part of a path.
+    return read_log(_replicas(context, name)[0].log_path if own is None else own, lines, given.get("after"))
+
+
 _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool]] = {
     "models": (_models, False),
     "status": (_status, False),
@@ -243,6 +252,7 @@ _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool
     "reload": (_reload, True),
     "shutdown": (_shutdown, True),
     "cancel_request": (_cancel_request, True),
+    "logs": (_logs, False),
 }
 
 

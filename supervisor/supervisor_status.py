@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from protocol import __version__
+from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
 from protocol.process.compiled import load_compiled
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.reloads import Reloads
 from supervisor.gateway_process import GatewayProcesses
-from supervisor.logs import log_trouble
+from supervisor.logs import log_path, log_trouble
 from supervisor.ports.client_ports import ClientPorts
 from supervisor.ports.request_authorizer import RequestAuthorizer
 from supervisor.ports.worker_port import RELAY, WorkerPort
@@ -43,6 +44,8 @@ class SupervisorDescription:
         """A random text that tells this supervisor process from the ones before it."""
         self._started = time.monotonic()
         self._runtime_dir = runtime_dir
+        self.own_logs = {name: log_path(runtime_dir, name) for name in (SUPERVISOR_NAME, GATEWAY_NAME)}
+        """By name, the paths of the logs that belong to no worker."""
         self._log = log
         self._fleet = fleet
         self._reloads = reloads

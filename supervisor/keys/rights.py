@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
 from protocol.messages import Call, Cancel, Credit, Generate, Hello, Message, Ping, Pong
 
 TOKEN_ID: Final = re.compile(r"[0-9a-f]{64}")
@@ -53,6 +54,7 @@ _OF_VERB = {
     "stop": _ADMIN,
     "restart": _ADMIN,
     "reload": _ADMIN,
+    "logs": _ADMIN,
     "shutdown": _ADMIN,
     "cancel_request": frozenset({Right.INFER, Right.ADMIN}),
 }
@@ -68,8 +70,8 @@ _OF_KIND = {
     Credit.kind: _STREAMS,
 }
 """Kind of any other message → the rights, one of which is enough."""
-_OF_ALL_MODELS = frozenset({"reload", "shutdown"})
-"""Verbs that concern all models if they name none."""
+_OF_ALL_MODELS = frozenset({"reload", "shutdown", "logs"})
+"""Verbs that concern all models if they name none, or if they name the supervisor or the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +131,11 @@ def check_models_of_call(identity: Identity, verb: str, params: Mapping[str, Any
     """Raise WireError (FORBIDDEN) if a call concerns a model that this identity may not use."""
     if identity.models is None:
         return
-    if isinstance(model := params.get("model"), str):
+    model = params.get("model")
+    is_of_all = verb in _OF_ALL_MODELS and model in (None, SUPERVISOR_NAME, GATEWAY_NAME)
+    if isinstance(model, str) and not is_of_all:
         check_model(identity, model.partition(":")[0])  # "letters:2" is a worker of the model "letters"
-    elif verb in _OF_ALL_MODELS:
+    elif is_of_all:
         message = f"{verb!r} concerns all models, and key {identity.name!r} may use {', '.join(identity.models)} only"
         raise WireError(ErrorCode.FORBIDDEN, message, field="model")
 

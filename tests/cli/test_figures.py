@@ -7,7 +7,8 @@ from supervisor.cli.figures import duration, engine_lines, lines, percent, size
 EXLLAMAV2 = {
     "pending": 2, "active": 4, "steps": 12345, "prefilling": 1, "pages_used": 30, "pages_cached": 12,
     "pages_total": 256, "vram_used": 5 << 30, "step_ms": 6.543, "jobs_per_step": 3.21, "tokens_per_step": 4.5,
-    "prefill_share": 0.125, "draft_accepted": 0.634, "defragmented_s_ago": 200.0,
+    "prefill_share": 0.125, "draft_accepted": 0.634, "prompt_tokens": 4000, "cached_tokens": 1500,
+    "defragmented_s_ago": 200.0,
 }  # fmt: skip
 TRANSFORMERS = {
     "pending": 0, "active": 1, "steps": 20, "slots_used": 1, "slots_total": 32, "prefilling": 0,
@@ -22,6 +23,7 @@ def test_every_figure_of_the_product_engine_has_its_unit() -> None:
         "batch: 3.21 requests per step (mean)",
         "answers: 4.5 tokens per step (mean)",
         "prefill: in 12.5 % of the steps",
+        "cache hits: 1500 of 4000 tokens of prompts",
         "speculation: 63.4 % of the drafted tokens accepted",
         "cache: 30 of 256 pages of 256 tokens in use (11.7 %), 12 kept for prompts that begin alike",
         "cache last put in order 3 min 20 s ago",

@@ -148,6 +148,7 @@ def test_every_verb(serving: Serving) -> None:
         "reload": {},
         "shutdown": {},
         "cancel_request": {"id": ""},
+        "logs": {"model": "a", "lines": 5, "after": "0-0"},
     }
     assert asked.keys() == VERBS.keys()
     with Recorder(serving.runtime_dir) as user, Recorder(serving.runtime_dir, admin=True) as client:

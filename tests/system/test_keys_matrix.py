@@ -42,6 +42,7 @@ VERBS = {
     "stop": ADMIN,
     "restart": ADMIN,
     "reload": ADMIN,
+    "logs": ADMIN,
     "shutdown": ADMIN,
     "cancel_request": {"infer", "admin"},
     "": ADMIN,
