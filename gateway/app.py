@@ -17,6 +17,8 @@ from gateway.http.keep_alive import KeepAlive
 from gateway.openai.answers import chat, completion
 from gateway.openai.models import model, models
 from gateway.openai.tokenizing import detokenize, tokenize
+from gateway.page.live import Live
+from gateway.page.routes import page_routes
 from gateway.supervisor_link import SupervisorLink
 from protocol.errors import WireError
 from protocol.process.gateway_settings import GatewaySettings
@@ -30,15 +32,18 @@ def make_app(settings: GatewaySettings) -> Starlette:
         link = SupervisorLink(settings)
         await link.connect()
         app.state.link = link
+        app.state.live = Live(link, settings.auth)
         keep_alive = asyncio.create_task(app.state.keep_alive.run())
         try:
             yield
         finally:
             keep_alive.cancel()
+            app.state.live.close()
             await link.close()
 
     app = Starlette(
         routes=[
+            *page_routes(),
             *_api(""),
             *_api("/v1"),
             *_api("/v1/v1"),

@@ -24,7 +24,7 @@ Prompt = dict[str, Any]
 async def chat(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/chat/completions."""
     settings: GatewaySettings = request.app.state.settings
-    caller = caller_of(request, settings.auth)
+    caller = caller_of(request)
     wanted = read_chat(await read_json(request, settings.max_body))
     return _answer(request, caller, wanted, [{}], is_chat=True)
 
@@ -32,7 +32,7 @@ async def chat(request: Request) -> StreamedAnswer | WholeAnswer:
 async def completion(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/completions."""
     settings: GatewaySettings = request.app.state.settings
-    caller = caller_of(request, settings.auth)
+    caller = caller_of(request)
     prompts, wanted = read_completion(await read_json(request, settings.max_body))
     given = [{"prompt": each} if isinstance(each, str) else {"token_ids": each} for each in prompts]
     return _answer(request, caller, wanted, given, is_chat=False)

@@ -32,7 +32,7 @@ async def model(request: Request) -> Response:
 
 async def _listed(request: Request) -> list[dict[str, Any]]:
     state = request.app.state
-    reply = await state.link.call(caller_of(request, state.settings.auth), "models")
+    reply = await state.link.call(caller_of(request), "models")
     found = reply.get("models")
     if not isinstance(found, list):
         raise ApiError(502, "the supervisor's list of models cannot be read", code="internal")

@@ -19,7 +19,7 @@ _KEYS = frozenset({"model", "prompt", "content", "messages", "tools", "chat_temp
 async def tokenize(request: Request) -> Response:
     """POST /tokenize: the token ids of a prompt, or of a conversation as the model's chat template renders it."""
     settings = request.app.state.settings
-    caller = caller_of(request, settings.auth)
+    caller = caller_of(request)
     body = await read_json(request, settings.max_body)
     if unknown := sorted(set(body) - _KEYS):
         raise ApiError(400, f"unknown option {unknown[0][:64]!r}", param=unknown[0][:64])
@@ -39,7 +39,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """POST /detokenize: the text of token ids."""
     settings = request.app.state.settings
-    caller = caller_of(request, settings.auth)
+    caller = caller_of(request)
     body = await read_json(request, settings.max_body)
     if not isinstance(body.get("tokens"), list):
         raise ApiError(400, "tokens must be an array of token ids", param="tokens")

@@ -1,7 +1,8 @@
 """The settings that the supervisor, or the command ``modelctl gateway``, gives a gateway process at its start."""
 
 import json
-from dataclasses import asdict, dataclass
+import secrets
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 MIB = 1 << 20
@@ -25,6 +26,7 @@ class GatewaySettings:
     max_body       most bytes of a request's body
     keepalive      what keeps a silent stream open: an SSE "comment", an empty "chunk", or "off"
     keepalive_s    seconds of silence after which that is sent
+    cookie_secret  secret of the cookies' signatures, in hex; processes that share a port share it
     parent         pid of the process that started this one, and with which it ends; None to live on
     log            path of the process's log; None to write to standard error
     """
@@ -43,6 +45,7 @@ class GatewaySettings:
     max_body: int = 16 * MIB
     keepalive: Literal["comment", "chunk", "off"] = "comment"
     keepalive_s: float = 10.0
+    cookie_secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     parent: int | None = None
     log: str | None = None
 

@@ -1,0 +1,117 @@
+"""The routes of the page: its files, sign-in, live updates, orders and logs."""
+
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from gateway.http.body import read_json
+from gateway.http.callers import Caller, caller_of
+from gateway.http.errors import ApiError
+from gateway.http.event_stream import EventStream, StreamedAnswer
+from gateway.http.sessions import check_own_script, delete_cookie, set_cookie
+from gateway.page.live import Live
+
+STATIC: Final = Path(__file__).parent / "static"
+FILES: Final = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/icon.svg": "icon.svg"}
+TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS: Final = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+ORDERS: Final = {"start": "model", "stop": "model", "restart": "model", "reload": None, "cancel_request": "id"}
+"""The orders that the page may give, each with its parameter."""
+MOST_ORDER_BYTES: Final = 4096
+MOST_LINES: Final = 200
+
+
+def page_routes() -> list[BaseRoute]:
+    """Return the routes."""
+    return [
+        *(Route(path, partial(_file, STATIC / name)) for path, name in FILES.items()),
+        Route("/page/sign-in", sign_in, methods=["POST"]),
+        Route("/page/sign-out", sign_out, methods=["POST"]),
+        Route("/page/events", events),
+        Route("/page/logs", logs),
+        Route("/page/orders/{verb}", order, methods=["POST"]),
+    ]
+
+
+async def _file(path: Path, request: Request) -> Response:
+    return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
+
+
+async def sign_in(request: Request) -> Response:
+    """Exchange a token for a cookie. The supervisor is asked whether it knows the token."""
+    check_own_script(request)
+    state = request.app.state
+    body = await read_json(request, MOST_ORDER_BYTES)
+    token = body.get("token")
+    if not isinstance(token, str) or not token.strip():
+        raise ApiError(400, "token must be a text", param="token")
+    caller = Caller.of_token(token.strip())
+    await state.link.call(caller, "models")  # raises the supervisor's refusal
+    response = _no_content()
+    assert caller.key_id is not None
+    set_cookie(response, state.settings.cookie_secret, caller.key_id, tls=state.settings.certificate is not None)
+    return response
+
+
+async def sign_out(request: Request) -> Response:
+    """End the session in this browser."""
+    check_own_script(request)
+    response = _no_content()
+    delete_cookie(response)
+    return response
+
+
+async def events(request: Request) -> StreamedAnswer:
+    """Server-sent events: ``picture`` is all that the page shows, ``change`` the parts that have changed."""
+    live: Live = request.app.state.live
+    caller = caller_of(request, page=True)
+    await request.app.state.link.call(caller, "models")  # raises the supervisor's refusal
+
+    async def produce(stream: EventStream) -> None:
+        async for news in live.watch(caller):
+            await stream.send(news)
+
+    return StreamedAnswer(produce)
+
+
+async def order(request: Request) -> Response:
+    """Give an order: start, stop, restart or reload a model, or cancel a request."""
+    check_own_script(request)
+    caller = caller_of(request, page=True)
+    verb = request.path_params["verb"]
+    if verb not in ORDERS:
+        raise ApiError(404, f"no order {verb[:32]!r}: there are {', '.join(ORDERS)}", code="not_found")
+    body = await read_json(request, MOST_ORDER_BYTES)
+    allowed = {ORDERS[verb] or "model", "now"} if verb == "stop" else {ORDERS[verb] or "model"}
+    if unknown := sorted(set(body) - allowed):
+        raise ApiError(400, f"unknown parameter {unknown[0][:32]!r}", param=unknown[0][:32])
+    reply = await request.app.state.link.call(caller, verb, **body)
+    return Response(orjson.dumps(reply), media_type="application/json", headers={"cache-control": "no-store"})
+
+
+async def logs(request: Request) -> Response:
+    """Return the last lines of the log of ``?model=``, or of the supervisor."""
+    caller = caller_of(request, page=True)
+    name = request.query_params.get("model")
+    params = {"lines": MOST_LINES} | ({} if not name else {"model": name})
+    reply = await request.app.state.link.call(caller, "logs", **params)
+    return Response(orjson.dumps(reply), media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def _no_content() -> Response:
+    return Response(status_code=204, headers={"cache-control": "no-store"})

@@ -1,0 +1,435 @@
+// The page of a modelctl gateway. It shows what /page/events tells, and changes the document only where something changed,
+// so that the focus and a screen reader stay where they are.
+
+const by = (id) => document.getElementById(id);
+const OWN = { "x-modelctl-page": "1" };
+const SHOWN_S = 120;
+const MOVING = new Set(["starting", "loading", "draining", "stopping", "backoff"]);
+
+let picture = {};
+let source = null;
+const rates = new Map();
+
+function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  Object.assign(element, properties);
+  element.append(...children);
+  return element;
+}
+
+function put(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function bytes(count) {
+  return count === null || count === undefined ? "–" : `${(count / 2 ** 30).toFixed(count < 2 ** 30 ? 2 : 1)} GiB`;
+}
+
+function span(seconds) {
+  if (seconds < 60) return `${Math.floor(seconds)} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;
+  if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
+  return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
+}
+
+async function failure(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `the gateway answered ${response.status}`;
+  }
+}
+
+function announce(text) {
+  by("announcement").textContent = text;
+}
+
+function notice(text) {
+  by("notice").hidden = !text;
+  put(by("notice"), text || "");
+}
+
+// --- sign-in --------------------------------------------------------------------------------------------------------
+
+function show(signedIn) {
+  by("sign-in").hidden = signedIn;
+  by("page").hidden = !signedIn;
+  if (!signedIn) {
+    by("sign-out").hidden = true;
+    by("token").focus();
+  }
+}
+
+by("sign-in-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  put(by("sign-in-error"), "");
+  const response = await fetch("/page/sign-in", {
+    method: "POST", headers: OWN, body: JSON.stringify({ token: by("token").value }),
+  });
+  if (!response.ok) {
+    put(by("sign-in-error"), await failure(response));
+    return;
+  }
+  by("token").value = "";
+  connect();
+});
+
+by("sign-out").addEventListener("click", async () => {
+  await fetch("/page/sign-out", { method: "POST", headers: OWN });
+  source?.close();
+  picture = {};
+  connection("waiting", "signed out");
+  show(false);
+});
+
+// --- live updates ---------------------------------------------------------------------------------------------------
+
+function connection(state, text) {
+  by("connection").dataset.state = state;
+  put(by("connection-text"), text);
+}
+
+async function connect() {
+  source?.close();
+  // EventSource does not tell the status, so ask first.
+  const response = await fetch("/page/events", { headers: { accept: "text/event-stream" } }).catch(() => null);
+  if (response?.status === 401) {
+    show(false);
+    return;
+  }
+  response?.body?.cancel();
+  source = new EventSource("/page/events");
+  source.onopen = () => connection("live", "live");
+  source.onerror = () => {
+    connection("lost", "no connection to the gateway");
+    if (source.readyState === EventSource.CLOSED) setTimeout(connect, 1000);
+  };
+  source.addEventListener("picture", (event) => {
+    picture = JSON.parse(event.data);
+    show(true);
+    draw();
+  });
+  source.addEventListener("change", (event) => {
+    for (const [name, value] of Object.entries(JSON.parse(event.data))) {
+      if (value === null) delete picture[name];
+      else picture[name] = value;
+    }
+    draw();
+  });
+}
+
+// --- drawing --------------------------------------------------------------------------------------------------------
+
+function draw() {
+  by("sign-out").hidden = picture.auth !== "keys";
+  notice(picture.trouble ? `The supervisor does not answer: ${picture.trouble}` : by("notice").dataset.order || "");
+  if (picture.trouble) return;
+  drawGpus();
+  drawModels();
+  drawRequests();
+  drawEvents();
+  drawChoices();
+  by("logs-section").hidden = !picture.admin;
+  by("events-section").hidden = !picture.events;
+}
+
+function workers() {
+  return (picture.order || []).map((name) => picture[`model ${name}`]).filter(Boolean);
+}
+
+function drawGpus() {
+  const gpus = picture.gpus || [];
+  by("gpus-section").hidden = !gpus.length;
+  keyed(by("gpus"), gpus, (gpu) => gpu.uuid, () => make("div", { className: "gpu" },
+    make("strong"), bar(), make("p", { className: "bar-text" })), (element, gpu) => {
+    const [title, shown, text] = element.children;
+    put(title, `GPU ${gpu.index}`);
+    fill(shown, gpu.used_bytes / gpu.total_bytes, null, null);
+    put(text, `${bytes(gpu.used_bytes)} of ${bytes(gpu.total_bytes)} used, ${bytes(gpu.free_bytes)} free`);
+  });
+}
+
+function bar() {
+  return make("div", { className: "bar" }, make("i"), make("i", { className: "held" }), make("i", { className: "limit" }));
+}
+
+function fill(element, held, estimated, limit) {
+  const [whole, own, mark] = element.children;
+  const width = (share) => `${Math.min(100, Math.max(0, 100 * (share || 0))).toFixed(1)}%`;
+  whole.style.width = width(estimated);
+  own.style.width = width(held);
+  mark.style.left = limit === null || limit === undefined ? "-9px" : width(limit);
+}
+
+// Have one child for each item, in this order. Children of items that stay are kept.
+function keyed(parent, items, key, create, update) {
+  const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  let before = null;
+  for (const item of items) {
+    const name = String(key(item));
+    let child = old.get(name);
+    if (child) old.delete(name);
+    else {
+      child = create(item);
+      child.dataset.key = name;
+    }
+    const place = before ? before.nextElementSibling : parent.firstElementChild;
+    if (place !== child) parent.insertBefore(child, place);
+    update(child, item);
+    before = child;
+  }
+  for (const child of old.values()) child.remove();
+}
+
+function modelCard() {
+  const card = make("article", { className: "model" });
+  const line = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  line.setAttribute("viewBox", `0 0 ${SHOWN_S} 20`);
+  line.setAttribute("preserveAspectRatio", "none");
+  line.setAttribute("aria-hidden", "true");
+  line.append(document.createElementNS("http://www.w3.org/2000/svg", "path"));
+  const buttons = ["Start", "Stop", "Reload"].map((name) =>
+    make("button", { type: "button", className: name === "Stop" ? "danger" : "quiet", textContent: name }));
+  card.append(
+    make("header", {}, make("h3"), make("span", { className: "state" })),
+    make("p", { className: "reason" }),
+    make("div", { className: "rate" }, make("div", {}, make("strong"), make("span", { textContent: " tokens/s" })), line),
+    make("div", {}, bar(), make("p", { className: "bar-text" })),
+    make("p", { className: "facts" }),
+    make("div", { className: "row" }, ...buttons),
+  );
+  buttons.forEach((button) => button.addEventListener("click", () =>
+    order(button.textContent.toLowerCase(), { model: card.dataset.model }, `${button.textContent} ${card.dataset.model}`)));
+  return card;
+}
+
+function drawModels() {
+  const all = workers();
+  keyed(by("models"), all, (worker) => worker.name, modelCard, drawModel);
+  const ready = all.filter((worker) => worker.state === "ready").length;
+  const failed = all.filter((worker) => worker.state === "failed").length;
+  const speed = all.reduce((sum, worker) => sum + (worker.tokens_per_s || 0), 0);
+  put(by("summary"), `${ready} of ${all.length} ready${failed ? `, ${failed} failed` : ""}`
+    + (picture.supervisor ? `, ${Math.round(speed)} tokens/s` : ""));
+}
+
+function drawModel(card, worker) {
+  const [head, reason, rate, memory, facts, row] = card.children;
+  card.dataset.model = worker.model;
+  card.classList.toggle("failed", worker.state === "failed");
+  put(head.children[0], worker.name);
+  const progress = worker.progress?.total ? ` ${Math.floor(100 * worker.progress.done / worker.progress.total)} %` : "";
+  put(head.children[1], `${worker.state}${progress}`);
+  head.children[1].className = `state ${worker.state}`;
+  const why = worker.reason || (worker.state === "unloaded" ? worker.unloaded : "") || "";
+  reason.hidden = !why;
+  put(reason, why);
+  rate.hidden = worker.tokens_per_s === undefined;
+  memory.hidden = !worker.vram_estimate_bytes && !worker.vram_bytes;
+  put(rate.querySelector("strong"), (worker.tokens_per_s || 0).toFixed(worker.tokens_per_s < 100 ? 1 : 0));
+  drawMemory(memory, worker);
+  drawFacts(facts, worker);
+  row.hidden = !picture.admin;
+  const [start, stop, reload] = row.children;
+  const down = ["stopped", "failed", "unloaded"].includes(worker.state);
+  start.disabled = !down;
+  stop.disabled = ["stopped", "stopping"].includes(worker.state);
+  reload.disabled = worker.state !== "ready";
+  for (const button of row.children) button.setAttribute("aria-label", `${button.textContent} ${worker.name}`);
+}
+
+function drawMemory(element, worker) {
+  const gpus = (picture.gpus || []).filter((gpu) => (worker.placed || []).includes(gpu.index));
+  const total = gpus.reduce((sum, gpu) => sum + gpu.total_bytes, 0) || worker.vram_estimate_bytes || worker.vram_bytes;
+  fill(element.children[0], worker.vram_bytes / total, worker.vram_estimate_bytes / total, null);
+  put(element.children[1], `VRAM ${bytes(worker.vram_bytes)} held, ${bytes(worker.vram_estimate_bytes)} estimated`
+    + (gpus.length ? `, ${bytes(total)} in all` : ""));
+}
+
+function drawFacts(element, worker) {
+  const stats = worker.engine_stats || {};
+  const facts = [["on", worker.gpu === "cpu" ? "CPU" : worker.gpu && `GPU ${worker.gpu}`], ["context", worker.context],
+    ["running", worker.active], ["queued", worker.queued], ["restarts", worker.restarts || null],
+    ["done", worker.totals?.finished], ["errors", worker.totals?.errors || null],
+    ["cached pages", stats.pages_cached], ["pid", worker.pid]];
+  if (worker.since) facts.push([`${worker.state} for`, span(Date.now() / 1000 - worker.since)]);
+  const shown = facts.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  keyed(element, shown, ([name]) => name.split(" ")[0] === worker.state ? "state" : name,
+    () => make("span", {}, document.createTextNode(""), make("b")), (item, [name, value]) => {
+      if (item.firstChild.data !== `${name} `) item.firstChild.data = `${name} `;
+      put(item.lastChild, String(value));
+    });
+}
+
+function drawRequests() {
+  const requests = picture.requests || [];
+  by("requests").hidden = !requests.length;
+  by("requests-none").hidden = requests.length > 0;
+  put(by("requests-count"), requests.length ? `(${requests.length})` : "");
+  keyed(by("requests").tBodies[0], requests, (request) => request.id, (request) => {
+    const cancel = make("button", { type: "button", className: "quiet", textContent: "Cancel" });
+    cancel.setAttribute("aria-label", `Cancel the request ${request.id} of ${request.model}`);
+    cancel.addEventListener("click", () => order("cancel_request", { id: request.id }, `Cancel ${request.id}`));
+    return make("tr", {}, make("td"), make("td"), make("td"), make("td", { className: "number" }),
+      make("td", { className: "number" }), make("td", {}, cancel));
+  }, (row, request) => {
+    const place = request.state === "queued" && request.queue_position !== null ? ` (${request.queue_position + 1}.)` : "";
+    put(row.children[0], request.worker || request.model);
+    put(row.children[1], request.state + place);
+    put(row.children[2], request.key || "–");
+    put(row.children[3], String(request.tokens));
+    put(row.children[4], span(request.age_ms / 1000));
+  });
+}
+
+function drawEvents() {
+  const events = [...(picture.events || [])].reverse();
+  by("events-none").hidden = events.length > 0;
+  keyed(by("events"), events, (event) => event.number, (event) => make("li", { className: event.level },
+    make("time", { dateTime: new Date(event.time * 1000).toISOString(), textContent: new Date(event.time * 1000).toLocaleTimeString() }),
+    make("span", { textContent: event.message })), () => {});
+}
+
+function drawChoices() {
+  const names = [...new Set(workers().map((worker) => worker.model))];
+  const option = (name) => make("option", { value: name, textContent: name });
+  keyed(by("ask-model"), names, (name) => name, option, () => {});
+  if (!by("ask-model").value && names.length) by("ask-model").value = names[0];
+  const logs = [["", "the supervisor"], ["gateway", "the gateway"], ...workers().map((worker) => [worker.name, worker.name])];
+  keyed(by("log-of"), logs, ([name]) => name || "-", ([name, text]) => make("option", { value: name, textContent: text }), () => {});
+}
+
+// Once a second, also when nothing changed: the lines move on, and ages grow.
+setInterval(() => {
+  for (const worker of workers()) {
+    const line = rates.get(worker.name) || [];
+    line.push(worker.tokens_per_s || 0);
+    if (line.length > SHOWN_S) line.shift();
+    rates.set(worker.name, line);
+    const card = [...by("models").children].find((child) => child.dataset.key === worker.name);
+    if (!card) continue;
+    const most = Math.max(1, ...line);
+    const points = line.map((rate, i) => `${SHOWN_S - line.length + i} ${(19 - 18 * rate / most).toFixed(2)}`);
+    card.querySelector("path").setAttribute("d", `M${points.join("L")}`);
+    drawFacts(card.children[4], worker);
+  }
+}, 1000);
+
+// --- orders and logs ------------------------------------------------------------------------------------------------
+
+async function order(verb, parameters, said) {
+  const response = await fetch(`/page/orders/${verb}`, { method: "POST", headers: OWN, body: JSON.stringify(parameters) })
+    .catch(() => null);
+  const wrong = response?.ok ? "" : `${said}: ${response ? await failure(response) : "the gateway does not answer"}`;
+  by("notice").dataset.order = wrong;
+  notice(wrong);
+  announce(wrong || `${said}: ordered`);
+}
+
+async function readLog() {
+  const name = by("log-of").value;
+  const response = await fetch(`/page/logs${name ? `?model=${encodeURIComponent(name)}` : ""}`).catch(() => null);
+  if (!response?.ok) {
+    put(by("log"), response ? await failure(response) : "the gateway does not answer");
+    return;
+  }
+  put(by("log"), (await response.json()).lines.join("\n") || "(empty)");
+  by("log").scrollTop = by("log").scrollHeight;
+}
+
+by("log-of").addEventListener("change", readLog);
+by("log-read").addEventListener("click", readLog);
+
+// --- playground -----------------------------------------------------------------------------------------------------
+
+let conversation = [];
+let running = null;
+
+function turn(role, text) {
+  const item = make("li", { className: role }, make("small", { textContent: role }), document.createTextNode(text));
+  by("turns").append(item);
+  by("turns").scrollTop = by("turns").scrollHeight;
+  return item;
+}
+
+by("ask-text").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) by("playground").requestSubmit();
+});
+by("ask-stop").addEventListener("click", () => running?.abort());
+by("ask-clear").addEventListener("click", () => {
+  conversation = [];
+  by("turns").replaceChildren();
+  put(by("ask-timings"), "");
+});
+
+by("playground").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  if (running) return;
+  const text = by("ask-text").value;
+  const chat = by("ask-kind").value === "chat";
+  by("ask-text").value = "";
+  turn("user", text);
+  const body = {
+    model: by("ask-model").value, stream: true, stream_options: { include_usage: true },
+    temperature: Number(by("ask-temperature").value), max_tokens: Number(by("ask-tokens").value),
+    ...(chat ? { messages: [...conversation, { role: "user", content: text }] } : { prompt: text }),
+  };
+  running = new AbortController();
+  by("ask-send").disabled = true;
+  by("ask-stop").disabled = false;
+  const begun = performance.now();
+  let first = null;
+  let answer = "";
+  let usage = null;
+  let item = null;
+  try {
+    const response = await fetch(chat ? "/v1/chat/completions" : "/v1/completions", {
+      method: "POST", headers: { ...OWN, "content-type": "application/json" }, body: JSON.stringify(body), signal: running.signal,
+    });
+    if (!response.ok) throw new Error(await failure(response));
+    item = turn("assistant", "");
+    for await (const chunk of serverSentEvents(response.body)) {
+      if (chunk.error) throw new Error(chunk.error.message);
+      const piece = chat ? chunk.choices[0]?.delta?.content : chunk.choices[0]?.text;
+      if (piece) {
+        first ??= performance.now();
+        answer += piece;
+        item.lastChild.data = answer;
+        by("turns").scrollTop = by("turns").scrollHeight;
+      }
+      usage = chunk.usage || usage;
+    }
+    if (chat) conversation.push({ role: "user", content: text }, { role: "assistant", content: answer });
+  } catch (error) {
+    if (error.name !== "AbortError") turn("error", error.message);
+  } finally {
+    running = null;
+    by("ask-send").disabled = false;
+    by("ask-stop").disabled = true;
+    const end = performance.now();
+    if (first !== null) {
+      const parts = [`first token after ${Math.round(first - begun)} ms`];
+      if (usage) parts.push(`${usage.completion_tokens} tokens`, `${(usage.completion_tokens / ((end - begun) / 1000)).toFixed(1)} tokens/s`);
+      put(by("ask-timings"), parts.join(", "));
+    }
+    announce("The answer has ended.");
+  }
+});
+
+async function* serverSentEvents(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  while (true) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const data = event.split("\n").find((line) => line.startsWith("data: "));
+      if (!data || data === "data: [DONE]") continue;
+      yield JSON.parse(data.slice(6));
+    }
+  }
+}
+
+connect();
