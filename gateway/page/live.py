@@ -21,8 +21,12 @@ QUIET_S: Final = 10.0
 """Seconds after which a viewer gets a comment if nothing has changed, so that proxies keep the connection."""
 MOST_WAITING: Final = 8
 """Pictures that may wait for one viewer. A viewer that reads more slowly misses some and gets the whole picture."""
-VOLATILE: Final = frozenset({"state_s", "beat_s", "idle_s", "until_s", "uptime_s", "held_bytes", "counters"})
+VOLATILE: Final = frozenset(
+    {"state_s", "beat_s", "phase", "idle_s", "until_s", "uptime_s", "held_bytes", "counters", "vram_returned_ms"}
+)
 """Values that change all the time and are not shown. They would make every picture a new one."""
+SHOWN_STATS: Final = frozenset({"pages_used", "pages_cached", "pages_total", "slots_used", "slots_total"})
+"""The engines' figures that are shown."""
 
 Picture = dict[str, Any]
 
@@ -128,7 +132,9 @@ async def take_picture(link: SupervisorLink, caller: Caller, before: Picture, af
     picture["order"] = [worker["name"] for worker in status["models"]]
     for worker in status["models"]:
         old = before.get(f"model {worker['name']}", {})
-        picture[f"model {worker['name']}"] = _steady(worker) | {"since": _since(worker["state_s"], old.get("since"))}
+        stats = {name: value for name, value in worker["engine_stats"].items() if name in SHOWN_STATS}
+        since = _since(worker["state_s"], old.get("since"))
+        picture[f"model {worker['name']}"] = _steady(worker) | {"engine_stats": stats, "since": since}
     picture["gpus"] = status["gpus"]
     picture["supervisor"] = _steady(status["supervisor"])
     picture["admin"] = before["admin"] if "admin" in before else await _is_admin(link, caller)
@@ -146,9 +152,7 @@ async def _is_admin(link: SupervisorLink, caller: Caller) -> bool:
     try:
         await link.call(caller, "logs", lines=1)
     except WireError as e:
-        if e.code is ErrorCode.FORBIDDEN:
-            return False
-        raise
+        return e.code is not ErrorCode.FORBIDDEN
     return True
 
 

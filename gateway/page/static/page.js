@@ -216,7 +216,7 @@ function drawModels() {
 function drawModel(card, worker) {
   const [head, reason, rate, memory, facts, row] = card.children;
   card.dataset.model = worker.model;
-  card.classList.toggle("failed", worker.state === "failed");
+  card.className = `model ${worker.state}`;
   put(head.children[0], worker.name);
   const progress = worker.progress?.total ? ` ${Math.floor(100 * worker.progress.done / worker.progress.total)} %` : "";
   put(head.children[1], `${worker.state}${progress}`);
