@@ -1,7 +1,7 @@
 """The settings that the supervisor, or the command ``modelctl gateway``, gives a gateway process at its start."""
 
 import json
-import secrets
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -45,7 +45,7 @@ class GatewaySettings:
     max_body: int = 16 * MIB
     keepalive: Literal["comment", "chunk", "off"] = "comment"
     keepalive_s: float = 10.0
-    cookie_secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    cookie_secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
     parent: int | None = None
     log: str | None = None
 
