@@ -1,31 +1,42 @@
 """The ASGI application: its routes, and the link to the supervisor that they share."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from gateway.http.errors import ApiError, error_response
 from gateway.http.health import health, live, ready
 from gateway.http.host_check import HostCheck
 from gateway.http.keep_alive import KeepAlive
+from gateway.http.refusals import HANDLERS
+from gateway.http.responses import Application
 from gateway.openai.answers import chat, completion
 from gateway.openai.models import model, models
 from gateway.openai.tokenizing import detokenize, tokenize
 from gateway.page.live import Live
 from gateway.page.routes import page_routes
 from gateway.supervisor_link import SupervisorLink
-from protocol.errors import WireError
 from protocol.process.gateway_settings import GatewaySettings
+
+API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]] = (
+    ("POST", "/chat/completions", chat),
+    ("POST", "/completions", completion),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("GET", "/models", models),
+    ("GET", "/models/{name:path}", model),
+)
+"""OpenAI's API. Clients are told its base URL with /v1, without it, and with two of them."""
 
 
 def make_app(settings: GatewaySettings) -> Starlette:
-    """Return the application. Its ``state`` has ``settings`` and ``link``."""
+    """Return the application. Its ``state`` has ``settings``, ``link``, ``live`` and ``keep_alive``."""
 
     @asynccontextmanager
     async def connected(app: Starlette) -> AsyncIterator[None]:
@@ -41,18 +52,16 @@ def make_app(settings: GatewaySettings) -> Starlette:
             app.state.live.close()
             await link.close()
 
-    app = Starlette(
+    app = Application(
         routes=[
             *page_routes(),
-            *_api(""),
-            *_api("/v1"),
-            *_api("/v1/v1"),
+            *(route for prefix in ("", "/v1", "/v1/v1") for route in _api(prefix)),
             Route("/livez", live),
             Route("/readyz", ready),
             Route("/health", health),
         ],
         middleware=[Middleware(HostCheck, allowed=settings.allowed_hosts)],
-        exception_handlers={ApiError: _refused, WireError: _refused},
+        exception_handlers=HANDLERS,
         lifespan=connected,
     )
     app.state.settings = settings
@@ -62,17 +71,9 @@ def make_app(settings: GatewaySettings) -> Starlette:
 
 
 def _api(prefix: str) -> list[Route]:
-    """Return the routes of OpenAI's API. Clients are told the base URL with /v1, without it, and with two of them."""
+    """Return the routes of OpenAI's API. Some clients end a path with a slash, and lose the body in a redirect."""
     return [
-        Route(f"{prefix}/chat/completions", chat, methods=["POST"]),
-        Route(f"{prefix}/completions", completion, methods=["POST"]),
-        Route(f"{prefix}/models", models),
-        Route(f"{prefix}/models/{{name:path}}", model),
-        Route(f"{prefix}/tokenize", tokenize, methods=["POST"]),
-        Route(f"{prefix}/detokenize", detokenize, methods=["POST"]),
+        Route(f"{prefix}{path}{slash}", endpoint, methods=[method])
+        for method, path, endpoint in API
+        for slash in ("/", "")
     ]
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError | WireError)
-    return error_response(error)

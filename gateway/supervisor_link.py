@@ -1,42 +1,77 @@
 """The gateway's connections to the supervisor."""
 
-from typing import Any
+import asyncio
+from typing import Any, Final
 
 from gateway.http.callers import Caller
+from gateway.http.errors import ApiError
 from protocol.client.async_client import AsyncClient
+from protocol.errors import ConnectionLost
 from protocol.process.gateway_settings import GatewaySettings
 
 ORDERS = frozenset({"start", "stop", "restart", "reload", "cancel_request"})
 """Verbs that a supervisor on this machine takes on its admin socket only."""
+AGAIN_S: Final = 0.5
+"""Seconds between two attempts to reach a supervisor that has not answered since the gateway's start."""
 
 
 class SupervisorLink:
     """One connection for requests and questions, and one for orders, made when the first order comes.
 
-    Over TCP one connection takes both. Both connections are made anew by ``AsyncClient`` when the supervisor was away.
+    Over TCP one connection takes both. ``AsyncClient`` makes both anew after the supervisor was away.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
+        self._client: AsyncClient | None = None
         self._orders: AsyncClient | None = None
-        self.client = self._new_client()
+        self._connecting: asyncio.Task[None] | None = None
+
+    @property
+    def client(self) -> AsyncClient:
+        """The connection for requests. Raises ConnectionLost if no supervisor has answered yet."""
+        if self._client is None:
+            raise ConnectionLost("the supervisor does not answer: is `modelctl serve` running?")
+        return self._client
 
     async def connect(self) -> None:
-        """Connect. Raises the errors of ``AsyncClient.connect``."""
-        await self.client.connect()
+        """Connect. If no supervisor answers, go on trying in the background.
+
+        Raises the other errors of ``AsyncClient.connect``: nothing is gained by trying again with a wrong key.
+        """
+        try:
+            self._client = await self._new_client().connect()
+        except ConnectionLost:
+            self._connecting = asyncio.create_task(self._keep_connecting())
 
     async def close(self) -> None:
         """End the connections, and with them every unfinished request."""
-        await self.client.close()
-        if self._orders is not None:
-            await self._orders.close()
+        if self._connecting is not None:
+            self._connecting.cancel()
+        for client in (self._client, self._orders):
+            if client is not None:
+                await client.close()
 
     async def call(self, caller: Caller, verb: str, **params: Any) -> dict[str, Any]:
-        """Send a question or an order for a caller, and return the supervisor's reply. Raises WireError."""
+        """Send a question or an order for a caller, and return the supervisor's reply.
+
+        Raises WireError, and ApiError if no reply comes in time.
+        """
         client = self.client
         if verb in ORDERS and self._settings.connect is None:
             client = await self._orders_client()
-        return await client.call(verb, reply_timeout=client.timeout, **params, **caller.on_behalf_of())
+        try:
+            return await client.call(verb, reply_timeout=client.timeout, **params, **caller.on_behalf_of())
+        except TimeoutError as e:
+            raise ApiError(504, f"the supervisor: {e}", code="no_answer", retry=True) from None
+
+    async def _keep_connecting(self) -> None:
+        while self._client is None:
+            await asyncio.sleep(AGAIN_S)
+            try:
+                self._client = await self._new_client().connect()
+            except ConnectionLost:
+                continue
 
     async def _orders_client(self) -> AsyncClient:
         if self._orders is None:

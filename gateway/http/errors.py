@@ -7,6 +7,9 @@ from starlette.responses import Response
 
 from protocol.errors import ErrorCode, WireError
 
+RETRY_AFTER_S: Final = 1
+"""Seconds after which a client may send a refused request again, if the supervisor does not know better."""
+
 
 class ApiError(Exception):
     """A request that the gateway itself refuses.
@@ -15,17 +18,32 @@ class ApiError(Exception):
     message  a sentence that names the field, the value and the remedy
     code     the error's name, for programs
     param    the field that is wrong, or None
+    retry    whether the same request may succeed when it is sent again
     """
 
-    def __init__(self, status: int, message: str, *, code: str = "invalid_request", param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str = "invalid_request",
+        param: str | None = None,
+        retry: bool = False,
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        self.status, self.message, self.code, self.param, self.retry = status, message, code, param, retry
 
+
+FAULT: Final = ApiError(500, "a fault of the gateway: its log says more", code="internal")
+"""Stands for any exception that is no refusal. An answer never holds a traceback."""
 
 STATUS: Final[dict[ErrorCode, int]] = {
+    ErrorCode.BAD_FRAME: 500,
+    ErrorCode.BAD_VERSION: 502,
     ErrorCode.INVALID_REQUEST: 400,
     ErrorCode.UNSUPPORTED: 400,
     ErrorCode.TOO_LARGE: 413,
+    ErrorCode.DUPLICATE_REQUEST: 500,
     ErrorCode.CONTEXT_OVERFLOW: 400,
     ErrorCode.UNAUTHORIZED: 401,
     ErrorCode.FORBIDDEN: 403,
@@ -35,15 +53,26 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.OVERLOADED: 429,
     ErrorCode.RATE_LIMITED: 429,
     ErrorCode.DRAINING: 503,
+    ErrorCode.DEADLINE_EXCEEDED: 504,
+    ErrorCode.QUEUE_TIMEOUT: 503,
+    ErrorCode.SLOW_CONSUMER: 408,
     ErrorCode.WORKER_DIED: 502,
     ErrorCode.POISONED: 400,
+    ErrorCode.HELPER_FAILED: 503,
+    ErrorCode.INTERNAL: 500,
+    ErrorCode.CONNECTION_LOST: 503,
 }
-"""HTTP status of each error of the supervisor. Any other error is a 500."""
+"""HTTP status of each error. The documentation's table of errors is made of it (``tools/docs/http_errors.py``)."""
 
 NAMES: Final[dict[ErrorCode, str]] = {
     ErrorCode.CONTEXT_OVERFLOW: "context_length_exceeded",
 }
 """Codes that programs know by another name than ours."""
+
+
+def code_of(code: ErrorCode) -> str:
+    """Return the name of an error in answers."""
+    return NAMES.get(code, code.wire_name)
 
 
 def type_of(status: int) -> str:
@@ -57,26 +86,38 @@ def type_of(status: int) -> str:
     return "invalid_request_error" if status < 500 else "server_error"
 
 
+def status_of(error: ApiError | WireError) -> int:
+    """Return the HTTP status of an error."""
+    return error.status if isinstance(error, ApiError) else STATUS[error.code]
+
+
 def error_body(error: ApiError | WireError) -> dict[str, Any]:
     """Return the JSON object that describes an error, as OpenAI's API does."""
     if isinstance(error, ApiError):
-        status, code, param, message = error.status, error.code, error.param, error.message
+        code, param = error.code, error.param
     else:
-        status = STATUS.get(error.code, 500)
-        code, param, message = NAMES.get(error.code, error.code.wire_name), error.field, error.message
-    return {"error": {"message": message, "type": type_of(status), "param": param, "code": code}}
+        code, param = code_of(error.code), error.field and error.field.removeprefix("route.")
+    return {"error": {"message": error.message, "type": type_of(status_of(error)), "param": param, "code": code}}
+
+
+def error_headers(error: ApiError | WireError) -> dict[str, str]:
+    """Return the headers that say whether, and when, to send the request again.
+
+    The client packages of OpenAI send a request again after every 408, 409, 429 and 5xx. ``x-should-retry: false``
+    stops them where a repetition cannot help.
+    """
+    after_ms = None if isinstance(error, ApiError) else error.retry_after_ms
+    retry = error.retry if isinstance(error, ApiError) else error.retryable or after_ms is not None
+    headers = {"x-should-retry": "true" if retry else "false"}
+    if after_ms is not None:
+        headers["retry-after-ms"] = str(max(1, after_ms))
+    if retry:
+        headers["retry-after"] = str(RETRY_AFTER_S if after_ms is None else max(1, -(-after_ms // 1000)))
+    if status_of(error) == 401:
+        headers["www-authenticate"] = "Bearer"
+    return headers
 
 
 def error_response(error: ApiError | WireError) -> Response:
     """Return the answer to a request that failed before its first byte was sent."""
-    headers: dict[str, str] = {}
-    if isinstance(error, ApiError):
-        status, retry = error.status, error.status in (429, 503)
-    else:
-        status, retry = STATUS.get(error.code, 500), error.retryable
-        if error.retry_after_ms is not None:
-            headers["retry-after-ms"] = str(error.retry_after_ms)
-            headers["retry-after"] = str(-(-error.retry_after_ms // 1000))
-    if not retry:
-        headers["x-should-retry"] = "false"
-    return Response(orjson.dumps(error_body(error)), status, headers, "application/json")
+    return Response(orjson.dumps(error_body(error)), status_of(error), error_headers(error), "application/json")

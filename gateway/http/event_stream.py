@@ -5,6 +5,7 @@ StreamingResponse would add a task group, and a generator with two more coroutin
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
@@ -12,8 +13,11 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.errors import ApiError, error_body, error_response
+from gateway.http.errors import FAULT, ApiError, error_body, error_response
+from gateway.http.responses import DIRECT
 from protocol.errors import WireError
+
+log = logging.getLogger(__name__)
 
 HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -25,12 +29,16 @@ HEADERS: Final = [
 class EventStream:
     """The server-sent events of one answer. The first one sends the headers.
 
+    send    sends the headers, through every layer of the application
+    direct  sends the events, without these layers
+
     begun    whether the headers were sent. The status cannot change after that
     sent_at  time of the loop's clock when something was sent last
     """
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, direct: Send) -> None:
+        self._begin = send
+        self._send = direct
         self._loop = asyncio.get_running_loop()
         self._sending = False
         self.begun = False
@@ -42,16 +50,19 @@ class EventStream:
         try:
             if not self.begun:
                 self.begun = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                await self._begin({"type": "http.response.start", "status": 200, "headers": HEADERS})
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
         finally:
             self._sending = False
         self.sent_at = self._loop.time()
 
-    async def keep_alive(self, data: bytes, after: float) -> None:
-        """Send ``data`` if nothing was sent for ``after`` seconds, unless an event waits for the client to read."""
-        if not self._sending and self._loop.time() - self.sent_at >= after:
-            await self.send(data)
+    def is_silent(self, for_s: float) -> bool:
+        """Return whether nothing was sent for so many seconds, and nothing waits for the client to read."""
+        return not self._sending and self._loop.time() - self.sent_at >= for_s
+
+    async def send_error(self, error: ApiError | WireError) -> None:
+        """Send an error as an event. Client packages raise it."""
+        await self.send(b"data: " + orjson.dumps(error_body(error)) + b"\n\n")
 
     async def end(self) -> None:
         """End the answer."""
@@ -68,17 +79,23 @@ class StreamedAnswer:
         self._produce = produce
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = EventStream(send)
+        events = EventStream(send, scope.get(DIRECT, send))
         try:
             done = await until_disconnect(receive, self._produce(events))
         except (ApiError, WireError) as e:
             if not events.begun:
                 await error_response(e)(scope, receive, send)
                 return
-            await events.send(b"data: " + orjson.dumps(error_body(e)) + b"\n\n")
-            done = True
-        if done:
-            await events.end()
+            await events.send_error(e)
+        except Exception:
+            if not events.begun:
+                raise
+            log.exception("a stream ended")
+            await events.send_error(FAULT)
+        else:
+            if not done:
+                return
+        await events.end()
 
 
 class WholeAnswer:

@@ -36,9 +36,8 @@ def _answer(good: bool) -> Response:
 
 async def _states(request: Request) -> dict[str, str]:
     """Return the state of each model by its name; nothing if the supervisor does not answer."""
-    client = request.app.state.link.client
     try:
-        reply: dict[str, Any] = await client.models()
+        reply: dict[str, Any] = await request.app.state.link.client.models()
     except (WireError, TimeoutError):
         return {}
     return {model["name"]: model["state"] for model in reply["models"]}

@@ -48,10 +48,15 @@ class KeepAlive:
 
     async def run(self) -> None:
         """Look at the streams until cancelled."""
-        while True:
-            await asyncio.sleep(CHECK_S)
-            if self.after_s:
-                for stream in self.streams:
-                    send = asyncio.create_task(stream.events.keep_alive(stream.silent(), self.after_s))
+        while self.after_s:
+            await asyncio.sleep(min(CHECK_S, self.after_s))
+            for stream in self.streams:
+                if stream.events.is_silent(self.after_s):
+                    send = asyncio.create_task(self._send(stream))
                     self._sends.add(send)
                     send.add_done_callback(self._sends.discard)
+
+    async def _send(self, stream: OpenStream) -> None:
+        # The stream may have ended, or sent something, since this task was made.
+        if stream in self.streams and stream.events.is_silent(self.after_s):
+            await stream.events.send(stream.silent())

@@ -1,6 +1,7 @@
 """Serve the requests for chats and completions: ask the supervisor, and send the answers in OpenAI's shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.requests import Request
@@ -10,11 +11,13 @@ from gateway.http.body import read_json
 from gateway.http.callers import Caller, caller_of
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
 from gateway.http.keep_alive import KeepAlive, OpenStream, comment
-from gateway.openai.chunks import DONE, Shape, chat_logprobs, completion_logprobs, finish_reason, usage_of
+from gateway.openai.chunks import DONE, Shape, TextOffset, finish_reason, usage_of
 from gateway.openai.options import Wanted, read_chat, read_completion
-from protocol.client.answers import Progress, TokenLogprob
+from gateway.supervisor_link import SupervisorLink
+from protocol.client.answers import Progress
 from protocol.client.async_client import AsyncClient
 from protocol.client.async_streams import AsyncChoices, AsyncStream
+from protocol.errors import WireError
 from protocol.process.gateway_settings import GatewaySettings
 
 Prompt = dict[str, Any]
@@ -41,26 +44,40 @@ async def completion(request: Request) -> StreamedAnswer | WholeAnswer:
 def _answer(
     request: Request, caller: Caller, wanted: Wanted, prompts: Sequence[Prompt], *, is_chat: bool
 ) -> StreamedAnswer | WholeAnswer:
-    client: AsyncClient = request.app.state.link.client
+    settings: GatewaySettings = request.app.state.settings
+    link: SupervisorLink = request.app.state.link
     keep_alive: KeepAlive = request.app.state.keep_alive
     shape = Shape(wanted.model, is_chat=is_chat, include_usage=wanted.include_usage)
 
     async def stream(events: EventStream) -> None:
         progress: list[Progress | None] = [None]
-        silent = OpenStream(events, lambda: comment(progress[0]))
+        as_chunk = settings.keepalive == "chunk"
+        silent = OpenStream(events, shape.silence if as_chunk else lambda: comment(progress[0]))
         keep_alive.streams.add(silent)
         try:
-            streams = _begin(client, caller, wanted, prompts, progress)
-            await _stream(events, streams, shape, wanted)
+            with _named(wanted):
+                streams = _begin(link.client, caller, wanted, prompts, progress)
+                await _stream(events, streams, shape, wanted)
         finally:
             keep_alive.streams.discard(silent)
 
     async def whole() -> Response:
-        streams = _begin(client, caller, wanted, prompts, None)
-        answers = await AsyncChoices(streams, None).complete()
+        with _named(wanted):
+            streams = _begin(link.client, caller, wanted, prompts, None)
+            answers = await AsyncChoices(streams, None).complete()
         return Response(shape.whole(answers, _usage(streams, wanted.n)), media_type="application/json")
 
     return StreamedAnswer(stream) if wanted.stream else WholeAnswer(whole)
+
+
+@contextmanager
+def _named(wanted: Wanted) -> Iterator[None]:
+    """Give the errors of a request the names of the fields that its sender used."""
+    try:
+        yield
+    except WireError as e:
+        e.field = wanted.names.get(e.field or "", e.field)
+        raise
 
 
 def _begin(
@@ -81,26 +98,31 @@ def _begin(
 
     tell = None if progress is None else report
     streams: list[AsyncStream] = []
-    for prompt in prompts:
-        options: Any = wanted.options | prompt | caller.on_behalf_of()
-        streams += client.choices(wanted.model, n=wanted.n, on_progress=tell, **options).streams
+    try:
+        for prompt in prompts:
+            options: Any = wanted.options | prompt | caller.on_behalf_of()
+            streams += client.choices(wanted.model, n=wanted.n, on_progress=tell, **options).streams
+    except BaseException:
+        for stream in streams:
+            stream.close()
+        raise
     return tuple(streams)
 
 
 async def _stream(events: EventStream, streams: tuple[AsyncStream, ...], shape: Shape, wanted: Wanted) -> None:
     """Send the pieces of the answers as they come, then their ends."""
     begun = b"".join(shape.begin(index) for index in range(len(streams)))
-    if len(streams) == 1 and not wanted.options.get("logprobs"):
+    with_logprobs = wanted.options.get("logprobs")
+    if len(streams) == 1 and not with_logprobs:
         async for delta in streams[0]:  # as few steps as possible: this runs for each token
             if delta.text:
                 await events.send(begun + shape.piece(0, delta.text))
                 begun = b""
     else:
-        sent = [0] * len(streams)
+        offsets = [TextOffset() for _ in streams]
         async for index, delta in AsyncChoices(streams, None):
             if delta.text or delta.logprobs:
-                logprobs = _logprobs(shape, delta.logprobs, sent[index]) if wanted.options.get("logprobs") else None
-                sent[index] += len(delta.text)
+                logprobs = shape.logprobs(delta.logprobs, offsets[index]) if with_logprobs else None
                 await events.send(begun + shape.piece(index, delta.text, logprobs))
                 begun = b""
     parts = [shape.finish(index, finish_reason(stream.finish_reason or "")) for index, stream in enumerate(streams)]
@@ -110,15 +132,6 @@ async def _stream(events: EventStream, streams: tuple[AsyncStream, ...], shape: 
     await events.send(b"".join((begun, *parts, DONE)))
 
 
-def _logprobs(shape: Shape, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    return chat_logprobs(entries) if shape.is_chat else completion_logprobs(entries, offset)
-
-
 def _usage(streams: Sequence[AsyncStream], n: int) -> dict[str, Any]:
     """Return the usage of all answers. A prompt counts once, however many answers it has."""
-    each = [usage_of(stream.usage for stream in streams[first : first + n]) for first in range(0, len(streams), n)]
-    if len(each) == 1:
-        return each[0]
-    return usage_of([]) | {
-        key: sum(one[key] for one in each) for key in ("prompt_tokens", "completion_tokens", "total_tokens")
-    }
+    return usage_of([[stream.usage for stream in streams[i : i + n]] for i in range(0, len(streams), n)])

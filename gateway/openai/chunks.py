@@ -1,5 +1,6 @@
 """The JSON of answers in OpenAI's shapes: whole, and in the pieces of a stream."""
 
+import codecs
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -19,30 +20,48 @@ _REASONS: Final = {"stop": "stop", "length": "length", "banned_strings": "conten
 def finish_reason(reason: str) -> str:
     """Return OpenAI's name of a finish reason. Raises ApiError for an answer that somebody else cancelled."""
     if reason not in _REASONS:
-        raise ApiError(500, "the request was cancelled on the server before its end", code="cancelled")
+        raise ApiError(503, "an operator cancelled the request: send it again if you still need it", code="cancelled")
     return _REASONS[reason]
 
 
-def usage_of(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return OpenAI's ``usage`` of one prompt and its answers.
+def usage_of(prompts: Iterable[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """Return OpenAI's ``usage``.
 
-    answers  the ``usage`` of each answer, as ``Completion`` has it
+    prompts  for each prompt, the ``usage`` of each of its answers, as ``Completion`` has it. A prompt counts once
     """
-    counted = list(answers)
-    prompt = max((each.get("prompt_tokens", 0) for each in counted), default=0)
-    completion = sum(each.get("completion_tokens", 0) for each in counted)
+    answers: list[dict[str, Any]] = []
+    prompt = cached = 0
+    for given in prompts:
+        answers += given
+        prompt += max((each.get("prompt_tokens", 0) for each in given), default=0)
+        cached += max((each.get("cached_tokens", 0) for each in given), default=0)
+    completion = sum(each.get("completion_tokens", 0) for each in answers)
     usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": max((each.get("cached_tokens", 0) for each in counted), default=0)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
-    if any("draft_accepted" in each for each in counted):
+    if any("draft_accepted" in each for each in answers):
         usage["completion_tokens_details"] = {
-            "accepted_prediction_tokens": sum(each.get("draft_accepted", 0) for each in counted),
-            "rejected_prediction_tokens": sum(each.get("draft_rejected", 0) for each in counted),
+            "accepted_prediction_tokens": sum(each.get("draft_accepted", 0) for each in answers),
+            "rejected_prediction_tokens": sum(each.get("draft_rejected", 0) for each in answers),
         }
     return usage
+
+
+class TextOffset:
+    """The place of the next token in an answer's text, in characters. A token may end within a character."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._at = 0
+
+    def add(self, token: bytes) -> int:
+        """Return where this token begins."""
+        begins = self._at
+        self._at += len(self._decoder.decode(token))
+        return begins
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -57,17 +76,13 @@ def _chat_logprob(entry: TokenLogprob) -> dict[str, Any]:
     return {"token": entry.text, "logprob": max(entry.logprob, LEAST_LOGPROB), "bytes": list(entry.bytes)}
 
 
-def completion_logprobs(entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """Return the ``logprobs`` of a completion's choice. ``offset``: characters of the answer before these tokens."""
-    offsets: list[int] = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry.text)
+def completion_logprobs(entries: Sequence[TokenLogprob], offset: TextOffset) -> dict[str, Any]:
+    """Return the ``logprobs`` of a completion's choice. ``offset`` knows the tokens of the answer before these."""
     return {
         "tokens": [entry.text for entry in entries],
         "token_logprobs": [max(entry.logprob, LEAST_LOGPROB) for entry in entries],
         "top_logprobs": [{top.text: max(top.logprob, LEAST_LOGPROB) for top in entry.top} for entry in entries],
-        "text_offset": offsets,
+        "text_offset": [offset.add(entry.bytes) for entry in entries],
     }
 
 
@@ -106,6 +121,15 @@ class Shape:
         )  # fmt: skip
         return b"".join(parts)
 
+    def logprobs(self, entries: Sequence[TokenLogprob], offset: TextOffset) -> dict[str, Any]:
+        """Return the ``logprobs`` of a choice, or of a piece of it."""
+        return chat_logprobs(entries) if self.is_chat else completion_logprobs(entries, offset)
+
+    def silence(self) -> bytes:
+        """Return a chunk without text. It keeps a silent stream open for clients that fail at comments."""
+        empty = b',"delta":{}' if self.is_chat else b',"text":""'
+        return b"%b0%b%b" % (self._head, empty, b',"logprobs":null,"finish_reason":null' + self._tail)
+
     def finish(self, index: int, reason: str) -> bytes:
         """Return the chunk that ends an answer. ``reason`` is OpenAI's."""
         empty = b',"delta":{}' if self.is_chat else b',"text":""'
@@ -131,8 +155,7 @@ class Shape:
         choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason(answer.finish_reason)}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
-            choice["logprobs"] = chat_logprobs(answer.logprobs) if answer.logprobs else None
         else:
             choice["text"] = answer.text
-            choice["logprobs"] = completion_logprobs(answer.logprobs, 0) if answer.logprobs else None
+        choice["logprobs"] = self.logprobs(answer.logprobs, TextOffset()) if answer.logprobs else None
         return choice

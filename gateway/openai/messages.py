@@ -9,8 +9,12 @@ from gateway.http.errors import ApiError
 ROLES: Final = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """OpenAI's roles, each with the role that chat templates know."""
 KEPT: Final = ("name", "tool_call_id")
-DROPPED: Final = frozenset({"refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning"})
-"""Keys of assistants' earlier answers that clients send back. No template reads them, so they are left out."""
+DROPPED: Final = frozenset({"refusal", "annotations", "reasoning_content", "reasoning"})
+"""Keys of assistants' earlier answers that clients send back. They are not part of a conversation, and are left out."""
+NOT_OFFERED: Final = {"audio": "these models read text only", "function_call": "use tool_calls instead"}
+"""Keys of messages that are refused, each with the reason. A null is as good as none."""
+PART_KEYS: Final = frozenset({"type", "text", "cache_control"})
+"""Keys of a text part. Prompts are cached without being asked, so ``cache_control`` changes nothing."""
 
 
 def read_messages(given: Any) -> list[dict[str, Any]]:
@@ -37,7 +41,11 @@ def _read_message(place: str, given: Any) -> dict[str, Any]:
             message[key] = _read_tool_calls(f"{place}.tool_calls", value)
         elif key in KEPT and value is not None:
             message[key] = value
-        elif key not in ("role", *KEPT, "tool_calls") and key not in DROPPED:
+        elif key in NOT_OFFERED and value is not None:
+            raise ApiError(
+                400, f"{place}.{key} is not offered: {NOT_OFFERED[key]}", code="unsupported", param=f"{place}.{key}"
+            )
+        elif key not in ("role", *KEPT, "tool_calls", *NOT_OFFERED) and key not in DROPPED:
             raise ApiError(400, f"{place} has an unknown key {key[:64]!r}", param=f"{place}.{key[:64]}")
     return message
 
@@ -59,6 +67,9 @@ def _read_content(place: str, given: Any) -> str | None:
             )  # fmt: skip
         if not isinstance(part.get("text"), str):
             raise ApiError(400, f"{place}[{i}].text must be a string", param=f"{place}[{i}].text")
+        for key in part:
+            if key not in PART_KEYS:
+                raise ApiError(400, f"{place}[{i}] has an unknown key {key[:64]!r}", param=f"{place}[{i}].{key[:64]}")
         texts.append(part["text"])
     return "".join(texts)
 

@@ -1,7 +1,7 @@
 """GET /v1/models and /v1/models/{id}."""
 
 import time
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from starlette.requests import Request
@@ -11,6 +11,8 @@ from gateway.http.callers import caller_of
 from gateway.http.errors import ApiError
 from protocol.errors import ErrorCode, WireError
 
+STATUS: Final = {"ready": "loaded", "loading": "loading", "starting": "loading", "backoff": "loading"}
+"""llama-server's word for each of our states of a model. Every other state is "unloaded"."""
 CREATED = int(time.time())
 """The API asks for a time of creation. Models have none here, so the gateway's start stands for it."""
 
@@ -40,20 +42,38 @@ async def _listed(request: Request) -> list[dict[str, Any]]:
 
 
 def _described(one: dict[str, Any]) -> dict[str, Any]:
-    """Return a model with the keys that clients of other servers look for, too."""
+    """Return a model, also with the keys that clients of llama-swap, llama-server, LM Studio and vLLM look for.
+
+    ``state`` is LM Studio's, ``status`` is llama-swap's and llama-server's. Our own state is in ``modelctl``.
+    """
+    state, context = one["state"], one["context"]
     described: dict[str, Any] = {
         "id": one["name"],
         "object": "model",
         "created": CREATED,
         "owned_by": "modelctl",
         "name": one["name"],
-        "state": one["state"],
-        "status": {"value": "loaded" if one["state"] == "ready" else "unloaded"},
-        "capabilities": {"chat": one["chat"], "completion": True, "vision": False, "function_calling": False},
-        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "type": "llm",
+        "state": "loaded" if state == "ready" else "not-loaded",
+        "status": {"value": STATUS.get(state, "unloaded")},
+        "capabilities": {
+            "chat": one["chat"],
+            "completion": True,
+            "json_schema": True,
+            "vision": False,
+            "function_calling": False,
+            "reranker": False,
+            "audio_transcriptions": False,
+            "audio_speech": False,
+            "image_generation": False,
+            "image_to_image": False,
+        },
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"], "modality": "text->text"},
+        "modelctl": {"state": state},
     }
-    if one["context"] is not None:
-        context = one["context"]
+    if context is not None:
         described |= {"max_model_len": context, "context_length": context, "max_context_length": context}
         described["meta"] = {"n_ctx": context}
+        if state == "ready":
+            described["loaded_context_length"] = context
     return described

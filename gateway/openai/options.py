@@ -13,6 +13,8 @@ from protocol.client.request_options import RequestOptions
 
 MOST_ANSWERS: Final = 128
 """Largest ``n``, as at OpenAI."""
+MOST_REQUESTS: Final = 1024
+"""Most answers of one request for completions: its prompts times ``n``."""
 ABOUT_THE_ACCOUNT: Final = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -31,11 +33,20 @@ NOT_OFFERED: Final = {
     "moderation": "moderation is not offered",
     "suffix": "text after the gap is not offered",
     "best_of": "use n instead",
-    "echo": "the prompt is not sent back: tokenize has its tokens",
+    "echo": "the prompt is not sent back: /tokenize has its tokens",
 }
 """Options of OpenAI's API that no model here has, each with the remedy."""
-OWN: Final = frozenset(RequestOptions.__annotations__) - {"messages", "token_ids", "tools", "template_kwargs"}
-"""Options of this project that a request gives by their own names."""
+NOTHING: Final[dict[str, Any]] = {"modalities": ["text"], "echo": False, "best_of": 1, "suffix": ""}
+"""Values of such options that ask for nothing. Some clients send them always."""
+CHAT_ONLY: Final = frozenset(
+    {
+        "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "template_kwargs",
+        "reasoning_effort", "add_generation_prompt", "continue_final_message",
+    }
+)  # fmt: skip
+"""Options that go to a chat template."""
+OWN: Final = frozenset(RequestOptions.__annotations__) - CHAT_ONLY - {"token_ids", "on_behalf_of"}
+"""Options of this project that both kinds of requests give by their own names. Only the gateway names the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,7 @@ class Wanted:
 
     model          name of the model
     options        keywords of ``AsyncClient.generate``
+    names          fields of ``options`` that the sender calls otherwise: {our name: the sender's}
     n              number of answers
     stream         whether the answer is streamed
     include_usage  whether the stream ends with an event that counts the tokens
@@ -51,6 +63,7 @@ class Wanted:
 
     model: str
     options: RequestOptions
+    names: dict[str, str]
     n: int
     stream: bool
     include_usage: bool
@@ -67,26 +80,53 @@ def read_chat(body: dict[str, Any]) -> Wanted:
         raise _not_offered("parallel_tool_calls", "the number of tool calls cannot be limited yet: leave it out")
     if tools and choice != "none":
         options["tools"] = tools
-    variables = (_read_map(given, "chat_template_kwargs") or {}) | (_read_map(given, "template_kwargs") or {})
+    names: dict[str, str] = {}
+    variables: dict[str, Any] = {}
     if (effort := given.pop("reasoning_effort", None)) is not None:
-        variables = {"reasoning_effort": effort} | variables  # a variable that templates of reasoning models read
+        variables["reasoning_effort"] = effort  # a variable that templates of reasoning models read
+        names["template_kwargs"] = "reasoning_effort"
+    for name in ("chat_template_kwargs", "template_kwargs"):
+        if more := _read_map(given, name):
+            variables |= more
+            names["template_kwargs"] = name
     if variables:
         options["template_kwargs"] = variables
-    return _read_rest(given, options)
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if (value := given.pop(name, None)) is not None:
+            options[name] = value
+    for name in ("prompt", "token_ids"):
+        if given.pop(name, None) is not None:
+            raise ApiError(400, f"{name} is for /v1/completions: a chat has messages", param=name)
+    return _read_rest(given, options, names)
 
 
 def read_completion(body: dict[str, Any]) -> tuple[list[str | list[int]], Wanted]:
     """Return the prompts, and the request without them, in the body of a POST to /v1/completions. Raises ApiError."""
     given = dict(body)
-    prompts = _read_prompts(given.pop("prompt", None))
-    logprobs = given.pop("logprobs", None)  # a number here: how many of the likeliest tokens
+    for name in sorted(CHAT_ONLY):
+        if given.pop(name, None) is not None:
+            raise ApiError(400, f"{name} is for /v1/chat/completions: a completion has a prompt", param=name)
+    called = "prompt" if given.get("token_ids") is None else "token_ids"
+    if called == "token_ids" and given.get("prompt") is not None:
+        raise ApiError(400, "give prompt or token_ids, not both", param="token_ids")
+    prompts = _read_prompts(given.pop(called, None), called)
+    given.pop("prompt", None)
+    given.pop("token_ids", None)
     options: dict[str, Any] = {}
-    if logprobs is not None and logprobs is not False:
-        options |= {"logprobs": True, "top_logprobs": 0 if logprobs is True else logprobs}
-    return prompts, _read_rest(given, options)
+    logprobs = given.pop("logprobs", None)  # a number here: how many of the likeliest tokens
+    if type(logprobs) is int:
+        options |= {"logprobs": True, "top_logprobs": logprobs}
+    elif logprobs:  # this project's own form of the option
+        options["logprobs"] = logprobs
+    wanted = _read_rest(given, options, {"token_ids": called, "top_logprobs": "logprobs"})
+    if len(prompts) * wanted.n > MOST_REQUESTS:
+        raise ApiError(
+            400, f"{len(prompts)} prompts with n = {wanted.n}: at most {MOST_REQUESTS} answers at once", param=called
+        )
+    return prompts, wanted
 
 
-def _read_prompts(given: Any) -> list[str | list[int]]:
+def _read_prompts(given: Any, called: str) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:
@@ -94,10 +134,10 @@ def _read_prompts(given: Any) -> list[str | list[int]]:
             return [given]
         if all(isinstance(each, str) or (isinstance(each, list) and each) for each in given):
             return given
-    raise ApiError(400, "prompt must be a string, an array of token ids, or an array of such prompts", param="prompt")
+    raise ApiError(400, f"{called} must be a string, an array of token ids, or an array of such prompts", param=called)
 
 
-def _read_rest(given: dict[str, Any], options: dict[str, Any]) -> Wanted:
+def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, str]) -> Wanted:
     model = given.pop("model", None)
     if not isinstance(model, str):
         raise ApiError(400, "model must be the name of a model: GET /v1/models lists them", param="model")
@@ -112,11 +152,13 @@ def _read_rest(given: dict[str, Any], options: dict[str, Any]) -> Wanted:
     if stream_options:
         name = next(iter(stream_options))[:64]
         raise ApiError(400, f"stream_options has an unknown key {name!r}", param=f"stream_options.{name}")
-    options |= _read_format(given.pop("response_format", None))
+    if given.get("response_format") is not None:
+        options |= _read_format(given.pop("response_format"))
+        names["json_schema"] = "response_format"
+    if given.get("max_completion_tokens") == given.get("max_tokens"):  # some clients send the limit by both names
+        given.pop("max_completion_tokens", None)
     for name, value in given.items():
-        if value is None or name in ABOUT_THE_ACCOUNT:
-            continue
-        if name == "modalities" and value == ["text"]:
+        if value is None or name in ABOUT_THE_ACCOUNT or (name in NOTHING and value == NOTHING[name]):
             continue
         if name in NOT_OFFERED:
             raise _not_offered(name, NOT_OFFERED[name])
@@ -124,28 +166,49 @@ def _read_rest(given: dict[str, Any], options: dict[str, Any]) -> Wanted:
             near = get_close_matches(name[:64], OWN, 1)
             hint = f": did you mean {near[0]}?" if near else ": leave it out"
             raise ApiError(400, f"unknown option {name[:64]!r}{hint}", param=name[:64])
+        if name in options:
+            raise ApiError(400, f"{name} is given twice: {names.get(name, name)} says it, too", param=name)
         options[name] = value
-    if options.get("logprobs") is False:
-        options.pop("top_logprobs", None)
-    return Wanted(model, cast(RequestOptions, options), n, stream, include_usage)
+    return Wanted(model, cast(RequestOptions, options), names, n, stream, include_usage)
 
 
 def _read_format(given: Any) -> dict[str, Any]:
-    """Return the option that gives the answer the shape of a ``response_format``."""
-    if given is None:
-        return {}
+    """Return the option that gives the answer the shape of a ``response_format``.
+
+    ``strict: false`` makes no difference: the answer always has the shape of the schema.
+    """
     kind = given.get("type") if isinstance(given, dict) else None
     if kind == "text":
+        _check_keys(given, "response_format", {"type"})
         return {}
     if kind == "json_object":
+        _check_keys(given, "response_format", {"type", "schema"})  # with a schema: the form of llama-server
+        if given.get("schema") is not None:
+            return {"json_schema": _schema(given, "response_format")}
         return {"json_schema": {"type": "object"}, "whitespace_flexible": True}
     if kind == "json_schema":
+        _check_keys(given, "response_format", {"type", "json_schema"})
         described = given.get("json_schema")
-        schema = described.get("schema", {"type": "object"}) if isinstance(described, dict) else None
-        if not isinstance(schema, dict):
-            raise ApiError(400, "response_format.json_schema.schema must be an object", param="response_format")
-        return {"json_schema": schema}
-    raise ApiError(400, "response_format.type must be text, json_object or json_schema", param="response_format")
+        if not isinstance(described, dict):
+            raise ApiError(400, "response_format.json_schema must be an object", param="response_format.json_schema")
+        _check_keys(described, "response_format.json_schema", {"name", "description", "schema", "strict"})
+        return {"json_schema": _schema(described, "response_format.json_schema")}
+    raise ApiError(
+        400, "response_format.type must be text, json_object or json_schema", param="response_format.type"
+    )  # fmt: skip
+
+
+def _schema(given: dict[str, Any], place: str) -> dict[str, Any]:
+    schema = given.get("schema")
+    if not isinstance(schema, dict):
+        raise ApiError(400, f"{place}.schema must be a JSON schema, which is an object", param=f"{place}.schema")
+    return schema
+
+
+def _check_keys(given: dict[str, Any], place: str, known: set[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ApiError(400, f"{place} has an unknown key {name[:64]!r}", param=f"{place}.{name[:64]}")
 
 
 def _read_bool(given: dict[str, Any], name: str, shown: str | None = None) -> bool:

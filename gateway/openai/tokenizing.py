@@ -41,9 +41,12 @@ async def detokenize(request: Request) -> Response:
     settings = request.app.state.settings
     caller = caller_of(request)
     body = await read_json(request, settings.max_body)
-    if not isinstance(body.get("tokens"), list):
-        raise ApiError(400, "tokens must be an array of token ids", param="tokens")
-    ids = pack_token_ids(body["tokens"])
+    if unknown := sorted(set(body) - {"model", "tokens"}):
+        raise ApiError(400, f"unknown option {unknown[0][:64]!r}", param=unknown[0][:64])
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < 1 << 32 for each in tokens):
+        raise ApiError(400, "tokens must be an array of token ids, which are whole numbers", param="tokens")
+    ids = pack_token_ids(tokens)
     text = text_in(await request.app.state.link.call(caller, "detokenize", model=_model(body), token_ids=ids))
     return Response(orjson.dumps({"prompt": text, "content": text}), media_type="application/json")
 

@@ -1,0 +1,93 @@
+"""Turn every exception of a request into an answer of OpenAI's shape, also for unknown paths and our own faults."""
+
+from typing import Final
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ExceptionHandler
+
+from gateway.http.callers import caller_of
+from gateway.http.errors import FAULT, ApiError, error_response
+from protocol.errors import WireError
+
+OFFERED: Final = "GET /v1/models, POST /v1/chat/completions, /v1/completions, /tokenize and /detokenize"
+NOT_OFFERED: Final = (
+    ("/embeddings", "embeddings are not offered: these models generate text"),
+    ("/audio", "audio is not offered: these models read and write text"),
+    ("/images", "images are not offered: these models read and write text"),
+    ("/videos", "videos are not offered: these models read and write text"),
+    ("/realtime", "the realtime API is not offered"),
+    ("/moderations", "moderation is not offered"),
+    ("/rerank", "reranking is not offered"),
+    ("/responses", "the Responses API is not offered: use /v1/chat/completions"),
+    ("/messages", "Anthropic's API is not offered: use /v1/chat/completions"),
+    ("/complete", "Anthropic's API is not offered: use /v1/chat/completions"),
+    ("/assistants", "the Assistants API is not offered: use /v1/chat/completions"),
+    ("/threads", "the Assistants API is not offered: use /v1/chat/completions"),
+    ("/batches", "batches are not offered: the option priority has the value batch"),
+    ("/files", "files are not offered"),
+    ("/uploads", "files are not offered"),
+    ("/fine_tuning", "fine-tuning is not offered"),
+    ("/vector_stores", "vector stores are not offered"),
+    ("/api", "the own APIs of Ollama and LM Studio are not offered: choose OpenAI's API, with the base URL /v1"),
+)
+"""Beginnings of the paths of other APIs, after /v1, each with the reason of the refusal."""
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """Answer a request that the gateway or the supervisor refuses."""
+    assert isinstance(error, ApiError | WireError)
+    return error_response(error)
+
+
+async def not_routed(request: Request, error: Exception) -> Response:
+    """Answer a request for a path or a method that does not exist. Only a caller with a token hears what there is."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 404:
+        reason = _not_offered(path)
+        nothing = f"there is nothing at {path[:128]!r}"
+        if reason is None and not path.startswith("/v1/"):
+            return error_response(ApiError(404, nothing, code="not_found"))
+        code = "unsupported" if reason else "not_found"
+        refusal = ApiError(404, f"{reason or nothing}. Offered are {OFFERED}", code=code)
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        refusal = ApiError(405, f"{request.method} is not offered here: use {allowed}", code="method_not_allowed")
+    else:
+        refusal = ApiError(error.status_code, error.detail)
+    try:
+        caller_of(request)
+    except ApiError as e:
+        return error_response(e)
+    response = error_response(refusal)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _not_offered(path: str) -> str | None:
+    """Return why a path of another API is refused. None for a path of no API that is known."""
+    while path.startswith("/v1/"):
+        path = path.removeprefix("/v1")
+    return next((why for begin, why in NOT_OFFERED if path == begin or path.startswith(f"{begin}/")), None)
+
+
+async def left(request: Request, error: Exception) -> Response:
+    """Answer a client that disconnected while it sent its request. Nobody reads the answer."""
+    return error_response(ApiError(408, "the body did not arrive", code="incomplete_body"))
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """Answer a request that a fault of the gateway ended. The server logs the traceback, and the answer has none."""
+    return error_response(FAULT)
+
+
+HANDLERS: Final[dict[type[Exception], ExceptionHandler]] = {
+    ApiError: refused,
+    WireError: refused,
+    HTTPException: not_routed,
+    ClientDisconnect: left,
+    Exception: failed,
+}
+"""What answers each exception, for Starlette's ``exception_handlers``."""

@@ -1,0 +1,49 @@
+"""A gateway process with settings of the test's own, on a supervisor that runs."""
+
+import socket
+import subprocess
+import sys
+from types import TracebackType
+from typing import Any, Self
+
+from protocol.process.gateway_settings import GatewaySettings
+from tests.serving import ROOT, WITHIN, Serving
+
+
+class Gateway:
+    """``python -m gateway``. A context manager.
+
+    serving  the supervisor, which also waits at its end until nothing of the process is left
+    settings  those that differ from the defaults; without a runtime_dir, that of ``serving``
+    """
+
+    def __init__(self, serving: Serving, **settings: Any) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(100)
+            self.port: int = listener.getsockname()[1]
+            where = {} if "connect" in settings else {"runtime_dir": str(serving.runtime_dir)}
+            given = GatewaySettings(
+                **({"auth": "none", "port": self.port, "listeners": (listener.fileno(),)} | where | settings)
+            )
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "gateway"],
+                env=serving.environment,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                pass_fds=(listener.fileno(),),
+            )
+        assert self.process.stdin is not None
+        self.process.stdin.write(given.to_json())
+        self.process.stdin.close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.process.terminate()
+        self.process.wait(WITHIN)
