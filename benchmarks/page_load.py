@@ -34,10 +34,11 @@ async def stream(client: AsyncClient, model: str, number: int) -> None:
 
 async def page(client: AsyncClient, after: int) -> int:
     """Ask for everything that a page shows. Return the number of the last event."""
-    asked = (client.call("status"), client.call("requests", limit=STREAMS), client.call("events", after=after))
-    _, requests, events = await asyncio.gather(*asked)
-    assert len(requests["requests"]) == STREAMS
-    last: int = events["last"]
+    answers = await asyncio.gather(
+        client.call("status"), client.call("requests", limit=STREAMS), client.call("events", after=after)
+    )
+    assert len(answers[1]["requests"]) == STREAMS
+    last: int = answers[2]["last"]
     return last
 
 
@@ -68,8 +69,12 @@ async def measure(serving: Serving, seconds: float, rounds: int, calls: int) -> 
     verbs: dict[str, dict[str, Any]] = {
         "status": {}, "requests": {"limit": STREAMS}, "events": {"after": 0, "limit": 512}, "logs": {"lines": 1000},
     }  # fmt: skip
-    where = {"runtime_dir": serving.runtime_dir}
-    async with AsyncClient(**where) as user, AsyncClient(**where) as viewer, AsyncClient(**where, admin=True) as admin:
+    place = serving.runtime_dir
+    async with (
+        AsyncClient(runtime_dir=place) as user,
+        AsyncClient(runtime_dir=place) as viewer,
+        AsyncClient(runtime_dir=place, admin=True) as admin,
+    ):
         alone = {v: await measure_verb(admin, process, calls, v, **params) for v, params in verbs.items()}
         tasks = [asyncio.create_task(stream(user, f"m{n % MODELS}", n)) for n in range(STREAMS)]
         while (await viewer.call("requests"))["total"] < STREAMS:

@@ -257,6 +257,8 @@ class WorkerStatus(TypedDict):
 
 
 class StatusResult(TypedDict):
+    rights: list[str]
+    """The rights of the client's key. The supervisor's own user has all of them."""
     supervisor: SupervisorStatus
     """The supervisor."""
     gpus: list[GpuStatus]

@@ -18,7 +18,7 @@ from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import How
-from supervisor.keys.rights import Identity
+from supervisor.keys.rights import Identity, Right
 from supervisor.log_reading import MOST_LINES, read_log
 from supervisor.requests import request_list
 from supervisor.requests.effect_queue import EffectQueue
@@ -133,6 +133,7 @@ def _status(context: AdminContext, params: Params, identity: Identity) -> Result
         for turnover in supervisor["turnovers"]:
             turnover["models"] = [change for change in turnover["models"] if identity.may_use(change["model"])]
     return {
+        "rights": [right for right in Right if right in identity.rights],
         "supervisor": supervisor,
         "gpus": context.fleet.vram.describe_gpus(context.fleet.registry.config.supervisor.vram_limit),
         "gpus_unknown": context.fleet.vram.trouble,

@@ -7,6 +7,7 @@ import pytest
 
 from modelctl import Client, Stream
 from protocol.errors import ErrorCode, WireError
+from supervisor.keys.store import token_id
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed
 from tests.serving import engine, wait_until
@@ -161,6 +162,26 @@ def test_a_key_sees_and_cancels_its_own_requests_only(keyed: Keyed) -> None:
             cancel(reader, ids["two"])
         assert caught.value.code is ErrorCode.FORBIDDEN
         end(streams[1])
+
+
+def test_a_key_of_a_gateway_sees_and_cancels_its_own_requests_only(keyed: Keyed) -> None:
+    mine, other, all_of_m = (
+        {"on_behalf_of": token_id(keyed.new_http(name, rights, models=models))}
+        for name, rights, models in (("mine", "infer", None), ("other", "infer", None), ("m", "admin", ("m*",)))
+    )
+    none_of_m = {"on_behalf_of": token_id(keyed.new_http("none", "admin", models=("n*",)))}
+    with keyed.serving.client() as front, keyed.serving.client(admin=True) as admin:
+        stream = front.generate("m", "for a key of a gateway", max_tokens=LONG, **mine)
+        next(stream)
+        (request,) = front.call("requests", **mine)["requests"]
+        assert request["key"] == "mine"
+        assert front.call("requests", **all_of_m)["requests"][0]["id"] == request["id"]
+        for outsider in other, none_of_m:
+            assert front.call("requests", **outsider) == {"requests": [], "total": 0}
+            with pytest.raises(WireError, match="never was"):
+                admin.call("cancel_request", id=request["id"], **outsider)
+        admin.call("cancel_request", id=request["id"], **mine)
+        assert stream.complete().finish_reason == "cancelled"
 
 
 @pytest.mark.parametrize(

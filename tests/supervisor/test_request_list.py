@@ -1,0 +1,132 @@
+"""The list of unfinished requests shows every state, and every request in it can be cancelled."""
+
+from typing import Any
+
+import pytest
+
+from protocol.errors import ErrorCode, WireError
+from protocol.messages import CancelJob, Events, Generate
+from supervisor.keys.rights import NOBODY, OWNER, Identity, Right
+from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.request_list import MOST
+from supervisor.requests.scheduler import Scheduler
+from tests.supervisor.test_scheduler import DOWN, FINISHED, NOW, deliver, frame, messages
+
+ADMIN = Identity("ops", "key of ops", frozenset({Right.ADMIN}))
+STATUS = Identity("viewer", "key of viewer", frozenset({Right.STATUS}))
+USER = Identity("user", "key of user", frozenset({Right.INFER}))
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    """One model ``m`` with a worker of generation 1 that takes two jobs. A stream may be four events ahead."""
+    made = Scheduler(window=4)
+    made.add_model("m", QueueLimits(1000, 1_000_000))
+    made.add_worker("m", "m", DOWN)
+    made.accept_new("m")
+    made.open("m", 1, 2, NOW)
+    return made
+
+
+def ask(scheduler: Scheduler, request: int, owner: Identity = USER, **route: Any) -> None:
+    scheduler.submit(5, Generate(request, "m", route, b"x" * 400), NOW, owner=owner)
+
+
+def listed(scheduler: Scheduler, identity: Identity = ADMIN, limit: int = MOST) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = scheduler.unfinished.describe(identity, limit, str.upper, NOW + 1.5)["requests"]
+    return found
+
+
+def states(scheduler: Scheduler) -> dict[str, str]:
+    return {request["id"]: request["state"] for request in listed(scheduler)}
+
+
+def test_every_state_is_shown(scheduler: Scheduler) -> None:
+    for request in range(1, 6):
+        ask(scheduler, request)
+    scheduler.parked("m", (5, 1), NOW)
+    scheduler.cancel(5, 2, NOW)
+    for seq in range(5):
+        deliver(scheduler, frame(5, (3, seq, FINISHED if seq == 4 else 0)))
+    expected = {"5-1": "parked", "5-2": "cancelling", "5-4": "running", "5-5": "queued"}
+    assert states(scheduler) == expected, "the end of request 3 needs no credit"
+
+
+def test_what_is_shown_of_a_request(scheduler: Scheduler) -> None:
+    ask(scheduler, 7, priority="batch")
+    scheduler.prefill("m", (5, 7), 10, 99)
+    deliver(scheduler, frame(5, (7, 0, 0)))
+    ask(scheduler, 8, resume=False)
+    deliver(scheduler, frame(5, (8, 0, 0), (8, 1, 0)))
+    assert listed(scheduler)[1]["tokens"] == 2
+    assert listed(scheduler, limit=1) == [
+        {
+            "id": "5-7", "model": "m", "worker": "M", "key": "user", "state": "running", "queue_position": None,
+            "age_ms": 1500, "prompt_tokens": 99, "prompt_tokens_estimate": 101, "tokens": 1, "priority": "batch",
+        }
+    ]  # fmt: skip
+
+
+def test_the_end_that_waits_for_credit_is_shown_as_delivering(scheduler: Scheduler) -> None:
+    ask(scheduler, 1)
+    for seq in range(6):
+        deliver(scheduler, frame(5, (1, seq, FINISHED if seq == 5 else 0)))
+    assert states(scheduler) == {"5-1": "delivering"}
+    effects = messages(scheduler.cancel(5, 1, NOW))
+    assert [type(message) for _, message in effects] == [Events], "what is held, with the end that the worker sent"
+    assert states(scheduler) == {}
+
+
+def test_a_parked_request_is_cancelled(scheduler: Scheduler) -> None:
+    ask(scheduler, 1)
+    scheduler.parked("m", (5, 1), NOW)
+    request = scheduler.unfinished.find(ADMIN, "5-1")
+    effects = messages(scheduler.cancel(*request.key, NOW))
+    assert [type(message) for _, message in effects] == [CancelJob, Events]
+    assert listed(scheduler) == []
+
+
+def test_places_in_the_queue_follow_cancels(scheduler: Scheduler) -> None:
+    for request in range(1, 8):
+        ask(scheduler, request)
+    scheduler.cancel(5, 4, NOW)
+    assert [(r["id"], r["queue_position"]) for r in listed(scheduler)[2:]] == [
+        ("5-3", 0), ("5-5", 1), ("5-6", 2), ("5-7", 3),
+    ]  # fmt: skip
+
+
+def test_the_list_is_bounded_and_says_how_many_there_are(scheduler: Scheduler) -> None:
+    for request in range(1, 701):
+        ask(scheduler, request)
+    result = scheduler.unfinished.describe(ADMIN, MOST, str, NOW)
+    assert [request["id"] for request in result["requests"]] == [f"5-{n}" for n in range(1, MOST + 1)]
+    assert result["total"] == 700
+
+
+@pytest.mark.parametrize(
+    ("identity", "sees", "cancels"),
+    [
+        (OWNER, ["5-1", "5-2"], ["5-1", "5-2"]),
+        (ADMIN, ["5-1", "5-2"], ["5-1", "5-2"]),
+        (STATUS, ["5-1", "5-2"], []),
+        (USER, ["5-1"], ["5-1"]),
+        (NOBODY, [], []),
+        (Identity("user", "another key of the same name", frozenset({Right.INFER})), [], []),
+        (Identity("user", USER.key_id, frozenset({Right.INFER}), max_in_flight=3), ["5-1"], ["5-1"]),
+        (Identity("some", "key of some", frozenset({Right.ADMIN}), models=("x*",)), [], []),
+    ],
+)
+def test_rights_and_models_decide(
+    scheduler: Scheduler, identity: Identity, sees: list[str], cancels: list[str]
+) -> None:
+    ask(scheduler, 1)
+    ask(scheduler, 2, OWNER)
+    assert [request["id"] for request in listed(scheduler, identity)] == sees
+    for name in ("5-1", "5-2"):
+        if name in cancels:
+            assert scheduler.unfinished.find(identity, name).key == (5, int(name[-1]))
+            continue
+        with pytest.raises(WireError) as caught:
+            scheduler.unfinished.find(identity, name)
+        hidden = name not in sees
+        assert caught.value.code is (ErrorCode.INVALID_REQUEST if hidden else ErrorCode.FORBIDDEN)
