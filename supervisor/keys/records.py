@@ -8,6 +8,7 @@ secret. But anybody who can write to it can admit any key.
 import json
 import re
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, TypedDict
 
 from protocol.client.client_key import KEY_NAME, is_key
@@ -23,12 +24,14 @@ _REQUIRED = ("name", "rights", "created")
 _IDS = ("public_key", "token_sha256")
 """Fields for the id of a key. An entry has one of them."""
 _TIME = re.compile(r"^[0-9TZ:.+-]{1,40}$")
-_EXPIRY = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")
+_EXPIRY = re.compile(r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")
 _PATTERN = re.compile(r"^[a-z0-9*?\[\]!._-]{1,64}$")
-_LIFETIME = re.compile(r"^(\d{1,9})(s|m|h|d|w)$")
+_LIFETIME = re.compile(r"^([0-9]{1,9})(s|m|h|d|w)$")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _LIMITS = {"max_in_flight": MAX_IN_FLIGHT, "tokens_per_minute": MAX_TOKENS_PER_MINUTE}
-_OPTIONAL = (*_LIMITS, "models", "expires")
+_KNOWN = frozenset({*_REQUIRED, *_IDS, *_LIMITS, "models", "expires"})
+_MOST_CACHED = 256
+"""Texts of rights and of models that are parsed once. Most keys of a long list have the same."""
 
 
 class Limits(TypedDict, total=False):
@@ -54,6 +57,7 @@ def check_name(name: str) -> str:
     return name
 
 
+@lru_cache(_MOST_CACHED)
 def parse_rights(text: str) -> frozenset[Right]:
     """Return the rights that a text such as ``infer,status`` names. Raises KeysProblem."""
     names = [part.strip() for part in text.split(",")]
@@ -73,6 +77,7 @@ def check_limit(name: str, value: Any) -> int | None:
     return value
 
 
+@lru_cache(_MOST_CACHED)
 def parse_models(text: str) -> tuple[str, ...]:
     """Return the patterns of models that a text such as ``letters,qwen*`` names. Raises KeysProblem."""
     patterns = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
@@ -177,10 +182,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _identity(entry: Any) -> Identity:
     if not isinstance(entry, dict):
         raise KeysProblem("is no object")
-    for name in entry:
-        # if a misspelt limit passed, the key would have no limit
-        if name not in _REQUIRED and name not in _OPTIONAL and name not in _IDS:
-            raise KeysProblem(f"unknown field {name[:32]!a}")
+    if unknown := entry.keys() - _KNOWN:  # if a misspelt limit passed, the key would have no limit
+        raise KeysProblem(f"unknown field {min(unknown)[:32]!a}")
     for name in _REQUIRED:
         if name not in entry:
             raise KeysProblem(f"{name} is missing")

@@ -14,6 +14,7 @@ If the list cannot be read, or others could have written it, nobody is admitted,
 import errno
 import logging
 import time
+from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import Any
 
@@ -53,6 +54,8 @@ class KeyRing:
         self._listed: dict[str, Identity] = {}
         """The keys on the list, expired ones included."""
         self._identities: dict[str, Identity] = {}
+        self._http: dict[str, Identity] = {}
+        """Those of them that are HTTP keys."""
         self._next_expiry: float | None = None
         """When the next key expires, in seconds since 1970."""
         self._allowances: dict[str, Allowance] = {}
@@ -86,6 +89,7 @@ class KeyRing:
         if admitted == before:
             return
         self._identities = admitted
+        self._http = {key_id: key for key_id, key in admitted.items() if key.is_http}
         self.version += 1
         came = [key.name for key_id, key in admitted.items() if before.get(key_id) != key]
         left = [key.name for key_id, key in before.items() if key_id not in admitted]
@@ -124,9 +128,15 @@ class KeyRing:
         """Return the number of handshakes that were refused because the key connected too often."""
         return self._handshakes.refused
 
-    def ids(self, *, http: bool) -> list[str]:
-        """Return the ids of the keys that are admitted over HTTP, or over TCP."""
-        return [key_id for key_id, identity in self._identities.items() if identity.is_http is http]
+    @property
+    def http_ids(self) -> Collection[str]:
+        """The ids of the HTTP keys that are admitted."""
+        return self._http.keys()
+
+    @property
+    def tcp_ids(self) -> Iterator[str]:
+        """The ids of the other keys that are admitted."""
+        return (key_id for key_id in self._identities if key_id not in self._http)
 
     def describe(self, key_id: str, now: float) -> dict[str, Any]:
         """Describe a key that is admitted, for people."""

@@ -9,6 +9,7 @@ A connection over ipc that asks for no key costs nothing here, since no message 
 
 import logging
 import time
+from itertools import chain, islice
 from typing import Any
 
 from protocol.errors import ErrorCode, WireError
@@ -49,9 +50,9 @@ class RequestAuthorizer:
         self._unfinished: dict[str, Unfinished[InFlight]] = {}
         """By key id, the unfinished requests of each key that has a limit."""
         self._parties: dict[str, int] = {}
-        """By key id, the number by which queues and workers know a key that has sent requests."""
+        """By key id, the number by which queues and workers know a key that has asked for something."""
         self._names: dict[int, Identity] = {}
-        """By that number, the key as it was at its last request."""
+        """By that number, the key as it was when it last asked."""
         self._version = ring.version
         self.forbidden = 0
 
@@ -108,6 +109,10 @@ class RequestAuthorizer:
         if unfinished is not None and caller.max_in_flight is not None:
             in_flight = unfinished.count(caller.max_in_flight)
         self._ring.allowance(caller, now).check(in_flight, now)
+        return self.party(caller)
+
+    def party(self, caller: Identity) -> int:
+        """Return the number by which queues and workers know a key."""
         if (party := self._parties.get(caller.key_id)) is None:
             party = self._parties[caller.key_id] = next_channel()
         self._names[party] = caller
@@ -202,7 +207,7 @@ class RequestAuthorizer:
         now = time.monotonic()
         keys = [
             {**self._ring.describe(key_id, now), "connections": connections.get(key_id, 0)}
-            for key_id in self._ring.ids(http=False)
+            for key_id in self._ring.tcp_ids
         ]
         return {
             "listen": self._tcp.endpoint,
@@ -216,12 +221,12 @@ class RequestAuthorizer:
         """Return the HTTP keys as ``status`` shows them: first those that have sent requests."""
         self._ring.refresh()
         self._charge_answers()
-        now, ids = time.monotonic(), self._ring.ids(http=True)
-        used = [key_id for key_id in ids if key_id in self._parties]
-        shown = [*used, *(key_id for key_id in ids if key_id not in self._parties)][:MOST_SHOWN]
-        counts = self._scheduler.count_by_party() if used else {}
+        now, ids = time.monotonic(), self._ring.http_ids
+        used = (key_id for key_id in self._parties if key_id in ids)
+        others = (key_id for key_id in ids if key_id not in self._parties)
+        counts = self._scheduler.count_by_party() if ids else {}
         keys = [
             {**self._ring.describe(key_id, now), "unfinished": counts.get(self._parties.get(key_id, 0), 0)}
-            for key_id in shown
+            for key_id in islice(chain(used, others), MOST_SHOWN)
         ]
         return {"listed": len(ids), "keys": keys}

@@ -10,16 +10,22 @@ from supervisor.requests.in_flight import ToClient
 
 MOST = 256
 """Questions that a worker may have to answer at once."""
-MOST_OF_CHANNEL = 32
-"""Questions of one connection that a worker may have to answer at once."""
+MOST_OF_PARTY = 32
+"""Questions of one client that a worker may have to answer at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """The client that has asked: the channel of its connection, and the number that it gave the call."""
+    """The client that has asked.
+
+    channel  the number of its connection
+    call     the number that it gave the call
+    party    who it is: its channel, or the number of a key, as in ``InFlight``
+    """
 
     channel: int
     call: int
+    party: int
 
     def reply(self, body: bytes) -> ToClient:
         """Return the effect that sends the client its answer."""
@@ -36,11 +42,11 @@ class PendingQueries:
     def begin(self, worker: str, asker: Asker) -> int:
         """Note a question and return its number. Raises WireError (OVERLOADED) if too many are open."""
         asked = self._open.setdefault(worker, {})
-        own = sum(other.channel == asker.channel for other in asked.values())
-        if len(asked) >= MOST or own >= MOST_OF_CHANNEL:
+        own = sum(other.party == asker.party for other in asked.values())
+        if len(asked) >= MOST or own >= MOST_OF_PARTY:
             message = (
-                f"{worker} has {len(asked)} questions to answer (at most {MOST}), {own} of this connection (at most "
-                f"{MOST_OF_CHANNEL}): try later"
+                f"{worker} has {len(asked)} questions to answer (at most {MOST}), {own} of this client (at most "
+                f"{MOST_OF_PARTY}): try later"
             )
             raise WireError(ErrorCode.OVERLOADED, message, retry_after_ms=100)
         number = next(self._ids)

@@ -1,9 +1,12 @@
 """The directory of keys, and the list of keys that a running supervisor has read from it."""
 
+import hashlib
 import json
 import logging
 import os
+import re
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,11 @@ import pytest
 from protocol.client.client_key import ClientKey
 from supervisor.config import load_config
 from supervisor.keys.opening import check_opening
-from supervisor.keys.records import KeysProblem, format_clients
-from supervisor.keys.rights import Identity
+from supervisor.keys.records import MAX_KEYS, KeysProblem, format_clients
+from supervisor.keys.rights import Identity, Right
 from supervisor.keys.ring import HandshakeDecision, KeyRing
-from supervisor.keys.store import CLIENTS, SERVER, KeyStore
+from supervisor.keys.store import CLIENTS, MAX_LIST, SERVER, KeyStore, token_id
+from tests.serving import wait_until
 from tests.supervisor.test_keys import INFER, PUBLIC, store_in
 
 
@@ -36,6 +40,56 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(store.directory.stat().st_mode) == 0o700
     assert sorted(path.name for path in store.directory.iterdir()) == [CLIENTS, SERVER], "nothing is left beside them"
+
+
+def test_a_token_is_shown_once_and_only_its_digest_is_kept(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    token = store.add_token("web", INFER, models=("m*",), tokens_per_minute=5)
+    assert re.fullmatch(r"mctl_[A-Za-z0-9_-]{43}", token)
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    assert store.clients() == {digest: Identity("web", digest, INFER, None, 5, ("m*",))}
+    for path in store.directory.iterdir():
+        assert token not in path.read_text()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert store.add_token("other", INFER) != token
+    with pytest.raises(KeysProblem, match="there is a key 'web' already"):
+        store.add("web", INFER, tmp_path / "web.key")
+    with pytest.raises(KeysProblem, match="cannot have the right gateway"):
+        store.add_token("proxy", frozenset({Right.GATEWAY}))
+    store.revoke("web")
+    assert digest not in store.clients()
+
+
+def test_a_port_is_not_opened_for_http_keys_alone(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    store.add_token("web", INFER)
+    with pytest.raises(KeysProblem, match="modelctl keys new NAME"):
+        check_opening("tcp://127.0.0.1:5570", store.directory)
+    store.add("laptop", INFER, tmp_path / "laptop.key")
+    check_opening("tcp://127.0.0.1:5570", store.directory)
+    store.revoke("laptop")
+    with pytest.raises(KeysProblem, match="no key is on the list"):
+        check_opening("tcp://127.0.0.1:5570", store.directory)
+
+
+def test_a_full_list_takes_no_more_keys_and_stays_readable(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    store.add_token("first", INFER)
+    entries = [{**store.entries()[0], "name": f"k{n}", "token_sha256": f"{n:064x}"} for n in range(MAX_KEYS)]
+    (store.directory / CLIENTS).write_text(format_clients(entries))
+    for add in (lambda: store.add_token("more", INFER), lambda: store.add("more", INFER, tmp_path / "more.key")):
+        with pytest.raises(KeysProblem, match="has 10000 keys, the most it may have; revoke some"):
+            add()
+    assert len(store.clients()) == MAX_KEYS
+    assert not (tmp_path / "more.key").exists()
+    long = [f"{'x' * 59}{n:04}*" for n in range(64)]
+    most = MAX_LIST // len(format_clients([{**entries[0], "models": long}])) - 1
+    (store.directory / CLIENTS).write_text(format_clients([{**entry, "models": long} for entry in entries[:most]]))
+    store.clients()
+    adding = (store.add_token(f"long{n}", INFER, models=tuple(long)) for n in range(most))
+    with pytest.raises(KeysProblem, match="revoke some keys"):
+        list(adding)
+    store.clients()
 
 
 def test_the_server_keeps_no_secret_of_a_client(tmp_path: Path) -> None:
@@ -210,6 +264,43 @@ def test_a_list_that_cannot_be_used_any_more_admits_nobody(tmp_path: Path) -> No
     assert admits()
     store.directory.chmod(0o770)
     assert not admits()
+
+
+def test_a_supervisor_without_keys_says_nothing_about_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = store_in(tmp_path)
+    for ring in KeyRing(store, logging.getLogger("test")), KeyRing(None, logging.getLogger("test")):
+        ring.refresh()
+        assert ring.find("0" * 64) is None
+    assert not caplog.records
+    ring = KeyRing(store, logging.getLogger("test"))
+    ring.refresh()
+    token = store.add_token("web", INFER)
+    ring.refresh()
+    assert ring.find(token_id(token)) is not None
+    store.directory.rename(tmp_path / "away")
+    ring.refresh()
+    assert ring.find(token_id(token)) is None
+    assert "no key is admitted" in caplog.text
+
+
+def test_a_key_is_found_until_it_expires(tmp_path: Path) -> None:
+    store, now = store_in(tmp_path), time.time()
+    over = store.add_token("over", INFER, expires=now - 1)
+    soon = store.add_token("soon", INFER, expires=now + 2)
+    later = store.add_token("later", INFER, expires=now + 3600)
+    ring = KeyRing(store, logging.getLogger("test"))
+    ring.refresh()
+    before = ring.version
+    assert ring.find(token_id(over)) is None
+    assert ring.find(token_id(soon)) is not None
+    wait_until(lambda: ring.find(token_id(soon)) is None)
+    ring.refresh()
+    assert ring.version > before, "the owner of this ring learns of it"
+    assert ring.ended(token_id(soon)) == "has expired"
+    assert ring.find(token_id(later)) is not None
+    store.revoke("later")
+    ring.refresh()
+    assert ring.ended(token_id(later)) == "was revoked"
 
 
 def test_what_a_key_has_used_is_kept_while_the_key_is(tmp_path: Path) -> None:

@@ -10,14 +10,25 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import MESSAGE_CLASSES, Call
 from supervisor.keys.allowance import Allowance
 from supervisor.keys.endpoint import parse_listen
-from supervisor.keys.records import KeysProblem, check_limit, check_name, format_clients, parse_clients, parse_rights
-from supervisor.keys.rights import OWNER, Identity, Right, check_right
+from supervisor.keys.records import (
+    KeysProblem,
+    check_limit,
+    check_name,
+    entry_of,
+    format_clients,
+    parse_clients,
+    parse_lifetime,
+    parse_models,
+    parse_rights,
+)
+from supervisor.keys.rights import OWNER, Identity, Right, check_models_of_call, check_right
 from supervisor.keys.store import KeyStore
 from supervisor.keys.unfinished import CLEAR_AT, Unfinished
 
 PUBLIC = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 """Of RFC 26."""
 INFER = frozenset({Right.INFER})
+TOKEN_ID = "5f" * 32
 
 
 def store_in(tmp_path: Path) -> KeyStore:
@@ -197,6 +208,57 @@ def test_limits_are_counts(value: object) -> None:
         check_limit("max_in_flight", value)
 
 
+# models, and the end of a key
+
+
+@pytest.mark.parametrize(
+    ("patterns", "model", "may"),
+    [
+        (None, "anything", True),
+        (("letters",), "letters", True),
+        (("letters",), "letters2", False),
+        (("letters", "qwen*"), "qwen2.5-7b", True),
+        (("qwen?",), "qwen25", False),
+        (("[ab]*",), "b1", True),
+        (("*",), "anything", True),
+        ((), "letters", False),
+    ],
+)
+def test_patterns_of_models(patterns: tuple[str, ...] | None, model: str, may: bool) -> None:
+    assert Identity("k", PUBLIC, INFER, models=patterns).may_use(model) is may
+
+
+def test_patterns_are_written_as_names() -> None:
+    assert parse_models("letters, qwen*,letters") == ("letters", "qwen*")
+    for text in ("", "a,", "A", "a/b", "a b", "é*", "a" * 65, ",".join(f"m{n}" for n in range(65))):
+        with pytest.raises(KeysProblem, match=r"patterns? of models"):
+            parse_models(text)
+
+
+def test_a_call_about_all_models_is_refused_to_a_key_for_some() -> None:
+    some = Identity("k", PUBLIC, frozenset({Right.ADMIN}), models=("let*",))
+    for verb, params in (("reload", {}), ("shutdown", {}), ("stop", {"model": "m"}), ("stop", {"model": "m:2"})):
+        with pytest.raises(WireError) as raised:
+            check_models_of_call(some, verb, params)
+        assert raised.value.code is ErrorCode.FORBIDDEN
+    for verb, params in (("reload", {"model": "letters"}), ("stop", {"model": "letters:2"}), ("models", {})):
+        check_models_of_call(some, verb, params)
+        check_models_of_call(Identity("k", PUBLIC, INFER), verb, params)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("15m", 900), ("12h", 43_200), ("30d", 2_592_000), ("8w", 4_838_400)]
+)
+def test_lifetimes(text: str, seconds: int) -> None:
+    assert parse_lifetime(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0d", "-1d", "1.5d", "30", "d", "30 d", "11000w", "9" * 30 + "d", "1y", "１d"])
+def test_lifetimes_that_are_none(text: str) -> None:
+    with pytest.raises(KeysProblem, match="is no lifetime: write 12h, 30d or 8w"):
+        parse_lifetime(text)
+
+
 # the list
 
 
@@ -205,9 +267,25 @@ def entry(**changes: object) -> dict[str, object]:
     return {name: value for name, value in whole.items() if value is not None}
 
 
+def http_entry(**changes: object) -> dict[str, object]:
+    return entry(**{"public_key": None, "token_sha256": TOKEN_ID, **changes})
+
+
 def test_the_list_is_read_as_it_was_written() -> None:
     found = parse_clients(format_clients([entry(max_in_flight=3, tokens_per_minute=1000)]))
     assert found == {PUBLIC: Identity("a", PUBLIC, INFER, 3, 1000)}
+
+
+def test_every_key_is_read_as_it_was_made() -> None:
+    chance, made = random.Random(11), {}
+    for number in range(300):
+        some = frozenset(chance.sample([Right.INFER, Right.STATUS, Right.ADMIN], chance.randint(1, 3)))
+        made[f"{number:064x}"] = Identity(
+            f"k{number}", f"{number:064x}", some, chance.choice([None, 5]), chance.choice([None, 7]),
+            chance.choice([None, ("a*",), ("x", "y?")]), chance.choice([None, 1e9, 2e9]),
+        )  # fmt: skip
+    made[PUBLIC] = Identity("curve", PUBLIC, frozenset({Right.GATEWAY}))
+    assert parse_clients(format_clients([entry_of(key, "2026-01-01T00:00:00Z") for key in made.values()])) == made
 
 
 @pytest.mark.parametrize(
@@ -239,6 +317,20 @@ def test_the_list_is_read_as_it_was_written() -> None:
                 entry(max_in_flight=True),
                 entry(tokens_per_minute="10"),
                 entry(max_inflight=3),
+                entry(token_sha256=TOKEN_ID),
+                entry(public_key=None),
+                http_entry(token_sha256=TOKEN_ID.upper()),
+                http_entry(token_sha256=TOKEN_ID[:-1]),
+                http_entry(token_sha256=1),
+                http_entry(token_sha256=PUBLIC),
+                http_entry(rights=["gateway"]),
+                http_entry(models="letters"),
+                http_entry(models=[]),
+                http_entry(models=["../x"]),
+                http_entry(models=[1]),
+                http_entry(expires=1),
+                http_entry(expires="2026-13-01T00:00:00Z"),
+                http_entry(expires="2026-01-01"),
             )
         ),
         *(
@@ -255,7 +347,7 @@ def test_the_list_is_read_as_it_was_written() -> None:
         format_clients([entry(), entry(name="b")]),
         format_clients([entry(), entry(public_key=PUBLIC[::-1])]),
     ],
-    ids=range(31),
+    ids=range(45),
 )
 def test_a_list_with_anything_wrong_in_it_is_none(text: str) -> None:
     with pytest.raises(KeysProblem) as raised:

@@ -1,6 +1,7 @@
 """Keys in a running supervisor: made, limited and revoked without a restart; what they may do from a command line."""
 
 import asyncio
+import hashlib
 import json
 import os
 import socket
@@ -228,6 +229,41 @@ def test_keys_from_the_command_line(keyed: Keyed, tmp_path: Path) -> None:
         assert ended.returncode == code, (wrong, ended.stderr)
         assert ended.stderr.startswith("modelctl: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cli.key"]
+
+
+def test_tokens_from_the_command_line(keyed: Keyed, tmp_path: Path) -> None:
+    at = ("--keys", str(keyed.store.directory))
+    limits = ("--models", "m*,x", "--expires", "30d", "--tokens-per-minute", "1000")
+    made = modelctl(keyed, "keys", "new", "web", "--http", *limits, *at)
+    assert made.returncode == 0, made.stderr
+    token = made.stdout.splitlines()[-1]
+    assert token.startswith("mctl_")
+    plain = json.loads(modelctl(keyed, "keys", "new", "web2", "--http", "--json", *at).stdout)
+    assert plain["name"] == "web2"
+    listed = {entry["name"]: entry for entry in json.loads(modelctl(keyed, "keys", "list", "--json", *at).stdout)}
+    assert listed["web"]["token_sha256"] == hashlib.sha256(token.encode()).hexdigest()
+    assert listed["web"]["models"] == ["m*", "x"]
+    assert listed["web"]["expires"] > listed["web"]["created"]
+    shown = modelctl(keyed, "keys", "list", *at).stdout
+    assert "HTTP token" in shown
+    for secret in (token, plain["token"]):
+        assert secret not in shown + json.dumps(listed)
+    with keyed.serving.client() as client:
+        assert client.complete("m", "x", max_tokens=3, on_behalf_of=listed["web"]["token_sha256"]).text == answer(
+            "x", 3
+        )
+    for name in ("web", "web2"):
+        assert modelctl(keyed, "keys", "revoke", name, *at).returncode == 0
+    for wrong, remedy in (
+        (("--http", "--rights", "gateway"), "cannot have the right gateway"),
+        (("--http", "--out", str(tmp_path / "x")), "copy what is printed"),
+        (("--http", "--models", "../x"), "such as letters,qwen*"),
+        (("--http", "--expires", "soon"), "write 12h, 30d or 8w"),
+    ):
+        ended = modelctl(keyed, "keys", "new", "y", *wrong, *at)
+        assert (ended.returncode, ended.stdout) == (78, "")
+        assert remedy in ended.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_list_is_where_models_yaml_says(keyed: Keyed) -> None:

@@ -294,3 +294,32 @@ def test_ten_thousand_keys_stay_quick() -> None:
                 assert local.complete("m", "x", max_tokens=1, on_behalf_of=digest).text == answer("x", 1)
         shown = many.serving.overview()["supervisor"]["http_keys"]
         assert (shown["listed"], len(shown["keys"])) == (9_998, 100)
+
+
+def test_a_key_sees_and_cancels_its_own_requests_through_any_gateway(keyed: Keyed) -> None:
+    mine, other = http_key(keyed, "mine"), http_key(keyed, "other")
+    watcher = http_key(keyed, "watcher", "status", models=("stories",))
+    with (
+        keyed.client("proxy") as one,
+        keyed.client("proxy2") as two,
+        Client(runtime_dir=keyed.serving.runtime_dir, admin=True) as orders,
+    ):
+        stream = one.generate("letters", "long", max_tokens=90_000, on_behalf_of=mine)
+        next(stream)
+        (shown,) = two.call("requests", on_behalf_of=mine)["requests"]
+        assert (shown["key"], shown["model"]) == ("mine", "letters")
+        assert two.call("requests", on_behalf_of=other)["total"] == 0
+        assert two.call("requests")["total"] == 0, "a gateway sees nothing by itself"
+        assert two.call("requests", on_behalf_of=watcher)["total"] == 0, "of a model that it may not know"
+        for client in two, orders:
+            for key_id in other, watcher:
+                refused = refused_call(client, "cancel_request", id=shown["id"], on_behalf_of=key_id)
+                assert refused.code in (ErrorCode.INVALID_REQUEST, ErrorCode.FORBIDDEN)
+        two.call("cancel_request", id=shown["id"], on_behalf_of=mine)
+        for _ in stream:
+            pass
+        keyed.serving.order("restart", model="letters")
+        keyed.serving.wait_state("letters", "ready")
+        events = two.call("events", on_behalf_of=watcher)["events"]
+        assert {event["model"] for event in events} == {"stories"}
+    keyed.serving.wait_idle("letters")

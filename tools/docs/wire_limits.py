@@ -69,7 +69,8 @@ def most() -> str:
                  "this stream ends with `slow_consumer`"),
                 ("windows of credit in advance before a PONG", str(MOST_UNREAD), "events are held"),
                 ("questions (`tokenize`, `detokenize`) without an answer",
-                 f"{pending_queries.MOST_OF_CHANNEL}, of all connections {pending_queries.MOST} for each worker",
+                 f"{pending_queries.MOST_OF_PARTY} of a connection or of a key, {pending_queries.MOST} in all, for each"
+                 " worker",
                  "`overloaded`"),
                 ("messages that wait to be handled", str(arrivals.messages_of_connection),
                  "the connection ends with `rate_limited`"),
