@@ -230,7 +230,7 @@ APPEARS: Final[dict[ErrorCode, tuple[Place, ...]]] = {
     ErrorCode.TOO_LARGE: (Place.REQUEST, Place.FRAME, Place.REPLY),
     ErrorCode.DUPLICATE_REQUEST: (Place.FRAME,),
     ErrorCode.CONTEXT_OVERFLOW: (Place.EVENT, Place.REPLY),
-    ErrorCode.UNAUTHORIZED: (Place.EVENT, Place.CONNECTION, Place.CLIENT),
+    ErrorCode.UNAUTHORIZED: (Place.REQUEST, Place.REPLY, Place.EVENT, Place.CONNECTION, Place.CLIENT),
     ErrorCode.FORBIDDEN: (Place.REQUEST, Place.FRAME, Place.REPLY),
     ErrorCode.MODEL_NOT_FOUND: (Place.REQUEST, Place.REPLY),
     ErrorCode.MODEL_NOT_RUNNING: (Place.REQUEST, Place.REPLY, Place.EVENT),

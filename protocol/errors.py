@@ -47,13 +47,14 @@ class ErrorCode(IntEnum):
 
     Shorten the prompt, lower max_tokens, or raise max_seq_len of the model in models.yaml."""
     UNAUTHORIZED = 200
-    """The supervisor does not admit the key: it is not on the list, or it was revoked. Over TCP only.
+    """The supervisor does not admit the key, or the HTTP key for which a gateway asks. The key is not on the list, was
+    revoked, or has expired.
 
     Look at ``modelctl keys list`` on the supervisor's machine. ``modelctl keys new`` makes a key."""
     FORBIDDEN = 201
-    """The key does not have the right that this message needs: infer, status or admin. Over TCP only.
+    """The key does not have the right that this message needs, or may not use this model.
 
-    Use a key with that right: ``modelctl keys new NAME --rights ...``."""
+    Use a key with that right or model: ``modelctl keys new NAME --rights ... --models ...``."""
     MODEL_NOT_FOUND = 300
     """No model of that name is configured.
 

@@ -224,7 +224,7 @@ class RequestAuthorizer:
         now, ids = time.monotonic(), self._ring.http_ids
         used = (key_id for key_id in self._parties if key_id in ids)
         others = (key_id for key_id in ids if key_id not in self._parties)
-        counts = self._scheduler.count_by_party() if ids else {}
+        counts = self._scheduler.unfinished.count_by_party() if ids else {}
         keys = [
             {**self._ring.describe(key_id, now), "unfinished": counts.get(self._parties.get(key_id, 0), 0)}
             for key_id in islice(chain(used, others), MOST_SHOWN)

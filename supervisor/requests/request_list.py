@@ -1,6 +1,7 @@
 """Show unfinished requests to people, and find the request that a person names. Pure."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -56,6 +57,10 @@ class RequestList:
             text = f"request {name} is another key's: cancelling it takes the right admin"
             raise WireError(ErrorCode.FORBIDDEN, text, field="id")
         return request
+
+    def count_by_party(self) -> Counter[int]:
+        """Return how many unfinished requests each party has, see ``InFlight``."""
+        return Counter(request.party for request in self._unfinished())
 
     def _unfinished(self) -> Iterator[InFlight]:
         return (request for request in self._table.live.values() if request.phase is not RequestPhase.ENDED)

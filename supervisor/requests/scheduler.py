@@ -12,8 +12,6 @@ When a worker dies, its requests go back into their model's queue with the token
 worker that is free goes on with them.
 """
 
-from collections import Counter
-
 from protocol import limits
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -135,11 +133,6 @@ class Scheduler:
     def find(self, channel: int, request: int) -> InFlight | None:
         """Return a request that is unfinished, or that its worker has yet to let go; None if there is none."""
         return self._table.live.get((channel, request))
-
-    def count_by_party(self) -> Counter[int]:
-        """Return how many unfinished requests each party has."""
-        live = self._table.live.values()
-        return Counter(request.party for request in live if request.phase is not RequestPhase.ENDED)
 
     def has_model(self, name: str) -> bool:
         """Return whether a model of this name is configured."""

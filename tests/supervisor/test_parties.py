@@ -74,7 +74,7 @@ def test_a_key_keeps_its_place_when_one_of_its_connections_ends(scheduler: Sched
     ask(scheduler, 5, 1, OTHER_KEY)
     scheduler.gone(1, NOW)
     assert scheduler.counts("m") == (1, 2), "the worker has yet to let go; the other connection's request still waits"
-    assert scheduler.count_by_party() == {KEY: 1, OTHER_KEY: 1}
+    assert scheduler.unfinished.count_by_party() == {KEY: 1, OTHER_KEY: 1}
 
 
 def test_all_requests_of_a_key_end_wherever_they_are(scheduler: Scheduler) -> None:
@@ -83,7 +83,7 @@ def test_all_requests_of_a_key_end_wherever_they_are(scheduler: Scheduler) -> No
     ask(scheduler, 2, 1, KEY)
     ask(scheduler, 3, 7)  # of no key
     assert sorted(ends(scheduler.reject_party(KEY, REVOKED, NOW))) == [(1, 1, "unauthorized"), (2, 1, "unauthorized")]
-    assert scheduler.count_by_party() == {OTHER_KEY: 1, 3: 1}
+    assert scheduler.unfinished.count_by_party() == {OTHER_KEY: 1, 3: 1}
     assert ends(scheduler.reject_party(KEY, REVOKED, NOW)) == [], "one end each"
     queue = scheduler._table.queues["m"].fair_queue
     assert [party for band in queue._bands.values() for party in band.accounts] == [OTHER_KEY, 3]
