@@ -25,7 +25,7 @@ VOLATILE: Final = frozenset(
     {"state_s", "beat_s", "phase", "idle_s", "until_s", "uptime_s", "held_bytes", "counters", "vram_returned_ms"}
 )
 """Values that change all the time and are not shown. They would make every picture a new one."""
-SHOWN_STATS: Final = frozenset({"pages_used", "pages_cached", "pages_total", "slots_used", "slots_total"})
+SHOWN_STATS: Final = frozenset({"prompt_tokens", "cached_tokens"})
 """The engines' figures that are shown."""
 
 Picture = dict[str, Any]

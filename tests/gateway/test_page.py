@@ -147,6 +147,7 @@ def test_a_key_sees_and_orders_what_its_rights_allow(serving: tuple[Serving, Pag
     for name, status in (("watcher", 403), ("guest", 403), ("ops", 200)):
         cookie = page.sign_in(name)
         assert page.ask("POST", "/page/orders/stop", {"model": "n"}, cookie=cookie, **OWN)[0] == status
+        assert page.ask("GET", "/page/logs", cookie=cookie)[0] == status
     wait_until(lambda: running.status("n")["state"] == "stopped")
     assert page.ask("POST", "/page/orders/start", {"model": "n"}, cookie=cookie, **OWN)[0] == 200
     running.wait_state("n", "ready")

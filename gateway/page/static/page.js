@@ -129,6 +129,7 @@ function draw() {
   drawRequests();
   drawEvents();
   drawChoices();
+  if (picture.admin && by("logs-section").hidden) readLog();
   by("logs-section").hidden = !picture.admin;
   by("events-section").hidden = !picture.events;
 }
@@ -144,8 +145,10 @@ function drawGpus() {
     make("strong"), bar(), make("p", { className: "bar-text" })), (element, gpu) => {
     const [title, shown, text] = element.children;
     put(title, `GPU ${gpu.index}`);
-    fill(shown, gpu.used_bytes / gpu.total_bytes, null, null);
-    put(text, `${bytes(gpu.used_bytes)} of ${bytes(gpu.total_bytes)} used, ${bytes(gpu.free_bytes)} free`);
+    const limit = gpu.limit_bytes ?? null;
+    fill(shown, gpu.used_bytes / gpu.total_bytes, null, limit === null ? null : limit / gpu.total_bytes);
+    put(text, `${bytes(gpu.used_bytes)} of ${bytes(gpu.total_bytes)} used, ${bytes(gpu.free_bytes)} free`
+      + (limit === null ? "" : `, limit ${bytes(limit)}`));
   });
 }
 
@@ -251,7 +254,8 @@ function drawFacts(element, worker) {
   const facts = [["on", worker.gpu === "cpu" ? "CPU" : worker.gpu && `GPU ${worker.gpu}`], ["context", worker.context],
     ["running", worker.active], ["queued", worker.queued], ["restarts", worker.restarts || null],
     ["done", worker.totals?.finished], ["errors", worker.totals?.errors || null],
-    ["cached pages", stats.pages_cached], ["pid", worker.pid]];
+    ["from cache", stats.prompt_tokens ? `${Math.round(100 * (stats.cached_tokens || 0) / stats.prompt_tokens)} %` : null],
+    ["pid", worker.pid]];
   if (worker.since) facts.push([`${worker.state} for`, span(Date.now() / 1000 - worker.since)]);
   const shown = facts.filter(([, value]) => value !== null && value !== undefined && value !== "");
   keyed(element, shown, ([name]) => name.split(" ")[0] === worker.state ? "state" : name,

@@ -1,0 +1,174 @@
+"""The page in a real browser. ``make test-browser`` runs this file; it needs Debian's chromium.
+
+With SCREENSHOTS=DIRECTORY the pictures of docs/page.md are made there, too.
+"""
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
+from supervisor.keys.records import parse_rights
+from supervisor.keys.store import KeyStore
+from tests.keyed import free_port
+from tests.serving import WITHIN, Serving, engine
+
+CHROMIUM = shutil.which("chromium")
+DEMO = {"engine": "transformers", "gpu": "cpu", "max_batch_size": 32}
+MODELS = {
+    "letters": {"model_dir": "demo:letters", **DEMO},
+    "stories": {"model_dir": "demo:stories", **DEMO},
+    "endless": engine(context=100_000, step_s=0.02),
+    "on-demand": engine(lazy=True, ttl="10m"),
+}
+SIZES = {"wide": 1280, "narrow": 400}
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
+expect.set_options(timeout=1000 * WITHIN)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> KeyStore:
+    return KeyStore(tmp_path_factory.mktemp("keys") / "keys")
+
+
+@pytest.fixture(scope="module")
+def token(store: KeyStore) -> str:
+    return store.add_token("ops", parse_rights("infer,status,admin"))
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def serving(store: KeyStore, token: str, port: int) -> Iterator[Serving]:
+    with Serving(MODELS, gateway={"listen": port}, keys=store.directory, wait=False) as serving:
+        for model in ("letters", "stories", "endless"):
+            serving.wait_state(model, "ready")
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(serving: Serving, browser: Browser, token: str, port: int) -> Iterator[Page]:
+    """The page after a sign-in. Nothing may be said on the console, such as an error of the content security policy."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    page = context.new_page()
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(f"http://127.0.0.1:{port}/")
+    page.get_by_label("Token", exact=True).fill(token)
+    page.get_by_role("button", name="Sign in").click()
+    expect(model(page, "letters")).to_be_visible()
+    said.clear()  # the browser reports the answer 401 by which the page knows that nobody is signed in
+    yield page
+    context.close()
+    assert not said
+
+
+def model(page: Page, name: str) -> Locator:
+    return page.locator(f"#models article[data-key='{name}']")
+
+
+def state(page: Page, name: str) -> Locator:
+    return page.locator(f"#models article[data-key='{name}'] .state")
+
+
+def ask(page: Page, name: str, text: str, *, tokens: int, kind: str = "chat") -> None:
+    page.locator("#ask-model").select_option(name)
+    page.locator("#ask-kind").select_option(kind)
+    page.locator("#ask-temperature").fill("0")
+    page.locator("#ask-tokens").fill(str(tokens))
+    page.locator("#ask-text").fill(text)
+    page.keyboard.press("Control+Enter")
+
+
+def test_a_wrong_token_is_refused_in_words(serving: Serving, browser: Browser, port: int) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.get_by_label("Token", exact=True).fill("mctl_wrong")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert").first).to_contain_text("key")
+
+
+def test_a_model_is_stopped_and_started(page: Page) -> None:
+    page.get_by_role("button", name="Stop endless").click()
+    expect(state(page, "endless")).to_have_text("stopped")
+    page.get_by_role("button", name="Start endless").click()
+    expect(state(page, "endless")).to_have_text("ready")
+
+
+def test_a_chat_streams_and_shows_its_timings(page: Page) -> None:
+    ask(page, "stories", "Tell me a story about Mia the fox.", tokens=200)
+    answer = page.locator("#turns li.assistant")
+    expect(answer).to_contain_text("Once upon a time")
+    expect(page.locator("#ask-timings")).to_contain_text("first token after")
+    expect(answer).to_contain_text("The end.")
+
+
+def test_a_running_request_is_cancelled(page: Page, serving: Serving) -> None:
+    ask(page, "endless", "go on", tokens=90_000)
+    row = page.locator("#requests tbody tr")
+    expect(row).to_contain_text("running")
+    expect(row).to_contain_text("ops")
+    row.get_by_role("button", name="Cancel").click()
+    expect(page.locator("#requests-none")).to_be_visible()
+    expect(page.locator("#turns li.error")).to_contain_text("cancelled")
+    serving.wait_idle("endless")
+
+
+def test_a_killed_worker_comes_back_and_its_stream_goes_on(page: Page, serving: Serving) -> None:
+    ask(page, "endless", "survive", tokens=400)
+    expect(page.locator("#requests tbody tr")).to_contain_text("running")
+    pid = serving.status("endless")["pid"]
+    os.kill(pid, signal.SIGKILL)
+    expect(page.locator("#events")).to_contain_text("SIGKILL")
+    expect(state(page, "endless")).to_have_text("ready")
+    expect(page.locator("#ask-timings")).to_contain_text("400 tokens")
+    assert serving.status("endless")["pid"] != pid
+
+
+def test_the_focus_stays_while_the_page_changes(page: Page) -> None:
+    button = page.get_by_role("button", name="Reload letters")
+    button.focus()
+    facts = model(page, "endless").locator(".facts")
+    expect(facts).not_to_have_text(facts.inner_text())  # it shows for how long the model has been ready
+    expect(button).to_be_focused()
+
+
+def test_a_log_is_read(page: Page) -> None:
+    page.get_by_label("Log of").select_option("stories")
+    expect(page.locator("#log")).to_contain_text("ready")
+
+
+def test_signing_out_ends_the_session(page: Page) -> None:
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_label("Token", exact=True)).to_be_visible()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_cut_off(page: Page, size: str, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    page.set_viewport_size({"width": SIZES[size], "height": 900})
+    ask(page, "stories", "Tell me a story about Mia the fox.", tokens=200)
+    expect(page.locator("#ask-timings")).to_contain_text("tokens/s")
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size]
+    if directory := os.environ.get("SCREENSHOTS"):
+        page.evaluate("document.activeElement.blur(); window.scrollTo(0, 0)")
+        page.screenshot(path=Path(directory) / f"page-{size}-{scheme}.png", full_page=True)
