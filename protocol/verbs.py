@@ -62,7 +62,7 @@ class TcpStatus(TypedDict):
     (null: no limit), `tokens_per_minute` (null: no limit), `tokens_left` (null: no limit, or not used yet) and
     `rate_limited` (requests that were refused)."""
     forbidden: int
-    """Messages that were refused because the key, or the HTTP key that it named, lacked a right."""
+    """Messages that were refused because a key lacked a right."""
     connected_too_often: int
     """Handshakes that were refused because a key connected too often."""
     cut_off: int
