@@ -73,6 +73,11 @@ def test_a_killed_gateway_comes_back_and_its_requests_leave_the_engine(serving: 
     now = described(serving)
     assert now["pids"] != [pid]
     assert (now["restarts"], now["problem"]) == (1, None)
+    with serving.client(admin=True) as client:
+        told = [event for event in client.call("events")["events"] if event["kind"] == "gateway"]
+        assert [event["level"] for event in told[-2:]] == ["warning", "info"]
+        assert f"process {pid} ended by SIGKILL" in told[-2]["message"]
+        assert client.call("logs", model="gateway")["position"] != "0-0"
     assert "gateway: process" in serving.log()
 
 

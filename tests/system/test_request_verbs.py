@@ -1,12 +1,16 @@
 """The verbs ``requests`` and ``cancel_request``: what people see of unfinished requests, and how they end them."""
 
+import os
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from modelctl import Client, Stream
+from protocol.codec import pack_body
 from protocol.errors import ErrorCode, WireError
+from protocol.messages import Call
 from supervisor.keys.store import token_id
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed
@@ -218,3 +222,27 @@ def test_over_ipc_it_is_an_order(keyed: Keyed) -> None:
     with keyed.serving.client() as front, pytest.raises(WireError, match="send it to the admin socket") as caught:
         cancel(front, "1-1")
     assert caught.value.code is ErrorCode.UNSUPPORTED
+
+
+def test_any_parameters_are_answered(keyed: Keyed) -> None:
+    seed = int(os.environ.get("TEST_SEED", "16"))
+    print("seed", seed)
+    chance = random.Random(seed)
+    values = [
+        0, 1, -1, 500, 2**31, 2**63, 2**64 - 1, -(2**63), 1.5, float("inf"), float("nan"), True, None, "", "1-1", "m",
+        "0-0", f"{2**64}-{2**64}", "9" * 20 + "-0", "supervisor", "gateway", "../m", "\0",
+        "\ud7ff", "x" * 100_000, b"", b"m", [], ["m"], {}, {"m": 1},
+    ]  # fmt: skip
+    names = ["limit", "after", "lines", "model", "id", "on_behalf_of", "", "x" * 1000]
+    with keyed.raw("boss") as raw:
+        for number in range(1, 1001):
+            verb = chance.choice(["requests", "events", "logs", "cancel_request"])
+            params = {name: chance.choice(values) for name in chance.sample(names, chance.randrange(4))}
+            raw.send(Call(number, verb, pack_body(params)))
+        raw.barrier()
+        assert len(raw.replies) == 1000
+        assert any("result" in reply for reply in raw.replies)
+        assert {reply["error"]["name"] for reply in raw.replies if "error" in reply} <= {  # type: ignore[index]
+            "invalid_request", "model_not_found", "forbidden",
+        }  # fmt: skip
+    assert keyed.serving.status("m")["state"] == "ready"
