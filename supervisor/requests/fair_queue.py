@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = {"interactive": 16, "normal": 4, "batch": 1}
 """How many of 21 tokens each priority gets while all three have requests waiting."""
+MOST_EMPTY = 64
+"""Accounts without waiting requests that may always stay in the heap of a priority."""
 _ties = count()
 
 
@@ -39,7 +41,20 @@ class Band:
     waiting: int = 0
     accounts: dict[int, "Account"] = field(default_factory=dict)
     heap: list[tuple[float, int, "Account"]] = field(default_factory=list)
-    """(served, tie, account) of the accounts with requests waiting. ``served`` may be outdated: then it is too low."""
+    """(served, tie, account) of the accounts with requests waiting, and of some whose requests were all cancelled.
+    ``served`` may be outdated: then it is too low."""
+
+    def compact(self) -> None:
+        """Remove accounts without waiting requests from the heap, if most of it may be such accounts.
+
+        Otherwise they would stay until they are first in the heap. A place in the queue takes time for each of them.
+        """
+        if len(self.heap) <= MOST_EMPTY + 2 * self.waiting:
+            return
+        for _, _, account in self.heap:
+            account.in_heap = bool(account.requests)
+        self.heap = [entry for entry in self.heap if entry[2].in_heap]
+        heapq.heapify(self.heap)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,11 +112,7 @@ class FairQueue:
         """Forget a client that is gone. None of its requests may wait here."""
         for band in self._bands.values():
             band.accounts.pop(party, None)
-            if len(band.heap) > 64 + 2 * len(band.accounts):  # entries of clients that left
-                for _, _, account in band.heap:
-                    account.in_heap = bool(account.requests)
-                band.heap = [entry for entry in band.heap if entry[2].in_heap]
-                heapq.heapify(band.heap)
+            band.compact()
 
     def push(self, request: "InFlight") -> None:
         """Let a request wait."""
@@ -151,6 +162,7 @@ class FairQueue:
         request.account.requests.remove(request)
         request.account.band.waiting -= 1
         self.cost -= request.cost
+        request.account.band.compact()
 
     def position(self, request: "InFlight") -> int:
         """Return about how many requests are before this one. Higher priorities go first; clients take turns."""

@@ -141,3 +141,18 @@ def test_who_comes_and_leaves_is_forgotten() -> None:
     assert len(band.heap) < 200
     assert len(band.accounts) == 1
     assert drain(line) == [(1, 0)]
+
+
+def test_clients_that_cancel_while_no_request_is_served_cost_the_others_nothing() -> None:
+    """Their accounts stayed in the heap, and each place in the queue took time for all of them."""
+    line = FairQueue()
+    kept = [push(line, client, 1) for client in range(1, 21)]
+    for client in range(100, 5100):
+        line.remove(push(line, client, 1))
+    (heap,) = [band.heap for band in line._bands.values() if band.heap]
+    assert len(heap) <= 64 + 2 * len(kept) + 1
+    assert all(line.position(request) < len(kept) for request in kept)
+    assert drain(line) == [(client, 1) for client in range(1, 21)]
+    for client in range(100, 200):
+        push(line, client, 2)
+    assert len(drain(line)) == 100, "an account that left the heap comes back"
