@@ -200,6 +200,9 @@ class Supervisor:
         every(RUNTIME_CHECK_S, self._runtime_watch.restore_missing)
         if (tcp := self._clients.tcp) is not None:
             self._log.info("listening on %s, for keys on the list only", tcp.endpoint)
+        gateway = self._fleet.registry.config.gateway
+        if gateway is not None and gateway.auth == "keys" and not self._authorizer.admits_http():
+            self._log.warning("gateway: no token is on the list of keys: make one with `modelctl keys new NAME --http`")
         every(REVOKE_S, lambda: self._effects.add(self._authorizer.refresh()))
         every(GATEWAY_CHECK_S, self._gateway.start_missing)
         every(RATE_WINDOW_S, self._sample)
