@@ -1,9 +1,14 @@
-"""A gateway process. It reads its settings as JSON from standard input (``protocol.process.gateway_settings``)."""
+"""A gateway process.
+
+Its standard input is a socket. It reads its settings there as JSON (``protocol.process.gateway_settings``), and reports
+there whether it serves.
+"""
 
 import os
 import socket
 import sys
 
+from gateway.reports import Reports
 from protocol.process.core_dumps import forbid_core_dumps
 from protocol.process.gateway_settings import GatewaySettings
 from protocol.process.log_output import LogOutput
@@ -14,16 +19,16 @@ from protocol.process.process_title import set_title
 def main() -> None:
     """Serve until told to end."""
     settings = GatewaySettings.from_json(sys.stdin.buffer.read())
+    reports = Reports(socket.socket(fileno=os.dup(0)))  # the log takes the place of standard input
     if settings.parent is not None and not die_with(settings.parent):
         os._exit(0)
     set_title("gateway")
     forbid_core_dumps()  # a core dump would hold prompts and tokens
-    if settings.log is not None:
-        LogOutput(settings.log)
+    log = None if settings.log is None else LogOutput(settings.log)
     listeners = [socket.socket(fileno=descriptor) for descriptor in settings.listeners]
     from gateway.server import serve  # now, so that an error of an import is in the log
 
-    serve(settings, listeners)
+    serve(settings, listeners, reports, log)
 
 
 if __name__ == "__main__":

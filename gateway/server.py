@@ -5,24 +5,42 @@ import socket
 import sys
 
 import uvicorn
+from starlette.applications import Starlette
 
 from gateway.app import make_app
 from gateway.connection import Connection, connection_limit
 from gateway.garbage_collection import tune
+from gateway.reports import Reports
 from protocol.process.gateway_settings import GatewaySettings
+from protocol.process.log_output import LogOutput
 
 IDLE_S = 75
 """Seconds that an idle connection is kept. Clients keep connections in pools, and a connection that the server has
 closed meanwhile fails their next request."""
-LEAVE_S = 2
+LEAVE_S = 30
 """Seconds that open streams may go on when the process is told to end."""
+UNUSABLE = 78
+"""Exit code if the settings cannot be used."""
 
 
-def serve(settings: GatewaySettings, listeners: list[socket.socket]) -> None:
-    """Serve until told to end (SIGTERM, SIGINT)."""
+def serve(
+    settings: GatewaySettings, listeners: list[socket.socket], reports: Reports, log: LogOutput | None = None
+) -> None:
+    """Serve until told to end (SIGTERM, SIGINT). Exit with UNUSABLE if the settings cannot be used.
+
+    reports  is told whether the gateway serves
+    log      the process's log, which is opened again when somebody has moved it
+    """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
+
+    async def each_second() -> None:
+        reports.serving()
+        if log is not None:
+            log.follow()
+
+    app = make_app(settings)
     config = uvicorn.Config(
-        make_app(settings),
+        app,
         loop="uvloop",
         http=Connection,
         ws="none",
@@ -32,9 +50,30 @@ def serve(settings: GatewaySettings, listeners: list[socket.socket]) -> None:
         server_header=False,
         timeout_keep_alive=IDLE_S,
         timeout_graceful_shutdown=LEAVE_S,
+        timeout_notify=1,
+        callback_notify=each_second,
         ssl_certfile=settings.certificate,
         ssl_keyfile=settings.private_key,
     )
+    try:
+        config.load()
+    except OSError as e:  # also an error of OpenSSL
+        files = f"the certificate {settings.certificate} with the private key {settings.private_key}"
+        reports.trouble(f"{files} cannot be used: {e.strerror or e}")
+        raise SystemExit(UNUSABLE) from e
     Connection.most = connection_limit()
     tune()
-    uvicorn.Server(config).run(sockets=listeners)
+    _Server(config, app).run(sockets=listeners)
+
+
+class _Server(uvicorn.Server):
+    """The server. When it is told to end, answers are completed, but the updates of open pages have no end of their
+    own."""
+
+    def __init__(self, config: uvicorn.Config, app: Starlette) -> None:
+        super().__init__(config)
+        self._app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.state.live.close()
+        await super().shutdown(sockets)

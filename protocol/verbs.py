@@ -80,6 +80,8 @@ class GatewayStatus(TypedDict):
     """True if the port takes HTTPS, false for HTTP."""
     pids: list[int]
     """The ids of its processes that run."""
+    ready: bool
+    """True if all of its processes serve."""
     restarts: int
     """How often one of its processes was started again."""
     problem: str | None
@@ -120,9 +122,9 @@ class SupervisorStatus(TypedDict):
     """True while the supervisor shuts down and takes no new requests."""
     turnovers: list[dict[str, Any]]
     """The last orders to reload models, or to restart workers one after the other: `number`, `cause`, `running`,
-    `settings` (keys of the section `supervisor` that were changed) and `models`, a list of `model`, `change`
-    (`unchanged`, `settings`, `workers`, `added`, `removed`), `state` (`waiting`, `running`, `done`, `failed`) and,
-    where they apply, `how` and `message`."""
+    `settings` (keys of the section `supervisor` that were changed, and those of the section `gateway` as
+    `gateway.KEY`) and `models`, a list of `model`, `change` (`unchanged`, `settings`, `workers`, `added`, `removed`),
+    `state` (`waiting`, `running`, `done`, `failed`) and, where they apply, `how` and `message`."""
     held_bytes: Bytes
     """The size of the held events, which wait until clients read."""
     forwarding: str

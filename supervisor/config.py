@@ -111,10 +111,6 @@ class Config:
         self.supervisor = supervisor
         self.gateway = gateway
 
-    def path(self, given: str) -> Path:
-        """Return a path of the file: absolute, or relative to models.yaml."""
-        return self.file.parent / Path(given).expanduser()
-
     @property
     def worker_count(self) -> int:
         """Return how many workers all models have together."""

@@ -76,7 +76,7 @@ Size = Annotated[int, Read(parse_size, "size")]
 class GatewayConfig:
     """The section ``gateway``. With it the supervisor starts a gateway, which serves OpenAI's API over HTTP.
 
-    A change of any key takes a restart of the supervisor.
+    A reload applies changes: new processes take the connections, and the former ones complete their answers.
     """
 
     listen: Listen = field(default_factory=lambda: Address("127.0.0.1", DEFAULT_PORT))

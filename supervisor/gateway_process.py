@@ -7,9 +7,7 @@ keeps new connections waiting, and clients are not refused.
 import logging
 import os
 import select
-import signal
 import socket
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +16,17 @@ from typing import Any
 from protocol.limits import GATEWAY_NAME
 from protocol.process.engine_packages import missing_for_gateway
 from protocol.process.gateway_settings import GatewaySettings
-from protocol.process.helper_environment import helper_environment
 from supervisor.config import Config
 from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.event_history import EventKind, noted
-from supervisor.gateway_modules import GATEWAY
+from supervisor.gateway_child import GatewayChild
 from supervisor.logs import log_path, prepare
 from supervisor.placement.circuit_breaker import Restarts
 
 CHECK_S = 0.25
-"""Seconds between two checks whether a process, or the port, is missing."""
+"""Seconds between two checks whether a process or the port is missing, or a process hangs."""
 RESTART_S, RESTART_MAX_S = 0.5, 30.0
-"""Pauses between starts of a process that ends again and again. The first restart is at once."""
+"""Pauses between attempts to start a process or to open the port. A process that ran longer is started at once."""
 LEAVE_S = 3.0
 """Seconds that processes may take to end at the supervisor's end, before they are killed."""
 BACKLOG = 4096
@@ -37,67 +34,91 @@ NOTED = noted(EventKind.GATEWAY)
 
 
 class GatewayProcesses:
-    """The gateway of one supervisor. Without a section ``gateway`` in models.yaml it does nothing."""
+    """The processes of one gateway. Without a section ``gateway`` in models.yaml there is nothing to do.
 
-    def __init__(self, config: Config, runtime_dir: Path, log: logging.Logger) -> None:
-        self._config = config.gateway
-        self._log = log
-        self._log_path = log_path(runtime_dir, GATEWAY_NAME)
-        self._sockets: list[socket.socket] = []
-        self._processes: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
-        """(number of its socket, process) of each running process, by pidfd."""
-        self._epoll = select.epoll()
-        self._opening = Restarts(1.0, RESTART_MAX_S)
-        self._starts: list[Restarts] = []
-        self._count = 0
+    problem  why no gateway answers, for people. None while one does or starts, and without a section ``gateway``
+    """
+
+    def __init__(self, config: GatewayConfig | None, settings: GatewaySettings, log: logging.Logger) -> None:
         self.problem: str | None = None
-        """Why no gateway answers, for people. None while one does, and without a section ``gateway``."""
-        if self._config is not None:
-            self._settings = _settings_of(config, self._config, runtime_dir, str(self._log_path))
+        self._config = config
+        self._settings = settings
+        self._log = log
+        self._sockets: list[socket.socket] = []
+        self._children: dict[int, GatewayChild] = {}
+        """The processes that were not collected yet, by pidfd."""
+        self._epoll = select.epoll()
+        self._restarts = 0
+        self._begin_counts()
 
     @property
     def descriptor(self) -> int:
-        """A descriptor that is readable when a process has ended: call ``reap`` then."""
+        """A descriptor that is readable when a process says something or has ended: call ``hear`` then."""
         return self._epoll.fileno()
 
-    def start_missing(self) -> None:
-        """Open the port if it is not open, and start each process that does not run, unless it ended a moment ago."""
+    def check(self) -> None:
+        """Open the port if it is not open, start each process that does not run, and kill those that hang.
+
+        A process that ended a moment after its start is not started again at once.
+        """
+        for child in self._children.values():
+            if (done := child.check()) is not None:
+                self._log.warning("gateway: %s", done, extra=NOTED)
         if self._config is None:
             return
-        if not self._sockets and (not self._opening.next(time.monotonic()) or not self._open(self._config)):
+        now = time.monotonic()
+        if not self._sockets and (not self._opening.next(now) or not self._open(self._config)):
             return
-        running = {number for number, _ in self._processes.values()}
+        if self._settings.log is not None:
+            prepare(Path(self._settings.log))  # a process opens its log again when that was renamed
+        running = {child.number for child in self._serving()}
         for number, restarts in enumerate(self._starts):
-            if number not in running and restarts.next(time.monotonic()):
+            if number not in running and restarts.next(now):
                 self._start(number)
 
-    def reap(self) -> None:
-        """Collect the processes that have ended, and start others in their places."""
-        for pidfd, _ in self._epoll.poll(0):
-            _, process = self._processes.pop(pidfd)
-            self._epoll.unregister(pidfd)
-            os.close(pidfd)
-            code = process.wait()
-            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            self.problem = f"process {process.pid} ended {how}: {self._log_path} may say why"
-            self._log.warning("gateway: %s", self.problem, extra=NOTED)
-        self.start_missing()
+    def hear(self) -> None:
+        """Take what the processes say, collect those that have ended, and start others in their places."""
+        readable = {descriptor for descriptor, _ in self._epoll.poll(0)}
+        for child in list(self._children.values()):
+            if child.pidfd in readable:
+                self._collect(child)
+            elif child.socket.fileno() in readable and not child.hear():
+                self._epoll.unregister(child.socket)  # it is ending
+        if self._is_ready():
+            self.problem = None
+        self.check()
 
-    def close(self) -> None:
-        """End the processes, and wait for that."""
-        for _, process in self._processes.values():
-            process.terminate()
-        deadline = time.monotonic() + LEAVE_S
-        for pidfd, (_, process) in self._processes.items():
+    def adopt(self, config: GatewayConfig | None, settings: GatewaySettings) -> None:
+        """Serve with other settings. The processes that run complete their answers, while others take new connections.
+
+        Connections wait in the listening sockets meanwhile. With another address, the former sockets are closed.
+        """
+        settings = replace(settings, cookie_secret=self._settings.cookie_secret)  # people stay signed in
+        if (config, settings) == (self._config, self._settings):
+            return
+        if config is None or self._config is None or config.listen != self._config.listen:
+            self._close_sockets()
+        elif self._sockets:
             try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            os.close(pidfd)
-        self._processes.clear()
-        for opened in self._sockets:
-            opened.close()
+                self._sockets += open_sockets(config.listen, config.processes - len(self._sockets), shared=True)
+            except OSError:  # ``check`` tries again, and says what is wrong
+                self._close_sockets()
+            while len(self._sockets) > config.processes:
+                self._sockets.pop().close()
+        self._config, self._settings, self.problem = config, settings, None
+        self._begin_counts()
+        for child in self._children.values():
+            child.retire()
+
+    def close(self, within_s: float = LEAVE_S) -> None:
+        """End the processes, and wait for that. Processes that take longer than ``within_s`` seconds are killed."""
+        for child in self._children.values():
+            child.retire()
+        deadline = time.monotonic() + within_s
+        for child in self._children.values():
+            child.end(max(0.0, deadline - time.monotonic()))
+        self._children.clear()
+        self._close_sockets()
         self._epoll.close()
 
     def describe(self) -> dict[str, Any] | None:
@@ -108,11 +129,29 @@ class GatewayProcesses:
             "listen": str(self._config.listen),
             "auth": self._config.auth,
             "tls": self._config.certificate is not None,
-            "pids": [process.pid for _, process in self._processes.values()],
-            "restarts": max(0, self._count - len(self._starts)),
+            "pids": [child.pid for child in self._serving()],
+            "ready": self._is_ready(),
+            "restarts": self._restarts,
             "problem": self.problem,
-            "log": str(self._log_path),
+            "log": self._settings.log,
         }
+
+    def _serving(self) -> list[GatewayChild]:
+        """Return the processes that take connections."""
+        return [child for child in self._children.values() if not child.retired]
+
+    def _is_ready(self) -> bool:
+        serving = self._serving()
+        return bool(serving) and len(serving) == len(self._sockets) and all(child.is_ready for child in serving)
+
+    def _begin_counts(self) -> None:
+        self._opening = Restarts(RESTART_S, RESTART_MAX_S)
+        self._starts = [Restarts(RESTART_S, RESTART_MAX_S) for _ in self._sockets]
+
+    def _close_sockets(self) -> None:
+        for opened in self._sockets:
+            opened.close()
+        self._sockets.clear()
 
     def _open(self, config: GatewayConfig) -> bool:
         """Open the listening sockets. Return whether that was possible; ``problem`` says why not."""
@@ -129,61 +168,58 @@ class GatewayProcesses:
             if self.problem != before:
                 self._log.error("no gateway: %s", self.problem, extra=NOTED)
             return False
-        self._starts = [Restarts(RESTART_S, RESTART_MAX_S) for _ in self._sockets]
-        scheme = "http" if config.certificate is None else "https"
-        self._log.info("gateway: listening on %s://%s", scheme, config.listen, extra=NOTED)
+        self._begin_counts()
+        self._log.info("gateway: listening on %s", url(config), extra=NOTED)
         if config.auth == "none":
             self._log.warning("gateway: auth is none: everybody on this machine may use, start and stop the models")
         return True
 
     def _start(self, number: int) -> None:
-        opened = self._sockets[number]
-        prepare(self._log_path)
-        text = replace(self._settings, listeners=(opened.fileno(),)).to_json()
+        if self._settings.log is not None:
+            prepare(Path(self._settings.log))
         try:
-            process = subprocess.Popen(
-                GATEWAY,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # the process opens its log itself
-                pass_fds=(opened.fileno(),),
-                start_new_session=True,  # a Ctrl-C reaches every process of a terminal's group
-                cwd="/",
-                env=helper_environment(),
-            )
-            assert process.stdin is not None
-            with process.stdin as pipe:
-                pipe.write(text)
-            pidfd = os.pidfd_open(process.pid)
-        except OSError as e:  # no process or descriptor is left, or the process has ended already
+            child = GatewayChild(number, self._sockets[number], self._settings)
+        except OSError as e:
             self.problem = f"cannot be started: {e.strerror or e}"
             self._log.error("gateway: %s", self.problem, extra=NOTED)
             return
-        self._count += 1
-        self._processes[pidfd] = number, process
-        self._epoll.register(pidfd, select.EPOLLIN)
-        self._log.info("gateway: started pid %d", process.pid, extra=NOTED)
-        self.problem = None
+        self._children[child.pidfd] = child
+        self._epoll.register(child.pidfd, select.EPOLLIN)
+        self._epoll.register(child.socket, select.EPOLLIN)
+        self._log.info("gateway: started pid %d", child.pid, extra=NOTED)
+
+    def _collect(self, child: GatewayChild) -> None:
+        """Collect a process that has ended. Closing its descriptors takes them out of the epoll."""
+        del self._children[child.pidfd]
+        ended = child.collect()
+        if child.retired:
+            self._log.info("gateway: %s, as it was told", ended, extra=NOTED)
+            return
+        self._restarts += 1
+        self.problem = ended
+        if child.trouble is None and self._settings.log is not None:
+            self.problem += f": {self._settings.log} may say why"
+        self._log.warning("gateway: %s", self.problem, extra=NOTED)
 
 
-def open_sockets(address: Address, count: int) -> list[socket.socket]:
+def url(config: GatewayConfig) -> str:
+    """Return the address of a gateway as people type it."""
+    return f"{'http' if config.certificate is None else 'https'}://{config.listen}"
+
+
+def open_sockets(address: Address, count: int, *, shared: bool = False) -> list[socket.socket]:
     """Return ``count`` listening sockets of one address. The kernel divides connections among them. Raises OSError.
 
     With SO_REUSEPORT other programs of this user could listen on the port, too, and would get a part of the
     connections. So a socket without it is bound first, which fails if the port is taken.
+
+    shared  whether this program has the port already
     """
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     opened: list[socket.socket] = []
     try:
-        for number in range(count + 1):
-            opened.append(socket.socket(family))
-            opened[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if number:
-                opened[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            opened[-1].bind((address.host, address.port))
-            opened[-1].listen(BACKLOG)
-            if not number:
-                opened.pop().close()
+        if not shared:
+            _listening(address, socket.SO_REUSEADDR).close()
+        opened.extend(_listening(address, socket.SO_REUSEADDR, socket.SO_REUSEPORT) for _ in range(count))
     except BaseException:
         for one in opened:
             one.close()
@@ -191,21 +227,43 @@ def open_sockets(address: Address, count: int) -> list[socket.socket]:
     return opened
 
 
-def _settings_of(config: Config, gateway: GatewayConfig, runtime_dir: Path, log: str) -> GatewaySettings:
+def _listening(address: Address, *options: int) -> socket.socket:
+    opened = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+    try:
+        for option in options:
+            opened.setsockopt(socket.SOL_SOCKET, option, 1)
+        opened.bind((address.host, address.port))
+        opened.listen(BACKLOG)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def settings_of(config: GatewayConfig, base: Path) -> GatewaySettings:
+    """Return the settings of a gateway process, without the way to its supervisor, its parent and its log.
+
+    base  directory of relative paths
+    """
+
     def path(given: str | None) -> str | None:
-        return None if given is None else str(config.path(given))
+        return None if given is None else str(base / Path(given).expanduser())
 
     return GatewaySettings(
-        runtime_dir=str(runtime_dir),
-        host=gateway.listen.host,
-        port=gateway.listen.port,
-        auth=gateway.auth,
-        allowed_hosts=tuple(gateway.allowed_hosts),
-        cors_origins=tuple(gateway.cors_origins),
-        certificate=path(gateway.certificate),
-        private_key=path(gateway.private_key),
-        max_body=gateway.max_body,
-        keepalive=gateway.keepalive,
+        host=config.listen.host,
+        port=config.listen.port,
+        auth=config.auth,
+        allowed_hosts=tuple(config.allowed_hosts),
+        cors_origins=tuple(config.cors_origins),
+        certificate=path(config.certificate),
+        private_key=path(config.private_key),
+        max_body=config.max_body,
+        keepalive=config.keepalive,
         parent=os.getpid(),
-        log=log,
     )
+
+
+def supervisors_settings(config: Config, runtime_dir: Path) -> GatewaySettings:
+    """Return the settings of the processes of a supervisor's own gateway."""
+    settings = settings_of(config.gateway or GatewayConfig(), config.file.parent)
+    return replace(settings, runtime_dir=str(runtime_dir), log=str(log_path(runtime_dir, GATEWAY_NAME)))

@@ -38,7 +38,7 @@ def read_log(path: Path, lines: int, after: str | None) -> dict[str, Any]:
         # A log in whose place somebody has put a FIFO must not stop the supervisor.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        return _result([], b"", _NOWHERE, restarted=inode != 0)
+        return _result([], "", _NOWHERE, restarted=inode != 0)
     except OSError as e:
         raise _unreadable(path, e.strerror or str(e)) from None
     try:
@@ -47,28 +47,33 @@ def read_log(path: Path, lines: int, after: str | None) -> dict[str, Any]:
             raise _unreadable(path, "it is no regular file")
         size = status.st_size
         if after is None:
-            begin = max(0, size - MOST_BYTES)
-            return _last(os.pread(file, MOST_BYTES, begin), status, begin, lines)
+            return _last(_read(file, max(0, size - MOST_BYTES)), status, lines)
         goes_on = inode == status.st_ino and offset <= size
         begin = offset if goes_on else 0
-        return _following(os.pread(file, MOST_BYTES, begin), status, begin, lines, restarted=inode != 0 and not goes_on)
+        return _following(_read(file, begin), status, begin, lines, restarted=inode != 0 and not goes_on)
     except OSError as e:
         raise _unreadable(path, e.strerror or str(e)) from None
     finally:
         os.close(file)
 
 
-def _last(data: bytes, status: os.stat_result, begin: int, lines: int) -> dict[str, Any]:
-    """Return the last lines of a log. ``data`` is what follows the offset ``begin``."""
+def _read(file: int, begin: int) -> bytes:
+    return os.pread(file, MOST_BYTES, begin)
+
+
+def _last(data: bytes, status: os.stat_result, lines: int) -> dict[str, Any]:
+    """Return the last lines of the end of a log."""
+    begin = max(0, status.st_size - MOST_BYTES)
     *complete, unfinished = data.split(b"\n")
     if begin and complete:
         del complete[0]  # its beginning was not read
-    end = begin + len(data) - len(unfinished)
-    return _result(complete[-lines:], unfinished, _position(status, end), restarted=False)
+    return _result(
+        complete[-lines:], unfinished, _position(status, begin + len(data) - len(unfinished)), restarted=False
+    )
 
 
 def _following(data: bytes, status: os.stat_result, begin: int, lines: int, *, restarted: bool) -> dict[str, Any]:
-    """Return the first lines behind the offset ``begin``. ``data`` is what follows it."""
+    """Return the first lines behind an offset."""
     *complete, unfinished = data.split(b"\n")
     end = begin + len(data) - len(unfinished)
     if not complete and len(data) == MOST_BYTES:
@@ -83,11 +88,13 @@ def _following(data: bytes, status: os.stat_result, begin: int, lines: int, *, r
 
 
 def _result(
-    lines: list[bytes], unfinished: bytes, position: str, *, restarted: bool, more: bool = False
+    lines: list[bytes], unfinished: bytes | str, position: str, *, restarted: bool, more: bool = False
 ) -> dict[str, Any]:
+    if isinstance(unfinished, bytes):
+        unfinished = unfinished.decode(errors="replace")
     return {
         "lines": [line.decode(errors="replace").removesuffix("\r") for line in lines],
-        "unfinished": unfinished.decode(errors="replace"),
+        "unfinished": unfinished,
         "position": position,
         "more": more,
         "restarted": restarted,

@@ -32,7 +32,7 @@ from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.rollout import How
 from supervisor.gateway_process import CHECK_S as GATEWAY_CHECK_S
-from supervisor.gateway_process import GatewayProcesses
+from supervisor.gateway_process import GatewayProcesses, supervisors_settings
 from supervisor.keys.opening import Opening
 from supervisor.keys.ring import KeyRing
 from supervisor.listening import keys_of
@@ -118,7 +118,8 @@ class Supervisor:
         back = back_endpoint(runtime.path)
         self._fleet = Fleet(config, self._scheduler, timers, self._launcher, self._effects, runtime.path, back, log)
         self._on_demand = OnDemandLoader(self._fleet, self._fleet.registry)
-        self._reloads = Reloads(self._fleet, self._scheduler, timers, log)
+        self._gateway = GatewayProcesses(config.gateway, supervisors_settings(config, runtime.path), log)
+        self._reloads = Reloads(self._fleet, self._scheduler, timers, self._adopt_gateway, log)
         self._shutdown = SupervisorShutdown(
             self._fleet, self._reloads, self._scheduler, self._clients, self._effects, log
         )
@@ -127,7 +128,6 @@ class Supervisor:
         )
         self._workers = WorkerPort(self._context, back, front, self._frames.slot_of)
         # Parts that bring the others together.
-        self._gateway = GatewayProcesses(config, runtime.path, log)
         status = SupervisorDescription(
             runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,
             self._authorizer, self._zap, self._shutdown, self._gateway,
@@ -162,7 +162,7 @@ class Supervisor:
         self._runner.run()
         self._watch_sources()
         self._begin_rounds()
-        self._gateway.start_missing()
+        self._gateway.check()
         gc.collect()
         gc.freeze()
         while not self._shutdown.is_done:
@@ -186,7 +186,7 @@ class Supervisor:
         watch(self._signals.receiver, self._on_signals)
         watch(self._launcher.descriptor, self._on_ends)
         watch(self._fleet.starts.descriptor, self._fleet.starts.answered)
-        watch(self._gateway.descriptor, self._gateway.reap)
+        watch(self._gateway.descriptor, self._gateway.hear)
 
     def _begin_rounds(self) -> None:
         """Set the timers of everything that is done again and again."""
@@ -200,11 +200,8 @@ class Supervisor:
         every(RUNTIME_CHECK_S, self._runtime_watch.restore_missing)
         if (tcp := self._clients.tcp) is not None:
             self._log.info("listening on %s, for keys on the list only", tcp.endpoint)
-        gateway = self._fleet.registry.config.gateway
-        if gateway is not None and gateway.auth == "keys" and not self._authorizer.admits_http():
-            self._log.warning("gateway: no token is on the list of keys: make one with `modelctl keys new NAME --http`")
         every(REVOKE_S, lambda: self._effects.add(self._authorizer.refresh()))
-        every(GATEWAY_CHECK_S, self._gateway.start_missing)
+        every(GATEWAY_CHECK_S, self._gateway.check)
         every(RATE_WINDOW_S, self._sample)
         every(TRIM_S, trim)
 
@@ -274,6 +271,9 @@ class Supervisor:
                     self._reloads.read_again(number.name, How.AUTO)
 
     # --- what is done again and again -----------------------------------------------------------------------------
+
+    def _adopt_gateway(self, config: Config) -> None:
+        self._gateway.adopt(config.gateway, supervisors_settings(config, self._runtime.path))
 
     def _probe(self) -> None:
         """Send PING 0 to clients with unfinished requests. A send that fails tells of a client that has left.

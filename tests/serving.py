@@ -189,6 +189,11 @@ class Serving:
         """Another models.yaml, which nobody has read yet."""
         self.config.write_text(yaml.safe_dump({"models": models, "supervisor": self._sections, **self._gateway}))
 
+    def write_gateway(self, gateway: dict[str, Any] | None) -> None:
+        """Another section ``gateway`` of models.yaml, which nobody has read yet. None: without one."""
+        self._gateway = {} if gateway is None else {"gateway": gateway}
+        self.write_models(self._models)
+
     # --- talking to it ------------------------------------------------------------------------------------------
 
     @property

@@ -66,6 +66,8 @@ class Live:
                     news = await asyncio.wait_for(viewer.waiting.get(), QUIET_S)
                 except TimeoutError:
                     news = b": nothing new\n\n"
+                if not news:
+                    return
                 yield news
         finally:
             viewers = self._viewers[key]
@@ -76,9 +78,14 @@ class Live:
                 self._pictures.pop(key, None)
 
     def close(self) -> None:
-        """End all tasks."""
+        """End the updates of all open pages, and all tasks. A page connects anew, perhaps to another process."""
         for task in self._tasks.values():
             task.cancel()
+        for viewers in self._viewers.values():
+            for viewer in viewers:
+                while not viewer.waiting.empty():
+                    viewer.waiting.get_nowait()
+                viewer.waiting.put_nowait(b"")
 
     async def _ask(self, caller: Caller) -> None:
         after = 0

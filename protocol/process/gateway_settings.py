@@ -3,9 +3,13 @@
 import json
 import os
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 MIB = 1 << 20
+READY: Final = b"+"
+"""What a gateway process writes to its standard input, a socket, about once a second while it serves."""
+TROUBLE: Final = b"!"
+"""What it writes before the reason why it cannot serve."""
 
 
 @dataclass(frozen=True, kw_only=True)

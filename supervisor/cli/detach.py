@@ -13,9 +13,10 @@ from protocol.limits import SUPERVISOR_NAME
 from protocol.process.runtime_paths import ENVIRONMENT_VARIABLE
 from supervisor.cli import exit_codes
 from supervisor.cli.errors import CommandFailure
+from supervisor.cli.figures import gateway_url
 from supervisor.cli.hints import say
 from supervisor.cli.options import connect
-from supervisor.cli.views import warn_of_lost_lines
+from supervisor.cli.views import warn_of_gateway, warn_of_lost_lines
 from supervisor.cli.waiting import settled_up, wait_for, why_not_ready
 from supervisor.logs import log_path
 
@@ -88,6 +89,9 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
             continue
         say(f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it")
         warn_of_lost_lines(answer)
+        warn_of_gateway(answer)
+        if (gateway := answer["supervisor"].get("gateway")) and not gateway["problem"]:
+            say(f"modelctl: OpenAI's API is at {gateway_url(gateway)}/v1, with auth: {gateway['auth']}")
         if failed := [why_not_ready(m) for m in models if m["state"] != "ready"]:
             raise CommandFailure(exit_codes.FAILED, "not_ready", *failed)
         return exit_codes.OK

@@ -134,7 +134,22 @@ def _tcp(values: Values) -> list[str]:
     return lines
 
 
+def gateway_url(values: Values) -> str:
+    """Return the address of the gateway, from its part of `status`."""
+    return f"{'https' if values.get('tls') else 'http'}://{values.get('listen')}"
+
+
+def _gateway(values: Values) -> list[str]:
+    if problem := values.get("problem"):
+        return [f"{gateway_url(values)} does not answer: {problem}"]
+    if not values.get("ready"):
+        return [f"{gateway_url(values)}: starting"]
+    words = [f"{gateway_url(values)}, auth {values.get('auth')}", f"pid {' '.join(map(str, values.get('pids', ())))}"]
+    return [", ".join([*words, *([counted(values["restarts"], "restart")] if values.get("restarts") else [])])]
+
+
 _MAPS: dict[str, Callable[[Values], list[str]]] = {
+    "gateway": _gateway,
     "tcp": _tcp,
     "engine_stats": engine_lines,
     "last_exit": _exit,

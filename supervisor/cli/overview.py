@@ -34,7 +34,7 @@ def of_supervisor(s: Values) -> Entries:
         "orders": ", ".join(t["cause"] for t in s.get("turnovers") or () if t["running"]),
         "trouble": ", ".join(f"{counters[key]} {what}" for key, what in _TROUBLE.items() if counters.get(key)),
     }
-    return [*_entries(found), *figures.lines({"tcp": s["tcp"]} if s.get("tcp") else {})]
+    return [*_entries(found), *figures.lines({key: s[key] for key in ("tcp", "gateway") if s.get(key)})]
 
 
 def of_model(m: Values) -> Entries:

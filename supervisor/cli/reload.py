@@ -13,7 +13,7 @@ from supervisor.cli.compiling import compile_for
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
-from supervisor.cli.waiting import wait_for_rollouts
+from supervisor.cli.waiting import wait_for_gateway, wait_for_rollouts
 
 _APPLIED = dict.fromkeys(("vram_limit", "watch"), "applied to workers that are started from now on")
 """The text for a changed key of the section ``supervisor`` if running workers keep the key's old value."""
@@ -49,6 +49,8 @@ def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, run
         if no_wait:
             return exit_codes.OK
         (done,) = wait_for_rollouts(client, [number], for_people=not as_json)
+        of_gateway = [key for key in done["settings"] if key.startswith("gateway.")]
+        problem = wait_for_gateway(client) if of_gateway else None
     if as_json:
         click.echo(json.dumps({"supervisor": done["settings"], "models": done["models"]}, indent=2))
     else:
@@ -56,10 +58,12 @@ def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, run
             if model_report["change"] != "unchanged" or model_report["model"] == model:
                 click.echo(f"{model_report['model']}: {_outcome(model_report)}")
         for key in done["settings"]:
-            click.echo(f"supervisor.{key}: {_APPLIED.get(key, 'applied')}")
+            name = key if key in of_gateway else f"supervisor.{key}"
+            click.echo(f"{name}: {_APPLIED.get(key, 'applied')}")
         if not done["settings"] and all(model_report["change"] == "unchanged" for model_report in done["models"]):
             click.echo("nothing has changed")
-    failed = [
+    failed = [] if problem is None else [f"the gateway does not answer: {problem}"]
+    failed += [
         f"{model_report['model']}: {model_report['message']}"
         for model_report in done["models"]
         if model_report["state"] == "failed"

@@ -31,6 +31,7 @@ def ps(as_json: bool, runtime_dir: Path) -> None:
     with connect(runtime_dir, admin=True) as client:
         answer = client.status()
     warn_of_lost_lines(answer)
+    warn_of_gateway(answer)
     models = answer["models"]
     if as_json:
         click.echo(json.dumps(models, indent=2))
@@ -78,6 +79,13 @@ def warn_of_lost_lines(answer: dict[str, Any]) -> None:
     """Warn on stderr if this answer to ``status`` says that the supervisor's log loses lines."""
     if trouble := answer["supervisor"].get("log_trouble"):
         click.echo(f"modelctl: the log {trouble}", err=True)
+
+
+def warn_of_gateway(answer: dict[str, Any]) -> None:
+    """Warn on stderr if this answer to ``status`` says that the gateway does not answer."""
+    gateway = answer["supervisor"].get("gateway")
+    if gateway and (problem := gateway["problem"]):
+        click.echo(f"modelctl: the gateway at {figures.gateway_url(gateway)} does not answer: {problem}", err=True)
 
 
 def _ps_row(m: dict[str, Any], longest: int | None = None) -> tuple[object, ...]:

@@ -49,6 +49,19 @@ def wait_for_rollouts(client: Client, numbers: Collection[int], *, for_people: b
         time.sleep(POLL_S)
 
 
+def wait_for_gateway(client: Client) -> str | None:
+    """Wait until the gateway serves or reports a problem. Return the problem; None if it serves, or if there is none.
+
+    Raises ConnectionLost if the supervisor ends meanwhile.
+    """
+    while (gateway := client.status()["supervisor"]["gateway"]) is not None and not gateway["ready"]:
+        if gateway["problem"]:
+            problem: str = gateway["problem"]
+            return problem
+        time.sleep(POLL_S)
+    return None
+
+
 def _show(live: LiveLines, models: list[ModelStatus]) -> None:
     live.show({m["name"]: _line(m) for m in models}, {m["name"]: _steady(m) for m in models})
 

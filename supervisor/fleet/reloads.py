@@ -2,12 +2,14 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
+from typing import Any
 
 from protocol.errors import ErrorCode, WireError
 from supervisor.config import Config, ModelSpec, load_config
+from supervisor.config_gateway import GatewayConfig
 from supervisor.config_schema import SupervisorConfig
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.fleet import Fleet
@@ -20,13 +22,24 @@ from supervisor.yaml_source import ConfigError
 
 
 class Reloads:
-    """The orders that concern several workers. Call ``advance_soon`` when a worker's state has changed."""
+    """The orders that concern several workers. Call ``advance_soon`` when a worker's state has changed.
 
-    def __init__(self, fleet: Fleet, scheduler: Scheduler, timers: Timers, log: logging.Logger) -> None:
+    adopt_gateway  applies the section ``gateway`` of a new configuration
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        scheduler: Scheduler,
+        timers: Timers,
+        adopt_gateway: Callable[[Config], None],
+        log: logging.Logger,
+    ) -> None:
         self._fleet = fleet
         self._registry = fleet.registry
         self._scheduler = scheduler
         self._timers = timers
+        self._adopt_gateway = adopt_gateway
         self._log = log
         self._advancing = False
         self.rollouts = Rollouts(fleet, log)
@@ -66,19 +79,17 @@ class Reloads:
             models = before.models | {name: spec for name, spec in config.models.items() if name == only}
             if only not in config.models:
                 models.pop(only, None)  # an earlier order may be removing it already
-            config = Config(config.file, models, before.supervisor)
-        settings = [
-            key.name
-            for key in fields(SupervisorConfig)
-            if getattr(before.supervisor, key.name) != getattr(config.supervisor, key.name)
-        ]
-        if settings:
-            applied = ", supervisor.".join(settings)
-            self._log.info("%s: applied supervisor.%s", cause, applied, extra=noted(EventKind.RELOAD))
+            config = Config(config.file, models, before.supervisor, before.gateway)
+        settings = differing(SupervisorConfig, before.supervisor, config.supervisor)
+        of_gateway = [f"gateway.{key}" for key in differing(GatewayConfig, before.gateway, config.gateway)]
+        if settings or of_gateway:
+            applied = ", ".join([*(f"supervisor.{key}" for key in settings), *of_gateway])
+            self._log.info("%s: applied %s", cause, applied, extra=noted(EventKind.RELOAD))
         self._registry.adopt(config)
+        self._adopt_gateway(config)
         self._scheduler.set_policies(config.supervisor.hold_limits, config.supervisor.poison_policy)
         forced = () if only is None else (only,)
-        number = self.rollouts.order(cause, how, partial(self._plan, config, forced), settings)
+        number = self.rollouts.order(cause, how, partial(self._plan, config, forced), settings + of_gateway)
         self.advance_soon()
         return number
 
@@ -137,3 +148,11 @@ class Reloads:
         for replica in workers:
             self._fleet.adopt_settings(replica, spec)
         return []
+
+
+def differing(kind: type[Any], before: object, after: object) -> list[str]:
+    """Return the keys of a section that have other values now. A missing section (None) differs in every key.
+
+    kind  the dataclass of the section
+    """
+    return [key.name for key in fields(kind) if getattr(before, key.name, None) != getattr(after, key.name, None)]

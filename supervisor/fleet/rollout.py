@@ -112,7 +112,8 @@ class Plan(NamedTuple):
 class Rollout:
     """One order to replace workers.
 
-    settings  keys of the section ``supervisor`` that the order has changed; they were applied when it was given
+    settings  keys of the section ``supervisor`` that the order has changed, and those of the section ``gateway``, as
+              ``gateway.KEY``; they were applied when the order was given
     models    model → {change, state: "waiting", "running", "done" or "failed", how, message}, from the time the order
               begins
     """

@@ -217,11 +217,6 @@ class RequestAuthorizer:
             "cut_off": self._tcp.counters.cut_off,
         }
 
-    def admits_http(self) -> bool:
-        """Return whether any HTTP key is on the list."""
-        self._ring.refresh()
-        return bool(self._ring.http_ids)
-
     def describe_http(self) -> dict[str, Any]:
         """Return the HTTP keys as ``status`` shows them: first those that have sent requests."""
         self._ring.refresh()

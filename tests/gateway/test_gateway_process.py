@@ -1,44 +1,19 @@
 """The gateway's processes: started by the supervisor, watched, started again, and ended with it."""
 
 import http.client
-import json
 import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from typing import Any
+from contextlib import ExitStack
 
 import psutil
 import pytest
 
 from tests.deterministic_engine import answer
+from tests.gateway.asking import ask, begin, described
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine, is_alive, wait_until
-
-
-def described(serving: Serving) -> dict[str, Any]:
-    gateway: dict[str, Any] = serving.overview()["supervisor"]["gateway"]
-    return gateway
-
-
-def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Return the JSON of an answer, or its text if it is no JSON. Raises AssertionError for a status other than 200."""
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
-        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
-        response = connection.getresponse()
-        text = response.read()
-        assert response.status == 200, text
-        return json.loads(text) if response.headers.get_content_type() == "application/json" else text
-
-
-def begin(connection: http.client.HTTPConnection, body: dict[str, Any]) -> http.client.HTTPResponse:
-    """Ask for a stream, and return it once its first line has come."""
-    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}))
-    response = connection.getresponse()
-    assert response.status == 200
-    assert response.readline().startswith(b"data: ")
-    return response
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ from modelctl import Client
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Call, Generate
-from supervisor.keys.records import parse_rights
-from supervisor.keys.store import KeyStore, token_id
+from supervisor.keys.store import token_id
 from tests.deterministic_engine import answer
-from tests.keyed import Keyed, free_port
+from tests.keyed import Keyed
 from tests.raw_client import RawClient
 from tests.serving import WITHIN, Serving, engine, wait_until
 
@@ -271,17 +269,6 @@ def test_a_supervisor_without_a_port_reads_the_list_too(keyed: Keyed) -> None:
             for _ in stream:
                 pass
         assert ended.value.code is ErrorCode.UNAUTHORIZED
-
-
-@pytest.mark.parametrize("auth", ["keys", "none"])
-def test_a_gateway_that_can_admit_nobody_is_warned_of(tmp_path: Path, auth: str) -> None:
-    gateway = {"listen": free_port(), "auth": auth}
-    remedy = "make one with `modelctl keys new NAME --http`"
-    with Serving({"m": engine()}, keys=tmp_path / "keys", gateway=gateway) as serving:
-        assert (remedy in serving.stderr()) is (auth == "keys")
-    KeyStore(tmp_path / "keys").add_token("web", parse_rights("infer"))
-    with Serving({"m": engine()}, keys=tmp_path / "keys", gateway=gateway) as serving:
-        assert remedy not in serving.stderr()
 
 
 def test_ten_thousand_keys_stay_quick() -> None:

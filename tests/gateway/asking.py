@@ -1,0 +1,33 @@
+"""Ask a gateway over HTTP, with nothing but the standard library."""
+
+import http.client
+import json
+from contextlib import closing
+from typing import Any
+
+from tests.serving import WITHIN, Serving
+
+
+def described(serving: Serving) -> dict[str, Any]:
+    """Return the gateway as ``status`` describes it."""
+    gateway: dict[str, Any] = serving.overview()["supervisor"]["gateway"]
+    return gateway
+
+
+def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Return the JSON of an answer, or its text if it is no JSON. Raises AssertionError for a status other than 200."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+        response = connection.getresponse()
+        text = response.read()
+        assert response.status == 200, text
+        return json.loads(text) if response.headers.get_content_type() == "application/json" else text
+
+
+def begin(connection: http.client.HTTPConnection, body: dict[str, Any]) -> http.client.HTTPResponse:
+    """Ask for a stream, and return it once its first line has come."""
+    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}))
+    response = connection.getresponse()
+    assert response.status == 200
+    assert response.readline().startswith(b"data: ")
+    return response
