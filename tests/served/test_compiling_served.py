@@ -96,6 +96,26 @@ def test_a_known_regex_and_plain_requests_go_on_beside_unknown_schemas(serving: 
         assert set(codes) <= {"cancelled", "invalid_request"}
 
 
+def test_an_operator_cancels_a_parked_request(serving: Serving, client: Client) -> None:
+    client.complete("letters", PROMPT, choice=["before"])
+    stopped = helper(serving)
+    stopped.suspend()  # nothing is compiled until it goes on, or until it is replaced after ten seconds
+    stream = client.generate("letters", PROMPT, regex="[a-f]{7}")
+    with serving.client(admin=True) as operator:
+
+        def parked() -> list[dict[str, Any]]:
+            return [r for r in operator.call("requests")["requests"] if r["state"] == "parked"]
+
+        (request,) = wait_until(parked, what="a parked request")
+        assert (request["worker"], request["queue_position"]) == (None, None)
+        operator.call("cancel_request", id=request["id"])
+        assert stream.complete().finish_reason == "cancelled"
+        assert operator.call("requests")["total"] == 0
+    with suppress(psutil.NoSuchProcess):
+        stopped.resume()
+    assert client.complete("letters", PROMPT, choice=["after"]).text == "after"
+
+
 def test_a_costly_schema_is_refused_and_no_process_is_started_again(serving: Serving, client: Client) -> None:
     client.complete("letters", PROMPT, choice=["once"])
     first = helper(serving)
