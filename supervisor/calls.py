@@ -104,14 +104,14 @@ _READINESS = (
 )
 
 
-def ready_worker(context: AdminContext, name: object) -> Replica:
+def ready_worker(context: AdminContext, name: object, identity: Identity) -> Replica:
     """Return a worker that can answer a question about this model. Raises WireError if there is none.
 
     A worker that is unloaded is started, so that the client may ask again.
     """
     if not isinstance(name, str):
         raise RequestError("model is missing: name a model", field="model")
-    replicas = _replicas(context, name)
+    replicas = _replicas(context, name, identity)
     if ready := [replica for replica in replicas if replica.state is WorkerState.READY]:
         return min(ready, key=lambda replica: context.scheduler.work(replica.name)[0])
     context.shutdown.check_not_begun()
@@ -126,7 +126,7 @@ def ready_worker(context: AdminContext, name: object) -> Replica:
 
 def _status(context: AdminContext, params: Params, identity: Identity) -> Result:
     name = _take(params, model=str).get("model")
-    replicas = list(context.fleet.registry.replicas.values()) if name is None else _replicas(context, name)
+    replicas = list(context.fleet.registry.replicas.values()) if name is None else _replicas(context, name, identity)
     supervisor = context.status.describe()
     if identity.models is not None:
         replicas = [replica for replica in replicas if identity.may_use(replica.model)]
@@ -148,7 +148,7 @@ def _described(context: AdminContext, replica: Replica) -> Result:
 
 
 def _start(context: AdminContext, params: Params, identity: Identity) -> Result:
-    replicas = _current(context, _take(params, model=str).get("model"))
+    replicas = _current(context, _take(params, model=str).get("model"), identity)
     context.shutdown.check_not_begun()
     for replica in replicas:
         context.fleet.start(replica.name, "start ordered")
@@ -157,7 +157,7 @@ def _start(context: AdminContext, params: Params, identity: Identity) -> Result:
 
 def _stop(context: AdminContext, params: Params, identity: Identity) -> Result:
     given = _take(params, model=str, now=bool)
-    replicas = _replicas(context, given.get("model"))
+    replicas = _replicas(context, given.get("model"), identity)
     for replica in replicas:
         context.fleet.stop(replica.name, "stop ordered", now=given.get("now", False))
     return _ordered(replicas)
@@ -170,7 +170,7 @@ def _ordered(replicas: list[Replica]) -> Result:
 
 
 def _restart(context: AdminContext, params: Params, identity: Identity) -> Result:
-    replicas = _current(context, _take(params, model=str).get("model"))
+    replicas = _current(context, _take(params, model=str).get("model"), identity)
     context.shutdown.check_not_begun()
     wanted = {replica.shown: replica.generation + 1 for replica in replicas}
     rollout = None
@@ -238,8 +238,11 @@ def _logs(context: AdminContext, params: Params, identity: Identity) -> Result:
     given = _take(params, model=str, lines=int, after=str)
     lines, name = _whole(given, "lines", 200, 1, MOST_LINES), given.get("model", limits.SUPERVISOR_NAME)
     own = context.status.own_logs.get(name)
+    if own is not None and identity.models is not None:
+        message = f"the log of the {name} names all models, and key {identity.name!r} may not know them all"
+        raise WireError(ErrorCode.FORBIDDEN, message, field="model")
     # The name is looked up in tables, and never becomes part of a path.
-    return read_log(_replicas(context, name)[0].log_path if own is None else own, lines, given.get("after"))
+    return read_log(_replicas(context, name, identity)[0].log_path if own is None else own, lines, given.get("after"))
 
 
 _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool]] = {
@@ -280,24 +283,27 @@ def _whole(params: Params, name: str, default: int, least: int, most: int) -> in
     return value
 
 
-def _replicas(context: AdminContext, name: str | None) -> list[Replica]:
-    """Return the workers of the model of this name, or the one worker of this name. Raises WireError."""
+def _replicas(context: AdminContext, name: str | None, identity: Identity) -> list[Replica]:
+    """Return the workers of the model of this name, or the one worker of this name.
+
+    Raises WireError, which names only models that ``identity`` may use.
+    """
     if name is None:
         raise RequestError("model is missing: name a model", field="model")
     if replicas := context.fleet.registry.of_model(name):
         return replicas
     if replica := context.fleet.registry.shown(name):
         return [replica]
-    known = ", ".join(sorted({replica.model for replica in context.fleet.registry.replicas.values()}))
+    known = ", ".join(sorted(model["name"] for model in models(context, identity))) or "none"
     raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured: there is {known}", field="model")
 
 
-def _current(context: AdminContext, name: str | None) -> list[Replica]:
+def _current(context: AdminContext, name: str | None, identity: Identity) -> list[Replica]:
     """Return the workers of a model that take orders. Raises WireError if there is none.
 
     During a rollout by surge, the worker that is to leave and the one that takes its place later take no orders.
     """
-    replicas = [replica for replica in _replicas(context, name) if replica.current]
+    replicas = [replica for replica in _replicas(context, name, identity) if replica.current]
     if not replicas:
         message = f"{name!r} is there for as long as a reload takes: order that of its model, or `modelctl stop` it"
         raise WireError(ErrorCode.UNSUPPORTED, message, field="model")

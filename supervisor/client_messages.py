@@ -126,8 +126,7 @@ class ClientMessages:
             if caller is not OWNER:
                 self._authorizer.check_call(caller, message, params)
             if message.verb in QUESTION_VERBS:
-                party = connection.channel if caller is OWNER else self._authorizer.party(caller)
-                self._ask(connection.channel, message, params, party)
+                self._ask(connection.channel, message, params, caller)
                 return
             admin = self._takes_orders(port)
             reply = {"result": calls.answer(self._context, message.verb, params, caller, admin=admin)}
@@ -139,12 +138,10 @@ class ClientMessages:
         """Return whether orders may come to this port. Over TCP the rights of the key have been checked."""
         return port is not self._clients.front
 
-    def _ask(self, channel: int, message: Call, params: dict[str, Any], party: int) -> None:
-        """Hand a question to a worker of its model. Raises WireError if there is none.
-
-        party  the connection that asks, or the number of the key for which it asks
-        """
-        replica = calls.ready_worker(self._context, params.get("model"))
+    def _ask(self, channel: int, message: Call, params: dict[str, Any], caller: Identity) -> None:
+        """Hand a question to a worker of its model. Raises WireError if there is none."""
+        replica = calls.ready_worker(self._context, params.get("model"), caller)
+        party = channel if caller is OWNER else self._authorizer.party(caller)
         number = self._queries.begin(replica.name, Asker(channel, message.call, party))
         replica.last_active = time.monotonic()
         # The body is passed on as it came. If it were packed again, its floats could take twice as many bytes, and

@@ -51,7 +51,7 @@ class RequestAuthorizer:
         """By key id, the unfinished requests of each key that has a limit."""
         self._parties: dict[str, int] = {}
         """By key id, the number by which queues and workers know a key that has asked for something."""
-        self._names: dict[int, Identity] = {}
+        self._keys_of_parties: dict[int, Identity] = {}
         """By that number, the key as it was when it last asked."""
         self._version = ring.version
         self.forbidden = 0
@@ -92,16 +92,12 @@ class RequestAuthorizer:
         """Raise WireError if a key may not send this call, or not about its model."""
         self.check(caller, message)
         check_models_of_call(caller, message.verb, params)
-        if caller.models is not None and isinstance(model := params.get("model"), str):
-            self._check_configured(model.partition(":")[0])
 
     def check_request(self, caller: Identity, message: Generate, now: float) -> int:
         """Return the number by which queues and workers know a key. Raises WireError if the key may not send this
         request now."""
         self.check(caller, message)
-        if caller.models is not None:
-            check_model(caller, message.model)
-            self._check_configured(message.model)
+        check_model(caller, message.model)
         unfinished = self._unfinished.get(caller.key_id)
         if unfinished is not None and caller.tokens_per_minute is not None:
             self._ring.allowance(caller, now).charge(unfinished.take_tokens(), now)
@@ -115,7 +111,7 @@ class RequestAuthorizer:
         """Return the number by which queues and workers know a key."""
         if (party := self._parties.get(caller.key_id)) is None:
             party = self._parties[caller.key_id] = next_channel()
-        self._names[party] = caller
+        self._keys_of_parties[party] = caller
         return party
 
     def note(self, caller: Identity, channel: int, message: Generate, now: float) -> None:
@@ -130,15 +126,10 @@ class RequestAuthorizer:
 
     def charge_party(self, party: int, tokens: int) -> None:
         """Charge a key for a constraint that a worker compiled, even if the connection that asked for it has ended."""
-        known = self._names.get(party)
+        known = self._keys_of_parties.get(party)
         if known is not None and (identity := self._ring.find(known.key_id)) is not None:
             now = time.monotonic()
             self._ring.allowance(identity, now).charge(tokens, now)
-
-    def _check_configured(self, model: str) -> None:
-        """Raise MODEL_NOT_FOUND. Other parts would raise it, too, but with the names of all models."""
-        if not self._scheduler.has_model(model):
-            raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {model[:64]!r} is configured", field="model")
 
     def _is_unfinished(self, request: InFlight) -> bool:
         return self._scheduler.find(*request.key) is request
@@ -162,7 +153,9 @@ class RequestAuthorizer:
             if self._ring.find(key_id) is None:
                 del self._parties[key_id]
                 self._unfinished.pop(key_id, None)
-                effects += self._scheduler.reject_party(party, self._ended(self._names.pop(party)), time.monotonic())
+                effects += self._scheduler.reject_party(
+                    party, self._ended(self._keys_of_parties.pop(party)), time.monotonic()
+                )
         return effects + self._end_connections()
 
     def _charge_answers(self) -> None:

@@ -134,10 +134,6 @@ class Scheduler:
         """Return a request that is unfinished, or that its worker has yet to let go; None if there is none."""
         return self._table.live.get((channel, request))
 
-    def has_model(self, name: str) -> bool:
-        """Return whether a model of this name is configured."""
-        return name in self._table.queues and not self._table.queues[name].removed
-
     # --- models and their workers ---------------------------------------------------------------------------------
 
     def add_model(self, name: str, limits: QueueLimits | None = None) -> None:
@@ -227,8 +223,7 @@ class Scheduler:
         owner  who asks
         """
         try:
-            queue, request = self._admit(channel, message, now, channel if party is None else party)
-            request.owner = owner
+            queue, request = self._admit(channel, message, now, channel if party is None else party, owner)
         except WireError as e:
             runs = self.holds(channel, message.request)
             return [ToClient(channel, encode(refusal(e, message.kind, message.request, runs=runs)))]
@@ -237,7 +232,9 @@ class Scheduler:
         body = pack_body({"model": message.model, "queue_position": request.reported})
         return [ToClient(channel, encode(Accepted(message.request, body))), *self._table.dispatch(queue, now)]
 
-    def _admit(self, channel: int, message: Generate, now: float, party: int) -> tuple[ModelQueue, InFlight]:
+    def _admit(
+        self, channel: int, message: Generate, now: float, party: int, owner: Identity
+    ) -> tuple[ModelQueue, InFlight]:
         """Return a new request and the queue for it. Raises WireError for one that is refused."""
         if message.request == 0:
             raise RequestError("request is 0: ids start at 1 (0 is the connection itself)", field="request")
@@ -248,10 +245,9 @@ class Scheduler:
         queues = self._table.queues
         queue = queues.get(message.model)
         if queue is None or queue.removed:
-            known = ", ".join(sorted(name for name, queue in queues.items() if not queue.removed))
-            raise WireError(
-                ErrorCode.MODEL_NOT_FOUND, f"no model {message.model!r} is configured: there is {known}", field="model"
-            )
+            known = sorted(name for name, queue in queues.items() if not queue.removed and owner.may_use(name))
+            text = f"no model {message.model!r} is configured: there is {', '.join(known) or 'none'}"
+            raise WireError(ErrorCode.MODEL_NOT_FOUND, text, field="model")
         if self._table.leaving is not None:
             raise self._table.leaving.again()
         if not queue.accepts:
@@ -272,6 +268,7 @@ class Scheduler:
             window=self._credit.window,
             held=SendBuffer(),
             party=party,
+            owner=owner,
         )
         return queue, request
 

@@ -191,7 +191,16 @@ def test_models_that_a_key_may_not_use_are_hidden(keyed: Keyed) -> None:
                 assert refused_call(client, verb, model=model, on_behalf_of=http).code is ErrorCode.FORBIDDEN, verb
         for verb in ("reload", "shutdown"):
             assert refused_call(orders, verb, on_behalf_of=http).code is ErrorCode.FORBIDDEN, "of all models"
-        assert "stories" not in refused_call(local, "status", model="lettuce", on_behalf_of=http).message
+        for model in ("lettuce", "letters:9"):
+            for verb in ("status", "tokenize", "start", "stop", "restart", "logs"):
+                client = local if verb in ("status", "tokenize", "logs") else orders
+                unknown = refused_call(client, verb, model=model, on_behalf_of=http)
+                assert unknown.code is ErrorCode.MODEL_NOT_FOUND
+                assert "stories" not in unknown.message
+        all_names = http_key(keyed, "star", "admin", models=("*",))
+        for logged in ({}, {"model": "supervisor"}):
+            assert refused_call(local, "logs", on_behalf_of=all_names, **logged).code is ErrorCode.FORBIDDEN
+        assert local.call("logs", model="letters", on_behalf_of=http)["lines"]
     key = keyed.new("narrow", "infer", models=("stories",))
     with keyed.client(key) as client:
         assert [m["name"] for m in client.server["models"]] == ["stories"]
