@@ -53,7 +53,7 @@ async def not_routed(request: Request, error: Exception) -> Response:
         code = "unsupported" if reason else "not_found"
         refusal = ApiError(404, f"{reason or nothing}. Offered are {OFFERED}", code=code)
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         refusal = ApiError(405, f"{request.method} is not offered here: use {allowed}", code="method_not_allowed")
     else:
         refusal = ApiError(error.status_code, error.detail)

@@ -1,0 +1,153 @@
+"""Streams that are silent, or that end before their time: the client's, the supervisor's, or an operator's doing."""
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import openai
+import pytest
+
+from tests.deterministic_engine import answer
+from tests.gateway.running import Gateway
+from tests.serving import WITHIN, Serving, engine, wait_until
+
+LONG = {"model": "m", "prompt": "long", "max_tokens": 90_000}
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    models = {
+        "m": engine(context=100_000, max_batch_size=1),
+        "lazy": engine("SlowLoad", load_s=3, lazy=True),
+    }
+    with Serving(models) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def gateway(serving: Serving) -> Iterator[Gateway]:
+    with Gateway(serving, keepalive_s=0.2) as gateway:
+        yield gateway
+
+
+def post(port: int, body: dict[str, Any]) -> socket.socket:
+    """Send a request for a completion, and return its socket."""
+    text = json.dumps(body)
+    connection = socket.create_connection(("127.0.0.1", port), WITHIN)
+    connection.sendall(
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
+    )
+    return connection
+
+
+def read_until(connection: socket.socket, wanted: bytes) -> bytes:
+    """Return what arrives, up to the first text that holds ``wanted``."""
+    got = b""
+    while wanted not in got:
+        part = connection.recv(65536)
+        assert part, got
+        got += part
+    return got
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_request_of_a_client_that_disconnects_leaves_the_engine_and_the_queue(
+    serving: Serving, gateway: Gateway, stream: bool
+) -> None:
+    running = post(gateway.port, LONG | {"stream": stream})
+    wait_until(lambda: serving.status("m")["active"] == 1)
+    waiting = post(gateway.port, LONG | {"stream": stream, "n": 3})
+    wait_until(lambda: serving.status("m")["queued"] == 3)
+    waiting.close()
+    wait_until(lambda: serving.status("m")["queued"] == 0)
+    assert serving.status("m")["active"] == 1
+    running.close()
+    serving.wait_idle("m")
+
+
+def test_a_request_that_waits_is_kept_open_by_comments(serving: Serving, gateway: Gateway) -> None:
+    with closing(post(gateway.port, LONG | {"stream": True})) as running:
+        head = read_until(running, b"data: ")
+        assert b"text/event-stream" in head
+        assert b"x-accel-buffering: no" in head
+        with (
+            closing(post(gateway.port, LONG | {"stream": True})),
+            closing(post(gateway.port, {"model": "m", "prompt": "short", "max_tokens": 5, "stream": True})) as last,
+        ):
+            came = read_until(last, b": queued 1\n\n")
+            assert came.startswith(b"HTTP/1.1 200 ")
+            assert b"data:" not in came
+    serving.wait_idle("m")
+
+
+def test_comments_are_no_text_and_tell_of_the_load(serving: Serving, gateway: Gateway) -> None:
+    with closing(post(gateway.port, {"model": "lazy", "prompt": "x", "max_tokens": 20, "stream": True})) as waiting:
+        came = read_until(waiting, b"[DONE]")
+        assert b": loading " in came
+        assert b"%\n\n" in came
+    serving.order("stop", model="lazy")
+    serving.order("start", model="lazy")
+    with openai.OpenAI(base_url=gateway.url, api_key="none", max_retries=0, timeout=WITHIN) as client:
+        stream = client.completions.create(model="lazy", prompt="x", max_tokens=20, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == answer("x", 20)
+
+
+def test_a_chunk_or_nothing_can_stand_for_a_comment(serving: Serving) -> None:
+    with (
+        Gateway(serving, keepalive="chunk", keepalive_s=0.1) as gateway,
+        closing(post(gateway.port, LONG | {"stream": True})) as running,
+    ):
+        read_until(running, b"data: ")
+        body = json.dumps(
+            {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "stream": True}
+        )
+        with closing(http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=WITHIN)) as waiting:
+            waiting.request("POST", "/v1/chat/completions", body)
+            response = waiting.getresponse()
+            chunk = json.loads(response.readline().removeprefix(b"data: "))
+            assert chunk["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}]
+            running.close()
+            lines = [line for line in response if line != b"\n"]
+            assert lines[-1] == b"data: [DONE]\n"
+            chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
+            text = "".join(each["choices"][0]["delta"].get("content", "") for each in chunks)
+            assert text == answer("user: x", 5)
+    serving.wait_idle("m")
+
+
+def test_an_order_to_cancel_ends_a_stream_with_an_error(serving: Serving, gateway: Gateway) -> None:
+    with openai.OpenAI(base_url=gateway.url, api_key="none", max_retries=0, timeout=WITHIN) as client:
+        stream = client.completions.create(**LONG, stream=True)
+        next(iter(stream))
+        with serving.client(admin=True) as admin, serving.client() as viewer:
+            (request,) = viewer.call("requests")["requests"]
+            admin.call("cancel_request", id=request["id"])
+        with pytest.raises(openai.APIError, match="an operator cancelled"):
+            for _ in stream:
+                pass
+    serving.wait_idle("m")
+
+
+def test_a_gateway_without_a_supervisor_says_when_to_try_again_and_works_with_the_next_one() -> None:
+    models = {"m": engine()}
+    with Serving(models) as serving, Gateway(serving) as gateway:
+        with openai.OpenAI(base_url=gateway.url, api_key="none", max_retries=0, timeout=WITHIN) as client:
+            stream = client.completions.create(model="m", prompt="x", max_tokens=3900, stream=True)
+            next(iter(stream))
+            serving.kill()
+            with pytest.raises(openai.APIError, match="connection"):
+                for _ in stream:
+                    pass
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.completions.create(model="m", prompt="x")
+            assert (caught.value.status_code, caught.value.code) == (503, "connection_lost")
+            assert caught.value.response.headers["retry-after"] == "1"
+            with pytest.raises(openai.InternalServerError):
+                client.models.list()
+        serving.start_again(models)
+        with openai.OpenAI(base_url=gateway.url, api_key="none", timeout=WITHIN) as client:
+            whole = client.completions.create(model="m", prompt="x", max_tokens=5)
+            assert whole.choices[0].text == answer("x", 5)
