@@ -51,8 +51,12 @@ def _answer(
 
     async def stream(events: EventStream) -> None:
         progress: list[Progress | None] = [None]
-        as_chunk = settings.keepalive == "chunk"
-        silent = OpenStream(events, shape.silence if as_chunk else lambda: comment(progress[0]))
+        streams: tuple[AsyncStream, ...] = ()
+
+        def silence() -> bytes:
+            return shape.silence() if settings.keepalive == "chunk" else comment(_waits_for(streams, progress[0]))
+
+        silent = OpenStream(events, silence)
         keep_alive.streams.add(silent)
         try:
             with _named(wanted):
@@ -68,6 +72,15 @@ def _answer(
         return Response(shape.whole(answers, _usage(streams, wanted.n)), media_type="application/json")
 
     return StreamedAnswer(stream) if wanted.stream else WholeAnswer(whole)
+
+
+def _waits_for(streams: Sequence[AsyncStream], newest: Progress | None) -> Progress | None:
+    """Return what a request waits for: the newest report, or else its first place in the queue. None: for tokens."""
+    if not streams or any(stream.text for stream in streams):
+        return None
+    if newest is None and (accepted := streams[-1].accepted):
+        return Progress("queued", accepted.get("queue_position"))
+    return newest
 
 
 @contextmanager
