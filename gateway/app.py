@@ -22,6 +22,7 @@ from gateway.openai.tokenizing import detokenize, tokenize
 from gateway.page.live import Live
 from gateway.page.routes import page_routes
 from gateway.supervisor_link import SupervisorLink
+from protocol.errors import WireError
 from protocol.process.gateway_settings import GatewaySettings
 
 API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]] = (
@@ -41,7 +42,11 @@ def make_app(settings: GatewaySettings) -> Starlette:
     @asynccontextmanager
     async def connected(app: Starlette) -> AsyncIterator[None]:
         link = SupervisorLink(settings)
-        await link.connect()
+        try:
+            await link.connect()
+        except (WireError, ValueError) as e:
+            app.state.refusal = f"the supervisor refuses the gateway: {e}"
+            raise
         app.state.link = link
         app.state.live = Live(link, settings.auth)
         keep_alive = asyncio.create_task(app.state.keep_alive.run())

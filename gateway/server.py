@@ -63,7 +63,12 @@ def serve(
         raise SystemExit(UNUSABLE) from e
     Connection.most = connection_limit()
     tune()
-    _Server(config, app).run(sockets=listeners)
+    try:
+        _Server(config, app).run(sockets=listeners)
+    except SystemExit:
+        if (refusal := getattr(app.state, "refusal", None)) is not None:
+            reports.trouble(refusal)
+        raise
 
 
 class _Server(uvicorn.Server):

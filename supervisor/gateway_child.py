@@ -115,6 +115,10 @@ class GatewayChild:
             self._heard_at = time.monotonic()
             self._process.terminate()
 
+    def kill(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+
     def collect(self) -> str:
         """Collect a process that has ended. Return how it ended, for people."""
         if self.trouble is None:

@@ -121,6 +121,16 @@ class GatewayProcesses:
         self._close_sockets()
         self._epoll.close()
 
+    def kill(self) -> None:
+        """Kill all processes. ``close`` need not wait for them then."""
+        for child in self._children.values():
+            child.kill()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the port is open."""
+        return bool(self._sockets)
+
     def describe(self) -> dict[str, Any] | None:
         """Return the gateway as ``status`` shows it; None if there is none."""
         if self._config is None:
@@ -161,8 +171,8 @@ class GatewayProcesses:
                 self._sockets = open_sockets(config.listen, config.processes)
             except OSError as e:
                 self.problem = (
-                    f"cannot listen on {config.listen}: {e.strerror or e}. Give another address or port at "
-                    "gateway.listen, or end the program that has it"
+                    f"cannot listen on {config.listen}: {e.strerror or e}. Give another address or port "
+                    "(gateway.listen in models.yaml, --listen of `modelctl gateway`), or end the program that has it"
                 )
         if self.problem is not None:
             if self.problem != before:

@@ -29,6 +29,7 @@ _COMMANDS = {
     "plan": "supervisor.cli.plan:plan",
     "check": "supervisor.cli.check:check",
     "keys": "supervisor.cli.keys:keys",
+    "gateway": "supervisor.cli.gateway:gateway",
 }
 ALIASES = {"load": "start", "unload": "stop", "ls": "ps"}
 
