@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.http.errors import NAMES, STATUS, error_headers, error_response
+from gateway.http.errors import error_headers, error_response
+from gateway.http.statuses import NAMES, STATUS
 from protocol.errors import RETRYABLE, ErrorCode, WireError
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine

@@ -14,6 +14,7 @@ from tools.docs.commands import commands_page
 from tools.docs.configuration import configuration_page
 from tools.docs.errors import error_table
 from tools.docs.headlines import readme
+from tools.docs.http_errors import http_error_table
 from tools.docs.request_options import request_options_page
 from tools.docs.wire import PARTS
 
@@ -24,6 +25,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "python-client.md": client_page,
     "_generated/errors.md": error_table,
+    "_generated/http-errors.md": http_error_table,
     **PARTS,
     "../README.md": readme,
 }

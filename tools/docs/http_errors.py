@@ -1,0 +1,22 @@
+"""Make the table of errors over HTTP from ``gateway.http.statuses``."""
+
+from gateway.http.statuses import STATUS, code_of, type_of
+from protocol.errors import RETRYABLE, ErrorCode
+from tools.docs.markdown import GENERATED, table
+
+NEVER_ANSWERED = frozenset({ErrorCode.BAD_FRAME, ErrorCode.DUPLICATE_REQUEST})
+"""Errors that only a fault of the gateway itself could cause."""
+WITH_A_TIME = frozenset({ErrorCode.MODEL_FAILED, ErrorCode.MODEL_NOT_RUNNING})
+"""Errors that may have ``retry_after_ms``, although their codes alone are final."""
+
+
+def http_error_table() -> str:
+    """Return the table. Its rows have the order of the statuses."""
+    rows = []
+    for code, status in sorted(STATUS.items(), key=lambda entry: (entry[1], entry[0])):
+        if code not in NEVER_ANSWERED:
+            again = "yes" if code in RETRYABLE else "if it has `Retry-After`" if code in WITH_A_TIME else "no"
+            known = f"[`{code.wire_name}`](wire-protocol.md#{code.wire_name})"
+            rows.append((str(status), f"`{code_of(code)}`", known, f"`{type_of(status)}`", again))
+    header = ("status", "`code`", "error of the wire", "`type`", "sent again")
+    return GENERATED.format(source="gateway/http/statuses.py") + "\n\n" + table(header, rows) + "\n"
