@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from protocol.process.engine_packages import missing_for_gateway
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config
@@ -47,9 +48,10 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
     except ConfigError as e:
         return _tell(e.problems, (), as_json)
     models = _check_models(examined, elsewhere=elsewhere)
-    of_file = [*examined.problems, *_of_port(examined), *models.of_file]
-    if of_file or models.of_machine:
-        return _tell(of_file, models.of_machine, as_json)
+    of_file = [*examined.problems, *_of_port(examined), *_of_certificate(examined), *models.of_file]
+    of_machine = models.of_machine if elsewhere else [*models.of_machine, *_of_missing_gateway(examined)]
+    if of_file or of_machine:
+        return _tell(of_file, of_machine, as_json)
     names = list(examined.config.models)
     if as_json:
         unchecked = {"unchecked": models.unchecked} if models.unchecked else {}
@@ -76,6 +78,38 @@ def _of_port(examined: "Examined") -> "list[Problem]":
     except ConfigError as e:
         return e.problems
     return []
+
+
+def _of_certificate(examined: "Examined") -> "list[Problem]":
+    """Return the problem that keeps the gateway from using the certificate and the private key of the file."""
+    import ssl
+
+    from supervisor.gateway_process import settings_of
+
+    config = examined.config
+    if config.gateway is None or config.gateway.certificate is None or config.gateway.private_key is None:
+        return []
+    settings = settings_of(config.gateway, config.file.parent)
+    for key, path in (("certificate", settings.certificate), ("private_key", settings.private_key)):
+        try:
+            Path(str(path)).read_bytes()
+        except OSError as e:
+            return [examined.source.problem(("gateway", key), f"{path} cannot be read: {e.strerror or e}")]
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(str(settings.certificate), settings.private_key, password=lambda: "")  # never ask
+    except (ssl.SSLError, ValueError) as e:
+        what = f"{settings.certificate} cannot be used with the private key {settings.private_key}"
+        message = f"{what} ({e}): both must be PEM files that belong together, and the key must have no password"
+        return [examined.source.problem(("gateway", "certificate"), message)]
+    return []
+
+
+def _of_missing_gateway(examined: "Examined") -> "list[Problem]":
+    """Return the problem that packages of the gateway are not installed."""
+    if examined.config.gateway is None or (missing := missing_for_gateway()) is None:
+        return []
+    return [examined.source.problem(("gateway",), missing)]
 
 
 @dataclass
