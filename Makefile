@@ -3,6 +3,7 @@
 # make serve   leave a supervisor with the demo models running (modelctl shutdown ends it)
 # make lint    ruff, strict types, import direction
 # make docs    the documentation site, in site/; a dead link, or a page that nothing links to, is an error
+# make test-clients   the npm package openai under Node against the gateway; needs Node 20 and npm, no GPU
 # make test-browser   the gateway's page in a real browser: Debian's chromium (apt-get install chromium), no GPU
 # make test-install   pip install . into empty environments, without the engines' packages: clients work from there
 #
@@ -25,7 +26,7 @@ BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-browser test-install serve lint docs bench clean
+.PHONY: demo test test-clients test-browser test-install serve lint docs bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py
@@ -39,6 +40,10 @@ test: $(VENV)/.test
 
 test-install: $(VENV)/.test
 	$(BIN)/python -m pytest -s tests/plain_installation.py
+
+test-clients: $(VENV)/.test
+	npm install --no-audit --no-fund --silent --prefix $(VENV)/node openai@7.57.0
+	$(BIN)/python -m pytest tests/npm_openai.py
 
 test-browser: $(VENV)/.test
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt playwright

@@ -26,16 +26,17 @@ class Gateway:
             given = GatewaySettings(
                 **({"auth": "none", "port": self.port, "listeners": (listener.fileno(),)} | where | settings)
             )
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "gateway"],
-                env=serving.environment,
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                pass_fds=(listener.fileno(),),
-            )
-        assert self.process.stdin is not None
-        self.process.stdin.write(given.to_json())
-        self.process.stdin.close()
+            self._reports, channel = socket.socketpair()
+            with channel:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "gateway"],
+                    env=serving.environment,
+                    cwd=ROOT,
+                    stdin=channel,
+                    pass_fds=(listener.fileno(),),
+                )
+        self._reports.sendall(given.to_json())
+        self._reports.shutdown(socket.SHUT_WR)
 
     @property
     def url(self) -> str:
@@ -47,3 +48,4 @@ class Gateway:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.process.terminate()
         self.process.wait(WITHIN)
+        self._reports.close()
