@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TypeVar
 
 from protocol.process.helper_environment import helper_environment
 from supervisor.packages import directory_of, directory_of_titles
@@ -41,6 +42,7 @@ ONCE_S = 30.0
 """How long a command waits until the driver is open, and for its answer. Nothing else waits meanwhile."""
 LEAVE_S = 0.2
 """How long to wait for the end of a process that was killed."""
+_Answer = TypeVar("_Answer")
 _PROGRAM = str(Path(__file__).with_name("nvml_child.py"))
 
 
@@ -132,12 +134,24 @@ class GpuReader:
         """Why a later process could not open the driver, although an earlier one could."""
         self._number = 0
         self._only: Collection[int] | None = None
+        self._is_ahead = False
+        """Whether the last question was sent by ``read_ahead``, and nobody waits for its answer."""
+        self._asked_at = 0.0
         self._where = directory_of("pynvml")
         if self._where is not None:
             self._start(self._where)
 
     def read(self, only: Collection[int] | None = None) -> list[Gpu]:
         """Return all GPUs as they are now, or those with the indices ``only``. Raises GpusUnknown."""
+        return self._with_child(lambda child: self._ask(child, only))
+
+    def read_ahead(self) -> tuple[float, list[Gpu]] | None:
+        """Ask for all GPUs without waiting. Return the answer that has come since the last call, and when it was asked
+        for (monotonic seconds). Return None if no answer has come. Raises GpusUnknown."""
+        return self._with_child(self._ask_ahead)
+
+    def _with_child(self, ask: Callable[[_Child], _Answer]) -> _Answer:
+        """Ask the process. If it has ended, or said what cannot be, start it again. Raises GpusUnknown."""
         if self._where is None:
             raise GpusAbsent("the package nvidia-ml-py is not installed")
         if self._child is None:
@@ -146,9 +160,7 @@ class GpuReader:
             raise GpusUnknown(self._refusal) if self._refusal else GpusLate("the process that asks it is gone")
         try:
             self._open(self._child)
-            if self._breaker.is_out:
-                self._hear(self._child, 0.0)
-            return self._ask(self._child, only)
+            return ask(self._child)
         except _Ended:
             self._log.warning("the process that asks NVML ended (%s): it is started again", self._drop())
             self._start_again(self._where)
@@ -190,13 +202,16 @@ class GpuReader:
 
     def _ask(self, child: _Child, only: Collection[int] | None) -> list[Gpu]:
         late = GpusLate(f"the driver has not answered within {self._timeout_s:g} s")
+        # The answer to a question of `_ask_ahead` is soon there, but what it says may be older than this call.
+        if self._breaker.is_out and self._hear(child, self._timeout_s if self._is_ahead else 0.0) is None:
+            if self._is_ahead:
+                self._is_ahead = False
+                self._breaker.gave_up()
+            raise late
         asking = self._breaker.next(time.monotonic())
         if asking is BreakerState.OPEN:
             raise late
-        self._number += 1
-        self._only = only
-        child.send(encode_question(self._number, only))
-        self._breaker.asked(asking)
+        self._send(child, asking, only)
         if asking is BreakerState.HALF_OPEN:
             raise late
         answer = self._hear(child, self._timeout_s)
@@ -206,6 +221,26 @@ class GpuReader:
         if answer.error is not None:
             raise GpusUnknown(answer.error)
         return answer.gpus
+
+    def _ask_ahead(self, child: _Child) -> tuple[float, list[Gpu]] | None:
+        if self._breaker.is_out:
+            answer, was_ahead = self._hear(child, 0.0), self._is_ahead
+            if answer is None or not was_ahead:
+                return None
+            if answer.error is not None:
+                raise GpusUnknown(answer.error)
+            return self._asked_at, answer.gpus
+        asking = self._breaker.next(time.monotonic())
+        if asking is not BreakerState.OPEN:
+            self._send(child, asking, None)
+            self._is_ahead = asking is BreakerState.CLOSED
+        return None
+
+    def _send(self, child: _Child, asking: BreakerState, only: Collection[int] | None) -> None:
+        self._number += 1
+        self._only, self._is_ahead, self._asked_at = only, False, time.monotonic()
+        child.send(encode_question(self._number, only))
+        self._breaker.asked(asking)
 
     def _hear(self, child: _Child, within_s: float) -> GpuReading | None:
         """Return the next answer, None if there is none within the time.

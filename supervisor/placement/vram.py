@@ -19,6 +19,10 @@ POLL_S = 0.02
 """Seconds between two readings while the memory of a dead process is awaited."""
 FRESH_S = 1.0
 """How many seconds old a reading may be that ``status`` shows."""
+AHEAD_S = 3.0
+"""How many seconds old a reading may be if somebody asks for ``status`` again and again. Then each ``status`` asks for
+the reading of the next one, and shows the one before. The driver takes 1 to 30 ms for a usual answer. All tokens would
+wait for that, once a second for as long as a page is open."""
 CHECK_S = 0.25
 """Seconds between two checks whether an answer of NVML that is late has come."""
 
@@ -254,9 +258,12 @@ class Vram:
             )  # fmt: skip
 
     def _recent(self) -> list[Gpu]:
-        """Return all GPUs, read at most ``FRESH_S`` ago. Empty if they cannot be read."""
-        if self._last is None or time.monotonic() - self._last[0] > FRESH_S:
+        """Return all GPUs, read at most ``AHEAD_S`` ago. Empty if they cannot be read."""
+        age = None if self._last is None else time.monotonic() - self._last[0]
+        if age is None or age > (FRESH_S if self._trouble is not None else AHEAD_S):
             self._read()
+        elif age > FRESH_S:
+            self._read_ahead()
         return self._last[1] if self._last else []
 
     def _read(self, only: Collection[int] | None = None) -> list[Gpu] | None:
@@ -276,6 +283,19 @@ class Vram:
             self._last = time.monotonic(), reading
             self._note(reading)
         return reading
+
+    def _read_ahead(self) -> None:
+        """Take in the answer to the last question if it has come. If there is no question, ask one. Never waits."""
+        if self._gpus is None:
+            return
+        try:
+            answer = self._gpus.read_ahead()
+        except GpusUnknown as e:
+            self._unreadable(e, time.monotonic())
+            return
+        if answer is not None:
+            self._last = answer
+            self._note(answer[1])
 
     def _unreadable(self, why: GpusUnknown, now: float) -> None:
         before, since = (None, now) if self._trouble is None else (self._trouble[1], self._trouble[0])

@@ -215,6 +215,58 @@ def test_it_reads_what_is_asked_for(reader: GpuReader, box: Box) -> None:
     assert len(reader.read()) == 2
 
 
+def ahead(reader: GpuReader) -> list[Gpu]:
+    """The reading that was asked for ahead, as soon as it has come."""
+    begun = time.monotonic()
+    asked, gpus = wait_until(reader.read_ahead, what="an answer")
+    assert asked < time.monotonic()
+    assert asked > begun - 60
+    return gpus
+
+
+def test_a_question_ahead_waits_for_nothing(reader: GpuReader, box: Box) -> None:
+    reader.read()
+    assert reader.read_ahead() is None, "it has only been asked"
+    assert len(ahead(reader)) == 2
+    box.driver(hangs=True)
+    begun = time.monotonic()
+    for _ in range(1000):
+        assert reader.read_ahead() is None
+    assert time.monotonic() - begun < 30, "each would have waited for 60 s"
+    box.driver(hangs=None)
+    assert len(ahead(reader)) == 2
+
+
+def test_a_reading_is_newer_than_a_question_ahead_of_it(reader: GpuReader, box: Box) -> None:
+    reader.read()
+    for number in range(20):
+        assert reader.read_ahead() is None
+        box.holds(0, number, GIB)
+        assert reader.read()[0].processes.keys() == {*range(number + 1)}
+    assert reader.read_ahead() is None
+    assert [gpu.index for gpu in reader.read([1])] == [1]
+    box.fails("GPU is lost")
+    assert reader.read_ahead() is None
+    with pytest.raises(GpusUnknown, match="GPU is lost"):
+        wait_until(reader.read_ahead, what="an answer")
+
+
+def test_a_reading_behind_a_question_ahead_waits_once_for_a_driver_that_hangs(box: Box) -> None:
+    reader = GpuReader(logging.getLogger("reader"), start_s=60.0)
+    comes(reader)
+    box.driver(hangs=True)
+    assert reader.read_ahead() is None
+    begun = time.monotonic()
+    for _ in range(200):
+        with pytest.raises(GpusLate, match=r"has not answered within 0\.5 s"):
+            reader.read()
+    assert time.monotonic() - begun < 20 * circuit_breaker.TIMEOUT_S, "of 200 that would each have taken so long"
+    box.driver(hangs=None)
+    assert len(comes(reader)) == 2
+    reader.close()
+    wait_until(lambda: not processes(), what="its end")
+
+
 def test_a_driver_that_hangs_is_waited_for_once(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(circuit_breaker, "QUIET_S", 0.2)
     reader = GpuReader(logging.getLogger("reader"), start_s=60.0)
