@@ -1,8 +1,9 @@
 """Read the GPUs from NVML in a process of its own (``nvml_child``), which is asked over a socket.
 
 The driver may hang, and the supervisor has one thread. So a reading waits for ``TIMEOUT_S`` at most. After a reading
-that waited in vain, no reading waits until the driver answers quickly again; ``circuit_breaker`` decides that. This
-module holds the process and the socket, and ``gpus`` reads the answers.
+that waited in vain, no reading waits until the driver answers quickly again; ``circuit_breaker`` decides that.
+``read_ahead`` never waits: it asks, and a later call returns the answer. This module holds the process and the socket,
+and ``gpus`` reads the answers.
 """
 
 import logging

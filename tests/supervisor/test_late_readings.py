@@ -133,6 +133,22 @@ def test_after_a_while_pins_are_obeyed_and_auto_is_refused(
         assert "gpu: auto needs NVML, which does not answer here" in report.message
 
 
+def test_whoever_asks_for_the_status_again_and_again_waits_for_no_reading(
+    placing: Placing, box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vram_module, "FRESH_S", 0.0)
+    monkeypatch.setattr(vram_module, "AHEAD_S", 3600.0)
+    for _ in range(50):  # a reading that waited would have given up, and there would be no GPUs
+        assert len(placing.vram.describe_gpus(None)) == 2
+    assert placing.vram.trouble is None
+    box.becomes([12, 11])
+    box.driver(hangs=None)
+    wait_until(lambda: placing.vram.describe_gpus(None)[0]["total_bytes"] == 12 << 30, what="a newer reading")
+    monkeypatch.setattr(vram_module, "AHEAD_S", 0.0)
+    box.driver(hangs=True)
+    assert placing.vram.describe_gpus(None) == [], "the first question for long waits for its answer"
+
+
 def test_a_start_that_waits_is_cancelled_once_and_places_nothing_later(placing: Placing, box: Box) -> None:
     for name in ("ordered", "other"):
         placing.admit(placing.watch(name, 0))
