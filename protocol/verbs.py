@@ -58,9 +58,8 @@ class TcpStatus(TypedDict):
     listen: str
     """The endpoint of the port."""
     keys: list[dict[str, Any]]
-    """For each key: `name`, `rights`, `models` (null: all), `expires` (null: never), `connections`, `max_in_flight`
-    (null: no limit), `tokens_per_minute` (null: no limit), `tokens_left` (null: no limit, or not used yet) and
-    `rate_limited` (requests that were refused)."""
+    """For each key: `name`, `rights`, `models` (null: all), `expires` (null: never), `connections`, `rate_limited`
+    (refused requests), and, null for no limit, `max_in_flight`, `tokens_per_minute` and `tokens_left` (or unused)."""
     forbidden: int
     """Messages that were refused because a key lacked a right."""
     connected_too_often: int
