@@ -29,7 +29,8 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(path: Path, *languages: str) -> list[str]:
-    return [text for language, text in _BLOCK.findall(path.read_text()) if language in languages]
+    """Return the blocks of code in these languages. Lines that end with a backslash are joined with the next one."""
+    return [text.replace("\\\n", " ") for language, text in _BLOCK.findall(path.read_text()) if language in languages]
 
 
 def commands(path: Path) -> list[list[str]]:
