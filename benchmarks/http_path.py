@@ -25,10 +25,8 @@ def gateway(runtime_dir: str, listener: socket.socket, told: Connection) -> None
     """Serve in a process of its own, and answer each message on ``told`` with this process's processor time."""
     import threading
 
-    import uvicorn
-
-    from gateway.app import make_app
-    from gateway.garbage_collection import tune
+    from gateway.reports import Reports
+    from gateway.server import serve
     from protocol.process.gateway_settings import GatewaySettings
 
     def tell() -> None:
@@ -36,9 +34,9 @@ def gateway(runtime_dir: str, listener: socket.socket, told: Connection) -> None
             told.send(time.process_time())
 
     threading.Thread(target=tell, daemon=True).start()
-    app = make_app(GatewaySettings(runtime_dir=str(runtime_dir), auth="none"))
-    tune()
-    uvicorn.Server(uvicorn.Config(app, log_level="warning", loop="uvloop", http="httptools")).run(sockets=[listener])
+    nobody, ours = socket.socketpair()
+    with nobody, ours:
+        serve(GatewaySettings(runtime_dir=runtime_dir, auth="none"), [listener], Reports(ours))
 
 
 async def read(port: int, streams: int) -> list[Answer]:
