@@ -8,7 +8,7 @@ from typing import Final
 from protocol.errors import ErrorCode
 
 STATUS: Final[dict[ErrorCode, int]] = {
-    ErrorCode.BAD_FRAME: 500,
+    ErrorCode.BAD_FRAME: 400,
     ErrorCode.BAD_VERSION: 502,
     ErrorCode.INVALID_REQUEST: 400,
     ErrorCode.UNSUPPORTED: 400,

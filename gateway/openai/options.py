@@ -10,6 +10,8 @@ from typing import Any, Final, cast
 from gateway.http.errors import ApiError
 from gateway.openai.messages import read_messages
 from protocol.client.request_options import RequestOptions
+from protocol.limits import MAX_STRING
+from protocol.messages import ROUTE_KEYS
 
 MOST_ANSWERS: Final = 128
 """Largest ``n``, as at OpenAI."""
@@ -137,10 +139,20 @@ def _read_prompts(given: Any, called: str) -> list[str | list[int]]:
     raise ApiError(400, f"{called} must be a string, an array of token ids, or an array of such prompts", param=called)
 
 
-def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, str]) -> Wanted:
-    model = given.pop("model", None)
-    if not isinstance(model, str):
+def read_model(given: Any) -> str:
+    """Return the name of a model. Raises ApiError for something that cannot be one, which no frame could carry."""
+    if not isinstance(given, str):
         raise ApiError(400, "model must be the name of a model: GET /v1/models lists them", param="model")
+    if len(given) > MAX_STRING:
+        raise ApiError(
+            404, f"no model {given[:64]!r}... is configured: GET /v1/models lists them", code="model_not_found",
+            param="model",
+        )  # fmt: skip
+    return given
+
+
+def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, str]) -> Wanted:
+    model = read_model(given.pop("model", None))
     n = given.pop("n", None)
     n = 1 if n is None else n
     if type(n) is not int or not 1 <= n <= MOST_ANSWERS:
@@ -168,6 +180,8 @@ def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, 
             raise ApiError(400, f"unknown option {name[:64]!r}{hint}", param=name[:64])
         if name in options:
             raise ApiError(400, f"{name} is given twice: {names.get(name, name)} says it, too", param=name)
+        if name in ROUTE_KEYS and (not isinstance(value, str | int | float) or len(str(value)) > MAX_STRING):
+            raise ApiError(400, f"{name} must be a number, or a text of at most {MAX_STRING} characters", param=name)
         options[name] = value
     return Wanted(model, cast(RequestOptions, options), names, n, stream, include_usage)
 

@@ -10,8 +10,10 @@ from gateway.http.body import read_json
 from gateway.http.callers import caller_of
 from gateway.http.errors import ApiError
 from gateway.openai.messages import read_messages
+from gateway.openai.options import read_model
 from protocol.client.answers import text_in, token_ids_in
 from protocol.client.request_builder import pack_token_ids, tokenize_params
+from protocol.errors import WireError
 
 _KEYS = frozenset({"model", "prompt", "content", "messages", "tools", "chat_template_kwargs", "add_generation_prompt"})
 
@@ -31,7 +33,9 @@ async def tokenize(request: Request) -> Response:
     }
     if body.get("messages") is not None:
         given["messages"] = read_messages(body["messages"])
-    reply = await request.app.state.link.call(caller, "tokenize", **tokenize_params(_model(body), given))
+    reply = await request.app.state.link.call(
+        caller, "tokenize", **tokenize_params(read_model(body.get("model")), given)
+    )
     ids = token_ids_in(reply)
     return Response(orjson.dumps({"tokens": ids, "count": len(ids)}), media_type="application/json")
 
@@ -46,13 +50,10 @@ async def detokenize(request: Request) -> Response:
     tokens = body.get("tokens")
     if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < 1 << 32 for each in tokens):
         raise ApiError(400, "tokens must be an array of token ids, which are whole numbers", param="tokens")
-    ids = pack_token_ids(tokens)
-    text = text_in(await request.app.state.link.call(caller, "detokenize", model=_model(body), token_ids=ids))
+    params = {"model": read_model(body.get("model")), "token_ids": pack_token_ids(tokens)}
+    try:
+        text = text_in(await request.app.state.link.call(caller, "detokenize", **params))
+    except WireError as e:
+        e.field = "tokens" if e.field == "token_ids" else e.field
+        raise
     return Response(orjson.dumps({"prompt": text, "content": text}), media_type="application/json")
-
-
-def _model(body: dict[str, Any]) -> str:
-    model = body.get("model")
-    if not isinstance(model, str):
-        raise ApiError(400, "model must be the name of a model: GET /v1/models lists them", param="model")
-    return model

@@ -55,6 +55,10 @@ def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, http.
         ("completions", {"on_behalf_of": "0" * 64}, "on_behalf_of", "invalid_request"),
         ("completions", {"tools": []}, "tools", "invalid_request"),
         ("completions", {"affinity": "x" * 300}, "affinity", "invalid_request"),
+        ("completions", {"affinity": {"x": []}}, "affinity", "invalid_request"),
+        ("completions", {"priority": "x" * 300}, "priority", "invalid_request"),
+        ("completions", {"deadline_ms": {"x": [[]]}}, "deadline_ms", "invalid_request"),
+        ("completions", {"seed": 1 << 70}, "seed", "invalid_request"),
         ("completions", {"max_tokens": 10_000}, "max_tokens", "context_length_exceeded"),
         ("completions", {"max_completion_tokens": 4}, "max_completion_tokens", "invalid_request"),
         ("completions", {"logit_bias": {"1": 1}}, "logit_bias", "unsupported"),
@@ -154,8 +158,15 @@ def test_models_that_are_not_running(port: int) -> None:
     )  # fmt: skip
     status, headers, answer = ask(port, "POST", "/v1/completions", PROMPT | {"model": "stopped"})
     assert (status, answer["error"]["code"], headers["x-should-retry"]) == (503, "model_not_running", "false")
-    status, _, answer = ask(port, "POST", "/v1/completions", PROMPT | {"model": "none", "stream": True})
-    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    for name in ("none", "M/..", "", "m" * 300):
+        for path, body in (("/v1/completions", PROMPT | {"stream": True}), ("/tokenize", {"prompt": "x"})):
+            status, _, answer = ask(port, "POST", path, body | {"model": name})
+            assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+
+
+def test_a_token_that_the_model_does_not_have(port: int) -> None:
+    status, _, answer = ask(port, "POST", "/detokenize", {"model": "m", "tokens": [97, 256]})
+    assert (status, answer["error"]["param"]) == (400, "tokens")
 
 
 def test_every_answer_has_an_id_of_its_own(port: int) -> None:

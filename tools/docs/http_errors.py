@@ -4,8 +4,8 @@ from gateway.http.statuses import STATUS, code_of, type_of
 from protocol.errors import RETRYABLE, ErrorCode
 from tools.docs.markdown import GENERATED, table
 
-NEVER_ANSWERED = frozenset({ErrorCode.BAD_FRAME, ErrorCode.DUPLICATE_REQUEST})
-"""Errors that only a fault of the gateway itself could cause."""
+NEVER_ANSWERED = frozenset({ErrorCode.DUPLICATE_REQUEST})
+"""An error that only a fault of the gateway itself could cause."""
 WITH_A_TIME = frozenset({ErrorCode.MODEL_FAILED, ErrorCode.MODEL_NOT_RUNNING})
 """Errors that may have ``retry_after_ms``, although their codes alone are final."""
 
