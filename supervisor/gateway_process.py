@@ -88,14 +88,15 @@ class GatewayProcesses:
             self.problem = None
         self.check()
 
-    def adopt(self, config: GatewayConfig | None, settings: GatewaySettings) -> None:
+    def adopt(self, config: GatewayConfig | None, settings: GatewaySettings) -> bool:
         """Serve with other settings. The processes that run complete their answers, while others take new connections.
 
         Connections wait in the listening sockets meanwhile. With another address, the former sockets are closed.
+        Return whether anything differs.
         """
         settings = replace(settings, cookie_secret=self._settings.cookie_secret)  # people stay signed in
         if (config, settings) == (self._config, self._settings):
-            return
+            return False
         if config is None or self._config is None or config.listen != self._config.listen:
             self._close_sockets()
         elif self._sockets:
@@ -109,6 +110,7 @@ class GatewayProcesses:
         self._begin_counts()
         for child in self._children.values():
             child.retire()
+        return True
 
     def close(self, within_s: float = LEAVE_S) -> None:
         """End the processes, and wait for that. Processes that take longer than ``within_s`` seconds are killed."""
@@ -259,6 +261,12 @@ def settings_of(config: GatewayConfig, base: Path) -> GatewaySettings:
     def path(given: str | None) -> str | None:
         return None if given is None else str(base / Path(given).expanduser())
 
+    def changed_at(given: str | None) -> int:
+        try:
+            return 0 if given is None else (base / Path(given).expanduser()).stat().st_mtime_ns
+        except OSError:  # the process says what is wrong with the file
+            return 0
+
     return GatewaySettings(
         host=config.listen.host,
         port=config.listen.port,
@@ -267,6 +275,7 @@ def settings_of(config: GatewayConfig, base: Path) -> GatewaySettings:
         cors_origins=tuple(config.cors_origins),
         certificate=path(config.certificate),
         private_key=path(config.private_key),
+        certificate_changed_at=max(changed_at(config.certificate), changed_at(config.private_key)),
         max_body=config.max_body,
         keepalive=config.keepalive,
         parent=os.getpid(),

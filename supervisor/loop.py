@@ -272,8 +272,8 @@ class Supervisor:
 
     # --- what is done again and again -----------------------------------------------------------------------------
 
-    def _adopt_gateway(self, config: Config) -> None:
-        self._gateway.adopt(config.gateway, supervisors_settings(config, self._runtime.path))
+    def _adopt_gateway(self, config: Config) -> bool:
+        return self._gateway.adopt(config.gateway, supervisors_settings(config, self._runtime.path))
 
     def _probe(self) -> None:
         """Send PING 0 to clients with unfinished requests. A send that fails tells of a client that has left.

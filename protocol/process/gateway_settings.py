@@ -27,6 +27,7 @@ class GatewaySettings:
     cors_origins   origins whose pages may use the API from a browser
     certificate    PEM file of the certificate chain; None for HTTP without TLS
     private_key    PEM file of its private key
+    certificate_changed_at  when these files were changed last, in nanoseconds
     max_body       most bytes of a request's body
     keepalive      what keeps a silent stream open: an SSE "comment", an empty "chunk", or "off"
     keepalive_s    seconds of silence after which that is sent
@@ -46,6 +47,7 @@ class GatewaySettings:
     cors_origins: tuple[str, ...] = ()
     certificate: str | None = None
     private_key: str | None = None
+    certificate_changed_at: int = 0
     max_body: int = 16 * MIB
     keepalive: Literal["comment", "chunk", "off"] = "comment"
     keepalive_s: float = 10.0

@@ -24,7 +24,7 @@ from supervisor.yaml_source import ConfigError
 class Reloads:
     """The orders that concern several workers. Call ``advance_soon`` when a worker's state has changed.
 
-    adopt_gateway  applies the section ``gateway`` of a new configuration
+    adopt_gateway  applies the section ``gateway`` of a new configuration; returns whether anything differs
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Reloads:
         fleet: Fleet,
         scheduler: Scheduler,
         timers: Timers,
-        adopt_gateway: Callable[[Config], None],
+        adopt_gateway: Callable[[Config], bool],
         log: logging.Logger,
     ) -> None:
         self._fleet = fleet
@@ -82,11 +82,12 @@ class Reloads:
             config = Config(config.file, models, before.supervisor, before.gateway)
         settings = differing(SupervisorConfig, before.supervisor, config.supervisor)
         of_gateway = [f"gateway.{key}" for key in differing(GatewayConfig, before.gateway, config.gateway)]
+        if self._adopt_gateway(config) and not of_gateway:
+            of_gateway = ["gateway.certificate"]  # the files were renewed under their former names
         if settings or of_gateway:
             applied = ", ".join([*(f"supervisor.{key}" for key in settings), *of_gateway])
             self._log.info("%s: applied %s", cause, applied, extra=noted(EventKind.RELOAD))
         self._registry.adopt(config)
-        self._adopt_gateway(config)
         self._scheduler.set_policies(config.supervisor.hold_limits, config.supervisor.poison_policy)
         forced = () if only is None else (only,)
         number = self.rollouts.order(cause, how, partial(self._plan, config, forced), settings + of_gateway)

@@ -123,8 +123,10 @@ def test_a_missing_extra_is_named_and_the_models_are_served(
         assert ask(port, "/livez") == b"ok\n"
 
 
-def test_tls(port: int) -> None:
-    files = {"certificate": str(TLS / "certificate.pem"), "private_key": str(TLS / "key.pem")}
+def test_tls(port: int, tmp_path: Path) -> None:
+    for name in ("certificate.pem", "key.pem"):
+        (tmp_path / name).write_bytes((TLS / name).read_bytes())
+    files = {"certificate": str(tmp_path / "certificate.pem"), "private_key": str(tmp_path / "key.pem")}
     with Serving({"m": engine()}, gateway=section(port, **files)) as serving:
         assert described(serving)["tls"] is True
         context = ssl.create_default_context(cafile=TLS / "certificate.pem")
@@ -132,6 +134,12 @@ def test_tls(port: int) -> None:
             stream = begin(connection, {"model": "m", "prompt": "hello", "max_tokens": 5})
             assert stream.read().endswith(b"data: [DONE]\n\n")
         assert f"listening on https://127.0.0.1:{port}" in serving.log()
+        pids = described(serving)["pids"]
+        assert serving.modelctl("reload").stdout == "nothing has changed\n"
+        assert described(serving)["pids"] == pids
+        os.utime(tmp_path / "key.pem", ns=(0, (tmp_path / "key.pem").stat().st_mtime_ns + 1))
+        assert serving.modelctl("reload").stdout == "gateway.certificate: applied\n"
+        assert described(serving)["pids"] != pids
 
 
 def test_a_certificate_that_cannot_be_used_is_named(port: int, tmp_path: Path) -> None:
