@@ -11,6 +11,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from gateway.http.body import MOST_BYTES, BodyMemory
+from gateway.http.cors import Cors
 from gateway.http.health import health, live, ready
 from gateway.http.host_check import HostCheck
 from gateway.http.keep_alive import KeepAlive
@@ -37,7 +39,7 @@ API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]]
 
 
 def make_app(settings: GatewaySettings) -> Starlette:
-    """Return the application. Its ``state`` has ``settings``, ``link``, ``live`` and ``keep_alive``."""
+    """Return the application. Its ``state`` has ``settings``, ``link``, ``live``, ``keep_alive`` and ``bodies``."""
 
     @asynccontextmanager
     async def connected(app: Starlette) -> AsyncIterator[None]:
@@ -65,11 +67,15 @@ def make_app(settings: GatewaySettings) -> Starlette:
             Route("/readyz", ready),
             Route("/health", health),
         ],
-        middleware=[Middleware(HostCheck, allowed=settings.allowed_hosts)],
+        middleware=[
+            Middleware(HostCheck, allowed=settings.allowed_hosts),
+            Middleware(Cors, origins=settings.cors_origins),
+        ],
         exception_handlers=HANDLERS,
         lifespan=connected,
     )
     app.state.settings = settings
+    app.state.bodies = BodyMemory(max(MOST_BYTES, settings.max_body))
     app.state.keep_alive = KeepAlive(0 if settings.keepalive == "off" else settings.keepalive_s)
     app.router.redirect_slashes = False
     return app
