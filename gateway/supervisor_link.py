@@ -1,6 +1,7 @@
 """The gateway's connections to the supervisor."""
 
 import asyncio
+import logging
 from typing import Any, Final
 
 from gateway.http.callers import Caller
@@ -11,6 +12,7 @@ from protocol.process.gateway_settings import GatewaySettings
 
 ORDERS = frozenset({"start", "stop", "restart", "reload", "cancel_request"})
 """Verbs that a supervisor on this machine takes on its admin socket only."""
+_log = logging.getLogger(__name__)
 AGAIN_S: Final = 0.5
 """Seconds between two attempts to reach a supervisor that has not answered since the gateway's start."""
 
@@ -41,7 +43,8 @@ class SupervisorLink:
         """
         try:
             self._client = await self._new_client().connect()
-        except ConnectionLost:
+        except ConnectionLost as e:
+            _log.warning("the supervisor cannot be reached: %s; trying again, and answering 503 meanwhile", e)
             self._connecting = asyncio.create_task(self._keep_connecting())
 
     async def close(self) -> None:
@@ -72,6 +75,7 @@ class SupervisorLink:
                 self._client = await self._new_client().connect()
             except ConnectionLost:
                 continue
+            _log.info("the supervisor has answered")
 
     async def _orders_client(self) -> AsyncClient:
         if self._orders is None:

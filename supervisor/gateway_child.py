@@ -106,6 +106,7 @@ class GatewayChild:
             self._process.send_signal(signal.SIGUSR1)
             return None
         self._process.kill()
+        self._heard_at = time.monotonic()  # do not say so at each call, in case that it does not die at once
         return f"process {self.pid} has not answered for {HANG_S:.0f} s: killed; its log has its stacks"
 
     def retire(self) -> None:

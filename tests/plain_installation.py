@@ -52,8 +52,12 @@ def test_it_writes_and_checks_a_models_yaml_and_names_the_extra(plain: Installed
     assert plain.run("modelctl", "init").returncode == 0
     done = plain.run("modelctl", "check")
     assert done.returncode == 78
-    command = f"run {plain.python} -m pip install 'modelctl[embedded]'"
-    assert [command in line for line in done.stderr.splitlines()] == [True, True, False]
+    commands = [f"run {plain.python} -m pip install 'modelctl[{extra}]'" for extra in ("embedded", "gateway")]
+    lines = done.stderr.splitlines()
+    assert [[command in line for line in lines] for command in commands] == [
+        [True, True, False, False],
+        [False, False, True, False],
+    ]
     assert plain.run("modelctl", "check", "--elsewhere").returncode == 0
     # pip takes the installation itself for the extra, wherever it was installed from
     done = plain.run("python", "-m", "pip", "install", "--no-deps", "--dry-run", "modelctl[embedded]")

@@ -76,6 +76,17 @@ def test_it_serves_a_supervisor_over_tcp_which_checks_the_tokens(keyed: Keyed) -
         wait_until(lambda: post(port, token)[0] == 401, what="the end of a revoked token")
 
 
+def test_it_waits_for_a_supervisor_and_answers_meanwhile() -> None:
+    port, models = free_port(), {"m": engine()}
+    with Keyed(models, {"web": "gateway"}) as keyed:
+        token = keyed.new_http("web-user")
+        keyed.serving.kill()
+        with gateway("--listen", port, *to(keyed)):
+            assert post(port, token)[0] == 503
+            keyed.serving.start_again(models)
+            wait_until(lambda: post(port, token)[0] == 200, what="an answer, once the supervisor is there")
+
+
 def test_its_processes_end_with_it_when_it_is_killed(keyed: Keyed) -> None:
     with gateway("--listen", free_port(), "--processes", 2, *to(keyed)) as process:
         wait_until(lambda: len(psutil.Process(process.pid).children()) == 2)
