@@ -1,6 +1,6 @@
-"""Which CPUs a worker runs on: those next to its GPUs. Pure.
+"""The choice of a worker's CPUs: those next to its GPUs. Pure.
 
-There is no memory policy: Linux gives a page from the node of the CPU that first touches it, which follows from this.
+No memory policy is needed: Linux takes each page from the node of the CPU that first touches the page.
 """
 
 from collections.abc import Collection, Sequence
@@ -9,9 +9,9 @@ from supervisor.placement.gpus import Gpu
 
 
 def near_cpus(gpus: Sequence[Gpu], allowed: Collection[int]) -> tuple[int, ...]:
-    """The CPUs to keep a worker of these GPUs to; empty for no need or no way to choose.
+    """Return the CPUs that a worker with these GPUs should run on. Empty if there is no need or no way to choose.
 
-    allowed  those that the supervisor itself may use
+    allowed  the CPUs that the supervisor itself may use
     """
     if not gpus or not all(gpu.cpus for gpu in gpus):
         return ()
@@ -20,7 +20,7 @@ def near_cpus(gpus: Sequence[Gpu], allowed: Collection[int]) -> tuple[int, ...]:
 
 
 def ranges(numbers: Collection[int]) -> str:
-    """``0-15,32-47``, as the kernel writes lists of CPUs."""
+    """Return the numbers in the kernel's form for lists of CPUs, for example ``0-15,32-47``."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][1] == number - 1:

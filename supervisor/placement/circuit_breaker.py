@@ -7,17 +7,17 @@ become slow may cost TIMEOUT_S once. After that, no reading waits for an answer 
 from enum import Enum
 
 TIMEOUT_S = 0.5
-"""How long the supervisor waits for an answer. Usual answers take 1 to 30 ms."""
+"""Seconds that the supervisor waits for an answer. Usual answers take 1 to 30 ms."""
 QUIET_S = 2.0
-"""How long no question is sent after a late answer. QUIET_S and TIMEOUT_S together bound the time that a driver costs
-which hangs again and again."""
+"""Seconds without a question after a late answer. QUIET_S and TIMEOUT_S together limit the time that a driver costs
+if it hangs again and again."""
 RESTART_S, RESTART_MAX_S = 5.0, 300.0
 """Least and greatest pause between two starts of the process that asks the driver. The pause doubles with each start
 that follows closely on the last, for example because the process ends whenever it opens the driver."""
 
 
 class BreakerState(Enum):
-    """Whether the driver may be asked now, and whether the supervisor waits for the answer."""
+    """The state of the breaker: may the driver be asked now, and does the supervisor wait for the answer?"""
 
     CLOSED = "closed"
     """Ask, and wait for the answer."""

@@ -1,8 +1,9 @@
-"""Which idle workers make room for one that is to be loaded. Pure: what they hold and cost are arguments; bytes.
+"""The choice of idle workers to unload for a worker that is to be loaded. Pure. Sizes are in bytes.
 
-Only workers that may go are given (lazy, so that their next request brings them back; not pinned). Of those, busy ones
-stay; of the sets of idle ones that make enough room, the cheapest goes: first by the highest priority among them, then
-by the seconds that loading them again will take, then the one that was idle for longest.
+The caller gives only workers that may be unloaded: lazy ones, which their next request loads again, and not pinned
+ones. Busy workers stay. Of the sets of idle workers that make enough room, the cheapest is unloaded. Sets are compared
+by the highest priority in the set, then by the seconds that loading the set again takes, then by idle time: the set
+is preferred whose most recently used worker has been idle for longest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,14 +12,14 @@ from enum import Enum
 from itertools import combinations
 
 EXACT_UP_TO = 12
-"""Workers among which every set is tried; of more, they are taken one by one, the cheapest first."""
+"""Number of workers up to which every set is tried. Of more workers, the cheapest are taken one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidate:
-    """One worker.
+    """One worker that may be unloaded.
 
-    held      GPU → bytes that come back when it goes
+    held      GPU → bytes that become free when the worker is unloaded
     load_s    seconds that loading it took
     idle_s    seconds since its last request
     """
@@ -32,21 +33,21 @@ class EvictionCandidate:
 
 
 class NoRoom(Enum):
-    """Why nobody goes."""
+    """The reason why no worker is unloaded."""
 
     WAIT = "wait"
     """There would be room if busy workers were idle."""
     NEVER = "never"
-    """Not even then."""
+    """There would not be enough room even if all workers were idle."""
 
 
 def choose(
     missing: Mapping[int, int], candidates: Sequence[EvictionCandidate], *, one_suffices: bool = False
 ) -> tuple[str, ...] | NoRoom:
-    """The workers that go.
+    """Return the workers to unload, or the reason why none is unloaded.
 
-    missing       GPU → bytes that are to come back there
-    one_suffices  on one of these GPUs, whichever (``gpu: auto``)
+    missing       GPU → bytes that must become free there
+    one_suffices  whether room on any one of these GPUs is enough (``gpu: auto``)
     """
     wants = [{gpu: size} for gpu, size in missing.items()] if one_suffices else [missing]
     idle = [candidate for candidate in candidates if not candidate.busy]
@@ -70,7 +71,7 @@ def _cheapest(wanted: Mapping[int, int], idle: Sequence[EvictionCandidate]) -> t
         chosen.append(candidate)
         if _is_enough(wanted, chosen):
             break
-    # one taken early may not be needed any more, now that larger ones are among them
+    # a worker taken early may not be needed any more after larger ones were added
     for candidate in list(reversed(chosen)):
         rest = [other for other in chosen if other is not candidate]
         if _is_enough(wanted, rest):

@@ -1,4 +1,4 @@
-"""Which models of a models.yaml fit on GPUs together, as the supervisor would place them. Pure."""
+"""A trial placement: finds the models of a models.yaml that fit on the GPUs together. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from supervisor.placement.sizes import Limit
 
 @dataclass(frozen=True, slots=True)
 class PlacementCandidate:
-    """A worker to be placed. ``wish``: None on the CPU."""
+    """A worker to be placed. ``gpu_request`` is None for a worker on the CPU."""
 
     worker: str
     spec: ModelSpec
@@ -27,7 +27,12 @@ class PlacementCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What has become of it. ``placed``: None on the CPU, and where it is not placed; ``why_not``: one line."""
+    """The result of the trial for one worker.
+
+    placed    its GPUs; None for a worker on the CPU and for one that is not placed
+    why_not   one line with the reason if the worker is not placed
+    no_room   whether GPU memory is missing
+    """
 
     candidate: PlacementCandidate
     placed: Placed | None = None
@@ -40,7 +45,7 @@ class Outcome:
         return needs[gpu_request.counts[0]] if gpu_request and needs else None
 
     def on(self, gpu: Gpu) -> dict[str, int]:
-        """The parts of its needs on one GPU, by name; empty if it takes none there, or nobody knows."""
+        """Return the bytes that the worker needs on one GPU, by part. Empty if it takes none there or its needs are unknown."""
         if self.placed is None or self.needs is None or gpu.index not in self.placed.bytes:
             return {}
         number = list(self.placed.bytes).index(gpu.index)
@@ -53,8 +58,11 @@ def fit(
     limits: Mapping[str, Limit] | Limit | None,
     outer: str | None,
 ) -> list[Outcome]:
-    """Outcomes in the order in which they are placed: what starts with the supervisor, pinned ones before ``auto``;
-    then the others, each tried alone beside those."""
+    """Place the workers and return the outcomes in that order.
+
+    Workers that start with the supervisor come first and are placed together. Each of the others is then tried alone
+    beside them. In both groups, workers with pinned GPUs come before those with ``auto``.
+    """
     order = sorted(
         candidates, key=lambda c: (not c.autostart, c.gpu_request is not None and c.gpu_request.pins is None)
     )
@@ -63,7 +71,7 @@ def fit(
     for candidate in order:
         outcome = _try(candidate, gpus, holdings, limits, outer)
         if outcome.placed is not None and candidate.autostart:
-            number = -1 - len(holdings)  # as if it were there: a process with a number that none has
+            number = -1 - len(holdings)  # a simulated process: no real process has a negative number
             gpus = [_with(gpu, number, outcome.placed.bytes.get(gpu.index, 0)) for gpu in gpus]
             holdings.append(Holding(candidate.worker, number, outcome.placed.bytes, loading=False))
         outcomes.append(outcome)

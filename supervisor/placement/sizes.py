@@ -9,7 +9,7 @@ MAX_BYTES = 1 << 50
 
 
 def parse_size(value: object) -> int:
-    """Bytes of ``20GiB`` or ``20G`` (2**30 each), ``20GB`` (10**9), or of a number of bytes. Raises ValueError."""
+    """Return a size in bytes. Units: ``GiB`` and ``G`` are 2**30, ``GB`` is 10**9. A number means bytes. Raises ValueError."""
     size = 0
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -25,13 +25,13 @@ def parse_size(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A part of a GPU: so many bytes, or a share of all it has (above 0, at most 1)."""
+    """A part of a GPU's memory: a number of bytes, or a share of all its memory (above 0, at most 1)."""
 
     bytes: int | None = None
     share: float | None = None
 
     def of(self, total: int) -> int:
-        """The limit in bytes on a GPU of ``total`` bytes."""
+        """Return the limit in bytes on a GPU of ``total`` bytes."""
         if self.bytes is not None:
             return self.bytes
         assert self.share is not None
@@ -39,7 +39,7 @@ class Limit:
 
 
 def parse_limit(value: object) -> Limit:
-    """``20GiB`` or ``90%``. Raises ValueError."""
+    """Return the limit that a text such as ``20GiB`` or ``90%`` means. Raises ValueError."""
     if isinstance(value, str) and (match := _SHARE.match(value)) and 0 < float(match[1]) <= 100:
         return Limit(share=float(match[1]) / 100)
     try:
