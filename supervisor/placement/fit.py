@@ -45,7 +45,7 @@ class Outcome:
         return needs[gpu_request.counts[0]] if gpu_request and needs else None
 
     def on(self, gpu: Gpu) -> dict[str, int]:
-        """Return the bytes that the worker needs on one GPU, by part. Empty if it takes none there or its needs are unknown."""
+        """Return the bytes that the worker needs on one GPU, by part. Empty if none or unknown."""
         if self.placed is None or self.needs is None or gpu.index not in self.placed.bytes:
             return {}
         number = list(self.placed.bytes).index(gpu.index)

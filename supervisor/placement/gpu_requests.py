@@ -61,7 +61,7 @@ def answer_with(spec: ModelSpec, estimated: Estimated | None) -> Estimated:
 
 
 def declared(spec: ModelSpec, gpu_request: GpuRequest) -> dict[int, Needs] | None:
-    """What models.yaml itself says of the needs, by number of GPUs; None if it does not."""
+    """Return the needs that ``vram`` of models.yaml declares, by number of GPUs. None if it declares none."""
     if spec.config.vram is None:
         return None
     return {count: Needs(declared=spec.config.vram) for count in gpu_request.counts}

@@ -1,4 +1,4 @@
-"""What a worker needs, and how that is divided among several GPUs. Pure; sizes in bytes."""
+"""The GPU memory that a worker needs, and its division among several GPUs. Pure; sizes in bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,18 +6,22 @@ from dataclasses import dataclass
 from protocol.process.worker_spec import DEFAULT_RESERVE_MB
 
 CONTEXT_BYTES = 612 << 20
-"""What a process holds of each GPU by having a CUDA context at all. Measured on an H200, driver 580, torch 2.11; it is
-not the same on every GPU."""
+"""Bytes that the CUDA context of a process takes on each GPU. Measured on an H200, driver 580, torch 2.11. Other GPUs
+may differ."""
 HELD_BACK_BYTES = 256 << 20
-"""What ExLlamaV2's automatic split holds back beside its reserve on each GPU until all layers are there (model.py,
-``minimum_reserve_vram`` of ``load_autosplit_gen``)."""
+"""Bytes that ExLlamaV2's automatic split keeps free on each GPU, beside its reserve, until all layers are loaded
+(model.py, ``minimum_reserve_vram`` of ``load_autosplit_gen``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How layers go to several GPUs. ``by_hand``: bytes of weights on each; ``reserve``: bytes that the automatic split
-    leaves free on each; ``tensors``: every layer on all of them; ``engine_chooses``: the engine looks itself at what is
-    free, when it loads."""
+    """The way in which layers are divided among several GPUs.
+
+    by_hand         bytes of weights on each GPU
+    reserve         bytes that the automatic split leaves free on each GPU
+    tensors         whether every layer is divided among all GPUs
+    engine_chooses  whether the engine itself divides by the free memory that it finds when it loads
+    """
 
     by_hand: tuple[int, ...] | None = None
     reserve: tuple[int, ...] | None = None
@@ -27,7 +31,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a worker takes on its GPUs together, as estimated without the CUDA context; or as models.yaml declares it.
+    """The bytes that a worker takes on its GPUs together: an estimate without CUDA contexts, or ``vram`` of models.yaml.
 
     per_gpu   part of the workspace that every GPU needs for itself; ``workspace`` holds it once for each
     declared  ``vram`` of models.yaml: all of it, the CUDA context too; one size, or one for each GPU
@@ -41,29 +45,29 @@ class Needs:
     declared: tuple[int, ...] | None = None
 
     def total(self, gpus: int) -> int:
-        """The CUDA contexts included."""
+        """Return the bytes on this number of GPUs together, CUDA contexts included."""
         if self.declared is not None:
             return sum(self.declared)
         return self.weights + self.cache + self.draft + self.workspace + gpus * CONTEXT_BYTES
 
     def parts(self, gpus: int) -> dict[str, int]:
-        """Bytes by name, as ``plan`` and ``status`` show them; without what is zero."""
+        """Return the bytes by name, as ``plan`` and ``status`` show them. Parts of zero bytes are left out."""
         if self.declared is not None:
             return {"declared": sum(self.declared)}
         named = {"weights": self.weights, "cache": self.cache, "draft": self.draft, "workspace": self.workspace}
         return {name: size for name, size in (named | {"context": gpus * CONTEXT_BYTES}).items() if size}
 
     def text(self, gpus: int) -> str:
-        """``needs 21.4 GiB (weights 16.1, cache 4.0, workspace 0.7, context 0.6)``."""
+        """Return a text such as ``needs 21.4 GiB (weights 16.1, cache 4.0, workspace 0.7, context 0.6)``."""
         parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.parts(gpus).items())
         source = "vram in models.yaml" if self.declared is not None else parts
         return f"needs {self.total(gpus) / 2**30:.1f} GiB ({source})"
 
 
 def divide(needs: Needs, rooms: Sequence[int], split: Split) -> list[int]:
-    """What the worker will take on each of its GPUs. One is above its room if it does not fit.
+    """Return the bytes that the worker will take on each of its GPUs. If it does not fit, one size exceeds its room.
 
-    rooms  what may be taken on each, in the order in which models.yaml names the GPUs
+    rooms  bytes that may be taken on each GPU, in the order in which models.yaml names the GPUs
     """
     count = len(rooms)
     if needs.declared is not None:
@@ -91,7 +95,7 @@ def divide(needs: Needs, rooms: Sequence[int], split: Split) -> list[int]:
 
 
 def parts_on(needs: Needs, share: int, number: int, count: int) -> dict[str, int]:
-    """What one of ``divide``'s shares consists of, by name; ``number``: which GPU of the worker it is, from 0."""
+    """Return the parts of a share that ``divide`` returned, by name. ``number`` counts the worker's GPUs from 0."""
     if needs.declared is not None or count == 1:
         return needs.parts(1) if count == 1 else {"declared": share}
     own = _fixed(needs, count)[number]
@@ -108,12 +112,12 @@ def parts_on(needs: Needs, share: int, number: int, count: int) -> dict[str, int
 
 
 def _fixed(needs: Needs, count: int) -> list[int]:
-    """What cannot be divided: a context and a workspace on each GPU, the draft model on the first."""
+    """Return the bytes that cannot be divided: a context and a workspace on each GPU, the draft model on the first."""
     return [CONTEXT_BYTES + needs.per_gpu + (needs.draft if index == 0 else 0) for index in range(count)]
 
 
 def _filled(size: int, rooms: Sequence[int]) -> list[int]:
-    """One after the other is filled; what is too much falls to the last."""
+    """Fill one room after the other. The last one also gets the bytes that fit nowhere."""
     parts = []
     for room in rooms[:-1]:
         parts.append(min(size, room))

@@ -62,12 +62,12 @@ class Room:
 
     @property
     def bytes(self) -> int:
-        """What the next worker may take."""
+        """Return the bytes that the next worker may take."""
         return self.free if self.under_limit is None else min(self.free, self.under_limit)
 
     @property
     def others(self) -> int:
-        """What processes that are not our workers hold, and the driver itself."""
+        """Return the bytes that the driver and processes other than our workers hold."""
         return max(0, self.gpu.total - self.gpu.free - sum(self.ours.values()))
 
 

@@ -9,7 +9,7 @@ MAX_BYTES = 1 << 50
 
 
 def parse_size(value: object) -> int:
-    """Return a size in bytes. Units: ``GiB`` and ``G`` are 2**30, ``GB`` is 10**9. A number means bytes. Raises ValueError."""
+    """Return a size in bytes. ``GiB`` and ``G`` are 2**30, ``GB`` is 10**9, a number is bytes. Raises ValueError."""
     size = 0
     if isinstance(value, int) and not isinstance(value, bool):
         size = value

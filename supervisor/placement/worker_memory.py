@@ -13,15 +13,15 @@ from supervisor.placement.policy import Holding, Placed
 
 @dataclass
 class WorkerMemory:
-    """What is known since the worker's last start began.
+    """The facts about a worker's GPU memory since its last start began.
 
     needs     by number of GPUs; None if the needs are not known
     count     the number of GPUs that the model asks for
     engine    the specification that the needs belong to
     placed    the GPUs that the worker was placed on; None before, and on the CPU
     cpus      the CPUs that its process is kept to; empty for all
-    holding   what the present process was admitted with; None if there is no process, or it is on the CPU
-    measured  GPU → what the process held when it was ready, by NVML
+    holding   the memory with which the present process was admitted; None if there is no process, or it is on the CPU
+    measured  GPU → bytes that the process held when it was ready, by NVML
     """
 
     needs: Mapping[int, Needs] | None = None
