@@ -31,7 +31,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The bytes that a worker takes on its GPUs together: an estimate without CUDA contexts, or ``vram`` of models.yaml.
+    """Bytes that a worker takes on its GPUs together: an estimate without CUDA contexts, or ``vram`` of models.yaml.
 
     per_gpu   part of the workspace that every GPU needs for itself; ``workspace`` holds it once for each
     declared  ``vram`` of models.yaml: all of it, the CUDA context too; one size, or one for each GPU
