@@ -67,10 +67,8 @@ def test_the_wheel_holds_the_packages_the_demo_models_the_sample_and_the_licence
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
     tops = {name.partition("/")[0] for name in names if ".dist-info" not in name}
     assert tops == set(PARTS)
-    for package in PARTS:
-        tracked = subprocess.run(
-            ["git", "ls-files", f"{package}/*.py"], cwd=ROOT, capture_output=True, check=True, text=True
-        )
+    for pattern in (*(f"{package}/*.py" for package in PARTS), "gateway/page/static/*"):
+        tracked = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, check=True, text=True)
         assert names >= set(tracked.stdout.split())
     assert not [name for name in names if name.endswith((".pkl", ".pt", ".bin", ".pth"))]
     training = [name for name in names if name.startswith("model_worker/demo_models/") and name.endswith(".py")]
