@@ -6,7 +6,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MOST = 400
 REASONS = {
-    "protocol/verbs.py": "one table: each verb with its parameters and its result, as the wire page shows them",
     "model_worker/outbox.pyx": "one compiled class: its functions are inlined into one another, within one C file",
     "tests/engines/hostile_directories.py": "one table of cases, read from the top to the bottom",
     "tests/model_worker/test_outbox.py": "the compiled class and its Python twin are given the same examples",
