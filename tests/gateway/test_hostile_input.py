@@ -5,7 +5,7 @@ import http.client
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -162,6 +162,16 @@ def test_a_stream_beside_hostile_clients_is_whole(port: int) -> None:
             assert send(port, body)[0] in (400, 413)
         found = stream.read()
     assert [_text(line) for line in found.split(b"\n\n")] == [_text(line) for line in expected.split(b"\n\n")]
+
+
+def test_half_requests_of_500_connections_stop_nobody(port: int) -> None:
+    half = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n{"
+    with ExitStack() as connections:
+        for i in range(500):
+            client = connections.enter_context(socket.create_connection(("127.0.0.1", port), WITHIN))
+            client.sendall(half if i % 2 else half[: i % len(half)])
+        assert send(port, json.dumps(PROMPT).encode())[0] == 200
+    assert send(port, json.dumps(PROMPT).encode())[0] == 200
 
 
 def _text(event: bytes) -> Any:
