@@ -4,6 +4,7 @@
 # make lint    ruff, strict types, import direction
 # make docs    the documentation site, in site/; a dead link, or a page that nothing links to, is an error
 # make test-clients   the npm package openai under Node against the gateway; needs Node 20 and npm, no GPU
+# make test-fuzz-http   requests drawn from the gateway's OpenAPI document for FUZZ_SECONDS=60; needs no GPU
 # make test-browser   the gateway's page in a real browser: Debian's chromium (apt-get install chromium), no GPU
 # make test-install   pip install . into empty environments, without the engines' packages: clients work from there
 #
@@ -26,7 +27,7 @@ BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-clients test-browser test-install serve lint docs bench clean
+.PHONY: demo test test-clients test-browser test-fuzz-http test-install serve lint docs bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py
@@ -44,6 +45,10 @@ test-install: $(VENV)/.test
 test-clients: $(VENV)/.test
 	npm install --no-audit --no-fund --silent --prefix $(VENV)/node openai@7.57.0
 	$(BIN)/python -m pytest tests/npm_openai.py
+
+test-fuzz-http: $(VENV)/.test
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt schemathesis
+	$(BIN)/python -m pytest -s tests/fuzz_http.py
 
 test-browser: $(VENV)/.test
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt playwright

@@ -20,6 +20,7 @@ from gateway.http.refusals import HANDLERS
 from gateway.http.responses import Application
 from gateway.openai.answers import chat, completion
 from gateway.openai.models import model, models
+from gateway.openai.schema import openapi
 from gateway.openai.tokenizing import detokenize, tokenize
 from gateway.page.live import Live
 from gateway.page.routes import page_routes
@@ -63,6 +64,7 @@ def make_app(settings: GatewaySettings) -> Starlette:
         routes=[
             *page_routes(),
             *(route for prefix in ("", "/v1", "/v1/v1") for route in _api(prefix)),
+            Route("/openapi.json", openapi),
             Route("/livez", live),
             Route("/readyz", ready),
             Route("/health", health),

@@ -17,7 +17,14 @@ from gateway.http.sessions import check_own_script, delete_cookie, set_cookie
 from gateway.page.live import Live
 
 STATIC: Final = Path(__file__).parent / "static"
-FILES: Final = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/icon.svg": "icon.svg"}
+FILES: Final = {
+    "/": "index.html",
+    "/page.css": "page.css",
+    "/page.js": "page.js",
+    "/icon.svg": "icon.svg",
+    "/docs": "api.html",
+    "/api.js": "api.js",
+}
 TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS: Final = {
     "content-security-policy": (

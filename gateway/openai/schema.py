@@ -1,0 +1,169 @@
+"""The OpenAPI document of the gateway, at /openapi.json.
+
+The options of this project come from the model that the worker validates requests with, so no limit stands twice.
+"""
+
+from functools import cache
+from typing import Any, Final
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.openai.options import ABOUT_THE_ACCOUNT, MOST_ANSWERS, OWN
+from protocol import __version__
+from protocol.request import ALIASES, GenerateRequest
+
+Schema = dict[str, Any]
+_TEXT: Final[Schema] = {"type": "string"}
+_OBJECT: Final[Schema] = {"type": "object"}
+_MODEL: Final[Schema] = {"type": "string", "description": "The name of a model: GET /v1/models lists them."}
+_MESSAGES: Final[Schema] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": ["developer", "system", "user", "assistant", "tool"]},
+            "content": {
+                "anyOf": [
+                    _TEXT,
+                    {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "required": ["type", "text"],
+                            "properties": {"type": {"const": "text"}, "text": _TEXT},
+                        },
+                    },
+                    {"type": "null"},
+                ]
+            },
+            "name": _TEXT,
+            "tool_calls": {"type": "array", "items": _OBJECT},
+            "tool_call_id": _TEXT,
+        },
+    },
+}
+_COMMON: Final[Schema] = {
+    "model": _MODEL,
+    "stream": {"type": "boolean", "default": False, "description": "Send the answer as server-sent events."},
+    "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
+    "n": {"type": "integer", "minimum": 1, "maximum": MOST_ANSWERS, "default": 1},
+    "response_format": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": _OBJECT},
+    },
+}
+_ROUTE: Final[Schema] = {
+    "resume": {"type": "boolean"},
+    "priority": {"enum": ["interactive", "normal", "batch"]},
+    **{name: {"type": "integer", "minimum": 1} for name in ("queue_ms", "ttft_ms", "deadline_ms")},
+    "affinity": {"type": "string", "minLength": 1, "maxLength": 256},
+}
+_ERROR: Final[Schema] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": _TEXT,
+                "type": _TEXT,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+async def openapi(request: Request) -> Response:
+    """GET /openapi.json."""
+    return Response(orjson.dumps(document()), media_type="application/json")
+
+
+@cache
+def document() -> Schema:
+    """Return the OpenAPI document."""
+    options = _options()
+    chat = options | _COMMON | {
+        "messages": _MESSAGES,
+        "tools": {"type": "array", "items": _OBJECT},
+        "tool_choice": {"enum": ["auto", "none"]},
+        "chat_template_kwargs": _OBJECT,
+        "reasoning_effort": _TEXT,
+    }  # fmt: skip
+    ids: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+    prompt: Schema = {"anyOf": [_TEXT, ids, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, ids]}}]}
+    completion = options | _COMMON | {"prompt": prompt, "logprobs": {"type": "integer", "minimum": 0, "maximum": 20}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "modelctl", "version": __version__, "description": "OpenAI's API for models of modelctl."},
+        "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "security": [{"token": []}],
+        "paths": {
+            "/v1/chat/completions": _post("Answer a conversation.", chat, ["model", "messages"], stream=True),
+            "/v1/completions": _post("Continue a text.", completion, ["model", "prompt"], stream=True),
+            "/v1/models": _get("List the models."),
+            "/v1/models/{id}": _get("Describe a model.", "id"),
+            "/tokenize": _post(
+                "Return the token ids of a prompt or a conversation.",
+                {"model": _MODEL, "prompt": _TEXT, "messages": _MESSAGES, "add_generation_prompt": {"type": "boolean"}},
+                ["model"],
+            ),
+            "/detokenize": _post(
+                "Return the text of token ids.", {"model": _MODEL, "tokens": ids}, ["model", "tokens"]
+            ),
+            "/livez": _get("Answer while the gateway's process lives.", public=True),
+            "/readyz": _get("Answer 200 if a model can answer.", public=True),
+            "/health": _get("Answer 200 once no model is on its way to be ready.", public=True),
+        },
+    }
+
+
+def _options() -> Schema:
+    """Return the options that a request gives by this project's names, and by other servers' names for them."""
+    known: Schema = GenerateRequest.model_json_schema()["properties"]
+    options = {name: schema for name, schema in known.items() if name in OWN}
+    options |= {alias: known[name] for alias, name in ALIASES.items() if name in known}
+    options |= _ROUTE | {name: {} for name in ABOUT_THE_ACCOUNT}
+    for schema in options.values():
+        schema.pop("title", None)
+    return options
+
+
+def _post(summary: str, properties: Schema, required: list[str], *, stream: bool = False) -> Schema:
+    # null stands for an option that is left out
+    shown = {
+        name: schema if name in required or not schema else {"anyOf": [schema, {"type": "null"}]}
+        for name, schema in sorted(properties.items())
+    }
+    body = {"type": "object", "required": required, "properties": shown, "additionalProperties": False}
+    answers: Schema = {"application/json": {"schema": _OBJECT}}
+    if stream:
+        answers["text/event-stream"] = {"schema": _TEXT}
+    content = {"application/json": {"schema": body}}
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": True, "content": content},
+            "responses": {"200": {"description": "The answer.", "content": answers}} | _errors(),
+        }
+    }
+
+
+def _get(summary: str, parameter: str | None = None, *, public: bool = False) -> Schema:
+    described: Schema = {"summary": summary, "responses": {"200": {"description": "The answer."}} | _errors()}
+    if parameter is not None:
+        described["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": _TEXT}]
+    if public:
+        described |= {"security": [], "responses": {"200": {"description": "Yes."}, "503": {"description": "No."}}}
+    return {"get": described}
+
+
+def _errors() -> Schema:
+    return {"default": {"description": "An error.", "content": {"application/json": {"schema": _ERROR}}}}
