@@ -78,19 +78,25 @@ class Server:
 
     wait      True: wait until all models are ready
     settings  the ``supervisor`` section of models.yaml
+    gateway   the ``gateway`` section; None for no gateway
     """
 
     def __init__(
-        self, models: dict[str, dict[str, Any]], wait: bool = True, settings: dict[str, Any] | None = None
+        self,
+        models: dict[str, dict[str, Any]],
+        wait: bool = True,
+        settings: dict[str, Any] | None = None,
+        gateway: dict[str, Any] | None = None,
     ) -> None:
         self._models, self._wait, self._settings = models, wait, settings or {}
+        self._gateway = {} if gateway is None else {"gateway": gateway}
         self._scratch = tempfile.TemporaryDirectory(prefix="modelctl-bench-")
         self.runtime_dir = Path(self._scratch.name) / "run"
 
     def __enter__(self) -> Self:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` must not leave a supervisor behind
         config = Path(self._scratch.name) / "models.yaml"
-        config.write_text(yaml.safe_dump({"models": self._models, "supervisor": self._settings}))
+        config.write_text(yaml.safe_dump({"models": self._models, "supervisor": self._settings, **self._gateway}))
         try:
             self.modelctl("serve", "--detach", "-c", str(config))
             if self._wait:
