@@ -5,8 +5,10 @@
 Slow readers: a good reader has one stream of RATE tokens per second, first alone and then beside SLOW clients that ask
 for long streams and read almost nothing. The gaps between its tokens are compared.
 
-Killed: the supervisor's gateway gets SIGKILL while it serves KILLED streams, ROUNDS times. Measured are the seconds
-until /livez answers again, and until no request is left in the engine. The engines compute nothing.
+Killed: the supervisor's gateway gets SIGKILL while it serves KILLED streams, ROUNDS times, each time after it has served
+for LIVED_S seconds. (The supervisor waits longer and longer before it starts a gateway that dies again and again.)
+Measured are the seconds until /livez answers again, and until no request is left in the engine. The engines compute
+nothing.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from benchmarks.openai_client import stream
 from benchmarks.report import RESULTS, Result, write
 
 RATE, SECONDS, SLOW = 50, 10, 200
-KILLED, ROUNDS = 64, 5
+KILLED, ROUNDS, LIVED_S = 64, 5, 5.0
 ENDLESS = 100_000
 WITHIN = 30.0
 
@@ -136,6 +138,7 @@ def killed(quick: bool) -> list[Result]:
     with Server({"slow": model(count)}, gateway={"listen": port, "auth": "none"}) as server:
         for _ in range(rounds):
             wait_live(port)
+            time.sleep(LIVED_S)
 
             async def round_() -> tuple[int, float]:
                 kill = asyncio.Event()
