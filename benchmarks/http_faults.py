@@ -5,10 +5,10 @@
 Slow readers: a good reader has one stream of RATE tokens per second, first alone and then beside SLOW clients that ask
 for long streams and read almost nothing. The gaps between its tokens are compared.
 
-Killed: the supervisor's gateway gets SIGKILL while it serves KILLED streams, ROUNDS times, each time after it has served
-for LIVED_S seconds. (The supervisor waits longer and longer before it starts a gateway that dies again and again.)
-Measured are the seconds until /livez answers again, and until no request is left in the engine. The engines compute
-nothing.
+Killed: the supervisor's gateway gets SIGKILL while it serves KILLED streams, ROUNDS times, each time after it has
+served for LIVED_S seconds. (The supervisor waits longer and longer before it starts a gateway that dies again and
+again.) Measured are the seconds until /livez answers again, and until no request is left in the engine. The engines
+compute nothing.
 """
 
 import argparse

@@ -24,7 +24,7 @@ GROUPS = {
     "Memory": ("footprint", "install", "footprint-nvml", "cache-vram", "unload", "placing"),
     "Faults": (
         "chaos", "survival", "survival-defaults", "deaths", "recovery", "recovery-exllamav2", "hangs", "orphans",
-        "stopping", "cancelling", "abandoned", "cycles", "reloads", "soak",
+        "stopping", "cancelling", "abandoned", "cycles", "reloads", "soak", "http-faults",
     ),
     "Hostile input": ("flooding", "fuzzing", "keys", "slow-consumers"),
     "Every model from load to unload": ("models-run", "models-run-gptq"),
