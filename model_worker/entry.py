@@ -114,7 +114,8 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
         engine.load(progress)
         check_defaults(spec.sampling, engine.capabilities.offered)
     except LoadError as e:
-        print(LOAD_ERROR_PREFIX + " ".join(str(e).split()), file=sys.stderr)
+        # One write: print() makes two, and a line of the supervisor could come between the text and its end.
+        sys.stderr.write(f"{LOAD_ERROR_PREFIX}{' '.join(str(e).split())}\n")
         link.close()
         return EXIT_CONFIG
     lease.loading()

@@ -71,7 +71,10 @@ class RawClient:
         self.replies: list[dict[str, object]] = []
         self.reports: dict[int, list[dict[str, object]]] = {}
         if hello:
-            self.send(Hello(pack_body({"library": "raw"})))
+            try:
+                self.socket.send(encode(Hello(pack_body({"library": "raw"}))), zmq.NOBLOCK)
+            except zmq.Again:
+                pass  # the key was refused already, and libzmq takes no message for a connection that it has given up
 
     def send(self, message: Message | bytes) -> None:
         self.socket.send(message if isinstance(message, bytes) else encode(message))
