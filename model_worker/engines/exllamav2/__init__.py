@@ -1,1 +1,1 @@
-"""ExLlamaV2: the engine this product exists for. Nothing is imported here."""
+"""The engine that computes models with ExLlamaV2. This file imports nothing."""

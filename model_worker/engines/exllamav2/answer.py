@@ -1,4 +1,4 @@
-"""One answer of the exllamav2 engine, from the ids that its generator drew to the events of a job. No exllamav2."""
+"""Make the events of a job from the ids that ExLlamaV2's generator has drawn. Does not import exllamav2."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from protocol.messages import FinishReason
 from protocol.process.worker_spec import PAGE_TOKENS
 
 COMPLETE, FAILED = "complete", "failed"
-"""Reasons for which a constraint ends an AnswerJob: nothing can follow; the constraint has become too costly."""
+"""Reasons for which a constraint ends an AnswerJob. COMPLETE: nothing can follow. FAILED: it has become too costly."""
 
 Redraw = Callable[[Any, Sequence[int], Iterable[int]], Any | None]
-"""Cancels an AnswerJob and returns a new one that goes on behind the kept ids, first in line, with the blocked ids
-barred from the next draw. Arguments: (AnswerJob, ids kept, ids blocked). Returns None if no token is left to draw."""
+"""Cancels an AnswerJob and returns a new one, first in the queue, that goes on behind the kept ids. The next draw does
+not choose a blocked id. Arguments: (AnswerJob, ids kept, ids blocked). Returns None if no token is left to draw."""
 NewStream = Callable[[Sequence[int]], TextStream]
 """Makes the stream of the text that follows these ids."""
 
@@ -38,7 +38,7 @@ class ExLlamaV2Answer:
         self._unstopped = job.min_new_tokens  # number of first tokens in which no stop string is looked for
         if not self._unstopped:
             text.stop_at(job.stop)
-        for token in job.resumed_ids:  # the text of these tokens was delivered
+        for token in job.resumed_ids:  # the client already has the text of these tokens
             self._delivered += 1
             if self._push(token, self._delivered)[1]:
                 raise RequestError("resumed_ids hold a stop string: the answer had ended", field="resumed_ids")
@@ -144,8 +144,8 @@ class GuardedAnswer(ExLlamaV2Answer):
             healed=healing is not None,
         )  # fmt: skip
         self._kept: list[int] = []  # drawn tokens that were not taken back
-        self._silent: list[bool] = []  # for each of them, whether it completed no text
-        self._logprobs: list[DrawnToken] = []  # of those that are not delivered
+        self._silent: list[bool] = []  # for each kept token, whether it completed no text
+        self._logprobs: list[DrawnToken] = []  # of the kept tokens that are not delivered
         self._unstopped = 1  # so that every step goes through _take
         self._cached: int | None = None
         self._speculated = (0, 0)

@@ -71,8 +71,8 @@ class AnswerJobs:
     def redraw_of(self, job: Job, prompts: list[tuple[int, ...]], healing: Healing | None) -> Redraw:
         """Return the function by which an answer of ``job`` goes back.
 
-        It cancels the AnswerJob, and makes another one whose prompt includes the tokens that were kept. Their pages are
-        still in the cache.
+        The function cancels the AnswerJob and makes another one. The new prompt includes the tokens that were kept.
+        Their pages are still in the cache.
         """
 
         def redraw(old: Any, kept: Sequence[int], blocked: Iterable[int]) -> Any | None:
@@ -120,7 +120,7 @@ class AnswerJobs:
         )
 
     def _first_bias(self, allowed: Iterable[int] | None, blocked: Iterable[int]) -> torch.Tensor | None:
-        """Return the bias that limits the next draw only; None for no limit."""
+        """Return the bias that limits only the next draw, or None if nothing limits it."""
         blocked = list(blocked)
         if allowed is None and not blocked:
             return None
@@ -131,7 +131,7 @@ class AnswerJobs:
         return bias
 
     def _breakers_of(self, sampling: SamplingParams) -> Any | None:
-        """Return which ids end a repeated sequence, bool [vocabulary]; None without DRY."""
+        """Return, as bool [vocabulary], which ids end a repeated sequence. Return None without DRY."""
         if not sampling.dry_multiplier:
             return None
         if not sampling.dry_sequence_breakers:

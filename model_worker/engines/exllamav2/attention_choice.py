@@ -1,7 +1,7 @@
 """Import exllamav2, and choose the attention that it uses.
 
-When the package is imported, the module that it finds under the name flash_attn decides whether it can batch. So only
-this module imports the package, and late.
+Whether the package can batch depends on the module flash_attn that it finds when it is imported. So this module puts
+the right flash_attn in place and then imports the package. No other module imports the package before.
 """
 
 import importlib
@@ -85,7 +85,7 @@ def _load_extension(progress: ProgressCallback) -> None:
 
 
 def _choose_attention() -> str:
-    """Leave ``flash_attn`` unchanged if it works here, else replace it. Return which attention it is, for people."""
+    """Leave ``flash_attn`` unchanged if it works here, else replace it. Return a name of the attention for people."""
     # With this variable the package uses no paged attention at all. Here the variable only chooses between two kinds.
     switched_off = os.environ.pop("EXLLAMA_NO_FLASH_ATTN", None) is not None
     old = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) < (8, 0)]

@@ -1,14 +1,15 @@
 """Choose the jobs that ExLlamaV2's generator computes: a queue of our own before the generator's queue.
 
 The package starts every job that fits, computes a chunk of every new prompt in each step, and lets four small jobs pass
-a large one before all wait. This module changes three things:
+a large one before all wait. This module changes four things:
 
-* New prompts are begun while the prompts that are being read add up to less than one chunk per step (one prompt at
-  least). So many long prompts slow running answers down by one chunk, and not by one chunk each.
-* Pages are moved together when nothing waits, and not whenever no job is active. A text of a thousand pages in the
-  cache does not exceed Python's recursion limit while the package walks over them, which would end the process.
-* Jobs begin in the order in which they came. A job that lacks pages is passed by later ones that do not, but by at most
-  PASSES jobs; then all wait for it.
+* A new prompt begins only if all prompts that are being read take at most one chunk per step together. A single prompt
+  always begins. So many long prompts slow running answers down by one chunk per step, and not by one chunk each.
+* Pages are moved together only when no job waits. The package does this whenever no job is active.
+* While the package walks over the pages, Python's recursion limit is raised. Otherwise a cached text of a thousand
+  pages would exceed the limit, and the process would end.
+* Jobs begin in the order in which they came. Later jobs may pass a job that lacks pages, but at most PASSES of them.
+  After that, all jobs wait for it.
 """
 
 import sys
@@ -66,15 +67,15 @@ class Batch:
 
     @torch.inference_mode()
     def open(self, results: list[Any]) -> bool:
-        """Read the prompts of the jobs that ``start`` has given out, and draw nothing yet. Return False if drawing is
-        due.
+        """Read the prompts of the jobs that ``start`` has given to the generator, and draw nothing yet. Return False if
+        drawing is due.
 
         Requests that are sent together arrive one by one. While no answer has begun, the first draw waits for jobs that
-        came while prompts were read. Otherwise each of these would wait for a whole step. The first draw waits for one
-        chunk of tokens at most, so that the first of many is not delayed for long. A single job loses nothing, because
-        its draw comes next.
+        came while prompts were read. Otherwise each of these jobs would wait for a whole step. The first draw waits for
+        one chunk of tokens at most, so that the first of many answers is not delayed for long. A single job loses
+        nothing, because its draw comes next.
 
-        results  receives what the generator reports
+        results  receives the generator's reports
         """
         generator = self._generator
         active = generator.active_jobs

@@ -1,4 +1,7 @@
-"""Refuse models by name that ExLlamaV2 would refuse with an assertion, or would load wrongly and silently. No torch."""
+"""Refuse, with a clear error, models that ExLlamaV2 would refuse with an assertion or silently load wrongly.
+
+This module does not import torch.
+"""
 
 import math
 from dataclasses import dataclass

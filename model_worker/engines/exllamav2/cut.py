@@ -3,8 +3,8 @@
 The package's top_p drops a token that crosses the limit and goes on with less likely ones. Of the probabilities 0.55,
 0.25, 0.1, 0.05, ... and a top_p of 0.7 it draws from the first, third and fourth (cpp/sampling.cpp, top_p_cpu). Its
 top_a and min_p keep one token too many if all pass, and then write behind their buffers (keep_threshold). Each of the
-four keeps some of the likeliest tokens, so their result is a number. That number is given to the kernel as top_k, which
-it computes correctly.
+four filters keeps the likeliest tokens, so its result is a number of tokens. The kernel gets that number as top_k,
+which it computes correctly.
 """
 
 import math
@@ -25,16 +25,15 @@ _LIKELY = 1e-4
 
 
 def is_cut(sampling: SamplingParams) -> bool:
-    """Return whether top_p, top_a or min_p is on. The kernel computes top_k alone by itself."""
+    """Return whether top_p, top_a or min_p is on. If only top_k is on, the package's kernel computes it."""
     return not is_greedy(sampling) and (sampling.top_p < 1 or sampling.top_a > 0 or sampling.min_p > 0)
 
 
 class BeforeDraw:
-    """One job's DRY, and its top_k, top_p, top_a and min_p, in this order, each over the tokens that the one before has
-    left.
+    """The filters of one job: DRY, top_k, top_p, top_a and min_p. Each works on the tokens left by the one before.
 
-    The package's sampler takes this object for a filter: it calls ``mask_logits`` with the logits after penalties and
-    biases. ``settings`` is the package's object. Its top_k is set again at each draw.
+    The package's sampler uses this object as a filter: it calls ``mask_logits`` with the logits after penalties and
+    biases. ``settings`` is the package's object. This class sets its top_k again at each draw.
 
     breakers  see exllamav2.dry; None without DRY
     ids       returns prompt and answer so far

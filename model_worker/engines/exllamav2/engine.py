@@ -1,11 +1,12 @@
 """The engine exllamav2: ExLlamaV2's dynamic generator, driven on the calling thread and protected from bad requests.
 
 The generator's checks are assertions, and some of its limits are unchecked. So ``submit`` refuses everything that a
-request can get wrong. An exception from ``iterate`` leaves the generator's page table wrong: keys that were never
-written count as cached. So no such exception is caught, and the process ends.
+request can get wrong. After an exception from ``iterate`` the generator's page table is wrong: it counts keys as cached
+that were never written. So no such exception is caught, and the process ends.
 
-The engine makes text, stop strings, token healing and banned strings from ids itself. The package drops text held at an
-end token, finds one of two stop strings by Python's hash seed, and reports ids that it took back.
+The engine itself makes text from the drawn ids, finds stop strings and banned strings, and heals tokens. The package's
+own code for this has three faults. It drops the text that it holds back when an end token comes. Python's hash seed
+decides which of two stop strings it finds. It reports ids that it took back.
 """
 
 import time
@@ -44,13 +45,13 @@ from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
 from protocol.request import SamplingParams
 
 THREADED = 3
-"""Draws of a step from which on the generator's threads are worth their cost."""
+"""The number of draws in a step from which the generator's threads are worth their cost."""
 LARGE_VOCABULARY = 8192
-"""Ids from which on a draw takes longer than handing it to a thread."""
+"""The number of ids from which a draw takes longer than handing the draw to a thread."""
 
 
 class ExLlamaV2Engine:
-    """Serves one model with ExLlamaV2. ``exllamav2.options`` describes the options."""
+    """The engine that serves one model with ExLlamaV2. ``exllamav2.options`` describes its options."""
 
     def __init__(self, spec: EngineSpec) -> None:
         read_options(spec)  # raises LoadError for wrong options
@@ -90,8 +91,10 @@ class ExLlamaV2Engine:
         self._warm_up(loaded, progress)
 
     def _warm_up(self, loaded: Loaded, progress: ProgressCallback) -> None:
-        """Run a full chunk and a few steps of a full batch: at first use kernels are loaded, and scratch memory
-        grows."""
+        """Compute a full chunk and a few steps of a full batch.
+
+        At their first use kernels are loaded and scratch memory grows. That must not delay the first request.
+        """
         context = self.capabilities.context
         new = min(4, context - 1)
         room = min(context, self._generator.max_pages * PAGE_TOKENS - loaded.draft_tokens) - new
@@ -136,12 +139,13 @@ class ExLlamaV2Engine:
         return self._tokenizer.token_bytes(token_id)
 
     def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Return the pages of 256 tokens that the job reserves when it starts. Shared prefixes may save some."""
+        """Return how many pages of 256 tokens a job of this size reserves when it starts. A cached prefix may save
+        some of them."""
         return -(-(prompt_tokens + max_new_tokens + self._loaded.draft_tokens) // PAGE_TOKENS)
 
     def submit(self, job: Job) -> None:
-        """Queue a job. Raises RequestError for a job for which the package would fail an assertion, or would read
-        beyond the end of a table."""
+        """Queue a job. Raises RequestError for a job that would make the package fail an assertion, or read beyond the
+        end of a table."""
         if job.id in self._answers or (self._constraints and job.id in self._constraints):
             raise ValueError(f"job id {job.id} is in use")
         check_job(job, self.capabilities, self._vocab_size, self._drawable, self._tokenizer.eos_ids)
@@ -182,8 +186,8 @@ class ExLlamaV2Engine:
         return self._healer.heal(job.prompt_ids)
 
     def _prompts(self, job: Job) -> list[tuple[int, ...]]:
-        """Return the prompt, and the negative prompt if there is guidance. Raises RequestError if that cannot be
-        computed."""
+        """Return the prompt, and the negative prompt if there is guidance. Raises RequestError if the guidance cannot
+        be computed."""
         if job.sampling.cfg_scale == 1.0:
             return [job.prompt_ids]
         if self._spec.max_batch_size < 2:
@@ -196,8 +200,10 @@ class ExLlamaV2Engine:
         return [job.prompt_ids, job.negative_ids]
 
     def _check_pages(self, job: Job, prompts: list[tuple[int, ...]]) -> None:
-        """Raise RequestError for a job that would wait for ever: of two sequences the package does not count the
-        first."""
+        """Raise RequestError for a job that needs more pages than the cache has. Such a job would wait for ever.
+
+        The package checks this, too, but it does not count the first of two sequences.
+        """
         pages = sum(self.pages_needed(len(prompt), job.max_new_tokens) for prompt in prompts)
         if len(prompts) == 2:
             shorter = (min(map(len, prompts)) - 1) // PAGE_TOKENS
@@ -266,7 +272,8 @@ class ExLlamaV2Engine:
         return events
 
     def _progress(self, result: dict[str, Any]) -> Prefilling | None:
-        """Return how far a prompt has been read; None if it is complete, and for an answer that goes back."""
+        """Return how far a prompt has been read. Return None if the prompt is complete, or if the answer has begun and
+        its prompt is read again because the answer went back."""
         if result["stage"] != "prefill" or result["curr_progress"] == result["max_progress"]:
             return None
         if result["job"].begun:
@@ -308,12 +315,13 @@ class ExLlamaV2Engine:
         self._meter.draft_rejected += event.draft_rejected
 
     def stats(self) -> EngineStats:
-        """Return a reading. ``extra`` is flat:
+        """Return the current figures. ``extra`` is flat:
 
-        prefilling   jobs whose prompt is being read
-        pages_used   pages that jobs hold; pages_cached: free pages that a prompt with the same beginning can use again
-        pages_total  all pages
-        vram_used    bytes of VRAM that PyTorch holds
+        prefilling    jobs whose prompt is being read
+        pages_used    pages that jobs hold
+        pages_cached  free pages that a prompt with the same beginning can use again
+        pages_total   all pages
+        vram_used     bytes of VRAM that PyTorch holds
 
         and the figures of ``Meter.figures``.
         """
@@ -333,7 +341,8 @@ class ExLlamaV2Engine:
         )
 
     def close(self) -> None:
-        """End the process that tries constraints. The VRAM is freed when this process ends, directly afterwards."""
+        """End the process that tries constraints. The worker's process ends directly afterwards, which frees the
+        VRAM."""
         if self._constraints is not None:
             self._constraints.close()
 

@@ -10,7 +10,7 @@ at once, silently, and with a lock file that a killed build leaves for ever. Thi
       ready              the extension can be imported; also if there was nothing to do
   The exit code is 0, or 1 with one line on stderr that says what is wrong and where the whole log is. With the process
   id of its parent as argument, the process ends when the parent's thread that has started it ends.
-* ``ensure()`` does the same inside a process, for a worker that was started without the above.
+* ``ensure()`` compiles in the calling process, for a worker that was started without running this program before.
 * ``location()`` returns the compiled file. A worker imports that file itself, so PyTorch's own builder never runs.
 
 The lock is a flock, which every process of a build holds. The kernel frees it when the last of them is gone. While
@@ -74,7 +74,7 @@ def location() -> Path | None:
 
 
 def build_directory() -> Path:
-    """Return where PyTorch puts the build (torch.utils.cpp_extension._get_build_directory)."""
+    """Return the directory where PyTorch puts the build (torch.utils.cpp_extension._get_build_directory)."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root:
         return Path(root) / NAME
@@ -104,7 +104,7 @@ def ensure(report: Report) -> None:
 
 
 def _stamp() -> dict[str, str]:
-    """Return what a build depends on. If any of it changes, the build is made again."""
+    """Return the versions and settings that a build depends on. If one of them changes, the build is made again."""
     version, cuda = _torch_version()
     return {
         "torch": version,
@@ -146,9 +146,9 @@ def _locked(directory: Path, report: Report) -> Iterator[IO[Any]]:
 
 
 def _remove_stale_lock(directory: Path) -> None:
-    """Remove PyTorch's lock file if its maker is gone. PyTorch would wait for ever for its removal.
+    """Remove PyTorch's lock file if the process that made it is gone. PyTorch would wait for its removal for ever.
 
-    A living maker keeps the file open. Raises ExtensionError, which names the maker.
+    A living process keeps the file open. Then this function raises ExtensionError with the process id.
     """
     lock = directory / "lock"
     if not lock.exists():
@@ -191,7 +191,7 @@ def _compile(directory: Path, lock: IO[Any], report: Report) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # end_session kills all of it
+            start_new_session=True,  # so that end_session can kill all of its processes
             pass_fds=(lock.fileno(),),  # the lock is held until the last compiler is gone
         )
         assert process.stdout is not None
@@ -249,9 +249,10 @@ def _environment() -> dict[str, str]:
 
 
 def _cuda_home(environment: dict[str, str], path: str, which: str) -> Path:
-    """Return the CUDA toolkit: that of the environment, else the one of nvcc, else the usual place.
+    """Return the directory of the CUDA toolkit: that of the environment, else the one of nvcc, else the usual one.
 
-    A link to nvcc, or a wrapper of it, in another place is no toolkit. Raises ExtensionError if there is none.
+    A directory that only holds a link to nvcc, or a wrapper of it, is no toolkit. Raises ExtensionError if there is
+    none.
     """
     said = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     places = [Path(said)] if said else []

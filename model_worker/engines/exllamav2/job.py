@@ -1,10 +1,10 @@
-"""One answer inside ExLlamaV2's generator: its job, with bookkeeping of our own where the package's is wrong or slow.
+"""The job of one answer inside ExLlamaV2's generator, with our own bookkeeping where the package's is wrong or slow.
 
 Importing this module imports exllamav2, so ``exllamav2.load`` must have imported the package before.
 
 The package's work after each draw (text, held text, result dictionaries) is left out, because the engine makes text
-from ids. The way in which a sequence owns its pages is kept, with four repairs. Without each of them a later prompt
-would get keys and values of another place, or the process would end:
+from ids. A sequence owns its pages as in the package, but four faults of the package are repaired. Each of these faults
+would give a later prompt the keys and values of another place, or would end the process:
 
 * A page that a full cache hit leaves for the first new token did not know the page before it.
 * At the end of an answer, speculated tokens that were not accepted were still counted as computed.
@@ -36,12 +36,13 @@ from protocol.request import SamplingParams
 
 NOT_NUMBERS = "the model's logits are not numbers"
 UNLIKELY = 1e-30
-"""A token that was drawn with a lower probability is not valid: probabilities were not numbers, or underflowed."""
+"""A token drawn with a probability not above this is not valid: probabilities were not numbers, or underflowed."""
 
 
 class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
-    """One answer in the generator. After a step ``fresh`` and ``fresh_logprobs`` hold what is new; the engine empties
-    them.
+    """One answer in the generator.
+
+    After a step ``fresh`` and ``fresh_logprobs`` hold the tokens that it drew. ``ExLlamaV2Answer.take`` empties them.
 
     prompts      ids of the prompt, and of the negative prompt if there is guidance
     limit        tokens after which the answer ends
@@ -129,7 +130,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self._logprob: DrawnToken | None = None
 
     def limit_draw(self, padded: int) -> None:
-        """Limit the next draw to the tokens that the constraint allows. Raises RequestError where that is too costly.
+        """Limit the next draw to the tokens that the constraint allows. Raises RequestError if the constraint is too
+        costly.
 
         padded  size of the padded vocabulary
         """
@@ -144,7 +146,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self.gen_settings.token_bias = self._limits
 
     def can_draw(self) -> bool:
-        """Return whether the first draw has a token left."""
+        """Return whether the next draw has a token left."""
         bias = self.gen_settings.token_bias
         if bias is None:
             return True
@@ -272,8 +274,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         """Name a full page by its tokens and all tokens before them, so that other jobs can use it. Begin the next
         page.
 
-        The package does the same, except where another job holds a page of that name that is not computed yet. There
-        this job keeps its own page.
+        The package does this, too, but fails an assertion if another job holds a page of that name that is not computed
+        yet. In that case this job keeps its own page.
         """
         generator = self.generator
         index = sequence.kv_position // PAGE_TOKENS - 1
@@ -327,11 +329,12 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
 
     def prepare_for_queue(self, generator: Any, serial_number: int) -> None:
         super().prepare_for_queue(generator, serial_number)
-        # Tensors for text and results, which are not made here: half a megabyte per thousand ids of vocabulary.
+        # The package's text and results are not made here. These tensors for them would take half a megabyte per
+        # thousand ids of vocabulary.
         self.held_tokens = self.held_k_tokens = self.held_k_probs = self.held_probs = self.held_logits = None
 
     def unread(self) -> int:
-        """Return how many tokens of the prompts have still to be computed, without those in the cache."""
+        """Return how many tokens of the prompts have still to be computed. Tokens in the cache are not counted."""
         pages = self.generator.referenced_pages, self.generator.unreferenced_pages
         left = 0
         for sequence in self.sequences:
@@ -348,7 +351,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         super().allocate_pages()
         for sequence in self.sequences:
             full = len(sequence.page_hashes)
-            if full:  # the package leaves None, the start of a text, where all pages before are in the cache
+            if full:  # the package leaves None, which means the start of a text, if all pages before are in the cache
                 sequence.allocated_pages[full].prev_hash = sequence.page_hashes[-1]
 
     def deallocate_pages(self) -> None:
@@ -366,8 +369,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
 def _release(page: Any) -> None:
     """Give back one reference to a page.
 
-    If another page has taken the name of this one, the package renames it as if it began a text. It must not be found
-    by its tokens then.
+    If another page has taken this page's name, the package renames this page as if it began a text. Then this page is
+    marked as empty, so that no prompt finds it by its tokens.
     """
     name = page.phash_revert if page.can_revert else page.phash
     page.sub_ref()

@@ -1,4 +1,4 @@
-"""Refuse shapes and sizes by name that ExLlamaV2's kernels compute wrongly without an error. No torch.
+"""Refuse, with a clear error, shapes and sizes that ExLlamaV2's kernels compute wrongly. Does not import torch.
 
 Each refusal names the kernel in the package's source (exllamav2_ext/cuda) that is the reason.
 """

@@ -29,8 +29,8 @@ from protocol.process.worker_spec import DEFAULT_RESERVE_MB
 MEGABYTE = 1 << 20
 
 _ALLOCATOR_SETTINGS = ((torch._C, "_accelerator_setAllocatorSettings"), (torch.cuda.memory, "_set_allocator_settings"))
-"""The names of this function in PyTorch, newest first. Without any of them the allocator wastes some per cent more
-memory."""
+"""The function that changes settings of PyTorch's allocator, under its names in different versions, newest first. If
+none exists, the allocator wastes a few per cent more memory."""
 _CACHES = {
     "FP16": "ExLlamaV2Cache",
     "Q8": "ExLlamaV2Cache_Q8",
@@ -196,7 +196,8 @@ def _config(
         config.scale_pos_emb = rope_scale
     if rope_alpha is not None:
         config.scale_alpha_value = rope_alpha
-    # The tables of positions have exactly this length, and are read without a check. Admission keeps to it.
+    # The tables of positions have exactly this length, and the package reads them without a check. Admission refuses
+    # longer requests.
     config.max_seq_len = sizes.positions
     config.modelctl_context = sizes.context
     config.max_input_len = sizes.chunk_size
@@ -208,8 +209,8 @@ def _config(
 def _keep_rope_to_context() -> None:
     """Make the package choose rotary frequencies by the model's context.
 
-    For some models the package chooses the frequencies by the length of its tables, which is a little more than the
-    context here. It also takes that length for the one with which yarn's ramp was trained.
+    For some models the package chooses the frequencies by the length of its tables. Here that length may be a little
+    more than the context. The package also takes it for the length with which yarn's ramp was trained.
     """
     rope: Any = importlib.import_module("exllamav2.rope")
     if hasattr(rope, "modelctl_original"):
@@ -220,8 +221,8 @@ def _keep_rope_to_context() -> None:
         cfg = copy.copy(cfg)
         cfg.max_seq_len = getattr(cfg, "modelctl_context", cfg.max_seq_len)
         if cfg.alt_rope_method == "yarn":
-            # The package scales beyond the original length only. It still does so, but ramped as in transformers
-            # (modeling_rope_utils).
+            # The package scales only if the length is above the original one. One token more keeps that, and gives the
+            # ramp that transformers computes (modeling_rope_utils).
             cfg.max_seq_len = min(cfg.max_seq_len, cfg.yarn_rope_original_max_position_embeddings + 1)
         return original(device, cfg, base)
 
@@ -234,14 +235,15 @@ def _load_model(
     """Load the weights, and make the cache. Return the cache."""
     kind = getattr(core, _CACHES[options.cache_mode])
     if options.tensor_parallel:
-        # Without a split the package reads CUDA_VISIBLE_DEVICES as numbers, but it may hold UUIDs.
+        # Without a split the package reads CUDA_VISIBLE_DEVICES as numbers, but the variable may hold UUIDs.
         split = options.gpu_split or [torch.cuda.mem_get_info(index)[0] / 2**30 for index in range(gpus)]
         model.load_tp(list(split), callback=count, expect_cache_tokens=sizes.cache_size, expect_cache_base=kind)
         return core.ExLlamaV2Cache_TP(model, base=kind, batch_size=1, max_seq_len=sizes.cache_size)
     if gpus > 1 and not options.gpu_split:
         cache = kind(model, batch_size=1, max_seq_len=sizes.cache_size, lazy=True)
         reserve = options.autosplit_reserve or (DEFAULT_RESERVE_MB,) * gpus
-        # The package tries every layer without pages. Our replacement of flash-attn does not compute that.
+        # The package tries every layer with attention without pages. Our replacement of flash-attn does not compute
+        # that.
         model.config.no_flash_attn = True
         try:
             model.load_autosplit(cache, reserve_vram=[mb * MEGABYTE for mb in reserve], callback=count)

@@ -2,7 +2,7 @@
 
 The package checks shapes with assertions, follows null pointers where half of an adapter is missing, skips tensors that
 it does not know, prefers a pickled file, and forgets that it has reordered the MLPs of EXL2 models. So this module
-checks adapters first. It imports no torch.
+checks adapters first. The check does not import torch.
 """
 
 import math
@@ -81,7 +81,7 @@ def _check(path: Path, directory: ModelDir) -> dict[str, Tensor]:
 
 
 def _check_config(file: Path) -> int:
-    """Return the rank. Raises LoadError."""
+    """Return the adapter's rank. Raises LoadError for a configuration that ExLlamaV2 does not compute."""
     config = read_json(file)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
@@ -130,9 +130,10 @@ def _reorder(model: Any, adapters: list[Any], directory: ModelDir) -> None:
     """Reorder the inner neurons of adapters of MLPs as EXL2 layers compute them.
 
     The package stores gate and up in the order in which down takes its inputs (mlp.py, ``unmap``), but does not reorder
-    adapters. Their values would be added to other neurons. This is done in place, because kernels hold addresses.
+    adapters. Their values would be added to other neurons. The tensors are changed in place, because kernels hold their
+    addresses.
     """
-    import safetensors  # late, as torch above
+    import safetensors  # late, because the check of a model does not need this import
 
     for layer in range(read_shape(directory).layers):
         name = f"model.layers.{layer}.mlp."

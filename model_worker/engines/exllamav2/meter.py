@@ -1,4 +1,4 @@
-"""Figures about the generator's last steps, for `status`. Cheap enough for every step."""
+"""Figures about the generator's last steps, for `status`."""
 
 import statistics
 import time
@@ -17,7 +17,13 @@ class Meter:
         self._defragmented: float | None = None
 
     def step(self, seconds: float, jobs: int, tokens: int, read: bool) -> None:
-        """Note one step: its seconds, jobs that got tokens, these tokens, and whether part of a prompt was computed."""
+        """Note one step.
+
+        seconds  how long the step took
+        jobs     number of jobs that got tokens
+        tokens   number of tokens that they got
+        read     whether a part of a prompt was computed
+        """
         self.steps += 1
         self._recent.append((seconds, jobs, tokens, read))
 

@@ -41,7 +41,8 @@ def keep_rows_apart() -> None:
     ) -> Any:
         rows = hidden_states.shape[0] * hidden_states.shape[1]
         given = (cache, attn_params, past_len, intermediates, loras)
-        # For the other cases of the first line the package never calls the fused function.
+        # The fused function is right for other numbers of experts, and for one row. In the other three cases the
+        # package never calls it.
         if layer.num_experts != EXPERTS or rows == 1 or layer.q_handle is None or intermediates or loras:
             return original(layer, hidden_states, *given, **kwargs)
         if rows > ROW_BY_ROW:

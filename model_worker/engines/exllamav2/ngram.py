@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 LONGEST = 3
-"""Tokens of the longest run that is looked up."""
+"""The number of tokens in the longest run that is looked up."""
 
 
 class NGrams:
-    """The token that last followed each run of one to three tokens. Costs a microsecond per token."""
+    """A table of the token that last followed each run of one to three tokens. Costs a microsecond per token."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._followed: dict[tuple[int, ...], int] = {}
@@ -28,7 +28,10 @@ class NGrams:
         self._last = (*last, token)[-LONGEST:]
 
     def propose(self, size: int) -> list[int]:
-        """Return the next ``size`` tokens as the past suggests, or the last token again. Call ``push`` before."""
+        """Return a guess of the next ``size`` tokens from the past. A token that has no precedent repeats the last one.
+
+        Call ``push`` at least once before.
+        """
         last, tokens = self._last, []
         for _ in range(size):
             guess = last[-1]
@@ -43,7 +46,8 @@ class NGrams:
 
 
 def propose_for_all(generator: Any) -> torch.Tensor | None:
-    """Guess tokens for all jobs, in place of the package's code. Return ids [jobs, draft tokens], None for no jobs."""
+    """Guess tokens for all jobs, in place of the package's code. Return ids [jobs, draft tokens], or None without
+    jobs."""
     size = generator.num_draft_tokens
     rows = [job.past.propose(size) for job in generator.active_jobs if job.is_prefill_done()]
     return torch.tensor(rows, dtype=torch.long) if rows else None

@@ -1,4 +1,4 @@
-"""The options of engine exllamav2 from models.yaml, checked by type and against each other. No torch."""
+"""Read the options of engine exllamav2 from models.yaml, and check them. Does not import torch."""
 
 import math
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Translate a request's sampling parameters to settings of ExLlamaV2's sampler. Does not import exllamav2.
 
 The package's defaults are not neutral (temperature 0.8, top_k 50, top_p 0.8, repetition penalty 1.025), so every
-setting is written here. Its settings object keeps state (mirostat, DRY), so each job has its own.
+setting is written here. The package's settings object keeps state (mirostat, DRY), so each job has its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -65,8 +65,8 @@ def xtc_is_on(sampling: SamplingParams) -> bool:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raise RequestError for parameters that the package would assert in the middle of a step, or that are not
-    computed."""
+    """Raise RequestError for parameters that are not computed, or that fail an assertion of the package in the middle
+    of a step."""
     if xtc_is_on(sampling) and sampling.xtc_threshold < XTC_LOWEST:
         raise RequestError(
             f"xtc_threshold is {sampling.xtc_threshold}: this model's engine takes {XTC_LOWEST} or more",
@@ -116,7 +116,7 @@ class TokenBias:
         self._values[token] -= self._frequency if seen else self._frequency + self._presence
 
     def count_only(self, tokens: Iterable[int]) -> None:
-        """Set the answer to ``tokens``, because other tokens were taken back."""
+        """Count only ``tokens`` as the answer, after other tokens were taken back."""
         if not self.counts:
             return
         for token, seen in self._count.items():

@@ -1,15 +1,15 @@
-"""Estimate the GPU memory that a model will take under ExLlamaV2, before any of its weights is read. No torch.
+"""Estimate the GPU memory that a model will take under ExLlamaV2, before any weight is read. Does not import torch.
 
 ``estimate(spec)`` reads config.json and the headers of the safetensors files, as ExLlamaV2 0.3.2 would, and adds up
 
-    weights    what is kept of each tensor: fp16 unless quantized; the embedding stays in the computer's memory
+    weights    each tensor as the package keeps it: fp16 unless quantized; the embedding stays in the host's memory
     cache      keys and values of all pages; quantized modes add one layer in fp16 to compute with
     draft      weights and cache of the draft model
     workspace  everything else: the package's scratch memory, tables of positions, activations of a full chunk, logits,
                cuBLAS, attention
 
-The estimate is what the process holds, by NVML, once a full chunk and a full batch have been computed, minus what a
-process holds that has only created a CUDA context. (Measure that once on a machine with torch.zeros(1, device="cuda"):
+The estimate is the memory that NVML reports for the process after a full chunk and a full batch, minus the memory of a
+process that has only created a CUDA context. (Measure the latter once on a machine with torch.zeros(1, device="cuda"):
 612 MiB on an H200 with torch 2.11.) The allocator's segments are expandable, as ``exllamav2.load`` sets them.
 
 Sources: model.py, linear.py, attn.py, mlp.py, moe_mlp.py, cache.py, device.py of the package (``scratch_space_fixed``
@@ -41,7 +41,7 @@ _SMALL, _LARGE = 1 << 20, 10 << 20
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on all GPUs of the worker together; ``per_gpu`` of the workspace is needed on each of them."""
+    """The estimate in bytes, for all GPUs of the worker together. Each GPU needs ``per_gpu`` bytes of ``workspace``."""
 
     weights: int
     cache: int
@@ -63,8 +63,7 @@ def estimate(spec: EngineSpec, gpus: int = 1) -> Estimate:
 def estimate_of(
     options: ExLlamaV2Options, sizes: Sizes, directory: ModelDir, draft: ModelDir | None, gpus: int = 1
 ) -> Estimate:
-    """Return the memory that a model takes on ``gpus`` GPUs together. The other arguments are those that ``check`` has
-    read."""
+    """Return the memory that a model takes on ``gpus`` GPUs together. ``check`` returns the other arguments."""
     shape = read_shape(directory)
     per_gpu = _shared_bytes(directory, shape, sizes)
     workspace = per_gpu * gpus + _logits_bytes(shape, sizes) + _page_buffers(shape, options.cache_mode)
@@ -89,7 +88,7 @@ def estimate_of(
 
 
 def weight_bytes(directory: ModelDir) -> int:
-    """Bytes of the weights on the GPU."""
+    """Return the bytes of the weights on the GPU."""
     tensors = directory.tensors
     embedding = {name for name in tensors if _is_embedding(name)}
     total = sum(_kept_bytes(name, tensor, tensors) for name, tensor in tensors.items() if name not in embedding)
@@ -110,13 +109,13 @@ def _kept_bytes(name: str, tensor: Tensor, tensors: dict[str, Tensor]) -> int:
     if part == "q_invperm":
         if ".mlp.down_proj" in stem and "experts" not in stem:
             return 0  # gate and up are stored in this order instead
-        # In the file it is int32. It and its inverse are kept as int16.
+        # The file holds the order as int32. The package keeps it and its inverse as int16.
         return 2 * _block(2 * elements)
     if part == "q_weight":
         rows = tensors.get(f"{stem}.q_invperm")
         return _block(tensor.bytes) + (_block(4 * rows.elements) if rows else 0)  # q_group_map, made while loading
     if part == "g_idx":
-        # GPTQ: the order of its groups and the inverse are made while loading, as int16, and kept beside it.
+        # GPTQ: while loading, the package makes the order of the groups and its inverse as int16, and keeps g_idx, too.
         return _block(tensor.bytes) + 2 * _block(2 * elements)
     if part in ("q_scale", "q_scale_max", "q_groups", "qweight", "qzeros"):
         return _block(tensor.bytes)
@@ -153,14 +152,14 @@ def _shared_bytes(directory: ModelDir, shape: ModelShape, sizes: Sizes) -> int:
 
 
 def _scratch_bytes(directory: ModelDir, shape: ModelShape, sizes: Sizes) -> int:
-    """Return the bytes of the buffer that quantized layers share (max of scratch_space_fixed over the modules); else
-    0."""
+    """Return the bytes of the buffer that quantized layers share: the maximum of scratch_space_fixed over the modules.
+    Return 0 for a model that is not quantized."""
     return _block(scratch_space(shape, sizes.chunk_size)) if directory.is_quantized else 0
 
 
 def scratch_space(shape: ModelShape, chunk: int) -> int:
-    """Return the maximum over attention, MLP and head, in bytes (attn.py:370, mlp.py:270, moe_mlp.py:146,
-    linear.py:270)."""
+    """Return the bytes of scratch memory: the maximum over attention, MLP and head (attn.py:370, mlp.py:270,
+    moe_mlp.py:146, linear.py:270)."""
 
     def unpacked(inputs: int, outputs: int) -> int:
         return 2 * min(inputs * (-(-outputs // 32) * 32), MAX_DEQUANTIZED)
@@ -198,7 +197,7 @@ def _logits_bytes(shape: ModelShape, sizes: Sizes) -> int:
 
 
 def _page_buffers(shape: ModelShape, mode: str) -> int:
-    """Return the bytes of one page for each kind of tensor of the cache. Pages are moved through it."""
+    """Return the bytes of one page for each kind of tensor of the cache. Pages are moved through these buffers."""
     elements = PAGE_TOKENS * shape.kv_heads * shape.head_dim
     kinds = set(BYTES_PER_ELEMENT[mode])
     return sum(_block(int(elements * kind)) for kind in kinds) + (0 if mode == "FP16" else _block(elements // 16))
