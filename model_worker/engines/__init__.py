@@ -44,7 +44,8 @@ def check_installed(engine: str) -> None:
 
 
 def not_checked(engine: str) -> str | None:
-    """Return which parts of a model cannot be checked for lack of packages, and the remedy. None if all can be checked.
+    """Return which parts of a model cannot be checked for lack of packages, and the remedy. Return None if all can be
+    checked.
 
     A command may check a file for another machine, where the engine's packages are installed.
     """

@@ -1,4 +1,4 @@
-"""Checks of a job before an engine computes anything: one bad request must not harm the other requests. No torch."""
+"""Checks of a job before an engine computes anything: one bad request must not harm the other requests."""
 
 from collections.abc import Collection
 
@@ -11,7 +11,7 @@ GREEDY_BELOW = 0.01
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Return whether every draw takes the likeliest token. With min_p 1 it does, too, but ExLlamaV2 ignores that
+    """Return whether every draw takes the likeliest token. min_p 1 means that, too, but ExLlamaV2 ignores that
     value."""
     return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1 or sampling.min_p == 1.0
 
@@ -28,7 +28,7 @@ def check_job(
     The job may ask for something that is not offered, be too long for the context, name ids that the model lacks, or
     leave no token to draw.
 
-    vocab_size  rows of the model's embedding. A higher id would be a fault of the whole batch
+    vocab_size  rows of the model's embedding. A higher id would make the whole batch fail
     drawable    ids below this can be drawn; default all
     eos_ids     ids that end an answer
     """
@@ -54,7 +54,8 @@ def check_job(
 
 
 def excluded_ids(job: Job, eos_ids: Collection[int], *, early: bool) -> set[int]:
-    """Return the ids that may never be drawn. ``early``: for one of the first ``min_new_tokens``."""
+    """Return the ids that must not be drawn. ``early``: whether the token is one of the first ``min_new_tokens``, which
+    are no end tokens."""
     excluded = set(job.sampling.banned_tokens)
     if job.sampling.ignore_eos or early:
         excluded.update(eos_ids)
@@ -135,8 +136,8 @@ def _check_room(job: Job, context: int) -> None:
 def _check_resumed(job: Job) -> None:
     """Raise RequestError unless a resumed answer has tokens left and follows from its ids alone.
 
-    An answer that does not follow from its ids is refused earlier (intake.not_resumable). If one gets here, modelctl
-    has a fault; but that is no reason to answer wrongly.
+    An answer that does not follow from its ids is refused earlier (intake.not_resumable). If such an answer gets here,
+    modelctl has a fault. An error is still better than a wrong answer.
     """
     if not job.resumed_ids:
         return

@@ -29,8 +29,8 @@ from model_worker.stop_strings import StopMatcher
 from protocol.messages import FinishReason
 
 MOST_IN_A_ROW = 100
-"""Returns without a delivered token between them. Each costs at most as many tokens as a banned string has characters
-(256). A model that was led away from a hundred continuations will not find another one."""
+"""The most returns without a delivered token between them. Each return costs at most as many tokens as a banned string
+has characters (256). A model that was led away from a hundred continuations will not find another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,9 @@ class BannedStrings:
         self._boundaries: deque[tuple[int, int]] = deque()
         """(tokens, characters) of the answer up to places where it can be cut: behind whole characters, and not inside
         of what may be a stop string."""
-        self._blocked: dict[int, set[int]] = {}  # by position, for the tokens that are before it now
-        # Characters of the answer; those that no stop string takes back; those in which no banned string begins.
+        self._blocked: dict[int, set[int]] = {}  # by position; valid only behind the tokens that are before it now
+        # Numbers of characters of the answer: all; those that no stop string takes back; those in which no banned
+        # string begins.
         self._end = self._passed = self._safe = 0
         self._resume()
 
@@ -216,7 +217,10 @@ _NOTHING = Verdict()
 
 
 def fold(text: str) -> str:
-    """Return a text without regard to case, character by character. "ß" has no single capital character and stays."""
+    """Return a text for comparison without regard to case, changed character by character, so that its length stays.
+
+    "ß" has no single capital character and does not change.
+    """
     folded = text.casefold()
     if len(folded) == len(text):  # no character becomes none, so each has become one
         return folded

@@ -1,6 +1,7 @@
-r"""Answers of a given shape: JSON of a schema, text of a regular expression, or one of several strings. No torch.
+r"""Answers of a given shape: JSON of a schema, text of a regular expression, or one of several strings.
 
-llguidance (Rust; MIT licence; no dependencies) computes at each step which tokens may come next.
+llguidance (Rust; MIT licence; no dependencies) computes at each step which tokens may come next. This module does not
+import torch.
 
 * A constraint is compiled outside the step loop (constraint_compiler). A constraint that is unknown or costly is
   compiled before its job may start (parking). Any other takes milliseconds: its job waits beside the engine, and other
@@ -12,13 +13,13 @@ llguidance (Rust; MIT licence; no dependencies) computes at each step which toke
   can follow, the answer ends by itself, with finish_reason "stop" and without an end token, also before min_tokens and
   with ignore_eos. Until min_tokens no end token is drawn, so an answer that can go on goes on.
 * max_tokens, stop strings, and stop_token_ids that have a text (allowed where their text is) may cut an answer short,
-  as they do any other. Then the answer is only the beginning of a text of the shape.
+  as without a constraint. Then the answer is only the beginning of a text of the shape.
 * banned_strings: the constraint goes back with the answer. token_healing is refused together with a constraint, because
   the healed token belongs to the prompt. Speculation works: a proposal of the draft is accepted only if it is the token
   that is drawn under the mask.
 * A resumed answer goes through the constraint first (``replay``).
-* A mask that exceeds the library's limits (constraint_grammar.LIMITS) ends the answer with an error. Nothing else does:
-  the limits are per mask, so that no answer delays the others for long.
+* A mask that exceeds the library's limits (constraint_grammar.LIMITS) ends the answer with an error. The limits hold
+  for each mask, so that no answer delays other answers for long.
 * The model chooses the tokens that spell a text: every spelling is allowed. JSON has no white space between its parts,
   or little (``whitespace_flexible``). Its keys are in the order of the schema's properties, and none occurs twice.
 * An answer's text is the joined text of its tokens. A tokenizer that drops the space before the first word of a text
@@ -32,8 +33,8 @@ Measured on one core of a shared machine, in microseconds per mask (median, larg
 
 With a vocabulary of 128,000, making an array of bools of a mask, or an array of floats to add to logits, takes 10 to 40
 microseconds more. Compiling takes 2 to 10 ms for ordinary schemas, 60 ms for 5,000 prefixItems, 80 ms for an enum of
-20,000, and 300 ms for 180 kB of nested constants. The first mask takes under 0.1 ms. 10,000 optional keys exceed its
-limits after 90 ms, in the child. One object may have about 450 optional keys.
+20,000, and 300 ms for 180 kB of nested constants. The first mask takes under 0.1 ms. 10,000 optional keys exceed the
+library's limits after 90 ms, in the child. One object may have about 450 optional keys.
 """
 
 import os
@@ -92,8 +93,7 @@ class Constraint:
         return self._allowed
 
     def write_bias(self, bias: np.ndarray[Any, np.dtype[np.float32]]) -> None:
-        """Write 0 for ids that may come next and -inf for all others, for logits on the CPU. A GPU is given
-        ``allowed``.
+        """Write 0 for ids that may come next, and -inf for all others.
 
         bias  float32 [size]; size is at least vocab, and a multiple of 8
 
@@ -160,7 +160,8 @@ class Constraint:
             self.position, self._bits, self._allowed = position, None, None
 
     def _check(self, *, too_costly: bool = False) -> None:
-        """Raise RequestError if the library met an error. ``too_costly``: only its limits can be the reason."""
+        """Raise RequestError if the library met an error. ``too_costly``: only the library's limits can be the
+        reason."""
         if self._matcher.is_error():
             costs = too_costly or TOO_COSTLY.search(self._matcher.get_error())
             why = "has become too costly for the answer to go on" if costs else "does not allow what was drawn"
@@ -168,7 +169,7 @@ class Constraint:
 
 
 class Constraints:
-    """The constraints of one model: compiles them, and keeps the jobs that wait for them.
+    """The constraints of one model, and the jobs that wait until their constraint is compiled.
 
     pieces   the model's tokens
     vocab    ids below this can be drawn
@@ -198,14 +199,14 @@ class Constraints:
         return not _is_text(text) or self._compiler.is_at_hand(kind, text)
 
     def compile_ahead(self, job_id: int, party: int, kind: str, text: str) -> None:
-        """Compile the constraint of a job that has not come yet. ``party`` is the client whose turn and whose costs it
-        is."""
+        """Compile the constraint of a job that has not come yet. This takes a turn of the client ``party``, and the
+        client bears its cost."""
         self._ahead[job_id] = self._compiler.compile(kind, text, party, ahead=True)
         self._untold.add(job_id)
 
     def compiled_ahead(self) -> list[tuple[int, float]]:
-        """Return what was compiled, or given up, since the last call: job ids, with the processor time taken in
-        seconds.
+        """Return (job id, seconds of processor time) of each job whose constraint was compiled, or given up, since the
+        last call.
 
         The constraint is kept until ``add`` gets the job, or ``forget`` is called.
         """
@@ -236,7 +237,8 @@ class Constraints:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Return descriptors that become readable when ``compiled_ahead`` has news; none if it will have none."""
+        """Return the descriptors that become readable when ``compiled_ahead`` has news; none while no job waits for
+        it."""
         return (self._bell,) if self._untold else ()
 
     # --- jobs of the engine -------------------------------------------------------------------------------------------

@@ -49,11 +49,12 @@ _ITS_FAULT = (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 
 
 def main(parent: int, descriptor: int, vocabulary: int) -> None:
-    """Answer constraints until the worker closes the connection."""
+    """Try the constraints that the worker sends, and send the results, until the worker closes the connection."""
     if not die_with(parent):
         return
     set_title("constraint child")
-    # The supervisor asks for a worker's stacks by SIGUSR1 to its whole process group. It handles Ctrl-C itself.
+    # The supervisor asks for a worker's stacks by SIGUSR1 to the worker's whole process group. On Ctrl-C the supervisor
+    # itself ends the worker.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -29,12 +29,13 @@ from model_worker.engines.turns import TurnsThread
 from protocol.errors import RequestError, WireError
 
 KNOWN = 256
-"""The number of trial results that are remembered: those of the constraints used last. A failure of the
-helper process is not remembered, because it is not evidence against the constraint."""
+"""The number of trial results that are remembered: those of the constraints used last. A failure of the helper process
+is not remembered, because it is not evidence against the constraint."""
 QUICK_S = 0.02
 """Seconds of processor time below which a compilation is quick."""
 MOST_AHEAD = 4
-"""Costly constraints that may be compiled for one party before their jobs start. Each takes up to some megabytes."""
+"""The most costly constraints that are kept compiled for one party before their jobs start. Each takes up to some
+megabytes."""
 
 Key = tuple[str, str]
 """The field of the request, and its text."""
@@ -53,7 +54,7 @@ class Compilation:
     """A constraint that is being compiled.
 
     party    the client whose turn it takes
-    ahead    its job waits elsewhere. Only a costly constraint is compiled then, and kept for the job
+    ahead    whether the job waits elsewhere. Then only a costly constraint is compiled, and it is kept for the job
     future   gets a matcher at the beginning of an answer, or None if the constraint is quick and ``ahead``. Gets a
              RequestError if the constraint is refused, and a WireError HELPER_FAILED if it could not be tried.
              Cancelling the future skips work that has not begun
@@ -74,7 +75,8 @@ class Compilation:
         return not future.cancelled() and (future.exception() is not None or future.result() is not None)
 
     def begin(self) -> bool:
-        """Return whether the compilation is still wanted. From then on it cannot be cancelled."""
+        """Mark the compilation as begun, so that it cannot be cancelled any more. Return False if it was cancelled
+        before."""
         self._begun = self._begun or self.future.set_running_or_notify_cancel()
         return self._begun
 
@@ -139,8 +141,10 @@ class ConstraintCompiler:
         self._helper.close()
 
     def _try(self, party: int, key: Key) -> None:
-        """Try a constraint, unless it is known by now. A compilation of the party whose turn it is pays for the
-        trial."""
+        """Try a constraint, unless it is known by now.
+
+        A waiting compilation of ``party``, whose turn it is, pays for the trial. If there is none, another one pays.
+        """
         with self._lock:
             waiting = sorted(self._untried.get(key, ()), key=lambda made: made.party != party)
         payer = next((made for made in waiting if made.begin()), None)

@@ -1,6 +1,6 @@
 """Translate a constraint (a field of the request and its text) to llguidance's grammar, and its errors to sentences.
 
-The worker uses this, and so does the child that tries a grammar first (constraint_child). No torch.
+The worker uses this module, and so does the child that tries a grammar first (constraint_child).
 """
 
 import json

@@ -1,7 +1,7 @@
-"""The random numbers of an answer. Each number follows from the seed and its place only, not from earlier numbers.
+"""The random numbers of an answer. Each number depends only on the seed and its place, not on earlier numbers.
 
 So a seeded answer that another worker resumes is the answer that the first worker would have given. Other answers of
-the batch, speculation, and tokens that were drawn and thrown away do not change it. No torch.
+the batch, speculation, and tokens that were drawn and thrown away do not change it. Does not import torch.
 """
 
 import os

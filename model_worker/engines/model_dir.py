@@ -1,6 +1,6 @@
-"""Read and check a model's directory before an engine spends minutes on it. No torch.
+"""Read and check a model's directory before an engine spends minutes on it.
 
-Every fault is a LoadError of one line with the remedy.
+Every fault is a LoadError of one line with the remedy. This module does not import torch.
 """
 
 import math
@@ -22,14 +22,14 @@ _BITS = {
     "U16": 16, "U8": 8, "BOOL": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "C64": 64, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-"""Bits of an element, by the format's names of types."""
+"""The number of bits of an element, by the name that the safetensors format gives to its type."""
 _MOST_DIMENSIONS = 16
 LONGEST_CONTEXT = 1 << 31
 """Tokens of the longest context that config.json may state."""
 MOST_TENSORS = 1 << 18
-"""Tensors of a safetensors file. The largest models have some 200,000 in all their files."""
+"""The most tensors of a safetensors file. The largest models have some 200,000 in all their files."""
 MOST_IDS = 1 << 22
-"""Ids of a vocabulary. The largest have some 260,000. Tables are as long as the highest id."""
+"""The most ids of a vocabulary. The largest have some 260,000. Tables are as long as the highest id."""
 
 
 @dataclass(frozen=True)

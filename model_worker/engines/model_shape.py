@@ -1,4 +1,4 @@
-"""The shape of a language model, from the keys of config.json that ExLlamaV2 0.3.2 looks for. No torch."""
+"""The shape of a language model, from the keys of config.json that ExLlamaV2 0.3.2 looks for."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from model_worker.engines.model_dir import ModelDir
 MOST_LAYERS = 1024
 MOST_EXPERTS = 4096
 MOST_WIDE = 1 << 22
-"""The highest size of vectors, and count of heads and ids."""
+"""The largest size of vectors, and the largest number of heads and of ids."""
 _WIDTHS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "d_model", "n_embd", "n_head", "n_heads", "moe_intermediate_size",
@@ -42,7 +42,7 @@ def check_counts(directory: ModelDir) -> None:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Counts of elements.
+    """The sizes of a model, as counts of elements.
 
     intermediate   width of the MLP; of one expert's MLP if there are experts
     experts        0 for none

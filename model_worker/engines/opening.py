@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def open_tokenizer(directory: ModelDir) -> "Tokenizer | None":
-    """Return the tokenizer, with the chat template. None without the packages. Raises LoadError if it is wrong."""
+    """Return the tokenizer, with the chat template; None without the packages. Raises LoadError if either cannot be
+    read."""
     if not_installed(READ_TOKENIZERS):
         return None
     from model_worker.engines.tokenizer import Tokenizer

@@ -1,8 +1,8 @@
 """The text of each token, for tokenizers that decode by joining texts. Read once, when a model is loaded.
 
 Byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, each written as one printable character. Sentencepiece (Llama
-2, Mistral, Gemma): a token is text with "▁" for a space, or one byte of a character that has no token. Whether this
-reading of the decoder is right is checked: the whole vocabulary is decoded both ways and compared.
+2, Mistral, Gemma): a token is text with "▁" for a space, or one byte of a character that has no token. To check the
+table, the whole vocabulary is decoded both with the table and by the tokenizer, and the results are compared.
 """
 
 import json
@@ -16,8 +16,7 @@ from model_worker.text import PieceDetokenizer, Pieces
 
 _SPACE = "▁"
 _CHECKED_TOGETHER = 64
-"""Ids decoded in one call when the table is checked. Each has two random neighbours; one mistake shows in its chunk
-only."""
+"""The number of ids decoded in one call when the table is checked."""
 
 _REPLACE = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
 _BYTES, _FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}

@@ -1,7 +1,7 @@
-"""The model's own tokenizer.json and chat template, for every engine. No torch.
+"""The model's own tokenizer.json and chat template, for every engine.
 
 tokenizer.json is read as it is. The transformers library would rebuild some tokenizers from their vocabulary, and would
-then count other tokens than the engine computes.
+then count other tokens than the engine computes. This module does not import torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -51,10 +51,10 @@ class Tokenizer:
 
     @cached_property
     def pieces(self) -> Pieces | None:
-        """The bytes that each token id adds to a text; None for a tokenizer whose tokens do not add fixed bytes.
+        """Return the bytes that each token id adds to a text; None for a tokenizer whose tokens do not add fixed bytes.
 
-        They are read at the first use, because that takes a second for a large vocabulary. Engines use them while they
-        load, and a check of the directory does not need them.
+        The bytes are read at the first use, because that takes a second for a large vocabulary. Engines use them while
+        they load. A check of the directory does not need them.
         """
         try:
             return read_pieces(self._tokenizer, self.vocab_size)
@@ -128,8 +128,8 @@ class Tokenizer:
 
 
 def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatTemplate | None:
-    """Return the template. It is in a file, in several files, or in tokenizer_config.json, where transformers looks,
-    too."""
+    """Return the chat template, or None. It is in a file, in several files, or in tokenizer_config.json. transformers
+    looks in the same places."""
     given = directory.tokenizer_config.get("chat_template")
     if isinstance(given, list):
         named = {str(t.get("name")): t.get("template") for t in given if isinstance(t, dict)}

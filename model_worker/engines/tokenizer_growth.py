@@ -1,4 +1,4 @@
-"""Limit how much longer a tokenizer makes a text: a few bytes of tokenizer.json can ask for terabytes. No torch."""
+"""Limit how much longer a tokenizer makes a text: a few bytes of tokenizer.json can ask for terabytes."""
 
 import json
 import math
@@ -11,10 +11,10 @@ import tokenizers
 from model_worker.engine import LoadError
 
 MOST_GROWTH = 64
-"""Factor of all steps together. Real tokenizers write a space as a character of three bytes, or a quotation mark as
-two."""
+"""The largest growth factor of all steps together. Real tokenizers write a space as a character of three bytes, or a
+quotation mark as two characters."""
 MOST_ADDED = 1024
-"""Characters that a tokenizer may put before a text or a word."""
+"""The most characters that a tokenizer may put before a text or a word."""
 
 
 def check_growth(tokenizer: tokenizers.Tokenizer, file: Path) -> None:

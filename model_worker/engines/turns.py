@@ -12,7 +12,7 @@ STACK = 16 << 20
 
 
 class Turns(Generic[T]):
-    """The order of tasks. Pure.
+    """The order in which tasks are done. This class has no thread and no lock.
 
     A party is a client connection, or a key with all its connections. Parties take turns. The tasks of one party are
     done in the order in which they came.
@@ -29,7 +29,7 @@ class Turns(Generic[T]):
     def take(self, held: Collection[int] = ()) -> tuple[int, T] | None:
         """Take out the next task, with its party; return None if there is none. Parties in ``held`` are skipped."""
         if self._last in self._waiting:
-            # Not earlier: parties that came while the task of the last party was being done go before it.
+            # The last party moves to the end only now. So parties that came while its task was being done go before it.
             self._waiting[self._last] = self._waiting.pop(self._last)
         party = next((party for party in self._waiting if party not in held), None)
         if party is None:

@@ -3,7 +3,7 @@
 A directory may only hold regular files, inside of the directory, of plausible sizes. A pipe would hang its reader, a
 link would have a secret read as a model, and a sparse file of a terabyte would be read into memory. This module reads
 JSON within limits. Nothing in a directory is ever run: pickled weights are not opened, Python files and ``auto_map``
-are not followed, tokenizers and templates are data. No torch.
+are not followed, tokenizers and templates are data.
 
 Every fault is a LoadError of one line with the remedy.
 """
@@ -30,9 +30,9 @@ JSON_BYTES = 8 * MIB
 TEMPLATE_BYTES = MIB
 """The largest size of a chat template's file in bytes."""
 MOST_ENTRIES = 10_000
-"""Files in a directory. The largest models come in some hundred files."""
+"""The most entries in a directory. The largest models come in some hundred files."""
 LONGEST_NUMBER = 24
-"""Characters of a number in JSON: enough for 64 bits, and more than a float can express."""
+"""The most digits of an integer in JSON: enough for 64 bits, and more than a float can express."""
 _LIMITS = {"tokenizer.json": TOKENIZER_BYTES, "model.safetensors.index.json": INDEX_BYTES}
 _PARTS = ("", "additional_chat_templates")
 """The directory itself, and the subdirectories that are read."""
@@ -174,8 +174,8 @@ def is_panic(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def understood(directory: object) -> Iterator[None]:
-    """Turn exceptions over contents that nobody has foreseen into a LoadError, so that the model fails once, with a
-    reason.
+    """Turn unforeseen exceptions about the contents of a directory into a LoadError, so that the model fails once, with
+    a reason.
 
     The traceback goes to the log.
     """

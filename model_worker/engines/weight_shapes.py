@@ -1,4 +1,4 @@
-"""Check by names and shapes whether the weights are those of the model that config.json describes. No torch.
+"""Check by names and shapes whether the weights are those of the model that config.json describes.
 
 Engines would notice only in the middle of a load, and the transformers library fills missing weights with random
 numbers.
@@ -47,7 +47,7 @@ def check_layers(directory: ModelDir) -> None:
 def check_shapes(directory: ModelDir) -> None:
     """Raise LoadError for plain weights of another shape than config.json says, and for layers that lack a tensor.
 
-    Only for architectures with Llama's names, and only as far as config.json states the sizes itself.
+    Only architectures with Llama's names are checked, and only sizes that config.json itself states.
     """
     if directory.architecture not in _LLAMA_LIKE or directory.is_quantized:
         return

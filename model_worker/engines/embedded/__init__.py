@@ -1,1 +1,1 @@
-"""The embedded engine: transformers models in float32, on the CPU by default. Nothing is imported here."""
+"""The embedded engine: transformers models in float32, on the CPU by default. This file imports nothing."""

@@ -1,4 +1,4 @@
-"""One answer of the transformers engine, from the drawn ids to the events of a job. No torch."""
+"""Make the events of a job from the ids that the transformers engine has drawn. Does not import torch."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -19,7 +19,8 @@ class EmbeddedAnswer:
 
     prompt   ids before the answer: the job's prompt, or what healing leaves of it
     given    ids before the first token drawn here: the prompt, and the part of the answer that another worker delivered
-    ids      tokens of the answer: that part, and the drawn tokens that were not taken back, including a healed one
+    ids      tokens of the answer: the part delivered by another worker, and the drawn tokens that were not taken back,
+             including a healed one
     returns  how often the answer has gone back
     end_ids  ids that end the answer
     """
@@ -42,7 +43,7 @@ class EmbeddedAnswer:
         self.first_token = 0.0
         self._logprobs: list[DrawnToken] = []
         self._silent: list[bool] = []  # for each of ids, whether it completed no text
-        self._delivered = 0  # how many of ids
+        self._delivered = 0  # number of ids that are delivered
         self._new_stream = new_stream
         self._text = new_stream(self.prompt)
         self._early = job.min_new_tokens
@@ -57,7 +58,7 @@ class EmbeddedAnswer:
             )
         elif not self._early:
             self._text.stop_at(job.stop)
-        for token in job.resumed_ids:  # never together with a judge; the text of these tokens was delivered
+        for token in job.resumed_ids:  # never together with a judge; the client already has the text of these tokens
             self.ids.append(token)
             if self._push(token)[1]:
                 raise RequestError("resumed_ids hold a stop string: the answer had ended", field="resumed_ids")
@@ -65,7 +66,7 @@ class EmbeddedAnswer:
 
     @property
     def length(self) -> int:
-        """Return the tokens of prompt and answer."""
+        """Return the number of tokens of prompt and answer."""
         return len(self.prompt) + len(self.ids)
 
     @property
@@ -88,8 +89,8 @@ class EmbeddedAnswer:
 
     @property
     def allowed(self) -> Mask | None:
-        """Return the ids that the constraint leaves for the next draw; None for all. Raises RequestError if that is too
-        costly."""
+        """Return the ids that the constraint leaves for the next draw; None for all. Raises RequestError if it is too
+        costly to compute them."""
         return None if self._constraint is None else self._constraint.allowed
 
     @property
@@ -102,7 +103,7 @@ class EmbeddedAnswer:
     def take(self, token: int, logprob: DrawnToken | None, now: float) -> NewTokens | Finished | None:
         """Add a new token. Return more text, the end of the answer, or None.
 
-        If the answer goes back, ``ids`` are fewer afterwards. Raises RequestError where a constraint becomes too
+        If the answer goes back, ``ids`` has fewer tokens afterwards. Raises RequestError if the constraint becomes too
         costly.
         """
         self.ids.append(token)

@@ -1,4 +1,4 @@
-"""The architectures that the transformers library can load as a causal language model. No torch.
+"""The architectures that the transformers library can load as a causal language model.
 
 The library's own table is in the module ``transformers.models.auto.modeling_auto``. Importing it takes torch and some
 seconds. The table is a literal, so it is read from the module's source instead.

@@ -143,7 +143,7 @@ def _check_positions(directory: ModelDir) -> None:
 
 
 def _check_no_kernels(config: Mapping[str, Any], where: str) -> None:
-    """Raise LoadError for names of code.
+    """Raise LoadError for keys that name code to run.
 
     The library takes OWNER/NAME for code of the Hugging Face hub that computes attention or experts, and runs it.
     """

@@ -39,7 +39,7 @@ from protocol.request import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job that holds a row of the cache. The cache has ``cached`` of its tokens, and never the newest one."""
+    """A job that holds a row of the cache. The row holds the first ``cached`` tokens of the job, never the newest."""
 
     answer: EmbeddedAnswer
     row: int
@@ -59,7 +59,7 @@ class _Counters:
 
 
 class TransformersEngine:
-    """Serves one model with the transformers library. ``embedded.check`` describes the options."""
+    """The engine that serves one model with the transformers library. ``embedded.check`` describes its options."""
 
     def __init__(self, spec: EngineSpec) -> None:
         options = read_options(spec)
@@ -109,7 +109,7 @@ class TransformersEngine:
 
     def _warm_up(self, progress: ProgressCallback) -> None:
         """Run as many jobs as there are rows, each with a whole chunk if that fits, so that all memory is allocated
-        here."""
+        now."""
         context = self.capabilities.context
         new = min(4, context - 1)
         prompt = (0,) * max(1, min(self._chunk_size, context - new))
@@ -250,7 +250,7 @@ class TransformersEngine:
         self._counters.decode_steps += 1
         self._counters.decode_tokens += len(batch)
         now = time.monotonic()
-        for running in batch:  # for all before one ends: its end moves other rows, with the tokens that `cached` counts
+        for running in batch:  # before any of them ends: an end moves other rows with their first `cached` tokens
             running.cached += 1
         events: list[EngineEvent] = []
         for i, running in enumerate(batch):
@@ -273,7 +273,7 @@ class TransformersEngine:
                 del self._by_id[answer.job.id]
                 self._release(running)
             else:
-                running.cached = answer.length - 1  # less, if the answer went back; what is behind is overwritten
+                running.cached = answer.length - 1  # fewer if the answer went back; later steps overwrite the rest
             if event is not None:
                 events.append(event)
         return events
@@ -297,8 +297,8 @@ class TransformersEngine:
         one.row, other.row = b, a
 
     def stats(self) -> EngineStats:
-        """Return a reading. ``extra``: rows used and total, prompt and answer tokens computed, mean answers per decode
-        step."""
+        """Return the current figures. ``extra``: rows used and total, prompts being read, prompt and answer tokens
+        computed, mean answers per decode step."""
         counters = self._counters
         return EngineStats(
             pending=len(self._pending) + len(self._constraints or ()),

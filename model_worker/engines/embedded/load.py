@@ -129,7 +129,7 @@ def device_name(device: torch.device, threads: int) -> str:
 
 
 class _loading:
-    """Reports the library's own loop over tensors, if it offers a hook for that, else the start and the end."""
+    """Reports the progress of the library's loop over tensors. If the library has no hook, reports start and end."""
 
     def __init__(self, progress: ProgressCallback, total: int) -> None:
         self._progress, self._total = progress, total

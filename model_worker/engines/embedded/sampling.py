@@ -87,7 +87,7 @@ class Sampler:
         """Return the next token id; None if none is left.
 
         logits    [vocab], of any device and floating type
-        length    tokens of prompt and answer before it; those that were drawn for later places are forgotten
+        length    number of tokens of prompt and answer before the new one; tokens drawn for later places are forgotten
         excluded  ids that must not be drawn now
         only      the only ids that may be drawn; None for all
         returns   how often the answer has gone back (Draws.at)
@@ -153,7 +153,7 @@ def _warpers(sampling: SamplingParams) -> LogitsProcessorList:
 
 
 def _bias(job: Job, vocab: int, eos_ids: Collection[int]) -> torch.Tensor | None:
-    """Return what is added to the logits of every draw, float32 [vocab]; None for nothing."""
+    """Return the bias that is added to the logits of every draw, float32 [vocab]; None for no bias."""
     sampling = job.sampling
     excluded = [token for token in excluded_ids(job, eos_ids, early=False) if token < vocab]
     if not (sampling.logit_bias or sampling.allowed_tokens or excluded):
@@ -180,8 +180,7 @@ def _limited(scores: torch.Tensor, excluded: Collection[int], only: Collection[i
 
 
 def log_probability(logits: torch.Tensor, token: int, top: int) -> DrawnToken:
-    """Return log-probabilities of a token and of the ``top`` likeliest ones, from logits [vocab] as the model made
-    them."""
+    """Return log-probabilities of a token and of the ``top`` likeliest ones, from the model's own logits [vocab]."""
     logprobs = logits.to("cpu", torch.float32).log_softmax(-1)
     values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
     return DrawnToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

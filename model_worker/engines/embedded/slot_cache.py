@@ -1,4 +1,4 @@
-"""Keys and values of many sequences at once, one row each, allocated once."""
+"""A cache of keys and values for many sequences, one row each, allocated once."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ class SlotCache(Cache):
             return keys[: self._batch, :, : self._span], values[: self._batch, :, : self._span]
         return keys[self._index, :, : self._span], values[self._index, :, : self._span]
 
-    @torch.inference_mode()  # needed for a cancel, which comes between steps
+    @torch.inference_mode()  # a cancel calls this between steps, outside of a step's inference mode
     def swap(self, a: int, b: int, length: int) -> None:
         """Exchange the first ``length`` tokens of two rows."""
         if a == b or not length:
@@ -66,7 +66,7 @@ class SlotCache(Cache):
             store[a, :, :length] = store[b, :, :length]
             store[b, :, :length] = kept
 
-    # The rest is what a model may ask a cache that it is given together with positions and a mask.
+    # A model may call the following methods, although it also gets positions and a mask.
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
         return self._span - self._positions.shape[1] if self._batch else 0

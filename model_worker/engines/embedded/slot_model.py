@@ -72,17 +72,17 @@ class SlotModel:
         return logits
 
     def check(self, name: str, vocab_size: int) -> None:
-        """Compare with the model's own computation without a cache. Raises LoadError if they differ.
+        """Compare logits with the model's own computation without a cache. Raises LoadError if they differ.
 
-        This test holds for every architecture. An architecture that keeps state elsewhere, reads positions from its
-        cache or ignores the mask is found here, and not by a user.
+        This test works for every architecture. It finds an architecture that keeps state elsewhere, reads positions
+        from its cache, or ignores the mask.
         """
         generator = torch.Generator().manual_seed(0)
         length = max(2, min(12, self._places.shape[0] - 1))
         ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
         own = self._model(input_ids=torch.tensor([ids], device=self._device), use_cache=False).logits[0]
         others = ids[::-1]
-        rows = min(2, self.cache.rows)  # the second row has another length than the first, and is not in step with it
+        rows = min(2, self.cache.rows)  # the two rows have different lengths, and are at different positions
         cut, short = length // 2, max(1, length // 4)
         self.prefill(range(rows), [ids[:cut], others[:short]][:rows], [0] * rows)
         self.prefill([0], [ids[cut : cut + 1]], [cut])

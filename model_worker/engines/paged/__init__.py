@@ -1,1 +1,1 @@
-"""Paged attention for ExLlamaV2 without flash-attn. Nothing is imported here."""
+"""Paged attention for ExLlamaV2 without flash-attn. This file imports nothing."""

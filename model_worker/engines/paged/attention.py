@@ -130,8 +130,8 @@ def fwd_kvcache(
     softcap: float,
     *_: Any,
 ) -> None:
-    """Compute ``flash_attn_2_cuda.fwd_kvcache`` as the package's tensor parallel attention calls it. The result is in
-    out."""
+    """Compute ``flash_attn_2_cuda.fwd_kvcache`` as ExLlamaV2's tensor parallel attention calls it. Write the result
+    into ``out``."""
     out.copy_(
         flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v,
@@ -175,8 +175,8 @@ def check(
 ) -> str:
     """Compare the ways that a model of this shape would use on ``device`` with SDPA, on random pages.
 
-    A way that cannot be compiled or gives another result is not used from here on. The returned text names it
-    (``describe``). This compiles what decoding and prompts need, which takes seconds at the first time.
+    A way that cannot be compiled, or gives another result, is not used from then on. The returned text is that of
+    ``describe``, and names such a way. The first call compiles kernels for decoding and prompts, which takes seconds.
     """
     shape = Shape(3, 1, heads, kv_heads, head_dim, 256, True, window, head_dim**-0.5, softcap, dtype)
     names = []
@@ -237,7 +237,8 @@ def _check(device: torch.device, shape: Shape) -> str:
 
 
 def describe(device: torch.device | None = None) -> str:
-    """Return what computes attention on a device (by default the first that was checked), for people."""
+    """Return, for people, which ways compute attention on a device. The default is the first device that was
+    checked."""
     if device is None:
         device = next(iter(_found), None)
     if device is None or device not in _found:

@@ -28,7 +28,7 @@ def varlen() -> Callable[..., Any] | None:
 
 
 def reads_gathered() -> bool:
-    """Return whether the operator below it accepts the lengths in use (torch 2.9 and later)."""
+    """Return whether the operator below ``varlen_attn`` accepts the lengths in use (torch 2.9 and later)."""
     try:
         arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
     except AttributeError:

@@ -94,7 +94,7 @@ def prompt_blocks(shape: Shape, device: torch.device) -> Blocks:
 def split_parts(shape: Shape, device: torch.device, tiles: int) -> tuple[int, int]:
     """Return the number of work items per key head to aim at, and the fewest keys that are worth an item.
 
-    The number is two programs for each multiprocessor. With many sequences it is enough to even out their lengths.
+    The number gives each multiprocessor two programs, and each sequence two items, which evens out their lengths.
     """
     return max(1, 2 * _multiprocessors(device) // (shape.kv_heads * tiles), 2 * shape.batch), 256
 

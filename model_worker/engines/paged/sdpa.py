@@ -10,11 +10,11 @@ from model_worker.engines.paged.step import Attend, Shape, Step
 
 
 class Slots:
-    """The places of new keys and of all keys.
+    """The places of new keys and of all keys in the cache.
 
-    pages      int64 [b, pages]
-    slots      int64 [b * q_len], indices of the queries' own tokens in the cache as one row
-    positions  int64 [b, q_len]
+    pages      int64 [b, pages], page numbers of each sequence
+    slots      int64 [b * q_len], indices of the queries' own tokens among all tokens of the cache
+    positions  int64 [b, q_len], positions of the queries in their sequences
     """
 
     def __init__(self, step: Step, shape: Shape) -> None:

@@ -1,4 +1,4 @@
-"""The data that all layers of a step share: the shape of its attention calls, and what was made for them once."""
+"""The data that all layers of a step share: the shape of its attention calls, its tables, and its attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,13 +44,13 @@ class Shape:
 
 
 class Step:
-    """One step's tables on one device, and the attention made for it.
+    """The tables of one step on one device, and the attention made for the step.
 
     lengths  int32 [b], tokens in the pages before the step appends
     table    int32 [b, pages], page numbers of each sequence in order; entries beyond its length are not read
 
-    ExLlamaV2 passes the same tensor objects to all layers of a step. They are kept here, so that the next step's
-    tensors cannot have their identity. On the CPU the package changes the tensors in place, so contents are compared.
+    ExLlamaV2 passes the same tensor objects to all layers of a step. This object keeps them, so that no tensor of the
+    next step can have the same identity. On the CPU the package changes the tensors in place, so contents are compared.
     """
 
     def __init__(self, lengths: torch.Tensor, table: torch.Tensor) -> None:
