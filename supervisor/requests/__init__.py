@@ -1,1 +1,1 @@
-"""Requests, from acceptance to their one end: who waits, who is served where, what is resumed. No I/O, no clock."""
+"""Requests, from acceptance to their one terminal event: queues, choice of a worker, resumes. No I/O, no clock."""

@@ -20,7 +20,7 @@ MOST_UNREAD: Final = 32
 
 @dataclass(slots=True)
 class _Connection:
-    """What one connection has used.
+    """The credit in advance that one connection has used.
 
     unread   windows that were used since the client last showed that it reads
     nonce    of the PING that is not answered yet; 0 if there is none
@@ -54,8 +54,8 @@ class Advances:
     def use(self, request: InFlight) -> list[ToClient]:
         """Use one window of the credit that was put aside, if the connection may use more. Return the PING to send.
 
-        Return nothing if no PING is due. If the connection may use no more, the request is noted. ``answered`` returns
-        it when the client has answered the PING that is on its way.
+        Return an empty list if no PING is due. If the connection may use no more credit, the request is noted.
+        ``answered`` returns the request when the client has answered the PING that is on its way.
         """
         if not request.advance:
             return []

@@ -1,7 +1,7 @@
 """Number the events for clients, count their credit, and hold events back where a client does not read. Pure.
 
 Events of a client that reads slowly are held, up to a limit for the stream, for the connection and for the process.
-Beyond a limit, or when the client has granted no credit for long, its stream alone is ended. Nobody else waits for it.
+Beyond a limit, or when the client has granted no credit for long, one stream is ended. No other client waits for it.
 """
 
 from collections import Counter
@@ -15,13 +15,16 @@ from supervisor.requests.in_flight import InFlight, ToClient
 
 _MIB = 1 << 20
 MOST_IN_FRAME = 4096
-"""Held events that go in one frame. A stream may hold more events than a frame may have."""
+"""The most held events that go in one frame. A stream may hold more events than a frame may have."""
 
 
 @dataclass(frozen=True)
 class SendBufferLimits:
-    """How many bytes of events may be held, and how long (in seconds) a stream may hold any without a sign of its
-    client."""
+    """The limits of held events.
+
+    of_stream, of_connection, of_all  bytes of events that may be held
+    stall_s                           seconds that a stream may hold events while its client shows no sign of reading
+    """
 
     of_stream: int = _MIB
     of_connection: int = 16 * _MIB
@@ -30,7 +33,7 @@ class SendBufferLimits:
 
 
 class CreditControl:
-    """Counts what every stream has sent, and holds events back.
+    """Counts the sent events and the credit of every stream, and holds events back.
 
     window  events that a stream may be ahead of its client's grants
     """
@@ -42,7 +45,8 @@ class CreditControl:
         self._of_channel: Counter[int] = Counter()
         self._total = 0
         self._holding: dict[InFlight, float] = {}
-        """Since when each stream has held events without a new grant of its client, monotonic seconds."""
+        """By stream that holds events: the time of the first event held since the client's last grant, in monotonic
+        seconds."""
 
     # --- sending ------------------------------------------------------------------------------------------------
 
@@ -67,7 +71,7 @@ class CreditControl:
             self._holding.pop(request, None)
 
     def has_read(self, request: InFlight) -> None:
-        """The client has shown that it reads. The time that its stream may hold events begins anew."""
+        """Take note that the client reads. The time for which its stream may hold events begins anew."""
         self._holding.pop(request, None)
 
     def release(self, request: InFlight, now: float, *, all_of_it: bool = False) -> tuple[list[ToClient], int]:
@@ -117,7 +121,7 @@ class CreditControl:
     def end_with_error(self, request: InFlight, error: WireError) -> ToClient:
         """Return the terminal event of a request whose worker cannot make it. Held events are dropped.
 
-        ``delivered_tokens`` in it says how many tokens the client got.
+        The event's field ``delivered_tokens`` has the number of tokens that the client got.
         """
         self.drop(request)
         return self._terminal(
@@ -178,7 +182,7 @@ class CreditControl:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all held events."""
+        """Return the bytes of all held events."""
         return self._total
 
     def _terminal(self, request: InFlight, flag: EventFlag, fields: dict[str, object]) -> ToClient:

@@ -10,11 +10,11 @@ from supervisor.requests.in_flight import InFlight
 LIMITS = ("queue_ms", "ttft_ms", "deadline_ms")
 """The time limits that a request's route may have."""
 CANCEL = "cancel"
-"""The time until which a worker has to confirm that it has let a cancelled request go."""
+"""The limit of a cancelled request: until then the worker has to confirm that it has let the request go."""
 
 
 class Deadlines:
-    """Entries (when, which limit, whose), earliest first. Times are monotonic seconds.
+    """A heap of entries (time, limit, request), earliest first. Times are monotonic seconds.
 
     is_live  whether an entry of this request still matters
     """
@@ -32,7 +32,7 @@ class Deadlines:
                 self.add(request.accepted + milliseconds / 1000, limit, request)
 
     def add(self, when: float, limit: str, request: InFlight) -> None:
-        """limit: one of ``LIMITS``, or ``CANCEL``."""
+        """Watch one limit of a request: one of ``LIMITS``, or ``CANCEL``."""
         heapq.heappush(self._heap, (when, next(self._ties), limit, request))
         if len(self._heap) > self._clear_at:
             self._heap = [entry for entry in self._heap if self._is_live(entry[3])]
@@ -41,13 +41,13 @@ class Deadlines:
 
     @property
     def earliest(self) -> float | None:
-        """When ``take`` next returns something, at the earliest. None if there is nothing to wait for."""
+        """Return the earliest time at which ``take`` may return something; None if there is nothing to wait for."""
         while self._heap and not self._is_live(self._heap[0][3]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def take(self, now: float) -> list[tuple[str, InFlight]]:
-        """Remove and return everything that is due: (which limit, whose)."""
+        """Remove and return everything that is due, as (limit, request)."""
         due = []
         while self._heap and self._heap[0][0] <= now:
             _, _, limit, request = heapq.heappop(self._heap)
@@ -57,7 +57,7 @@ class Deadlines:
 
 
 def is_met(limit: str, request: InFlight) -> bool:
-    """Return whether a request has got in time what this limit is about."""
+    """Return whether a request already has what its limit is for: a worker (queue_ms), or a token (ttft_ms)."""
     if limit == "queue_ms":
         return request.started is not None
     return limit == "ttft_ms" and request.has_tokens

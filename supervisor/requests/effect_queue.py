@@ -1,4 +1,4 @@
-"""The queue between those who decide and the loop, which acts. Pure.
+"""The queue between the classes that decide and the loop that acts. Pure.
 
 The scheduler, the life cycle, rollouts and the keys' rights decide what has to be done, and add it here as effects.
 Nothing happens at that moment. When the handler of a message, an exit or a timer has returned, the loop takes the
@@ -29,7 +29,7 @@ QueuedEffect = Effect | EndConnection | WorkerChanged
 
 
 class EffectQueue:
-    """Effects that have yet to be carried out, in the order in which they were decided."""
+    """The effects that have yet to be carried out, in the order in which they were decided."""
 
     def __init__(self) -> None:
         self._effects: list[QueuedEffect] = []

@@ -1,13 +1,13 @@
 """The queue of requests that wait for one model. It is fair between clients and weighted by priority. Pure.
 
-The method is start-time fair queueing (Goyal, Vin, Cheng 1996) on two levels. The service that is shared is tokens, as
-in VTC (Sheng et al., "Fairness in Serving Large Language Models", 2024). Each client has an account for each priority,
-which counts the tokens that were computed for the client. The next request is one of the account that was served least.
-Priorities share in the same way, by weight. A priority that is seldom used goes first when it is used. The lowest one
-still moves while the others have requests waiting, so no client starves. A client that comes, or comes back, begins
-where the other clients are: idle time earns no claim.
+The method is start-time fair queueing (Goyal, Vin, Cheng 1996) on two levels. Clients share tokens, as in VTC (Sheng et
+al., "Fairness in Serving Large Language Models", 2024). Each client has an account for each priority. The account
+counts the tokens that were computed for the client. The next request is one of the account that was served least.
+Priorities share in the same way, by weight. A priority that is seldom used goes first when it is used. The lowest
+priority still moves while the others have requests waiting, so no client starves. A client that comes, or comes back,
+begins where the other clients are: idle time earns no claim.
 
-A client is a party, see ``InFlight``: a connection over ipc, or a key with all that it asks for.
+A client is a party, see ``InFlight``: a connection over ipc, or a key with all its requests.
 """
 
 import heapq
@@ -64,7 +64,7 @@ class Account:
     band: Band
     served: float = 0
     requests: list["InFlight"] = field(default_factory=list)
-    """Those that wait, in order. A list, because most accounts have none, and an empty deque takes 600 bytes."""
+    """The requests that wait, in order. A list, because most accounts have none, and an empty deque takes 600 bytes."""
     in_heap: bool = False
 
     def charge(self, tokens: int) -> None:

@@ -68,7 +68,7 @@ class InFlight(RequestProgress):
     parkings           how often a worker gave it back to compile its constraint
     compiler           (worker, generation) of the worker that compiles its constraint, or keeps the compiled one
     charged            whether its account has paid for its prompt
-    owner              who asked for it
+    owner              the identity that asked for it
     prompt_tokens      the length of its prompt; None until a worker has reported it
     paid               tokens of the answer that its account has paid for
     advance            credit beyond the window, see ``advance.py``
@@ -118,31 +118,31 @@ class InFlight(RequestProgress):
 
     @property
     def tokens(self) -> int:
-        """The tokens of the answer that workers have sent so far, held ones included."""
+        """Return the number of tokens of the answer that workers have sent so far, held ones included."""
         return self.paid + self.unpaid
 
     @property
     def held_terminal(self) -> bool:
-        """Whether the last of the held events is the terminal event."""
+        """Return whether the last of the held events is the terminal event."""
         return self.phase is RequestPhase.HELD
 
     @property
     def next_seq(self) -> int:
-        """The number of the next event that is expected from the worker."""
+        """Return the number of the next event that is expected from the worker."""
         return self.sent + len(self.held)
 
     @property
     def is_new(self) -> bool:
-        """Whether its present worker may still be reading the prompt, or has only just begun to answer."""
+        """Return whether its present worker may still be reading the prompt, or has only just begun to answer."""
         return self.next_seq < self.begun + PROBATION
 
     @property
     def on_probation(self) -> bool:
-        """Whether a death now would be blamed on this suspect: it is new to its worker, or near its place."""
+        """Return whether a death now would be blamed on this suspect: it is new to its worker, or near its place."""
         place = self.place
         return place is not None and (self.is_new or place - PROBATION <= self.next_seq < place + PROBATION)
 
     @property
     def has_passed(self) -> bool:
-        """Whether the request is under no suspicion, or has passed its probation in its present worker."""
+        """Return whether the request is under no suspicion, or has passed its probation in its present worker."""
         return self.place is None or self.next_seq >= max(self.begun, self.place) + PROBATION

@@ -9,9 +9,9 @@ from protocol.messages import Reply
 from supervisor.requests.in_flight import ToClient
 
 MOST = 256
-"""Questions that a worker may have to answer at once."""
+"""The most questions that a worker may have to answer at once."""
 MOST_OF_PARTY = 32
-"""Questions of one client that a worker may have to answer at once."""
+"""The most questions of one client that a worker may have to answer at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Asker:
 
     channel  the number of its connection
     call     the number that it gave the call
-    party    who it is: its channel, or the number of a key, as in ``InFlight``
+    party    its party, as in ``InFlight``: its channel, or the number of a key
     """
 
     channel: int

@@ -5,8 +5,8 @@ and none waits for another's answer. But each is a suspect from then on. In its 
 until a few events beyond the place where it was when the worker died. ``ModelQueue`` lets only a few suspects be on
 probation at once, and tries those with one strike left one by one. A death during their probation is a strike against
 them, and against no other request. With the limit of two strikes, a request that kills every worker is thus found by
-its third death at the latest: the first makes it a suspect, the second strikes it with a few others, and the third
-finds it alone.
+the third death at the latest. The first death makes it a suspect, the second strikes it with a few others, and the
+third finds it alone.
 
 Payloads are remembered, not requests: a client that sends the same payload again does not get a new count.
 """
@@ -20,12 +20,14 @@ from supervisor.requests.digest import digest
 from supervisor.requests.in_flight import InFlight
 
 MOST = 10_000
-"""Payloads remembered; the oldest are forgotten first."""
+"""The number of payloads that are remembered. The oldest are forgotten first."""
 
 
 @dataclass(frozen=True)
 class PoisonPolicy:
-    """limit     deaths that are blamed on a payload, after which it is refused
+    """The rule by which a payload is refused.
+
+    limit     deaths that are blamed on a payload, after which it is refused
     window_s  seconds after the last death for which a payload is remembered
     """
 
@@ -35,7 +37,7 @@ class PoisonPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """What is remembered of one payload.
+    """The record of a payload that was being computed when a worker died.
 
     strikes  deaths that are blamed on it
     place    events that its request had when the last worker died; the most, of several requests with this payload
@@ -48,14 +50,14 @@ class Suspicion:
 
 
 class PoisonTracker:
-    """Suspicions by payload."""
+    """The suspicions of all payloads."""
 
     def __init__(self, policy: PoisonPolicy) -> None:
         self.policy = policy
         self._suspicions: OrderedDict[bytes, Suspicion] = OrderedDict()
 
     def find(self, model: str, body: bytes, now: float) -> Suspicion | None:
-        """Return what is remembered of a payload; None for one that is under no suspicion."""
+        """Return the suspicion of a payload; None for a payload under no suspicion."""
         if not self._suspicions:  # nearly always, and then a request costs no digest
             return None
         return self._find(_digest(model, body), now)
@@ -94,10 +96,10 @@ class PoisonTracker:
             self._suspicions.pop(_digest(model, body), None)
 
     def update(self, request: InFlight, suspicion: Suspicion | None) -> bool:
-        """Bring a waiting request up to date with what is remembered of its payload.
+        """Update a waiting request from the suspicion of its payload.
 
-        Return whether the request has become a suspect, or has got one strike left. It then waits for other things
-        than before.
+        Return whether the request has become a suspect, or its ``alone`` has changed. Then the request belongs to
+        another place in the queue.
         """
         if suspicion is None:
             request.place, request.alone = None, False
@@ -134,9 +136,9 @@ class PoisonTracker:
 
 
 def _blamed(running: Collection[InFlight]) -> tuple[set[bytes], bool]:
-    """Return the payloads that a death is blamed on, and whether no other can be the reason.
+    """Return the payloads that a death is blamed on, and whether no other payload can be the reason.
 
-    running  the requests that the worker had, those included that were given up and that it had yet to let go
+    running  the requests that the worker had, including those that were given up and that it had yet to let go
     """
     payloads = {request.body for request in running}
     if len(payloads) == 1:

@@ -1,4 +1,4 @@
-"""Report to clients that wait how far their requests are. Pure."""
+"""Tell clients that wait how far their requests are. Pure."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -9,7 +9,7 @@ from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.model_queue import ModelQueue
 
 MOST_REPORTS = 256
-"""Reports that are made at once, of each model: counting the places of n requests takes n² steps."""
+"""The most reports that are made at once for one model. Counting the places of n requests takes n² steps."""
 
 
 def report(request: InFlight, fields: dict[str, object]) -> ToClient:
@@ -20,7 +20,7 @@ def report(request: InFlight, fields: dict[str, object]) -> ToClient:
 def loading(queue: ModelQueue, part: str, done: int, total: int) -> list[Effect]:
     """Report how far the load of a model is to the clients that wait for it."""
     if any(worker_slot.capacity for worker_slot in queue.worker_slots.values()):
-        return []  # another worker is up: they wait for room
+        return []  # another worker is up: the clients wait for room there
     fields = {"phase": "loading", "part": part, "done": done, "total": total}
     return [report(request, fields) for request in _interested(queue)]
 
@@ -36,5 +36,5 @@ def positions(queue: ModelQueue) -> list[Effect]:
 
 
 def _interested(queue: ModelQueue) -> Iterator[InFlight]:
-    """Yield the waiting requests with ``progress``, except those that only go on behind their first token."""
+    """Yield the waiting requests with ``progress``, except those that have a token already."""
     return islice((r for r in queue.all_waiting() if r.route.progress and not r.has_tokens), MOST_REPORTS)

@@ -13,7 +13,7 @@ from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_table import RequestTable
 
 MOST = 500
-"""Requests in one list. A place in a queue of n requests takes n steps to count, so a list of them takes n² steps."""
+"""The most requests in one list. Counting a place in a queue of n requests takes n steps, so a list takes n² steps."""
 _ID = re.compile(r"([1-9][0-9]{0,19})-([1-9][0-9]{0,19})")
 
 
@@ -31,8 +31,8 @@ class RequestList:
     ) -> dict[str, Any]:
         """Return the result of the verb ``requests``: the oldest requests that ``identity`` may see.
 
-        limit  the greatest number of requests in the list
-        shown  returns the name under which people know a worker, None for a worker that was removed
+        limit  the most requests in the list
+        shown  returns the name under which people know a worker; None for a worker that was removed
         now    monotonic seconds
         """
         visible = [request for request in self._unfinished() if _is_visible(identity, request)]
@@ -44,7 +44,7 @@ class RequestList:
     def find(self, identity: Identity, name: str) -> InFlight:
         """Return the unfinished request that a text such as ``12-3`` names.
 
-        Raises RequestError if there is none that ``identity`` may see, and WireError if it may not cancel the request.
+        Raises RequestError if there is none that ``identity`` may see, and WireError if ``identity`` may not cancel it.
         """
         found = _ID.fullmatch(name)
         if found is None:
@@ -98,5 +98,5 @@ def _is_visible(identity: Identity, request: InFlight) -> bool:
 
 
 def request_id(request: InFlight) -> str:
-    """Return the text by which the verbs name a request. No other request of this supervisor ever has the same."""
+    """Return the text by which the verbs name a request. No other request of this supervisor ever has the same text."""
     return f"{request.channel}-{request.request}"

@@ -1,5 +1,8 @@
-"""The phases of a request. They have a file of their own, because ``fast_path`` and ``request_progress``, which imports
-it, both need them."""
+"""The phases of a request.
+
+They have a file of their own, because both ``fast_path`` and ``request_progress`` need them, and the latter imports the
+former.
+"""
 
 from enum import Enum
 

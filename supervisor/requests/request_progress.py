@@ -10,7 +10,7 @@ sent              events that have gone to the client
 delivered_tokens  tokens in those events
 unpaid            tokens that the client's account has not been charged for yet
 has_tokens        whether any token has come
-holds             whether events wait for the client's credit. This is asked for every event
+holds             whether events wait for the client's credit. Read for every event
 ids               token ids of the answer so far, those of held events included (u32, little endian)
 """
 

@@ -1,8 +1,8 @@
 """The unfinished requests of all models and connections: which queue or worker has each, and how each ends. Pure.
 
 A request enters the table when it is accepted. It leaves the table when its terminal event has been put on the way
-*and* the worker no longer holds its job (the worker said so, or is dead). Removing it earlier is how zombies are made:
-a later cancel would find nothing to cancel.
+*and* the worker no longer has its job (the worker said so, or is dead). If the request left earlier, a later cancel
+would find nothing to cancel, and the job would go on.
 """
 
 from protocol.codec import encode
@@ -17,7 +17,8 @@ from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.worker_slots import WorkerSlot
 
 MOST_PARKINGS = 2
-"""How often a request may be parked. One worker may compile its constraint, and then another worker is free first."""
+"""The number of times that a request may be parked. One worker may compile its constraint, and then another worker is
+free first."""
 
 
 class RequestTable:
@@ -25,9 +26,9 @@ class RequestTable:
 
     Only ``Scheduler``, ``WorkerEvents`` and ``WorkerEnds`` use the table. Times are monotonic seconds.
 
-    queues           by model
+    queues           the queues of the models, by the model's name
     queue_of_worker  the queue of each worker's model, by the worker's name
-    live             by (channel, request)
+    live             the requests, by (channel, request)
     leaving          the error for new requests once the supervisor is shutting down
     """
 
@@ -182,7 +183,7 @@ class RequestTable:
 
 
 def _carry(request: InFlight) -> dict[str, object]:
-    """Return what the worker has to know beside the body."""
+    """Return the fields that the worker needs beside the body."""
     carry: dict[str, object] = {}
     if request.started is not None:
         carry["queue_ms"] = 1000 * (request.started - request.accepted)

@@ -20,7 +20,7 @@ class Route:
     resume: bool = True
     """When the request's worker dies, go on with the answer in another worker: no token twice, none missing."""
     priority: str = "normal"
-    """Which requests are served first."""
+    """How the request shares the workers with others: ``interactive`` before ``normal`` before ``batch``."""
     queue_ms: int | None = None
     """Longest wait for a worker. A request that waits longer ends with ``queue_timeout``."""
     ttft_ms: int | None = None
@@ -28,8 +28,8 @@ class Route:
     deadline_ms: int | None = None
     """Longest time to the end of the answer. A request that takes longer ends with ``deadline_exceeded``."""
     affinity: str | None = None
-    """Requests with the same text here go to the same worker, where their prefix is in the cache. Unset, the beginning
-    of the prompt stands for it."""
+    """Requests with the same text here go to the same worker, where their prefix is in the cache. If this is not set,
+    the beginning of the prompt is used."""
     progress: bool = False
     """Report the place in the queue, and how far the load and the prompt are, until the first token."""
     on_behalf_of: str | None = None

@@ -1,12 +1,12 @@
 """Requests from acceptance to their one terminal event. Pure: messages and times in, effects out; no sockets, no clock.
 
-Every accepted request ends in exactly one terminal event. These classes see to that. Each calls only those below it:
+Every accepted request ends in exactly one terminal event. These classes enforce that. Each calls only those below it:
 
-* ``Scheduler`` handles what clients ask, which workers there are, and deadlines.
-* ``WorkerEvents`` handles what workers say about their jobs, and ``WorkerEnds`` how workers end.
-* ``RequestTable`` has the requests. It gives them to workers and ends them. It asks ``ModelQueue`` (which request is
-  next, and where), ``CreditControl`` (numbers of events, credit) and ``PoisonTracker`` (which payloads deaths are
-  blamed on).
+* ``Scheduler`` handles the clients' messages, the list of models and workers, and deadlines.
+* ``WorkerEvents`` handles the workers' messages about their jobs. ``WorkerEnds`` handles the ends of workers.
+* ``RequestTable`` has the requests. It gives them to workers and ends them. It asks ``ModelQueue`` for the next request
+  and its worker, ``CreditControl`` for numbers of events and credit, and ``PoisonTracker`` for the payloads that deaths
+  are blamed on.
 
 When a worker dies, its requests go back into their model's queue with the token ids that were delivered. The next
 worker that is free goes on with them.
@@ -36,17 +36,17 @@ from supervisor.requests.worker_slots import Affinity, WorkerSlot
 UNLIMITED = 1 << 32
 """Credit for everything that a stream may still hold."""
 CONFIRM_S = 1.0
-"""How long a worker is given to confirm a cancel, before the client is told without it."""
+"""Seconds that a worker has to confirm a cancel. After that the client gets the terminal event all the same."""
 
 
 class Scheduler:
     """The requests of all models and connections. One writer: the supervisor's loop.
 
-    Times are monotonic seconds. A worker is known by its name, which is one model's.
+    Times are monotonic seconds. A worker is known by its name. Every name belongs to one model only.
 
     window   events that a stream may be ahead of its client's grants
-    holds    how much may be held for clients that read slowly
-    strikes  when a payload is refused because workers died of it
+    holds    the limits of held events, for clients that read slowly
+    strikes  the policy by which a payload is refused because workers died of it
     """
 
     def __init__(
@@ -60,8 +60,7 @@ class Scheduler:
         self._poison = PoisonTracker(strikes or PoisonPolicy())
         self._table = RequestTable(self._credit, self._poison)
         self._worker_events = WorkerEvents(self._table)
-        # What workers say and how they end does not concern this class. Callers reach the classes that handle it
-        # without a detour.
+        # Callers reach the classes for the messages and the ends of workers without a detour through methods here.
         self.events = self._worker_events.events
         self.prefill = self._worker_events.prefill
         self.parked = self._worker_events.parked
@@ -77,7 +76,7 @@ class Scheduler:
     def leave(self, error: WireError) -> None:
         """Accept no new requests, whatever becomes of the models: the supervisor is shutting down.
 
-        error  what new requests are told, and those that still wait when the last worker of their model goes
+        error  the error for new requests, and for those that still wait when the last worker of their model goes
         """
         self._table.leaving = error
 
@@ -96,7 +95,7 @@ class Scheduler:
     def worker_slot(self, worker: str) -> WorkerSlot | None:
         """Return the worker slot for the fast path, which does not call ``events``.
 
-        Return None where a waiting request may depend on each single event, and for a worker that was removed.
+        Return None while a waiting request may depend on each single event, and for a worker that was removed.
         """
         queue = self._table.queue_of_worker.get(worker)
         return None if queue is None or queue.needs_every_event else queue.worker_slots.get(worker)
@@ -114,12 +113,12 @@ class Scheduler:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of events that wait for clients to read."""
+        """Return the bytes of events that wait for clients to read."""
         return self._credit.held_bytes
 
     @property
     def dropped_frames(self) -> int:
-        """EVENTS frames of former generations of workers, and events of requests that are over: dropped, counted."""
+        """Return how many EVENTS frames of former generations, and events of requests that are over, were dropped."""
         return self._worker_events.dropped
 
     def channels(self) -> set[int]:
@@ -145,9 +144,9 @@ class Scheduler:
             self._table.queues[name] = ModelQueue(name, limits or QueueLimits(), {})
 
     def add_worker(self, model: str, worker: str, refusal: WireError) -> None:
-        """Add a worker of a model, which is not up.
+        """Add a worker to a model. The worker is not up yet.
 
-        refusal  what new requests are told while none of the model's workers takes any
+        refusal  the error for new requests while none of the model's workers takes any
         """
         queue = self._table.queue_of_worker[worker] = self._table.queues[model]
         queue.worker_slots[worker] = WorkerSlot(worker, refusal)
@@ -167,7 +166,8 @@ class Scheduler:
         self._table.queues[model].limits = limits
 
     def set_policies(self, holds: SendBufferLimits, strikes: PoisonPolicy) -> None:
-        """Replace the limits of held events and the poison policy. What is held or remembered already stays."""
+        """Replace the limits of held events and the poison policy. Events already held and payloads already remembered
+        stay."""
         self._credit.bounds, self._poison.policy = holds, strikes
 
     def accept_new(self, worker: str) -> None:
@@ -176,7 +176,7 @@ class Scheduler:
         worker_slot.refusal, worker_slot.unloaded = None, False
 
     def rest(self, worker: str, now: float) -> list[Effect]:
-        """Let requests wait for this worker, which has no process: the effect ``Wake`` asks for one when needed."""
+        """Let requests wait for this worker, which has no process. The effect ``Wake`` asks for one when needed."""
         return self._stop_giving(worker, None, now, unloaded=True)
 
     def pause(self, worker: str, now: float) -> list[Effect]:
@@ -186,7 +186,7 @@ class Scheduler:
     def refuse_new(self, worker: str, error: WireError, now: float) -> list[Effect]:
         """Let no requests wait for this worker, and give it no others. It finishes those it has.
 
-        error  what new requests are told if none of the model's workers takes any
+        error  the error for new requests if none of the model's workers takes any
         """
         return self._stop_giving(worker, error, now)
 
@@ -216,11 +216,11 @@ class Scheduler:
     def submit(
         self, channel: int, message: Generate, now: float, party: int | None = None, owner: Identity = OWNER
     ) -> list[Effect]:
-        """Accept a new request: ACCEPTED, and JOB if a worker has room. Or refuse it: ERROR.
+        """Accept a new request: return ACCEPTED, and JOB if a worker has room. Or refuse it: return ERROR.
 
-        party  the number of the key for which the request is. It takes turns with others in the queue, and when the
-               request's constraint is compiled. None: the connection does
-        owner  who asks
+        party  the number of the key for which the request is; None: the connection. Parties take turns in the queue,
+               and when constraints are compiled
+        owner  the identity that asks
         """
         try:
             queue, request = self._admit(channel, message, now, channel if party is None else party, owner)
@@ -290,7 +290,7 @@ class Scheduler:
         return self._table.release(request, now) + abandon
 
     def credit(self, channel: int, request_id: int, events: int, now: float) -> list[Effect]:
-        """Grant a stream credit for events that its client has consumed. Send what was held back for want of it."""
+        """Grant a stream credit for events that its client has consumed. Send the held events that it now covers."""
         request = self._table.live.get((channel, request_id))
         if request is None:
             return []
@@ -298,7 +298,7 @@ class Scheduler:
         return self._table.release(request, now) if request.holds else []
 
     def pong(self, channel: int, nonce: int, now: float) -> list[Effect]:
-        """The client has answered a PING, so it reads. Send what was held back until that was known."""
+        """Take note that a client has answered a PING, so it reads. Send the events that were held until then."""
         pings, waiting = self._credit.advances.answered(channel, nonce)
         effects: list[Effect] = list(pings)
         for request in waiting:
@@ -351,7 +351,7 @@ class Scheduler:
 
     @property
     def next_due(self) -> float | None:
-        """When ``expire`` has something to do, at the earliest. None if it has not."""
+        """Return the earliest time at which ``expire`` has something to do; None if there is no such time."""
         return self._table.deadlines.earliest
 
     def expire(self, now: float) -> list[Effect]:

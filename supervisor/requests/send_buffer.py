@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterator
 
 EVENT_COST = 12
-"""Bytes that one held event takes beside its own."""
+"""Bytes of memory that a held event takes beside its own bytes."""
 _FIELDS = 3
 
 
@@ -27,7 +27,7 @@ class SendBuffer:
 
     @property
     def cost(self) -> int:
-        """Bytes that the queue takes."""
+        """Return the bytes that the queue takes."""
         return len(self._body) - self._bytes_at + EVENT_COST * len(self)
 
     def add(self, flags: int, tokens: int, event: bytes) -> None:

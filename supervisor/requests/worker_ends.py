@@ -15,13 +15,13 @@ class WorkerEnds:
     def worker_gone(self, worker: str, error: WireError, now: float, *, struck: bool = True) -> list[Effect]:
         """Take note that a worker's process has ended. Its requests go on in another worker, now or after the restart.
 
-        error   the end of requests that cannot go on: their resume is false, or no worker of the model will come up
-        struck  whether one of the requests may be the reason. An order to stop the worker is not their doing
+        error   ends the requests that cannot go on: their resume is false, or no worker of the model will come up
+        struck  whether one of the requests may be the reason of the death; False after an order to stop the worker
         """
         table = self._table
         queue = table.queue_of_worker[worker]
         running = queue.worker_slots[worker].close()
-        if struck:  # those too that were given up and that the worker had yet to let go: it was computing them
+        if struck:  # also requests that were given up: the worker had yet to let them go, so it was computing them
             table.poison.add_death(queue.name, running, now)
         effects: list[Effect] = []
         for request in running:
@@ -34,9 +34,9 @@ class WorkerEnds:
         return effects + table.dispatch(queue, now)
 
     def _after_death(self, request: InFlight, error: WireError, now: float, *, struck: bool) -> list[Effect]:
-        """Let a request wait that its dead worker was computing, or end it."""
+        """Put a request of a dead worker back into the queue, or end it."""
         table, queue = self._table, self._table.queues[request.model]
-        if request.cancelled:  # the worker had yet to confirm it, which makes no difference to the client
+        if request.cancelled:  # the worker had yet to confirm the cancel, which makes no difference to the client
             return table.end_cancelled(request)
         if struck:
             suspicion = table.poison.find(request.model, request.body, now)
@@ -70,7 +70,7 @@ class WorkerEnds:
         return effects
 
     def end_waiting(self, worker: str, error: WireError) -> list[Effect]:
-        """End everything that waits for the model of a worker that will not serve, unless another worker will."""
+        """End all requests that wait for the model of a worker that will not serve, unless another worker will."""
         queue = self._table.queue_of_worker[worker]
         if queue.accepts:
             return []
@@ -80,9 +80,9 @@ class WorkerEnds:
         return effects
 
     def release_held(self, worker: str | None, now: float) -> list[Effect]:
-        """Send what is still held of requests that a stopped worker finished. Their end does not wait for credit.
+        """Send the held events of requests that a stopped worker has finished. Their ends do not wait for credit.
 
-        worker  None: all are stopped
+        worker  the name of the worker; None: all workers are stopped
         """
         effects: list[Effect] = []
         held = [r for r in self._table.live.values() if r.phase is RequestPhase.HELD and worker in (None, r.worker)]

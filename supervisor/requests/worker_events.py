@@ -1,4 +1,4 @@
-"""Handle what workers say about their jobs: events for clients, progress, and constraints that they compile. Pure.
+"""Handle the messages of workers about their jobs: events for clients, progress, and compiled constraints. Pure.
 
 A worker gives a job back (PARKED) if it has to compile the job's constraint first. The request then waits beside the
 queue, and its slot is given to another request. When the worker has compiled the constraint (COMPILED), the request
@@ -17,9 +17,10 @@ from supervisor.requests.request_table import RequestTable
 from supervisor.requests.worker_slots import WorkerSlot
 
 TOKENS_PER_MS = 1
-"""What a millisecond of compilation counts as: a costly constraint is worth an answer of a thousand tokens."""
+"""The tokens that are charged for a millisecond of compilation. A second costs as much as an answer of a thousand
+tokens."""
 LONGEST_MS = 3_600_000
-"""A compilation takes a second or two. A worker that says that one took longer than this is out of its mind."""
+"""The longest time of a compilation that the supervisor believes. A compilation takes a second or two."""
 
 
 class WorkerEvents:
@@ -33,7 +34,7 @@ class WorkerEvents:
         self.dropped = 0
 
     def prefill(self, worker: str, key: tuple[int, int], done: int, total: int) -> list[Effect]:
-        """A worker has computed part of a prompt. Report it if the client asked for that."""
+        """Take note that a worker has computed part of a prompt. Report it if the client asked for reports."""
         request = self._table.slot_of(worker).running.get(key)
         if request is None or request.phase is not RequestPhase.RUNNING or request.has_tokens:
             return []
@@ -43,7 +44,7 @@ class WorkerEvents:
         return [report(request, {"phase": "prefill", "done": done, "total": total})]
 
     def parked(self, worker: str, key: tuple[int, int], now: float) -> list[Effect]:
-        """A worker gives a job back until its constraint is compiled. Let the request wait beside the queue."""
+        """Take back a job whose constraint the worker compiles first. Let the request wait beside the queue."""
         table = self._table
         queue = table.queue_of_worker[worker]
         worker_slot = queue.worker_slots[worker]
@@ -69,7 +70,7 @@ class WorkerEvents:
         return effects + table.dispatch(queue, now)
 
     def compiled(self, worker: str, key: tuple[int, int], party: int, milliseconds: int, now: float) -> list[Effect]:
-        """A worker has compiled the constraint of a request, or given up. Let the request take its turn again.
+        """Take note that a worker has compiled a request's constraint, or given up. The request takes its turn again.
 
         party         see ``InFlight``
         milliseconds  processor time of the compilation, which the client pays for
@@ -88,10 +89,10 @@ class WorkerEvents:
         return self._table.dispatch(queue, now)
 
     def events(self, worker: str, frame: bytes, message: Events, now: float) -> list[Effect]:
-        """Pass on what one engine step brought for one connection.
+        """Pass on the events of one engine step for one connection.
 
         frame  the message as it came. If every stream in it has credit, the frame is passed on whole. That saves the
-               supervisor the packing, and nearly all frames pass like that
+               supervisor the packing, and nearly all frames pass in this way
 
         Raises FrameError if an event has another number than the one that is expected. Then nothing has changed.
         """
@@ -113,8 +114,8 @@ class WorkerEvents:
     def _note_whole(self, worker_slot: WorkerSlot, requests: list[InFlight], message: Events, now: float) -> bool:
         """Note the events of a frame that goes to its client whole. Return whether a request has ended.
 
-        ``FastPath.passed`` does this for a frame that takes the fast path. Here everything stands in one loop without
-        calls, because every token passes here where nothing is compiled.
+        ``FastPath.passed`` does this for a frame that takes the fast path. This method is one loop without calls,
+        because every token passes here if the compiled module is not used.
         """
         body, at, tokens_in_all, ended = message.body, 0, 0, False
         for request, (_, seq, flags, tokens, length) in zip(requests, message.index, strict=True):
@@ -177,7 +178,7 @@ class WorkerEvents:
     def _hold(
         self, worker_slot: WorkerSlot, request: InFlight, entry: EventEntry, event: bytes, now: float
     ) -> list[Effect]:
-        """Hold an event until its client grants credit. If too much is then held, end a stream because of that."""
+        """Hold an event until its client grants credit. If the held events then exceed a limit, end one stream."""
         self._table.credit.hold(request, entry, event, now)
         if entry.flags & TERMINAL:
             request.phase = RequestPhase.HELD
@@ -199,7 +200,7 @@ def requests_of_whole_frame(worker_slot: WorkerSlot, message: Events) -> list[In
     event and holds none back. Raises FrameError if an event has another number than the one that is expected.
     """
     channel, running, whole = message.channel, worker_slot.running, True
-    is_running = RequestPhase.RUNNING  # looked up once: every token passes here where nothing is compiled
+    is_running = RequestPhase.RUNNING  # looked up once: every token passes here if the compiled module is not used
     requests: list[InFlight] = []
     expected: dict[int, int] = {}  # by request, the number of its next event; -1 behind its end
     for number, seq, flags, _, _ in message.index:

@@ -10,18 +10,18 @@ from supervisor.requests.digest import digest
 from supervisor.requests.in_flight import InFlight
 
 MOST_PREFIXES = 10_000
-"""Conversations that are remembered for a model. Those that were not used for longest are forgotten first."""
+"""The number of conversations remembered for a model. The least recently used are forgotten first."""
 PREFIX_CHARS = 256
 """Characters at the beginning of a prompt that identify its conversation."""
 FIRST_TURN_CHARS = 4096
 """Characters of a chat's messages that identify its conversation. Only messages up to the user's first one count,
-because the later ones change from turn to turn."""
+because later messages are added at every turn."""
 LONG_BODY = 64 << 10
 """The longest body that is unpacked to find the beginning of its prompt. For a longer one, the first bytes of the body
 identify the conversation: while the supervisor unpacks megabytes, all clients wait."""
 IMBALANCE = 0.5
-"""By which share of its capacity a worker may be busier than the least busy one and still be preferred for its cache.
-Without this limit, a system prompt that all conversations share would send all of them to one worker."""
+"""The share of its capacity by which a worker may be busier than the least busy one, and still be preferred for its
+cache. Without this limit, a system prompt that all conversations share would send all of them to one worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class WorkerSlot:
     worker      its name
     refusal     the error for new requests; None while requests may wait for this worker
     capacity    jobs that the worker takes now
-    batch_size  how many of them it computes at once
+    batch_size  jobs that it computes at once
     generation  which of the worker's processes is up; 0 if none is ready
     running     the requests that the worker has, by (channel, request)
     """
@@ -45,7 +45,7 @@ class WorkerSlot:
     tokens: int = 0
     """Tokens that the worker has generated since the supervisor's start."""
     unloaded: bool = False
-    """Whether the worker has no process until requests need it."""
+    """True while the worker has no process until requests need it."""
     suspects: list[InFlight] = field(default_factory=list)
     """The running requests that have yet to pass their probation."""
 
@@ -75,32 +75,32 @@ class WorkerSlot:
 
     @property
     def probations(self) -> int:
-        """How many requests are on probation."""
+        """Return how many requests are on probation."""
         return sum(request.on_probation for request in self.suspects)
 
     @property
     def tries_alone(self) -> bool:
-        """Whether a request is on probation that must be the only one on probation."""
+        """Return whether a request is on probation that must be the only one on probation."""
         return any(request.alone and request.on_probation for request in self.suspects)
 
     @property
     def unsettled(self) -> int:
-        """How many requests may be the reason if the worker dies: those new to the worker, and those on probation."""
+        """Return how many requests may be the reason if the worker dies now: new ones, and those on probation."""
         return sum(request.is_new or request.on_probation for request in self.running.values())
 
     @property
     def free_in_batch(self) -> int:
-        """How many more requests would be computed at once."""
+        """Return how many more requests the worker could compute at once."""
         return max(0, min(self.batch_size, self.capacity) - len(self.running))
 
     @property
     def process(self) -> tuple[str, int]:
-        """The worker and the generation of its process."""
+        """Return the worker's name and the generation of its process."""
         return self.worker, self.generation
 
     @property
     def load(self) -> float:
-        """Which share of the worker's capacity is in use."""
+        """Return the share of the worker's capacity that is in use."""
         return len(self.running) / self.capacity
 
 
@@ -111,8 +111,10 @@ class Affinity:
         self._last: OrderedDict[bytes, str] = OrderedDict()
 
     def choose(self, worker_slots: Sequence[WorkerSlot], key: bytes) -> WorkerSlot:
-        """Choose one of the slots that have room: that of the worker which computed the conversation last, unless it is
-        much busier than the least busy worker; else that of the least busy worker.
+        """Choose one of the slots that have room.
+
+        The worker that computed the conversation last is chosen, unless it is much busier than the least busy worker.
+        Else the least busy worker is chosen.
 
         key  identifies the conversation, see ``affinity_key``
         """
@@ -130,7 +132,7 @@ class Affinity:
 
 
 def affinity_key(request: InFlight) -> bytes:
-    """Return what identifies the request's conversation: its affinity, else the beginning of its prompt."""
+    """Return the key of the request's conversation: a digest of its affinity, else of the beginning of its prompt."""
     if request.route.affinity is not None:
         kind, identity = b"k", request.route.affinity.encode(errors="surrogatepass")
     else:
