@@ -125,8 +125,8 @@ class GatewayConfig:
     Example: 64MiB
     """
     keepalive: Literal["comment", "chunk", "off"] = "comment"
-    """What the gateway sends on a stream that has had nothing to say for ten seconds: a comment of server-sent events,
-    which says what the request waits for, a chunk without text for clients that break at comments, or nothing.
+    """Sign of life on a stream that was silent for ten seconds. ``comment``: a comment of server-sent events, which
+    says what the request waits for. ``chunk``: a chunk without text, for clients that fail at comments. ``off``: none.
 
     Example: chunk
     """

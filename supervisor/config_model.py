@@ -1,8 +1,8 @@
 """Keys of one model in models.yaml: types, defaults, and which engine knows them.
 
-The text below each key is its documentation: ``docs/configuration.md`` is generated from it. It ends with a paragraph
-of two lines. ``Default:`` says in words what an unset key means, where the default is None. ``Example:`` is a value as
-it stands in the file.
+The text below each key is its documentation: ``docs/configuration.md`` is generated from it. The text ends with a
+paragraph of one or two lines. ``Default:`` says in words what an unset key means, if the default is None. ``Example:``
+is a value as it stands in the file.
 """
 
 from dataclasses import dataclass

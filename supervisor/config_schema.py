@@ -21,7 +21,7 @@ _RESTART = RestartPolicy()
 
 @dataclass(frozen=True, kw_only=True)
 class RestartConfig:
-    """How the supervisor restarts a model whose worker ended unexpectedly, and when it gives up."""
+    """The rules by which the supervisor restarts a model whose worker ended unexpectedly, and gives up."""
 
     limit: Annotated[int, Within(1, 1000)] = _RESTART.limit
     """Unexpected ends within the window after which the model is ``failed``. An operator has to start it again.
@@ -47,7 +47,7 @@ class RestartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopConfig:
-    """How long each step of stopping a worker may take before the supervisor takes the next one."""
+    """The longest time of each step of stopping a worker. After that time the supervisor takes the next step."""
 
     drain: Duration = 30.0
     """Time for running requests to finish, before the worker is told to end.
@@ -71,7 +71,7 @@ _POISON = PoisonPolicy()
 
 @dataclass(frozen=True, kw_only=True)
 class PoisonConfig:
-    """When the supervisor refuses a request because the workers that compute it die."""
+    """The rule by which the supervisor refuses a request because the workers that compute it die."""
 
     limit: Annotated[int, Within(1, 1000)] = _POISON.limit
     """Deaths of workers that are blamed on a request, after which it ends as ``poisoned``.
@@ -93,30 +93,30 @@ _WATCH = DEFAULT_LEASES
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """How long a worker may show no progress before the supervisor kills it as hung.
+    """The longest time that a worker may show no progress. After that time the supervisor kills it as hung.
 
     A reload changes these times for workers that are started after it.
     """
 
     start: Lease = _WATCH.start_s
-    """From the start of the process to the first line of the worker's own code.
+    """Longest time from the start of the process to the first line of the worker's own code.
 
     Example: 2m
     """
     load: Lease = _WATCH.load_s
-    """For one part of a load: the import of the engine, one module of the weights, or one step of the warm-up.
+    """Longest time for one part of a load: the import of the engine, a module of the weights, or a warm-up step.
 
     The whole load may take longer.
 
     Example: 10m
     """
     idle: Lease = _WATCH.idle_s
-    """While the worker has nothing to compute. An idle worker shows progress five times a second.
+    """Longest time while the worker has nothing to compute. An idle worker shows progress five times a second.
 
     Example: 30s
     """
     step: Lease = _WATCH.step_s
-    """For one step of the engine: one chunk of a prompt (chunk_size) and one token of each answer.
+    """Longest time for one step of the engine: one chunk of a prompt (chunk_size) and one token of each answer.
 
     The whole prompt may take longer. The encoding of one prompt counts as a step, too.
 

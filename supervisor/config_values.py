@@ -13,7 +13,7 @@ _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)$")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 MIN_LEASE_S = 1.0
 MAX_DURATION_S = 7 * 24 * 3600.0
-"""Longest duration. No key needs a longer one, and no clock overflows."""
+"""The longest duration in seconds. No key needs a longer one, and no clock overflows."""
 
 
 def parse_duration(value: object) -> float:

@@ -1,1 +1,1 @@
-"""GPUs and their memory: what a model needs, where it goes, who has to make room, when memory has come back."""
+"""GPUs and their memory: the needs of models, placement, eviction, and the memory of dead workers."""

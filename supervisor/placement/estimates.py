@@ -1,8 +1,8 @@
 """Ask whether models can be loaded, and how much GPU memory their workers will need.
 
-A separate process (``ESTIMATING``) reads the models' directories. The supervisor starts one for each
-question. The supervisor kills it when it takes too long, and it dies with the supervisor. It writes its answer to a
-file in memory, which is read when the process has ended. A pipe could fill, or be left half read.
+A separate process (``ESTIMATING``) reads the models' directories. The supervisor starts one process for each question,
+and kills a process that takes too long. The process also dies with the supervisor. It writes its answer to a file in
+memory, which is read when the process has ended. A pipe could fill, or be left half read.
 """
 
 import contextlib
@@ -47,10 +47,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a model cannot be loaded.
+    """A reason why a model cannot be loaded.
 
     key      the key of the model in models.yaml that has to change
-    machine  only this machine lacks something: the model may load on another one
+    machine  whether only this machine lacks something, so that the model may load on another one
     """
 
     key: str
@@ -66,7 +66,7 @@ class Estimated:
     unknown    why the memory cannot be estimated
     faults     why the model cannot be loaded
     retry      with ``faults``: whether another try may help
-    unchecked  what of the model cannot be checked here, because a package is not installed, with the remedy
+    unchecked  the parts of the model that cannot be checked here, because a package is not installed, with the remedy
     """
 
     needs: Mapping[int, Needs] | None = None
@@ -77,7 +77,7 @@ class Estimated:
 
     @property
     def error(self) -> str | None:
-        """The first fault's message, in the words that a worker would use. None without a fault."""
+        """Return the first fault's message, in the words that a worker would use. None without a fault."""
         return self.faults[0].message if self.faults else None
 
 
@@ -103,8 +103,10 @@ class _Running:
 
 
 class Estimator:
-    """The questions that have no answer yet. Runs on the supervisor's one thread. ``descriptor`` is readable when
-    ``ended`` has an answer to take in."""
+    """The questions that have no answer yet. Runs on the supervisor's one thread.
+
+    ``descriptor`` is readable while ``ended`` has an answer to take in.
+    """
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers

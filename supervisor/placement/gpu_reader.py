@@ -36,13 +36,13 @@ from supervisor.placement.gpus import (
 )
 
 START_S = 2.0
-"""How long the first reading waits until the driver is open. Opening takes seconds where nothing keeps the driver open
-(no persistence mode). The supervisor waits so only before it serves anything. Models that are to be placed wait longer,
-and do not hold up the loop."""
+"""Seconds that the first reading waits until the driver is open. Opening takes seconds if nothing keeps the driver open
+(no persistence mode). The supervisor waits in this way only before it serves clients. Models that are to be placed wait
+longer, and do not hold up the loop."""
 ONCE_S = 30.0
-"""How long a command waits until the driver is open, and for its answer. Nothing else waits meanwhile."""
+"""Seconds that a command waits until the driver is open, and for its answer. Nothing else waits meanwhile."""
 LEAVE_S = 0.2
-"""How long to wait for the end of a process that was killed."""
+"""Seconds to wait for the end of a process that was killed."""
 _Answer = TypeVar("_Answer")
 _PROGRAM = str(Path(__file__).with_name("nvml_child.py"))
 
@@ -54,7 +54,7 @@ class _Ended(Exception):
 class _Child:
     """A process that asks NVML, and the socket to it. Raises OSError if no process or descriptor is left.
 
-    fixed  what never changes of the GPUs; None until the process has opened the driver
+    fixed  the facts about the GPUs that never change; None until the process has opened the driver
     """
 
     def __init__(self, where: str) -> None:
@@ -104,7 +104,7 @@ class _Child:
         return frame
 
     def end(self) -> str:
-        """Kill the process. Return how it ended, as far as that is known."""
+        """Kill the process. Return a text that says how it ended."""
         self._socket.close()
         self._process.kill()
         try:
@@ -119,8 +119,8 @@ class GpuReader:
 
     Use it from the main thread only: the process lives as long as the thread that started it.
 
-    timeout_s  how long a reading waits for its answer
-    start_s    how long the first reading waits until the driver is open
+    timeout_s  seconds that a reading waits for its answer
+    start_s    seconds that the first reading waits until the driver is open
     """
 
     def __init__(self, log: logging.Logger, timeout_s: float = TIMEOUT_S, start_s: float = START_S) -> None:
@@ -132,11 +132,11 @@ class GpuReader:
         self._child: _Child | None = None
         self._greeted = False
         self._refusal: str | None = None
-        """Why a later process could not open the driver, although an earlier one could."""
+        """The reason why a later process could not open the driver, although an earlier one could."""
         self._number = 0
         self._only: Collection[int] | None = None
         self._is_ahead = False
-        """Whether the last question was sent by ``read_ahead``, and nobody waits for its answer."""
+        """True if ``read_ahead`` sent the last question, and no reading waits for its answer."""
         self._asked_at = 0.0
         self._where = directory_of("pynvml")
         if self._where is not None:
@@ -147,12 +147,15 @@ class GpuReader:
         return self._with_child(lambda child: self._ask(child, only))
 
     def read_ahead(self) -> tuple[float, list[Gpu]] | None:
-        """Ask for all GPUs without waiting. Return the answer that has come since the last call, and when it was asked
-        for (monotonic seconds). Return None if no answer has come. Raises GpusUnknown."""
+        """Ask for all GPUs without waiting. Raises GpusUnknown.
+
+        Return (time, GPUs) if an answer has come since the last call, else None. The time is that of its question, in
+        monotonic seconds.
+        """
         return self._with_child(self._ask_ahead)
 
     def _with_child(self, ask: Callable[[_Child], _Answer]) -> _Answer:
-        """Ask the process. If it has ended, or said what cannot be, start it again. Raises GpusUnknown."""
+        """Ask the process. If it has ended, or sent an impossible answer, start it again. Raises GpusUnknown."""
         if self._where is None:
             raise GpusAbsent("the package nvidia-ml-py is not installed")
         if self._child is None:
@@ -173,7 +176,7 @@ class GpuReader:
             raise GpusLate("the process that asks it said what cannot be") from None
 
     def close(self) -> None:
-        """End the process. One that hangs in the driver is not waited for."""
+        """End the process. If it hangs in the driver, it is waited for ``LEAVE_S`` only."""
         self._drop()
 
     def _start_again(self, where: str) -> None:
@@ -203,7 +206,7 @@ class GpuReader:
 
     def _ask(self, child: _Child, only: Collection[int] | None) -> list[Gpu]:
         late = GpusLate(f"the driver has not answered within {self._timeout_s:g} s")
-        # The answer to a question of `_ask_ahead` is soon there, but what it says may be older than this call.
+        # Wait for the answer to a question of `_ask_ahead`, but ask again: that answer may be older than this call.
         if self._breaker.is_out and self._hear(child, self._timeout_s if self._is_ahead else 0.0) is None:
             if self._is_ahead:
                 self._is_ahead = False
@@ -246,7 +249,7 @@ class GpuReader:
     def _hear(self, child: _Child, within_s: float) -> GpuReading | None:
         """Return the next answer, None if there is none within the time.
 
-        An answer that comes too late is of use, too: it says how quick the driver is."""
+        An answer that comes too late is of use, too: it shows how fast the driver is."""
         frame = child.receive(within_s)
         if frame is None:
             return None
@@ -263,7 +266,7 @@ class GpuReader:
 
 def read_once() -> list[Gpu]:
     """Return all GPUs, for a command, which can wait. Raises GpusUnknown."""
-    quiet = logging.Logger(__name__)  # of nobody's handlers: the exception says what there is to say
+    quiet = logging.Logger(__name__)  # its lines go nowhere, because the exception has the message
     quiet.addHandler(logging.NullHandler())
     reader = GpuReader(quiet, timeout_s=ONCE_S, start_s=ONCE_S)
     try:

@@ -1,4 +1,4 @@
-"""What a configured model asks of placement. Pure."""
+"""Translate the configuration of a model to the GPUs, the question and the needs for its placement. Pure."""
 
 from dataclasses import replace
 
@@ -9,13 +9,13 @@ from supervisor.placement.gpus import EVERY
 from supervisor.placement.policy import GpuRequest
 
 VETTED = frozenset({"exllamav2", "transformers"})
-"""Engines whose models a model-directory reader can check."""
+"""Engines whose models the estimating process can check."""
 ESTIMATED = frozenset({"exllamav2"})
-"""Engines whose memory it can estimate."""
+"""Engines whose memory the estimating process can estimate."""
 
 
 def gpu_request_of(spec: ModelSpec) -> GpuRequest | None:
-    """None for a model on the CPU, which takes nothing of a GPU."""
+    """Return the GPUs that a model asks for; None for a model on the CPU."""
     config = spec.config
     if not spec.visible_devices:
         return None
@@ -68,7 +68,7 @@ def declared(spec: ModelSpec, gpu_request: GpuRequest) -> dict[int, Needs] | Non
 
 
 def watched_pins(spec: ModelSpec) -> tuple[str, ...]:
-    """The GPUs on which dead workers' memory matters to this model; for ``auto`` every one."""
+    """Return the GPUs on which this model waits for dead workers' memory; every GPU for ``auto``."""
     gpu_request = gpu_request_of(spec)
     if gpu_request is None:
         return ()

@@ -33,8 +33,8 @@ class Split:
 class Needs:
     """Bytes that a worker takes on its GPUs together: an estimate without CUDA contexts, or ``vram`` of models.yaml.
 
-    per_gpu   part of the workspace that every GPU needs for itself; ``workspace`` holds it once for each
-    declared  ``vram`` of models.yaml: all of it, the CUDA context too; one size, or one for each GPU
+    per_gpu   part of the workspace that every GPU needs for itself; ``workspace`` includes it once for each GPU
+    declared  ``vram`` of models.yaml, which includes CUDA contexts; one size, or one for each GPU
     """
 
     weights: int = 0

@@ -1,7 +1,7 @@
-"""What a GPU of this machine is, and how the answers of the process that asks NVML become GPUs. Pure.
+"""The GPUs of this machine, read from the answers of the process that asks NVML. Pure.
 
-GPUs are counted as nvidia-smi counts them, whatever CUDA_VISIBLE_DEVICES of this process says. So do the pins of
-models.yaml: workers get CUDA_DEVICE_ORDER=PCI_BUS_ID.
+A GPU has the index that nvidia-smi gives it, whatever CUDA_VISIBLE_DEVICES of this process is. The pins of models.yaml
+use the same indices, because workers get CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
 The process that asks NVML (``nvml_child``) may fail in any way, since the driver runs in it. So every value of its
 messages is checked. ``gpu_reader`` sends the questions and receives the answers, each a JSON text:
@@ -22,13 +22,13 @@ from typing import Any
 EVERY = "GPU-"
 """A pin that means each GPU: the beginning of all UUIDs."""
 MAX_ANSWER = 1 << 17
-"""Most bytes of an answer: enough for some 5,000 processes that hold memory."""
+"""The most bytes of an answer: enough for some 5,000 processes that hold memory."""
 MAX_GPUS = 256
 MAX_TEXT = 200
 _MOST = 1 << 64
 """NVML's numbers have 64 bits."""
 _WORDS = 64
-"""Most words of a mask."""
+"""The most words of a mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class GpusAbsent(GpusUnknown):
 
 
 class GpusLate(GpusUnknown):
-    """The answer has not come yet. A later try may have it. Nobody needs to wait in between."""
+    """The answer has not come yet. A later try may get it."""
 
 
 class BadAnswer(Exception):
@@ -75,7 +75,7 @@ class BadAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FixedFacts:
-    """What never changes of a GPU. ``Gpu`` explains the fields."""
+    """The facts about a GPU that never change. ``Gpu`` explains the fields."""
 
     uuid: str
     cpus: frozenset[int]
@@ -124,7 +124,7 @@ def read_greeting(frame: bytes) -> Greeting:
 def read_answer(frame: bytes, number: int, only: Collection[int] | None, fixed: Sequence[FixedFacts]) -> GpuReading:
     """Read the answer to question ``number`` about the GPUs ``only``. Raises BadAnswer.
 
-    fixed  what the greeting said of the GPUs
+    fixed  the facts about the GPUs from the greeting
     """
     reply = _map(frame)
     if _number(reply, "number") != number:

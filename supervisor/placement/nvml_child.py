@@ -1,7 +1,7 @@
 """A program that asks NVML, and does nothing else. It may hang with the driver, or be killed, at any moment.
 
 A GPU that has fallen off the bus makes calls into the driver take seconds, or for ever. The driver's library alone
-takes 18 MB. The supervisor must have neither. So ``gpu_reader.GpuReader`` starts this file as a program, with
+takes 18 MB. The supervisor must not have these costs. So ``gpu_reader.GpuReader`` starts this file as a program, with
 ``python -I -S``, and asks one question at a time. The program imports the standard library, pynvml and setproctitle
 only.
 
@@ -37,14 +37,14 @@ class _Nvml:
         self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
 
     def fixed(self) -> list[dict[str, Any]]:
-        """Return what never changes, of each GPU."""
+        """Return the facts about each GPU that never change."""
         return [
             {"uuid": _text(self._nvml.nvmlDeviceGetUUID(h)), "cpus": self._cpus(h), "nodes": self._nodes(h)}
             for h in self._handles
         ]
 
     def now(self, only: list[int] | None) -> list[dict[str, Any]]:
-        """Return what changes, of all GPUs or of those with the indices ``only``."""
+        """Return the memory and processes of all GPUs, or of those with the indices ``only``."""
         wanted = range(len(self._handles)) if only is None else only
         return [{"index": i, **self._gpu(handle)} for i, handle in enumerate(self._handles) if i in wanted]
 
@@ -121,7 +121,7 @@ def _serve() -> None:
 
 
 def _main() -> None:
-    # Before the driver is opened: from then on this process may hang, and not notice that the socket was closed.
+    # Do this before the driver is opened. After that this process may hang, and not notice that the socket was closed.
     # Workers do the same (``parent_death``), but this program cannot import our packages.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(sys.argv[1]):

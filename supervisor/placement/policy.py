@@ -1,7 +1,8 @@
-"""On which GPUs a worker goes, or why on none. Pure: readings, holdings and limits are arguments; sizes in bytes.
+"""Choose the GPUs for a worker. Pure: readings, holdings and limits are arguments; sizes are in bytes.
 
-A reservation counts once: what a worker that still loads holds already, by NVML, is taken off what it is about to hold.
-GPUs are counted as nvidia-smi does, also in the supervisor's own CUDA_VISIBLE_DEVICES, which is the outer limit.
+The memory of a worker that still loads is counted once: the bytes that NVML already lists for the worker are subtracted
+from the bytes that it is about to take. A GPU has the index that nvidia-smi gives it, also in the supervisor's own
+CUDA_VISIBLE_DEVICES. Workers get only GPUs that this variable names.
 """
 
 from collections import Counter
@@ -15,20 +16,31 @@ from supervisor.placement.sizes import Limit
 
 @dataclass(frozen=True, slots=True)
 class GpuRequest:
-    """What models.yaml says. ``pins``: indices and UUIDs (or their beginnings); None: ``auto``."""
+    """The GPUs that a model asks for in models.yaml.
+
+    pins   indices and UUIDs (or their beginnings); None: ``auto``
+    split  the way in which the model is divided among several GPUs
+    """
 
     pins: tuple[str, ...] | None
     split: Split = field(default_factory=Split)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Numbers of GPUs for which the needs are wanted. For ``auto`` two as well: the remedy, if one is too small."""
+        """Return the numbers of GPUs for which the needs must be known.
+
+        For ``auto`` they are 1 and 2: if no single GPU has room, the error proposes two GPUs that have.
+        """
         return (1, 2) if self.pins is None else (len(self.pins),)
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One of our workers. ``placed``: GPU → bytes that it was admitted with; ``loading``: it does not hold all yet."""
+    """The GPU memory of one of our workers.
+
+    placed   GPU → bytes that the worker was admitted with
+    loading  whether the worker still loads, and so may not hold all these bytes yet
+    """
 
     worker: str
     pid: int | None
@@ -38,11 +50,11 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """One GPU as it is for the next worker.
+    """The room on one GPU for the next worker.
 
-    limit   most that our workers may hold here together; None: all there is
-    ours    worker → what it holds
-    coming  worker → what it is about to hold beside that
+    limit   the most bytes that our workers may hold here together; None: no limit
+    ours    worker → bytes that it holds
+    coming  worker → bytes that it is about to take in addition
     """
 
     gpu: Gpu
@@ -73,7 +85,11 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """``bytes``: GPU → what it will hold there, empty if its needs are not known. ``devices``: CUDA_VISIBLE_DEVICES."""
+    """The GPUs on which a worker is placed.
+
+    bytes    GPU → bytes that the worker will hold there; empty if its needs are not known
+    devices  the worker's CUDA_VISIBLE_DEVICES
+    """
 
     gpus: tuple[Gpu, ...]
     bytes: Mapping[int, int]
@@ -82,7 +98,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRefused:
-    """``message``: one line. ``missing``: GPU → bytes by which it is too full; empty if more room would not help."""
+    """The reason why a worker cannot be placed.
+
+    message  one line
+    missing  GPU → bytes by which the GPU is too full; empty if more room would not help
+    """
 
     message: str
     missing: Mapping[int, int] = field(default_factory=dict)
@@ -91,15 +111,15 @@ class PlacementRefused:
 def rooms(
     reading: Sequence[Gpu], holdings: Sequence[Holding], limits: Mapping[str, Limit] | Limit | None = None
 ) -> list[Room]:
-    """Every GPU with what our workers hold and are about to hold there.
+    """Return the room on every GPU, with the bytes that our workers hold and are about to take there.
 
-    limits  one for all GPUs, or GPU (index or UUID) → limit
+    limits  one limit for all GPUs, or GPU (index or UUID) → limit
     """
     return [_room(gpu, holdings, limit_of(gpu, limits)) for gpu in reading]
 
 
 def _room(gpu: Gpu, holdings: Sequence[Holding], limit: int | None) -> Room:
-    ours: Counter[str] = Counter()  # two workers go by one name while the one takes the other's place
+    ours: Counter[str] = Counter()  # two holdings have the same name while one worker replaces the other
     coming: Counter[str] = Counter()
     for holding in holdings:
         placed = holding.placed.get(gpu.index, 0)
@@ -107,7 +127,7 @@ def _room(gpu: Gpu, holdings: Sequence[Holding], limit: int | None) -> Room:
         if holding.loading:
             coming[holding.worker] += max(0, placed - (held or 0))
         elif held is None:
-            held = placed  # of another pid namespace, or the driver does not tell: what was reckoned
+            held = placed  # NVML does not list this pid (another pid namespace), or does not say how many bytes
         ours[holding.worker] += held or 0
     return Room(gpu, limit, _above_zero(ours), _above_zero(coming))
 
@@ -126,10 +146,10 @@ def limit_of(gpu: Gpu, limits: Mapping[str, Limit] | Limit | None) -> int | None
 def place(
     gpu_request: GpuRequest, needs: Mapping[int, Needs] | None, rooms: Sequence[Room], outer: str | None = None
 ) -> Placed | PlacementRefused:
-    """Where a worker goes.
+    """Return the GPUs for a worker, or the reason why it cannot be placed.
 
-    needs  by number of GPUs, see ``Wish.counts``; None: not known, then nothing is refused for want of room
-    rooms  all GPUs of the box
+    needs  by number of GPUs, see ``GpuRequest.counts``; None: not known, and then nothing is refused for lack of room
+    rooms  all GPUs of the machine
     outer  the supervisor's CUDA_VISIBLE_DEVICES; None: all GPUs
     """
     allowed = visible(rooms, outer)
@@ -157,7 +177,7 @@ def place(
 
 
 def visible(rooms: Sequence[Room], outer: str | None) -> list[Room] | PlacementRefused:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves: entries up to the first that means none, as CUDA reads it."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names. As in CUDA, an entry that means no GPU ends the list."""
     if outer is None:
         return list(rooms)
     found: list[Room] = []
@@ -203,7 +223,10 @@ def _unusable(
 
 
 def place_unseen(gpu_request: GpuRequest, outer: str | None) -> Placed | PlacementRefused:
-    """Without a reading: on the pins as they stand, as far as the outer limit can be told from them."""
+    """Return the placement of a worker while the GPUs cannot be read: on its pins as models.yaml has them.
+
+    outer  the supervisor's CUDA_VISIBLE_DEVICES. It is compared with the pins only where both are indices
+    """
     if gpu_request.pins is None:
         return PlacementRefused(
             "gpu: auto needs NVML, which does not answer here (the supervisor's log says why): pin a GPU"
@@ -224,7 +247,7 @@ def _auto(needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str
         if outer is not None and not allowed:
             why = f"CUDA_VISIBLE_DEVICES={outer} of the supervisor leaves no GPU"
         return PlacementRefused(f"gpu: auto: {why}")
-    # of GPUs that are equally free (nobody knows what the others will take), the one with fewer of our workers
+    # Of GPUs that are equally free, take the one with fewer of our workers: how much these will take may not be known.
     order = sorted(usable, key=lambda room: (-room.bytes, len(room.ours) + len(room.coming), room.gpu.index))
     best = order[0]
     verdict = _on([best], needs[1] if needs else None, Split(), best.gpu.uuid)
@@ -240,7 +263,7 @@ def _auto(needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str
 
 
 def _on(chosen: Sequence[Room], needs: Needs | None, split: Split, devices: str) -> Placed | PlacementRefused:
-    """On exactly these GPUs."""
+    """Return the placement on exactly these GPUs, or the reason why the worker cannot be placed there."""
     gpus = tuple(room.gpu for room in chosen)
     limited = [room for room in chosen if room.under_limit is not None and room.under_limit < room.free]
     if limited and split.engine_chooses:
@@ -272,7 +295,7 @@ def _ours(room: Room) -> dict[str, int]:
 
 
 def _has(room: Room) -> str:
-    """``GPU 1 has 8.9 of 24.0 free: qwen 12.0, other processes 3.1``."""
+    """Return a text such as ``GPU 1 has 8.9 of 24.0 free: qwen 12.0, other processes 3.1``."""
     limit = room.under_limit
     if limit is not None and limit < room.free:
         head = f"GPU {room.gpu.index} has {gib(limit)} left of its vram_limit, {gib(room.limit or 0)}"
@@ -287,5 +310,5 @@ def _has(room: Room) -> str:
 
 
 def gib(size: int) -> str:
-    """``21.4``, in GiB; two digits where one would say nothing."""
+    """Return a size in GiB, such as ``21.4``. Sizes below 0.5 GiB get two digits behind the point."""
     return f"{size / 2**30:.1f}" if size >= 2**30 / 2 else f"{size / 2**30:.2f}"

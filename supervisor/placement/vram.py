@@ -18,26 +18,26 @@ from supervisor.timers import Timers
 POLL_S = 0.02
 """Seconds between two readings while the memory of a dead process is awaited."""
 FRESH_S = 1.0
-"""How many seconds old a reading may be that ``status`` shows."""
+"""The greatest age, in seconds, of a reading that ``status`` shows."""
 AHEAD_S = 3.0
-"""How many seconds old a reading may be if somebody asks for ``status`` again and again. Then each ``status`` asks for
-the reading of the next one, and shows the one before. The driver takes 1 to 30 ms for a usual answer. All tokens would
-wait for that, once a second for as long as a page is open."""
+"""The greatest age, in seconds, of a reading that ``status`` shows while clients ask for ``status`` again and again.
+Each ``status`` then shows the last reading, and asks NVML for the next one without waiting. Otherwise all tokens would
+wait for the driver, which usually takes 1 to 30 ms, once a second for as long as a page is open."""
 CHECK_S = 0.25
 """Seconds between two checks whether an answer of NVML that is late has come."""
 
 
 @dataclass
 class _WatchedWorker:
-    """What is known of one worker's GPU memory.
+    """The known facts about one worker's GPU memory.
 
     pins         the worker's GPUs, as models.yaml names them
     gpus         indices of these GPUs; None before the first reading
     ready        pid of the worker's last process that was loaded
     looked       that pid, once NVML was read after the load
     seen         that pid, once NVML has listed it
-    returned     what became of the last process's memory: "awaited", "back", "not back" or "not watched"
-    returned_ms  how long the memory took to come back
+    returned     the state of the last process's memory: "awaited", "back", "not back" or "not watched"
+    returned_ms  milliseconds until the memory was back
     on_free      the start that waits until dead workers have given their memory back
     """
 
@@ -68,7 +68,7 @@ class Vram:
         self._polling = False
         self._looking = False
         self._trouble: tuple[float, GpusUnknown] | None = None
-        """Since when there is no reading, and why."""
+        """The time since which there is no reading, and the reason."""
         self._workers: dict[str, _WatchedWorker] = {}
 
     def watch(self, worker: str, pins: Collection[str]) -> None:
@@ -173,12 +173,13 @@ class Vram:
         return self._read()
 
     def describe(self, worker: str, pid: int | None) -> dict[str, Any]:
-        """Return what ``status`` shows about a worker's memory. None means not known.
+        """Return the fields that ``status`` shows about a worker's memory. None means not known.
 
-        vram_bytes: what the present process holds by NVML. vram_by_gpu: GPU → these bytes. vram_return: "awaited",
-        "back", "not back" or "not watched", of the last process. vram_returned_ms: after how many milliseconds.
+        vram_bytes: what the present process holds by NVML. vram_by_gpu: GPU → these bytes. vram_return: the state of
+        the last process's memory: "awaited", "back", "not back" or "not watched". vram_returned_ms: milliseconds until
+        it was back.
 
-        pid  of the present process; None if there is none
+        pid  the present process; None if there is none
         """
         watched = self._workers.get(worker)
         if watched is None:
@@ -193,7 +194,7 @@ class Vram:
         }
 
     def holders(self) -> dict[int, str]:
-        """Return pid → what that process holds of the GPUs that models use, by NVML, in words."""
+        """Return pid → text that says how much the process holds, by NVML, of the GPUs that models use."""
         recent = self._recent()
         used = {index for watched in self._workers.values() for index in watched.gpus or ()}
         holdings: dict[int, list[str]] = {}
@@ -311,7 +312,8 @@ class Vram:
             self._timers.at(now + CHECK_S, self._read_late_answer)
 
     def _read_late_answer(self) -> None:
-        """Check whether a late answer has come, and say so in the log. Nothing else may read the GPUs for hours."""
+        """Check whether a late answer has come, and say so in the log. Without this check, the next reading might be
+        hours away."""
         self._looking = False
         if self.late:
             self._read()

@@ -1,4 +1,4 @@
-"""Which dead processes still hold GPU memory. Pure: readings and times are arguments.
+"""The dead processes that still hold GPU memory. Pure: readings and times are arguments.
 
 The driver frees a dead process's memory a moment after the end of the process. Measured were 0.1 to 0.3 s after
 SIGKILL. A worker that is started before that finds its GPU as full as it was.
@@ -15,7 +15,7 @@ DEADLINE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """What became of a dead process's memory.
+    """The end of the wait for a dead process's memory.
 
     back     whether it is free again; False if the time for waiting is over
     after_s  seconds from the process's end to the reading that decided
@@ -59,7 +59,8 @@ class VramReturns:
         self._awaited.append(_Awaited(worker, pid, gpus, now))
 
     def read(self, reading: Sequence[Gpu], now: float) -> list[Return]:
-        """Take in a later reading of at least ``gpus``. Return what is back or given up after the deadline."""
+        """Take in a later reading of at least ``gpus``. Return the memory that is back, or given up after the
+        deadline."""
         over = []
         for awaited in self._awaited:
             back = not listing(reading, awaited.pid)
@@ -69,12 +70,12 @@ class VramReturns:
         return self._remove(over)
 
     def unread(self, now: float) -> list[Return]:
-        """Return what is given up after the deadline, while the GPUs answer late."""
+        """Return the memory that is given up after the deadline, while the GPUs answer late."""
         late = [a for a in self._awaited if now - a.since >= self._deadline_s]
         return self._remove([Return(a.worker, a.pid, a.gpus, False, now - a.since) for a in late])
 
     def give_up(self, now: float) -> list[Return]:
-        """Return everything that is awaited, as not back, because the GPUs can no longer be read."""
+        """Return all awaited memory as not back, because the GPUs can no longer be read."""
         return self._remove([Return(a.worker, a.pid, a.gpus, False, now - a.since) for a in self._awaited])
 
     def _remove(self, over: list[Return]) -> list[Return]:

@@ -1,4 +1,4 @@
-"""The GPU memory of one worker: what it needs, where it was placed, and what it holds. Pure; sizes in bytes."""
+"""The GPU memory of one worker: its needs, its GPUs, and the bytes that it holds. Pure; sizes in bytes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,9 +33,9 @@ class WorkerMemory:
     measured: Mapping[int, int] = field(default_factory=dict)
 
     def loaded(self, by_gpu: Mapping[str, int | None]) -> tuple[int, int]:
-        """Take note that the model is loaded. Return what it holds, and what it was expected to hold, as sums.
+        """Take note that the model is loaded. Return (bytes that it holds, bytes that it was expected to hold).
 
-        by_gpu  what NVML lists for the process
+        by_gpu  GPU → bytes that NVML lists for the process; None where the driver does not say
         """
         assert self.holding is not None
         self.holding = replace(self.holding, loading=False)
@@ -51,7 +51,7 @@ class WorkerMemory:
         return {gpu: measured.get(gpu) or size for gpu, size in placed.items()}
 
     def describe(self) -> dict[str, Any]:
-        """Return what ``status`` shows. None means not known.
+        """Return the fields that ``status`` shows. None means not known.
 
         placed: GPUs of the present or last process. cpus, numa_nodes: those that the process is kept to, None for all.
         vram_estimate: bytes by part. vram_estimate_bytes: their sum. vram_loaded_bytes: measured when it was ready.
