@@ -1,1 +1,1 @@
-"""One model in one process: the loop, the engine interface, the engines. Only engine modules import torch."""
+"""The worker, which serves one model in one process: loop, engine interface, engines. Only engines import torch."""

@@ -1,8 +1,8 @@
-"""The contract between the worker's loop and an engine. This module imports no torch. No engine knows about sockets.
+"""The contract between the worker's loop and an engine. This module does not import torch. No engine uses sockets.
 
 One thread of one process constructs an engine, loads it and steps it (invariant 3 in docs/invariants.md). A fault of
 one request is a RequestError from ``encode`` or ``submit``. Any other exception, and any exception from ``step``, ends
-the process (invariant 9). There is no repair in place, so an engine need not be able to go on after an exception.
+the process (invariant 9). So an engine need not be able to go on after an exception.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from model_worker.engines.constraint import Constraints
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called from ``load``, often, as (phase, done, total). Phase "loading" counts modules or bytes, "warmup" counts steps.
+"""Called often by ``load``, with (phase, done, total). Phase "loading" counts modules or bytes, "warmup" counts steps.
 An engine that compiles something does that first, under a phase name of its own."""
 
 
@@ -50,7 +50,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The features of a loaded engine. The worker refuses a request for anything else by name.
+    """The features of a loaded engine. A request for anything else is refused with an error that names the option.
 
     context         tokens of prompt and answer together, and of negative prompt and answer together
     max_batch_size  requests that are decoded together
@@ -188,8 +188,8 @@ EngineEvent = NewTokens | Finished | Failed | Prefilling
 
 @dataclass
 class EngineStats:
-    """A reading of the engine: ``pending`` jobs wait inside the engine, ``active`` jobs are computed. Both are 0 when
-    idle."""
+    """The current figures of an engine: ``pending`` jobs wait inside the engine, ``active`` jobs are being computed.
+    Both are 0 if the engine is idle."""
 
     pending: int = 0
     active: int = 0
@@ -214,12 +214,12 @@ class Engine(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return what the engine offers. Valid after load()."""
+        """Return the features of the engine. Valid after load()."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, beginning with BOS where the model expects one.
 
-        Names of special tokens in the text are interpreted only as the tokenizer's own rule says.
+        The tokenizer's own rule decides whether the name of a special token in the text becomes that token.
         """
 
     @property
@@ -251,22 +251,22 @@ class Engine(Protocol):
     def submit(self, job: Job) -> None:
         """Accept a job, which a later step() starts. Ids are unique among unfinished jobs.
 
-        Raises RequestError for a job that cannot be computed or asks for what is not offered. The worker's loop leaves
-        these checks to the engine; engines.admission holds those that are common to all engines. An error about the
-        prompt names the field "prompt", whatever the form of the prompt.
+        Raises RequestError for a job that cannot be computed, or that asks for an option that is not offered. The
+        worker's loop leaves these checks to the engine. engines.admission has the checks that are common to all
+        engines. An error about the prompt names the field "prompt", whatever the form of the prompt.
         """
 
     def step(self) -> list[EngineEvent]:
         """Advance all jobs by one step and return the resulting events. Return [] at once if there is nothing to do."""
 
     def cancel(self, job_id: int) -> None:
-        """Forget a job wherever it is, and free what it holds. No event follows. Unknown ids are ignored."""
+        """Forget a job in any state, and free its memory. No event follows. Unknown ids are ignored."""
 
     def reset(self) -> None:
         """Forget all jobs and cached prefixes."""
 
     def stats(self) -> EngineStats:
-        """Return a reading. Cheap enough to be called every second."""
+        """Return the current figures. This must be cheap enough to be called every second."""
 
     def close(self) -> None:
         """Prepare for a voluntary exit. The process ends right after this call, so nothing needs to be freed."""

@@ -1,7 +1,8 @@
-"""The worker process from its first line to its last. Neither this module nor anything that it imports imports torch.
+"""The worker process from its first line to its last.
 
-The supervisor spawns a process that calls ``main``. The order of the steps matters: die with the parent, own process
-group, own log, own devices. Only then may the engine's module be imported, which is the first to import torch.
+The supervisor spawns a process that calls ``main``. The order of the steps matters: first the death signal of the
+parent, then the process group, the log, and the visible devices. Only then may the engine's module be imported, which
+is the first module that imports torch. This module and its own imports do not import torch.
 """
 
 import ctypes
@@ -29,8 +30,8 @@ def main(spec: WorkerSpec, page: int | None = None) -> None:
     page  descriptor of the shared page that the supervisor watches, see ``protocol.process.progress_lease``
     """
     code = EXIT_ENGINE_FAULT
-    # Imports create hundreds of thousands of objects of torch and transformers, which all stay. The garbage collector
-    # would scan them hundreds of times before the first token. That takes half a second.
+    # The imports of torch and transformers create hundreds of thousands of objects, which all stay. The garbage
+    # collector would scan them hundreds of times before the first token. That takes half a second.
     gc.disable()
     try:
         if not die_with(spec.supervisor_pid):
@@ -42,7 +43,7 @@ def main(spec: WorkerSpec, page: int | None = None) -> None:
         output = LogOutput(spec.log_path)
         keep_to(spec.cpus)
         lease = ProgressLease(spec.leases, page)
-        lease.loading()  # not before LogOutput handles SIGUSR1, which a worker gets when its lease ends
+        lease.loading()  # only after LogOutput handles SIGUSR1, which a worker gets when its lease ends
         pin_devices(spec.visible_devices)
         code = run(spec, lease, output)
     except BaseException:
@@ -54,7 +55,7 @@ def main(spec: WorkerSpec, page: int | None = None) -> None:
 
 
 def contain() -> None:
-    """Set the signals and limits of a worker. Ctrl-C is left to the supervisor."""
+    """Set the signals and limits of a worker. The supervisor handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     forbid_core_dumps()
@@ -83,15 +84,16 @@ def pin_devices(visible_devices: str) -> None:
         raise RuntimeError("torch was imported before the device was pinned; the worker's GPU cannot be guaranteed")
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
-    # Model directories are local. A library that wants to fetch something must fail, not wait for a network.
-    # A kernel is code that config.json may name and that an earlier download may have left on the disk.
+    # Model directories are local. A library that wants to fetch something must fail, and not wait for a network.
+    # Hub kernels are switched off because they are code: config.json may name a kernel, and an earlier download may
+    # have left it on the disk.
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["USE_HUB_KERNELS"] = "NO"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
-    """Connect, load the model and serve requests. Returns the process's exit code."""
+    """Connect, load the model and serve requests. Return the process's exit code."""
     from model_worker.engine import LoadError
     from model_worker.engines import build_engine
     from model_worker.intake import check_defaults
@@ -120,8 +122,8 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
         return EXIT_CONFIG
     lease.loading()
     loop = WorkerLoop(engine, link, spec.sampling, spec.limits, lease, output.follow)
-    # The loaded model stays, too. Without gc.freeze() the garbage collector scans all of it whenever enough new objects
-    # have gathered. Each scan stops every stream for about 160 ms.
+    # The objects of the loaded model stay, too. Without gc.freeze() the garbage collector scans all of them whenever
+    # enough new objects have gathered. Each scan stops every stream for about 160 ms.
     gc.collect()
     gc.freeze()
     link.ready(engine.capabilities, load_seconds=time.monotonic() - started, max_jobs=loop.max_jobs)

@@ -15,7 +15,7 @@ JSON for each question, in the order of the questions:
     {"needs": {count: {"weights", "cache", "draft", "workspace", "per_gpu"}}} in bytes, by number of GPUs
     {"unknown": text} for a model without a fault, whose needs cannot be estimated
 
-Each line may also hold {"unchecked": text}: what cannot be checked here because a package is not installed.
+Each line may also hold {"unchecked": text}: the parts that cannot be checked here because a package is not installed.
 """
 
 import json
@@ -48,7 +48,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_directory(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
-    """Return what the model's directory tells: the faults, the needs, or why the needs are unknown."""
+    """Return the facts from the model's directory: the faults, the needs, or the reason why the needs are unknown."""
     from model_worker.engine import LoadError
 
     try:

@@ -1,4 +1,4 @@
-"""Make a job for the engine from the body of a request: validate it, add the model's defaults and limits, tokenize it.
+"""Make a job for the engine from the body of a request: validate, add the model's defaults and limits, tokenize.
 
 The engine's ``submit`` decides whether the job fits and whether the engine offers what the job asks for.
 """
@@ -13,8 +13,8 @@ from protocol.presets import PRESETS
 from protocol.request import GenerateRequest, parse_generate
 
 MAX_BYTES_PER_TOKEN = 16
-"""A longer prompt, in bytes per token of context, is refused before it is tokenized. Tokenizing it would stall the
-loop. English text has 4 to 5 bytes per token."""
+"""The most bytes of a prompt for each token of context. A longer prompt is refused before it is tokenized, because
+tokenizing it would stall the loop. English text has 4 to 5 bytes per token."""
 
 
 class Intake:
@@ -139,10 +139,10 @@ def prompt_field(request: GenerateRequest) -> str:
 
 
 def not_resumable(request: GenerateRequest) -> str | None:
-    """Return the name of an option for which an answer cannot go on in another worker; None if it can.
+    """Return the name of an option that keeps an answer from going on in another worker; None if there is none.
 
-    The state of mirostat follows from probabilities that are gone. An answer with banned strings, or whose first token
-    was healed, does not follow from its token ids alone. Guidance keeps two sequences in step.
+    The state of mirostat depends on probabilities that are lost. An answer with banned strings, or with a healed first
+    token, does not follow from its token ids alone. Guidance keeps two sequences in step.
     """
     if request.mirostat_mode:
         return "mirostat"

@@ -1,4 +1,4 @@
-"""The worker's end of the wire: one DEALER socket to the supervisor.
+"""The worker's end of the connection to the supervisor: one DEALER socket.
 
 Sending never blocks a step of the engine. Messages that cannot be sent now wait.
 """
@@ -39,13 +39,13 @@ SOCKET_MARK = 10_000
 """Messages that the socket holds in each direction before it takes no more."""
 MAX_FRAME_EVENTS = 256
 MAX_FRAME_BYTES = 4 << 10
-"""Limits of an EVENTS frame with more than one event. With its index such a frame has 7 KB. A worker that is faster
-than the supervisor joins the events that it cannot send. Without these limits all frames would grow as long as
+"""Limits of an EVENTS frame with more than one event. Such a frame has up to 7 KB with its index. A worker that is
+faster than the supervisor joins the events that it cannot send. Without these limits its frames would grow as long as
 possible, and the supervisor would hold as many of them in memory as its socket accepts."""
 
 
 class SupervisorLink:
-    """The connection of one generation of one model to the supervisor."""
+    """The connection of one worker process to the supervisor."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._generation = spec.generation
@@ -57,7 +57,7 @@ class SupervisorLink:
         socket.setsockopt(zmq.SNDHWM, SOCKET_MARK)
         socket.setsockopt(zmq.RCVHWM, SOCKET_MARK)
         socket.setsockopt(zmq.MAXMSGSIZE, limits.SOCKET_MAX_FRAME)
-        # A worker that lost its supervisor is of no use. A new generation is cleaner than a resumed connection.
+        # A worker that lost its supervisor is of no use. A new worker process is safer than a resumed connection.
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         socket.connect(spec.endpoint)
@@ -70,7 +70,7 @@ class SupervisorLink:
     def hello(self) -> None:
         """Send HELLO after the kernel has confirmed that our own user listens. Call this before any other method.
 
-        End the process if nobody listens, or if another user does: that user would receive answers to prompts.
+        End the process if no process listens, or if another user's process does: it would receive answers to prompts.
         """
         if not self._monitor.poll(CONNECT_WAIT_MS):
             _leave("the supervisor did not take the connection")
@@ -84,8 +84,8 @@ class SupervisorLink:
         self._socket.send(encode(Hello(pack_body({"pid": os.getpid(), "build": __version__}))))
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Report progress of the load. An engine may call this often; one message is sent per 50 ms and at the end of a
-        phase."""
+        """Report progress of the load. An engine may call this often. A message is sent at most every 50 ms, and when a
+        phase begins or ends."""
         self.exit_if_orphaned()
         now = time.monotonic()
         last_phase, last_time = self._last_progress
@@ -107,7 +107,7 @@ class SupervisorLink:
         self._socket.send(encode(Ready(pack_body(body))))
 
     def stats(self, body: dict[str, object]) -> None:
-        """Send a reading of the engine. Called every second, so this is also where a lost connection is noticed."""
+        """Send the engine's current figures. Called every second, and so also checks whether the connection is lost."""
         self.exit_if_orphaned()
         try:
             self._socket.send(encode(Stats(pack_body(body))), zmq.NOBLOCK)
@@ -130,7 +130,7 @@ class SupervisorLink:
             self.exit_if_orphaned()
             return []
         messages: list[Message] = []
-        # Ask before every read: an exception for "nothing there" would cost more than everything else here.
+        # Ask before every read: an exception for an empty socket would cost more than everything else here.
         while has_input(self._socket):
             frame = self._socket.recv(zmq.NOBLOCK)
             # The supervisor has the same build as this worker. A frame that cannot be read may be a job or a cancel.
@@ -152,8 +152,11 @@ class SupervisorLink:
         self._outbox.answer(encode(Parked(channel, request)))
 
     def compiled(self, channel: int, request: int, party: int, milliseconds: int) -> None:
-        """Ask for a job that was given back. ``milliseconds`` of processor time were spent on its constraint, for
-        ``party``."""
+        """Ask for a job that was given back, because its constraint is compiled.
+
+        party         the client that pays for the compilation
+        milliseconds  processor time of the compilation
+        """
         self._outbox.answer(encode(Compiled(channel, request, party, milliseconds)))
 
     @property

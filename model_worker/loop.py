@@ -1,6 +1,6 @@
 """The worker's loop: receive, submit, step, send. One thread and one engine. It blocks on the socket only when idle.
 
-Conversations become prompts in another process (``rendering``). Meanwhile steps go on, and other requests overtake. If
+Conversations become prompts in another process (``rendering``). Meanwhile steps go on, and other requests pass them. If
 the constraint of a job has to be compiled, the job goes back to the supervisor until that is done (``parking``).
 """
 
@@ -37,7 +37,7 @@ from protocol.request import GenerateRequest
 
 IDLE_WAIT_MS = 200
 UNSENT_WAIT_MS = 5
-"""Milliseconds between two tries to send what a full pipe did not accept, while there is nothing to compute."""
+"""Milliseconds between two tries to send the events that a full pipe did not accept, while the engine is idle."""
 RENDERING_WAIT_MS = 20
 """Milliseconds between two looks at conversations that are being rendered, unless one is done earlier."""
 STATS_INTERVAL_S = 1.0
@@ -129,7 +129,11 @@ class WorkerLoop:
         self._report(time.monotonic())
 
     def _steps(self) -> None:
-        """Run a step; run several if only messages of the supervisor and the next report could come between them."""
+        """Run one or more steps, and handle their events.
+
+        Several steps run in a row only if nothing but the supervisor's messages and the next report could come between
+        them.
+        """
         alone = not (self._asked or self._parking.busy or (self._renderer is not None and self._renderer.busy))
         until = self._stats_due if alone else 0.0
         events, at = self._link.steps(self._engine.step, self._lease, self._jobs, until)
@@ -226,7 +230,7 @@ class WorkerLoop:
         self._renderer.ask(key, 0, conversation)
 
     def _cancel(self, channel: int, request: int) -> None:
-        """Free the job and confirm. The worker does not know a job that has ended: its terminal event is already on its
+        """Free the job and confirm the cancel. Ignore a job that has ended: its terminal event is already on its
         way."""
         if self._parking.cancel(channel, request):
             return  # the supervisor knows that a parked job is not in the worker
@@ -296,8 +300,8 @@ class WorkerLoop:
         self._send(tracked, token_ids, fields, EventFlag.FINISHED)
 
     def _logprobs(self, tokens: Sequence[DrawnToken]) -> list[Any]:
-        """Return log-probabilities as ``protocol.messages`` has them: [[logprob, bytes, [[id, logprob, bytes], ...]],
-        ...]."""
+        """Return log-probabilities in the form of ``protocol.messages``: [[logprob, bytes, [[id, logprob, bytes],
+        ...]], ...]."""
         spell = self._token_bytes
         return [
             [token.logprob, spell(token.token_id), [[other, logprob, spell(other)] for other, logprob in token.top]]

@@ -25,13 +25,13 @@ class _Parked:
 class Parking:
     """The parked jobs of one worker.
 
-    constraints  the engine's; None if it offers none
+    constraints  the engine's constraints; None if it offers none
     """
 
     def __init__(self, constraints: "Constraints | None", link: SupervisorLink) -> None:
         self._constraints, self._link = constraints, link
         self._compiling: dict[int, _Parked] = {}
-        """By job id. Cancelled jobs stay here until their costs have been reported."""
+        """The parked jobs by job id. Cancelled jobs stay here until their costs have been reported."""
         self._ids: dict[tuple[int, int], int] = {}
         """Job ids of the requests that the supervisor will send again."""
 

@@ -1,4 +1,4 @@
-"""Answers to ASK: questions of clients about the model's tokenizer."""
+"""Answer ASK messages: questions of clients about the model's tokenizer."""
 
 from struct import pack
 

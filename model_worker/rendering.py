@@ -5,7 +5,7 @@ request one second of processor time. The worker's steps go on meanwhile. One pr
 behave. If a process works for longer than PATIENCE_S while other conversations wait, more processes are started.
 Connections take turns, so a client whose conversations take long delays other clients little.
 
-A process that was killed from outside, or that does not move on, is not evidence against its conversation. That
+A process that was killed from outside, or that has stopped working, is not evidence against its conversation. The
 conversation is rendered once more in another process. If that fails too, the request ends with ``helper_failed``, which
 clients may retry.
 """
@@ -28,7 +28,7 @@ from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.helper_environment import helper_environment
 
 RENDER_S = 1.0
-"""Seconds of processor time for compiling and rendering a template. Then the process's own timer ends it."""
+"""Seconds of processor time for compiling and rendering a template. After that the process's own timer ends it."""
 LEASE_S = 10.0
 """Seconds of wall-clock time that a process may take for one conversation. A process that has neither answered nor used
 up its processor time by then has stopped working, and is killed."""
@@ -88,7 +88,7 @@ class Renderer:
         self._waiting.setdefault(channel, deque()).append(_Chat(key, channel, conversation))
 
     def cancel(self, key: int) -> None:
-        """Drop the result of this key. A conversation that is being rendered is rendered to its end."""
+        """Drop the conversation of this key, or its result. A rendering that has begun goes on to its end."""
         for channel, queue in list(self._waiting.items()):
             self._waiting[channel] = deque(chat for chat in queue if chat.key != key)
             if not self._waiting[channel]:
@@ -192,13 +192,14 @@ class _Child:
 
     def __init__(self, now: float) -> None:
         self.chat: _Chat | None = None
-        """The conversation that was given last, until its answer is taken; None if nobody waits for the answer."""
+        """The conversation that was given last, until its answer is taken; None if its answer is not wanted."""
         self.answer: dict[str, Any] | None = None
         self.at_work = False
         self.ready = False
         self.gone = False
         self.since = now
-        """When the process was started, or when it was given its present conversation."""
+        """The time at which the process was started, was ready, or was given its present conversation (monotonic
+        seconds)."""
         self._fault = ""
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._mailbox = -1
@@ -233,7 +234,7 @@ class _Child:
         os.pwrite(self._mailbox, request, 0)
         try:
             self.socket.send(len(request).to_bytes(8, "little"))
-        except BrokenPipeError:  # the process died just now, while idle: its exit code says how
+        except BrokenPipeError:  # the process died while idle: its exit code says how
             self.gone = True
 
     def look(self, now: float) -> None:
@@ -304,6 +305,6 @@ class _Child:
 
 
 def _failed(how: str) -> WireError:
-    """Return the error for a request that is not to blame for the failure of its process."""
+    """Return the error for a request whose process failed for a reason that has nothing to do with the request."""
     message = f"the process that renders chats {how}: send the request again"
     return WireError(ErrorCode.HELPER_FAILED, message, retry_after_ms=RETRY_MS)

@@ -1,7 +1,7 @@
-"""Events on their way from the engine to the supervisor, joined to one frame per channel, in their order.
+"""The queue of events from the engine to the supervisor, joined to one frame per channel, in their order.
 
-``PlainOutbox`` is the reference. If the compiled module ``outbox`` is there (see ``protocol.process.compiled``), it is
-used instead. It handles the fast path without Python.
+``PlainOutbox`` is the reference. If the compiled module ``outbox`` can be used (see ``protocol.process.compiled``), it
+takes the place of the reference. It handles the fast path without Python.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ class PlainJobCursor:
     channel  the channel of the client's connection
     request  the client's number of the request
     seq      the number of the next event
-    tokens   how many tokens the events before it had, including those of another worker
+    tokens   number of tokens in all events before the next one, including those of another worker
     """
 
     __slots__ = ("channel", "request", "seq", "tokens")
@@ -58,8 +58,8 @@ class PlainOutbox:
         are of the fast path and nothing has come through the socket, at most until ``until`` (time.monotonic()). If
         steps are very short, it asks the socket only every 20 µs.
 
-        Returns the events of the last step, and how many of them ``take`` has queued. Raises what the engine raises,
-        and ZMQError.
+        Returns the events of the last step, and how many of them ``take`` has queued. Raises ZMQError, and every
+        exception of the engine.
         """
         lease.step()
         return step(), 0
@@ -77,7 +77,7 @@ class PlainOutbox:
         return first
 
     def queue(self, channel: int, entry: EventEntry, event: bytes) -> None:
-        """Add an event to what the next ``flush`` sends to its channel."""
+        """Queue an event. The next ``flush`` sends it to its channel."""
         joined = self._joined.get(channel)
         if joined is None:
             joined = self._joined[channel] = ([], [])

@@ -7,9 +7,9 @@ from functools import lru_cache
 class StopMatcher:
     """Passes text on up to the first stop string. Holds text back that may be the beginning of a stop string.
 
-    The stop string that ends first wins; of several that end at the same character the longest wins. So the answer does
-    not depend on how the text was divided into pieces. Empty stop strings are ignored. A character costs a few steps at
-    most, whatever the stop strings are (Knuth-Morris-Pratt search): a request must not slow down other requests.
+    The stop string that ends first wins. Of several that end at the same character, the longest wins. So the result
+    does not depend on how the text was divided into pieces. Empty stop strings are ignored. A character costs a few
+    steps at most, whatever the stop strings are (Knuth-Morris-Pratt search), so that no request slows down others.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -45,9 +45,10 @@ class StopMatcher:
 def _search(text: str, stop: str, matched: int) -> tuple[int, int]:
     """Search a stop string in the next piece of a text.
 
-    Returns (where in ``text`` the stop string first ends, or -1; how many of its characters the text ends with).
+    Returns (index in ``text`` where the stop string first ends, or -1; number of its characters that the text ends
+    with).
 
-    matched  how many of its characters stand directly before the piece
+    matched  number of its characters directly before the piece
     """
     at = 0
     if not matched:

@@ -32,9 +32,9 @@ from protocol.process.process_title import set_title
 MEMORY = 512 << 20
 """Bytes of address space of this process."""
 NICE = 5
-"""With few processors, a template that loops gets a quarter of the time that the worker gets on its processor."""
+"""The nice value of this process. On a shared processor, a template that loops gets a quarter of the worker's time."""
 _SHOWN = 300
-"""Characters of a template's message that a client may see."""
+"""The most characters of a template's message that a client may see."""
 _QUOTE = 8
 """A message quotes a conversation if it repeats this many characters of it in a row."""
 _CUT = "CUT-HERE-41c7d3a9 "
@@ -72,7 +72,7 @@ def _to_json(
 
 
 def environment() -> jinja2.Environment:
-    """Return a jinja environment with what transformers offers to templates, for which templates are written."""
+    """Return a jinja environment with the filters and functions of transformers, for which templates are written."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -88,10 +88,10 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def render(request: dict[str, Any]) -> dict[str, Any]:
-    """Render one conversation. Return {text: bytes}, {size: bytes} beyond the limit, or {error: a sentence for the
-    client}.
+    """Render one conversation.
 
-    The sentence quotes nothing of the conversation.
+    Return {text: bytes}, or {size: bytes} if the text is beyond the limit, or {error: a sentence for the client}. The
+    sentence quotes nothing of the conversation.
 
     request  template, special_tokens, messages, tools, variables, add_generation_prompt, continue_final_message, and
              limit: the largest size of the text in bytes

@@ -1,4 +1,4 @@
-"""From token ids to the text that a client sees: characters that span tokens, and stop strings. Pure Python.
+"""Make the text that a client sees from token ids: characters that span tokens, and stop strings. Pure Python.
 
 A token is not a character. Byte-level tokens may end in the middle of a character, and tokenizers of the sentencepiece
 kind drop the space before the first word that they decode. A stop string may span tokens, so text that could be its
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from model_worker.stop_strings import StopMatcher
 
 Decode = Callable[[Sequence[int]], str]
-"""Decode token ids to text. Special tokens are left out, and incomplete UTF-8 becomes U+FFFD."""
+"""A function that decodes token ids to text. It leaves special tokens out. Incomplete UTF-8 becomes U+FFFD."""
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 6
@@ -166,8 +166,8 @@ class Detokenizer:
         return self._own(text[len(self._shown) :])
 
     def _own(self, new: str) -> str:
-        """Return new text without the prompt's U+FFFD at its beginning. If the character was completed, there are
-        none."""
+        """Return new text without the prompt's U+FFFD at its beginning. If the character was completed, there is
+        none to remove."""
         if self._prompts_own:
             new, self._prompts_own = _without_prompts(new, self._prompts_own)
         return new
