@@ -19,7 +19,8 @@ GROUPS = {
     "Speed": (
         "serving-exllamav2", "serving-transformers", "unpaged", "gpus-2", "gpus-4", "gpus-split",
         "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "start",
-        "constraints", "fairness-transformers", "attention", "mixture", "http-exllamav2", "http-path", "page-load",
+        "constraints", "fairness-transformers", "attention", "mixture", "http-exllamav2", "http-path",
+        "http-path-2-cores", "page-load",
     ),
     "Memory": ("footprint", "install", "footprint-nvml", "cache-vram", "unload", "placing"),
     "Faults": (
