@@ -1,7 +1,9 @@
 """Number the events for clients, count their credit, and hold events back where a client does not read. Pure.
 
-Events of a client that reads slowly are held, up to a limit for the stream, for the connection and for the process.
-Beyond a limit, or when the client has granted no credit for long, one stream is ended. No other client waits for it.
+Events of a client that reads slowly are held, up to a limit for the stream, for the party (a connection or a key) and
+for the process. Beyond a limit one stream is ended: the stream that holds most of those that the limit is for. So a
+client that reads loses no stream because another client does not read. A stream is also ended when its client has
+granted no credit for long.
 """
 
 from collections import Counter
@@ -22,12 +24,14 @@ MOST_IN_FRAME = 4096
 class SendBufferLimits:
     """The limits of held events.
 
-    of_stream, of_connection, of_all  bytes of events that may be held
-    stall_s                           seconds that a stream may hold events while its client shows no sign of reading
+    of_stream, of_party, of_all  bytes of events that may be held. A party is a connection, or a key with all its
+                                 connections, as in ``InFlight``. One gateway's connection carries the streams of many
+                                 keys, so a limit on connections would let one key use up what others need
+    stall_s                      seconds that a stream may hold events while its client shows no sign of reading
     """
 
     of_stream: int = _MIB
-    of_connection: int = 16 * _MIB
+    of_party: int = 16 * _MIB
     of_all: int = 64 * _MIB
     stall_s: float = 60.0
 
@@ -42,7 +46,7 @@ class CreditControl:
         self.window = window
         self.advances = Advances(window)
         self.bounds = bounds or SendBufferLimits()
-        self._of_channel: Counter[int] = Counter()
+        self._of_party: Counter[int] = Counter()
         self._total = 0
         self._holding: dict[InFlight, float] = {}
         """By stream that holds events: the time of the first event held since the client's last grant, in monotonic
@@ -148,20 +152,18 @@ class CreditControl:
     def excess(self, request: InFlight) -> tuple[InFlight, WireError] | None:
         """Return the request that has to be ended because an event was just held for this one, and the error that ends
         it. Return None if the held events are within their limits."""
-        bounds, own, all_its = self.bounds, request.held.cost, self._of_channel[request.channel]
-        if own > bounds.of_stream or all_its > bounds.of_connection:
-            message = (
-                f"{len(request.held)} events waited for the client to read them: {own} bytes for this stream (at most "
-                f"{bounds.of_stream}), {all_its} for all of its connection (at most {bounds.of_connection})"
-            )
-            return request, WireError(ErrorCode.SLOW_CONSUMER, message)
+        bounds, of_party = self.bounds, self._of_party[request.party]
+        if request.held.cost > bounds.of_stream:
+            return request, _slow(request, f"a stream may hold {bounds.of_stream}")
+        if of_party > bounds.of_party:
+            its = (other for other in self._holding if other.party == request.party)
+            most = max(its, key=_held_bytes, default=request)
+            whose = f"all streams of its client held {of_party} (at most {bounds.of_party})"
+            return most, _slow(most, f"more than any other while {whose}")
         if self._total > bounds.of_all:
-            most = max(self._holding, key=lambda r: r.held.cost, default=request)
-            message = (
-                f"{len(most.held)} events waited for the client to read them, {most.held.cost} bytes, more than for "
-                f"any other stream while all held {self._total} (at most {bounds.of_all})"
-            )
-            return most, WireError(ErrorCode.SLOW_CONSUMER, message)
+            most = max(self._holding, key=_held_bytes, default=request)
+            whose = f"all streams of all clients held {self._total} (at most {bounds.of_all})"
+            return most, _slow(most, f"more than any other while {whose}")
         return None
 
     def stalled(self, now: float) -> list[tuple[InFlight, WireError]]:
@@ -193,6 +195,16 @@ class CreditControl:
 
     def _charge(self, request: InFlight, cost: int) -> None:
         self._total += cost
-        self._of_channel[request.channel] += cost
-        if not self._of_channel[request.channel]:
-            del self._of_channel[request.channel]
+        self._of_party[request.party] += cost
+        if not self._of_party[request.party]:
+            del self._of_party[request.party]
+
+
+def _held_bytes(request: InFlight) -> int:
+    return request.held.cost
+
+
+def _slow(request: InFlight, limit: str) -> WireError:
+    """Return the error of a stream that is ended because of a limit on held bytes."""
+    message = f"{len(request.held)} events waited for the client to read them, {request.held.cost} bytes: {limit}"
+    return WireError(ErrorCode.SLOW_CONSUMER, message)

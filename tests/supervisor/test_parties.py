@@ -5,11 +5,12 @@ import pytest
 from protocol.codec import decode, split_events, unpack_event
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import SUPERVISOR_TO_CLIENT, Events, Generate
+from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.in_flight import Effect, ToClient, ToWorker
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.pending_queries import MOST, MOST_OF_PARTY, Asker, PendingQueries
 from supervisor.requests.scheduler import Scheduler
-from tests.supervisor.test_scheduler import FINISHED, NOW, deliver, frame, messages
+from tests.supervisor.test_scheduler import FINISHED, NOW, deliver, frame, messages, sent_to
 
 KEY, OTHER_KEY = 1001, 1002
 DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
@@ -125,3 +126,35 @@ def test_questions_of_one_key_leave_room_for_those_of_another_on_the_same_connec
         queries.begin("m", Asker(1, 100 + call, 2000 + call))
     with pytest.raises(WireError, match="at most 256"):
         queries.begin("m", Asker(9, 1, 9))
+
+
+def test_held_events_of_one_key_cost_no_stream_of_another_key() -> None:
+    """Streams of many keys share a gateway's connection. Before, its limit ended any stream that held an event."""
+    window = 4
+    scheduler = Scheduler(window=window, holds=SendBufferLimits(of_stream=300, of_party=1000, of_all=2000))
+    scheduler.add_model("m", QueueLimits(1000, 1_000_000))
+    scheduler.add_worker("m", "m", DOWN)
+    scheduler.accept_new("m")
+    scheduler.open("m", 1, 200, NOW)
+    stalled, good = dict.fromkeys(range(1, 101), 0), 200
+    for request in stalled:
+        ask(scheduler, 7, request, KEY)
+    ask(scheduler, 7, good, OTHER_KEY)
+    cut: list[tuple[int, str]] = []
+
+    def deliver_next(request: int, seq: int) -> None:
+        effects = deliver(scheduler, frame(7, (request, seq, 0)))
+        cut.extend((event[0], event[3]["error"]["name"]) for event in sent_to(effects, 7) if "error" in event[3])
+
+    for turn in range(50):
+        for request, seq in stalled.items():
+            if request not in dict(cut):
+                deliver_next(request, seq)
+                stalled[request] += 1
+        for event in range(window + 1):  # one more than it has credit for, so it holds an event for a moment
+            deliver_next(good, turn * (window + 1) + event)
+        for events in (window, 1):
+            scheduler.credit(7, good, events, NOW)
+    assert good not in dict(cut)
+    assert len(cut) > 50, "the limit was reached again and again"
+    assert {name for _, name in cut} == {"slow_consumer"}

@@ -260,32 +260,33 @@ def test_cancelling_in_each_phase(scheduler: Scheduler) -> None:
 
 
 def test_slow_consumers_are_cut_off_by_memory_of_stream_and_of_connection() -> None:
-    scheduler = make(Scheduler(window=WINDOW, holds=SendBufferLimits(of_stream=300, of_connection=400)))
+    scheduler = make(Scheduler(window=WINDOW, holds=SendBufferLimits(of_stream=300, of_party=400)))
 
-    def until_cut(channel: int, request: int) -> int:
+    def until_cut(channel: int, request: int, cut: int) -> int:
+        """Let events of a request come until request ``cut`` is ended. Return how many came before."""
         for seq in range(100):
             effects = deliver(scheduler, frame(channel, (request, seq, 0)))
-            if any(event[2] & ERROR for event in sent_to(effects, channel)):
-                names = [e[3]["error"]["name"] for e in sent_to(effects, channel)]
-                assert names == ["slow_consumer"]
-                assert isinstance(effects[0], ToWorker), "the worker is told to let go"
+            if errors := [event for event in sent_to(effects, channel) if event[2] & ERROR]:
+                assert [(event[0], event[3]["error"]["name"]) for event in errors] == [(cut, "slow_consumer")]
+                if cut == request:
+                    assert isinstance(effects[0], ToWorker), "the worker is told to let go"
                 deliver(scheduler, frame(channel, (request, seq + 1, FINISHED)))
                 return seq
         raise AssertionError("never cut off")
 
     submit(scheduler, 5, 1)
-    alone = until_cut(5, 1)
+    alone = until_cut(5, 1, cut=1)
     submit(scheduler, 5, 2)
     for seq in range(alone - 1):
         deliver(scheduler, frame(5, (2, seq, 0)))
     deliver(scheduler, frame(5, (2, alone - 1, FINISHED)))  # finished, and held in full
     submit(scheduler, 5, 3)
-    assert until_cut(5, 3) < alone
+    assert until_cut(5, 3, cut=2) < alone, "of the streams of a connection the one that holds most is ended"
     submit(scheduler, 6, 1)
-    assert until_cut(6, 1) == alone, "another connection has a bound of its own"
+    assert until_cut(6, 1, cut=1) == alone, "another connection has a bound of its own"
     scheduler.gone(5, NOW)
     submit(scheduler, 5, 4)
-    assert until_cut(5, 4) == alone, "what a connection held is forgotten with it"
+    assert until_cut(5, 4, cut=4) == alone, "what a connection held is forgotten with it"
 
 
 @pytest.mark.parametrize(

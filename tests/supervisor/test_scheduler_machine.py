@@ -27,7 +27,7 @@ from tests.supervisor.scheduler_model import FakeClient, FakeWorker
 
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
 WINDOW, QUEUE_LIMIT, LONGEST_EVENT = 3, 4, 250
-HOLDS = SendBufferLimits(of_stream=800, of_connection=1500, of_all=3000, stall_s=30)
+HOLDS = SendBufferLimits(of_stream=800, of_party=1500, of_all=3000, stall_s=30)
 STRIKES = PoisonPolicy(limit=2, window_s=100)
 WORKERS = {"m:1": "m", "m:2": "m", "n": "n"}
 MODELS = ("m", "n")
@@ -379,15 +379,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def bounds_hold(self) -> None:
-        of_channel = Counter[int]()
+        of_party = Counter[int]()
         most = LONGEST_EVENT + EVENT_COST
         for request in self.scheduler._table.live.values():
             assert request.held.cost <= HOLDS.of_stream + most
-            of_channel[request.channel] += request.held.cost
+            of_party[request.party] += request.held.cost
         credit_control = self.scheduler._credit
-        assert +of_channel == +credit_control._of_channel
-        assert max(of_channel.values(), default=0) <= HOLDS.of_connection + most
-        assert sum(of_channel.values()) == credit_control.held_bytes <= HOLDS.of_all + most
+        assert +of_party == +credit_control._of_party
+        assert max(of_party.values(), default=0) <= HOLDS.of_party + most
+        assert sum(of_party.values()) == credit_control.held_bytes <= HOLDS.of_all + most
 
     def teardown(self) -> None:
         """Let everything that is on its way arrive, and workers finish what is wanted: nothing may be left."""

@@ -63,8 +63,9 @@ def most() -> str:
             [
                 ("events of a stream without credit", "0", "they are held"),
                 ("held events of a stream", size(holds.of_stream), "this stream ends with `slow_consumer`"),
-                ("held events of a connection", size(holds.of_connection), "the stream ends with `slow_consumer`"),
-                ("held events of all connections", size(holds.of_all), "the largest ends with `slow_consumer`"),
+                ("held events of a connection, or of a key", size(holds.of_party),
+                 "the largest stream ends with `slow_consumer`"),
+                ("held events of all connections", size(holds.of_all), "the largest stream ends with `slow_consumer`"),
                 ("time that held events wait for a client", f"{holds.stall_s:g} s (`supervisor.stall`)",
                  "this stream ends with `slow_consumer`"),
                 ("windows of credit in advance before a PONG", str(MOST_UNREAD), "events are held"),
