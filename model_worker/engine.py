@@ -59,7 +59,7 @@ class Capabilities:
                     choice, logprobs, top_logprobs, negative_prompt
     chat            whether the model has a chat template
     device          for people: "cpu", "NVIDIA H200", ...
-    attention       for people: how the engine computes attention, and what is degraded about it
+    attention       for people: how the engine computes attention, and the reason if that is not the best way
     """
 
     context: int

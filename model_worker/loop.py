@@ -248,7 +248,7 @@ class WorkerLoop:
         self._send_finished(tracked, (), "", FinishReason.CANCELLED)
 
     def _emit(self, event: EngineEvent) -> None:
-        # If an engine names a job that the worker does not have, it no longer knows whose tokens are whose. The
+        # If an engine names a job that the worker does not have, it may have mixed up the tokens of its jobs. The
         # KeyError ends the process (invariant 2 in docs/invariants.md).
         if isinstance(event, NewTokens):
             tracked = self._jobs[event.job]

@@ -76,7 +76,7 @@ Size = Annotated[int, Read(parse_size, "size")]
 class GatewayConfig:
     """The section ``gateway``. With it the supervisor starts a gateway, which serves OpenAI's API over HTTP.
 
-    A reload applies changes: new processes take the connections, and the former ones complete their answers.
+    A reload applies changes: new processes take the connections, and the old processes complete their answers.
     """
 
     listen: Listen = field(default_factory=lambda: Address("127.0.0.1", DEFAULT_PORT))
@@ -85,9 +85,9 @@ class GatewayConfig:
     Example: 0.0.0.0:8000
     """
     auth: Literal["keys", "none"] = "keys"
-    """Whether requests need a token. ``keys``: every request does (``modelctl keys new NAME --http`` makes one).
-    ``none``: no request does. Then everybody who can reach the port may use and stop the models, so only an address of
-    this machine may be listened on (127.0.0.1 or [::1]).
+    """Authentication of requests. ``keys``: every request needs a token (``modelctl keys new NAME --http`` makes one).
+    ``none``: no request needs a token. Then everybody who can reach the port may use and stop the models. So with
+    ``none`` the gateway may listen only on an address of this machine (127.0.0.1 or [::1]).
 
     Example: none
     """

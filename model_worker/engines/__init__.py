@@ -17,7 +17,7 @@ def build_engine(spec: EngineSpec) -> Engine:
     """Return the engine that ``spec.engine`` names: a key of BUILT_IN, or an import string "package.module:Class".
 
     The engine is constructed, not loaded. Raises LoadError for an unknown name, a module that cannot be imported, a
-    missing class, options that the engine does not know, and a package that the engine needs and that is not installed.
+    missing class, unknown options of the engine, and a missing package that the engine needs.
     """
     check_installed(spec.engine)
     target = BUILT_IN.get(spec.engine, spec.engine)

@@ -163,7 +163,7 @@ class BannedStrings:
         self._safe += len(safe)
 
     def _release(self) -> Verdict:
-        """Deliver what is before the last place where the answer can be cut and no banned string may have begun."""
+        """Deliver the text up to the last place where the answer can be cut and no banned string may have begun."""
         tokens, end = self._final, self._start
         while self._boundaries and self._boundaries[0][1] <= self._safe:
             tokens, end = self._boundaries.popleft()

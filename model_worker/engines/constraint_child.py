@@ -119,7 +119,7 @@ def _be_the_trial(server: int, writing: int, tokenizer: llguidance.LLTokenizer, 
 
 
 def attempt(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> RequestError | None:
-    """Return what is wrong with a constraint; None if it compiles and the beginning of a random answer matches it."""
+    """Return the error of a constraint; None if it compiles and the beginning of a random answer matches it."""
     try:
         matcher = llguidance.LLMatcher(tokenizer, grammar(kind, text), log_level=0, limits=LIMITS)
     except RequestError as e:

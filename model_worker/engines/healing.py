@@ -10,9 +10,9 @@ whose text begins with the text of the dropped token, which is itself one of the
   beginning of the answer. It is delivered without an id.
 * In all other respects it is an ordinary draw: temperature, bias and banned strings apply, and it takes one random
   number. It never ends the answer, because end tokens have no text.
-* Some prompts are not changed: a prompt of one token (nothing would be left to draw from), a prompt whose last token
-  has no text (a special token), and a prompt whose last token is a byte of a character where bytes are only a fallback
-  (no other token begins with it).
+* Three kinds of prompts are not changed. A prompt of one token would have nothing left to draw from. A last token
+  without text (a special token) has no text to begin with. Where bytes are only a fallback, no other token begins with
+  a last token that is a byte of a character.
 * Some tokenizers have a text that is not the joined text of their tokens, and so no table of token texts. Their engine
   does not offer healing.
 """

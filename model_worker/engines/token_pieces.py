@@ -88,8 +88,8 @@ def _sentencepiece(tokens: Sequence[str | None]) -> list[str | bytes | None]:
 def _samples(pieces: Pieces) -> Iterator[list[int]]:
     """Yield sequences of ids that together hold the whole vocabulary, in random order, and characters written in bytes.
 
-    A byte of a fallback stands alone between texts. There, and only there, a stream's text may differ from the text
-    decoded at once, because a stream cannot take back what it delivered before a run of bytes proved broken.
+    A byte of a fallback stands alone between texts. In a run of such bytes a stream's text may differ from the text
+    decoded at once, because a stream cannot take back text that it delivered before the run proved broken.
     """
     order = random.Random(0)
     ids = list(range(len(pieces.table)))

@@ -2,8 +2,8 @@
 
 The caller gives only workers that may be unloaded: lazy ones, which their next request loads again, and not pinned
 ones. Busy workers stay. Of the sets of idle workers that make enough room, the cheapest is unloaded. Sets are compared
-by the highest priority in the set, then by the seconds that loading the set again takes, then by idle time: the set
-is preferred whose most recently used worker has been idle for longest.
+by the highest priority in the set, then by the seconds that loading the set again takes. Last, they are compared by the
+idle time of the most recently used worker in the set: a longer time is cheaper.
 """
 
 from collections.abc import Mapping, Sequence

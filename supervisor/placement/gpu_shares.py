@@ -82,7 +82,7 @@ def divide(needs: Needs, rooms: Sequence[int], split: Split) -> list[int]:
         return [own + rest * part // max(1, needs.weights) for own, part in zip(fixed, weights, strict=True)]
     spare = [max(0, room - own) for room, own in zip(rooms, fixed, strict=True)]
     if split.tensors:
-        # in proportion to what is free, as the package does
+        # in proportion to the free memory, as the package does
         spare = spare if any(spare) else [1] * count
         return [own + rest * part // sum(spare) for own, part in zip(fixed, spare, strict=True)]
     reserve = split.reserve or (DEFAULT_RESERVE_MB << 20,) * count
@@ -90,7 +90,7 @@ def divide(needs: Needs, rooms: Sequence[int], split: Split) -> list[int]:
     spare = [max(0, part - left) for part, left in zip(spare, held_back, strict=True)]
     parts = _filled(rest, spare)
     if parts[-1] > spare[-1]:
-        parts[-1] += held_back[-1]  # it would fit only without what is held back while it loads
+        parts[-1] += held_back[-1]  # it would fit only without the bytes that are held back during the load
     return [own + part for own, part in zip(fixed, parts, strict=True)]
 
 

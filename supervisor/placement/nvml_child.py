@@ -49,9 +49,9 @@ class _Nvml:
         return [{"index": i, **self._gpu(handle)} for i, handle in enumerate(self._handles) if i in wanted]
 
     def _gpu(self, handle: Any) -> dict[str, Any]:
-        # The processes are asked for first. Memory that a process takes between the two calls is then missing from the
-        # free memory, and counts a second time as what the process is about to take. In the other order it would count
-        # as free, and be promised to another worker.
+        # Ask for the processes first. Memory that a process takes between the two calls is then counted twice: as used,
+        # and as memory that the process is about to take. In the other order this memory would count as free, and be
+        # promised to another worker.
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         return {

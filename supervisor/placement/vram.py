@@ -175,9 +175,9 @@ class Vram:
     def describe(self, worker: str, pid: int | None) -> dict[str, Any]:
         """Return the fields that ``status`` shows about a worker's memory. None means not known.
 
-        vram_bytes: what the present process holds by NVML. vram_by_gpu: GPU → these bytes. vram_return: the state of
-        the last process's memory: "awaited", "back", "not back" or "not watched". vram_returned_ms: milliseconds until
-        it was back.
+        vram_bytes: bytes that the present process holds, by NVML. vram_by_gpu: GPU → these bytes. vram_return: the
+        state of the last process's memory: "awaited", "back", "not back" or "not watched". vram_returned_ms:
+        milliseconds until it was back.
 
         pid  the present process; None if there is none
         """

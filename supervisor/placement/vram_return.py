@@ -1,7 +1,7 @@
 """The dead processes that still hold GPU memory. Pure: readings and times are arguments.
 
 The driver frees a dead process's memory a moment after the end of the process. Measured were 0.1 to 0.3 s after
-SIGKILL. A worker that is started before that finds its GPU as full as it was.
+SIGKILL. A worker that is started earlier finds its GPU still full.
 """
 
 from collections.abc import Collection, Sequence

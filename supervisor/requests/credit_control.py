@@ -49,8 +49,7 @@ class CreditControl:
         self._of_party: Counter[int] = Counter()
         self._total = 0
         self._holding: dict[InFlight, float] = {}
-        """By stream that holds events: the time of the first event held since the client's last grant, in monotonic
-        seconds."""
+        """The time, in monotonic seconds, since which each stream has held events without a new grant of its client."""
 
     # --- sending ------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """The queue between the classes that decide and the loop that acts. Pure.
 
 The scheduler, the life cycle, rollouts and the keys' rights decide what has to be done, and add it here as effects.
-Nothing happens at that moment. When the handler of a message, an exit or a timer has returned, the loop takes the
-effects out and carries them out in the order in which they were decided (``supervisor.effect_runner``).
+Nothing happens at that moment. When the handler of a message, an exit or a timer has returned, the loop takes all
+effects out. It carries them out in the order in which they were decided (``supervisor.effect_runner``).
 """
 
 from collections.abc import Iterable

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from supervisor.requests.in_flight import InFlight
 
 WEIGHTS = {"interactive": 16, "normal": 4, "batch": 1}
-"""How many of 21 tokens each priority gets while all three have requests waiting."""
+"""The share of each priority, in parts of 21, while all three have requests waiting."""
 MOST_EMPTY = 64
 """Accounts without waiting requests that may always stay in the heap of a priority."""
 _ties = count()

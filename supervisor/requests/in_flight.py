@@ -53,8 +53,8 @@ class InFlight(RequestProgress):
     channel, request   the client's connection, and the number that the client gave the request
     cost               tokens of the prompt, estimated from its bytes
     account            the party's account in the fair queue
-    party              whose turn the request takes, in the queue and when its constraint is compiled, and who pays for
-                       that: its channel, or a number that all requests of a key share
+    party              the client that takes a turn with this request, in the queue and when its constraint is compiled,
+                       and that is charged for it: its channel, or a number that all requests of a key share
     accepted, started  monotonic seconds: when the request was accepted, and when a worker was first given it
     window             events that may go to the client before it grants any credit
     held               events that wait for credit, in order

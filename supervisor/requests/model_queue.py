@@ -23,7 +23,7 @@ SMOOTHING = 0.2
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """How many requests may wait for a model, and how many tokens all their prompts may have (estimated from bytes)."""
+    """The most requests that may wait for a model, and the most tokens of all their prompts (estimated from bytes)."""
 
     requests: int = 256
     tokens: int = 4_000_000

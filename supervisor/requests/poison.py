@@ -1,12 +1,12 @@
 """Decide which requests a worker's death is blamed on, and refuse those that have been blamed too often. Pure.
 
-Most deaths are nobody's fault: a driver, memory, an operator. So the requests of a dead worker go on in the next one,
-and none waits for another's answer. But each is a suspect from then on. In its next worker a suspect is on probation,
-until a few events beyond the place where it was when the worker died. ``ModelQueue`` lets only a few suspects be on
-probation at once, and tries those with one strike left one by one. A death during their probation is a strike against
-them, and against no other request. With the limit of two strikes, a request that kills every worker is thus found by
-the third death at the latest. The first death makes it a suspect, the second strikes it with a few others, and the
-third finds it alone.
+Most deaths are not the fault of a request, but of a driver, memory, or an operator. So the requests of a dead worker go
+on in the next one, and none waits for the end of another. But from then on each of them is a suspect. In its next
+worker a suspect is on probation, until a few events beyond the place where it was when the worker died. ``ModelQueue``
+lets only a few suspects be on probation at once, and tries those with one strike left one by one. A death during their
+probation is a strike against them, and against no other request. With the limit of two strikes, a request that kills
+every worker is thus found by the third death at the latest. The first death makes it a suspect, the second strikes it
+with a few others, and the third finds it alone.
 
 Payloads are remembered, not requests: a client that sends the same payload again does not get a new count.
 """

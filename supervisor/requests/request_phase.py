@@ -1,7 +1,7 @@
 """The phases of a request.
 
-They have a file of their own, because both ``fast_path`` and ``request_progress`` need them, and the latter imports the
-former.
+They have a file of their own, because both ``fast_path`` and ``request_progress`` need them, and ``request_progress``
+imports ``fast_path``.
 """
 
 from enum import Enum

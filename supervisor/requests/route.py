@@ -20,7 +20,7 @@ class Route:
     resume: bool = True
     """When the request's worker dies, go on with the answer in another worker: no token twice, none missing."""
     priority: str = "normal"
-    """How the request shares the workers with others: ``interactive`` before ``normal`` before ``batch``."""
+    """Share of the workers while other requests wait: ``interactive`` requests get most, ``batch`` requests least."""
     queue_ms: int | None = None
     """Longest wait for a worker. A request that waits longer ends with ``queue_timeout``."""
     ttft_ms: int | None = None

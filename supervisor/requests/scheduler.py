@@ -83,7 +83,7 @@ class Scheduler:
     # --- counts ---------------------------------------------------------------------------------------------------
 
     def counts(self, model: str) -> tuple[int, int]:
-        """Return how many requests of a model (run, wait). Requests whose worker has yet to confirm a cancel run."""
+        """Return how many requests of a model (run, wait). A cancelled request runs until its worker confirms that."""
         queue = self._table.queues[model]
         return queue.running, queue.waiting
 
@@ -382,5 +382,5 @@ class Scheduler:
         return reports.loading(self._table.queues[model], part, done, total)
 
     def report_positions(self) -> list[Effect]:
-        """Report places in the queues to the clients that asked for it and whose requests have moved on."""
+        """Report the place in the queue to each client that asked for reports, if its request has moved on."""
         return [effect for queue in self._table.queues.values() for effect in reports.positions(queue)]

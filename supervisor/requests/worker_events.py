@@ -94,7 +94,7 @@ class WorkerEvents:
         frame  the message as it came. If every stream in it has credit, the frame is passed on whole. That saves the
                supervisor the packing, and nearly all frames pass in this way
 
-        Raises FrameError if an event has another number than the one that is expected. Then nothing has changed.
+        Raises FrameError if an event does not have the expected number. Then nothing has changed.
         """
         queue = self._table.queue_of_worker[worker]
         worker_slot = queue.worker_slots[worker]
@@ -197,7 +197,7 @@ def requests_of_whole_frame(worker_slot: WorkerSlot, message: Events) -> list[In
     passes a frame that this function refuses.
 
     A frame passes whole if every event in it is the next one expected for a running request, which has credit for the
-    event and holds none back. Raises FrameError if an event has another number than the one that is expected.
+    event and holds none back. Raises FrameError if an event does not have the expected number.
     """
     channel, running, whole = message.channel, worker_slot.running, True
     is_running = RequestPhase.RUNNING  # looked up once: every token passes here if the compiled module is not used

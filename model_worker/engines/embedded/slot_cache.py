@@ -28,7 +28,7 @@ class SlotCache(Cache):
         self._batch = self._span = 0
 
     def select(self, rows: torch.Tensor, positions: torch.Tensor, span: int, *, dense: bool) -> None:
-        """Choose what the next forward pass writes and reads.
+        """Choose the rows and positions of the next forward pass.
 
         rows       int64 [n], on the cache's device
         positions  int64 [n, t], where each row's t tokens are written; positions beyond ``length`` are padding
