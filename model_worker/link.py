@@ -70,7 +70,8 @@ class SupervisorLink:
     def hello(self) -> None:
         """Send HELLO after the kernel has confirmed that our own user listens. Call this before any other method.
 
-        End the process if no process listens, or if another user's process does: it would receive answers to prompts.
+        End this process if no process listens. End it, too, if another user's process does: that process would receive
+        the answers to prompts.
         """
         if not self._monitor.poll(CONNECT_WAIT_MS):
             _leave("the supervisor did not take the connection")

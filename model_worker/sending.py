@@ -39,7 +39,7 @@ class PlainOutbox:
     most_events  the largest number of events in one EVENTS frame
     most_bytes   the largest number of event bytes in one frame. A longer event has a frame of its own
 
-    Sending never blocks a step: what cannot be sent now waits.
+    Sending never blocks a step. Messages that cannot be sent now wait.
     """
 
     def __init__(self, socket: AnySocket, generation: int, most_events: int, most_bytes: int) -> None:

@@ -46,7 +46,7 @@ class _Refused(Exception):
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``, by which templates mark the assistant's words for training. Only its content is
+    """The tag ``{% generation %}``, with which templates mark the assistant's words for training. Only its content is
     rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja has it
@@ -177,7 +177,7 @@ def main(parent: int, mailbox: int) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump holds prompts
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    _compiled("{{ strftime_now('%Y') }}").render()  # import now what would be imported late
+    _compiled("{{ strftime_now('%Y') }}").render()  # so that these imports are not made during the first rendering
     os.nice(NICE)
     os.write(0, bytes(8))
     while head := os.read(0, 8):

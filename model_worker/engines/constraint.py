@@ -5,10 +5,10 @@ import torch.
 
 * A constraint is compiled outside the step loop (constraint_compiler). A constraint that is unknown or costly is
   compiled before its job may start (parking). Any other takes milliseconds: its job waits beside the engine, and other
-  jobs pass it. A constraint that cannot be compiled is refused by name, with the reason.
+  jobs pass it. A constraint that cannot be compiled is refused with an error that names its field and the reason.
 * The mask of allowed tokens is one more limit of the draw, beside allowed_tokens, banned_tokens and logit_bias. The
   penalties and the sampling parameters work on the tokens that remain. If none remains at the first token, the request
-  is refused. Later the answer ends there, with finish_reason "banned_strings" (FinishReason.BANNED).
+  is refused. If none remains later, the answer ends with finish_reason "banned_strings" (FinishReason.BANNED).
 * An end token (the model's own, or one of stop_token_ids) is allowed where the answer is complete. Where nothing else
   can follow, the answer ends by itself, with finish_reason "stop" and without an end token, also before min_tokens and
   with ignore_eos. Until min_tokens no end token is drawn, so an answer that can go on goes on.

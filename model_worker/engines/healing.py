@@ -10,9 +10,10 @@ whose text begins with the text of the dropped token, which is itself one of the
   beginning of the answer. It is delivered without an id.
 * In all other respects it is an ordinary draw: temperature, bias and banned strings apply, and it takes one random
   number. It never ends the answer, because end tokens have no text.
-* Three kinds of prompts are not changed. A prompt of one token would have nothing left to draw from. A last token
-  without text (a special token) has no text to begin with. Where bytes are only a fallback, no other token begins with
-  a last token that is a byte of a character.
+* Three kinds of prompts are not changed:
+      a prompt of one token, because nothing would be left to draw from
+      a prompt that ends with a special token, because that token has no text
+      a prompt that ends with a byte of a character, where bytes are only a fallback: no other token begins with it
 * Some tokenizers have a text that is not the joined text of their tokens, and so no table of token texts. Their engine
   does not offer healing.
 """

@@ -32,7 +32,7 @@ TEMPLATE_BYTES = MIB
 MOST_ENTRIES = 10_000
 """The most entries in a directory. The largest models come in some hundred files."""
 LONGEST_NUMBER = 24
-"""The most digits of an integer in JSON: enough for 64 bits, and more than a float can express."""
+"""The most characters of an integer in JSON: enough for 64 bits, and more than a float can express."""
 _LIMITS = {"tokenizer.json": TOKENIZER_BYTES, "model.safetensors.index.json": INDEX_BYTES}
 _PARTS = ("", "additional_chat_templates")
 """The directory itself, and the subdirectories that are read."""

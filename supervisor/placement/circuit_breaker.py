@@ -76,7 +76,7 @@ class Restarts:
     """Decides when a process that may end again and again is started again. The first start is at once.
 
     first_s  least seconds between two starts
-    most_s   seconds to which that grows, twofold each time, while the process ends again soon
+    most_s   greatest pause in seconds; the pause doubles each time while the process ends again soon
     """
 
     def __init__(self, first_s: float = RESTART_S, most_s: float = RESTART_MAX_S) -> None:

@@ -1,4 +1,4 @@
-"""A trial placement: finds the models of a models.yaml that fit on the GPUs together. Pure."""
+"""Place the models of a models.yaml on trial, to find those that fit on the GPUs together. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ def fit(
     limits: Mapping[str, Limit] | Limit | None,
     outer: str | None,
 ) -> list[Outcome]:
-    """Place the workers and return the outcomes in that order.
+    """Place the workers. Return the outcomes in the order of placement.
 
     Workers that start with the supervisor come first and are placed together. Each of the others is then tried alone
     beside them. In both groups, workers with pinned GPUs come before those with ``auto``.

@@ -247,7 +247,7 @@ class GpuReader:
         self._breaker.asked(asking)
 
     def _hear(self, child: _Child, within_s: float) -> GpuReading | None:
-        """Return the next answer, None if there is none within the time.
+        """Return the next answer; None if none comes within ``within_s`` seconds.
 
         An answer that comes too late is of use, too: it shows how fast the driver is."""
         frame = child.receive(within_s)

@@ -81,8 +81,8 @@ class Vram:
         self._workers[worker] = _WatchedWorker(pins)
 
     def serves(self) -> None:
-        """Take note that clients are served from now on. A driver that is opened later, for a model that a reload adds,
-        is not waited for: every token would wait, too."""
+        """Take note that clients are served from now on. If a reload adds a model and the driver is opened only then,
+        nothing waits for the driver: every token would wait, too."""
         self._serves = True
 
     def unwatch(self, worker: str) -> None:

@@ -1,8 +1,8 @@
 """Number the events for clients, count their credit, and hold events back where a client does not read. Pure.
 
 Events of a client that reads slowly are held, up to a limit for the stream, for the party (a connection or a key) and
-for the process. Beyond a limit one stream is ended: the stream that holds most of those that the limit is for. So a
-client that reads loses no stream because another client does not read. A stream is also ended when its client has
+for the process. If a limit is exceeded, one stream is ended: of the streams under this limit, the one that holds most.
+So a client that reads loses no stream because another client does not read. A stream is also ended when its client has
 granted no credit for long.
 """
 
@@ -26,7 +26,7 @@ class SendBufferLimits:
 
     of_stream, of_party, of_all  bytes of events that may be held. A party is a connection, or a key with all its
                                  connections, as in ``InFlight``. One gateway's connection carries the streams of many
-                                 keys, so a limit on connections would let one key use up what others need
+                                 keys, so a limit on connections would let one key use up the room of other keys
     stall_s                      seconds that a stream may hold events while its client shows no sign of reading
     """
 

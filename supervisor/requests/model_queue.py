@@ -1,4 +1,4 @@
-"""The requests that wait for one model, the model's workers, and which request goes to which worker. Pure."""
+"""The requests that wait for one model, its workers, and the choice of the next request and its worker. Pure."""
 
 from bisect import insort
 from collections import deque

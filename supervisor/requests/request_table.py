@@ -94,7 +94,8 @@ class RequestTable:
         return [ToWorker(*process, encode(CancelJob(request.channel, request.request)))]
 
     def abandon(self, request: InFlight) -> list[Effect]:
-        """Have the worker of a running request let it go. The request stays in the table until the worker did."""
+        """Have the worker of a running request let it go. The request stays in the table until the worker has done
+        so."""
         process = self.slot_of(request.worker).process
         return [ToWorker(*process, encode(CancelJob(request.channel, request.request)))]
 

@@ -138,7 +138,7 @@ class Scheduler:
     def add_model(self, name: str, limits: QueueLimits | None = None) -> None:
         """Add a model without workers."""
         before = self._table.queues.get(name)
-        if before is not None:  # it was removed once; requests of then may still be held
+        if before is not None:  # the model was removed before, and ends of its old requests may still be held
             before.limits, before.removed = limits or QueueLimits(), False
         else:
             self._table.queues[name] = ModelQueue(name, limits or QueueLimits(), {})
@@ -159,7 +159,7 @@ class Scheduler:
     def remove_model(self, name: str) -> None:
         """Refuse requests for a model that is not configured any more. All its workers must have been removed."""
         queue = self._table.queues[name]
-        queue.removed, queue.affinity = True, Affinity()  # the latter may take megabytes
+        queue.removed, queue.affinity = True, Affinity()  # the old affinity may take megabytes
 
     def set_limits(self, model: str, limits: QueueLimits) -> None:
         """Replace the limits of a model's queue. Requests that wait already stay."""
@@ -203,7 +203,7 @@ class Scheduler:
     ) -> list[Effect]:
         """Give requests that wait to a worker that is ready.
 
-        generation  which of the worker's processes this is
+        generation  the number of the worker's process
         capacity    jobs that the worker takes at once
         batch_size  jobs that it computes at once; the others wait in the worker. None: all of them
         """
@@ -282,7 +282,7 @@ class Scheduler:
             withdrawn = self._table.withdraw(queue, request)
             # Other requests may have waited for this one, which had to be tried alone.
             return withdrawn + self._table.end_cancelled(request) + self._table.dispatch(queue, now)
-        # A client that cancels need not go on granting credit. What is held, and the terminal event behind it, is sent.
+        # A client that cancels need not grant more credit. Held events and the terminal event are sent all the same.
         request.cancelled = True
         self._table.deadlines.add(now + CONFIRM_S, CANCEL, request)
         request.credit += UNLIMITED
@@ -307,11 +307,11 @@ class Scheduler:
         return effects
 
     def reject(self, channel: int, error: WireError, now: float) -> list[Effect]:
-        """End all requests of a connection that may have none any more."""
+        """End all requests of a connection that may not have requests any more."""
         return self._reject([r for r in self._table.live.values() if r.channel == channel], error, now)
 
     def reject_party(self, party: int, error: WireError, now: float) -> list[Effect]:
-        """End all requests of a key that may have none any more, whatever connections they came through."""
+        """End all requests of a key that may not have requests any more, whatever connections they came through."""
         effects = self._reject([r for r in self._table.live.values() if r.party == party], error, now)
         for queue in self._table.queues.values():
             queue.fair_queue.forget(party)

@@ -213,7 +213,7 @@ def requests_of_whole_frame(worker_slot: WorkerSlot, message: Events) -> list[In
             whole = False
             continue
         if seq != due:
-            # A token is missing or came twice. Nothing that this worker says can be believed any more.
+            # A token is missing or came twice. This worker cannot be trusted any more.
             raise FrameError(ErrorCode.BAD_FRAME, f"event {seq} of a request where {due} was due")
         expected[number] = -1 if flags & TERMINAL else due + 1
         if request.holds or request.credit <= due - request.sent:

@@ -111,7 +111,7 @@ def _choose_attention() -> str:
 
 
 def check_attention(package: Package, directory: ModelDir, gpus: int, progress: ProgressCallback) -> str:
-    """Try the attention of this model on each GPU. Return its name, and why it is not flash-attn, for people."""
+    """Try the attention of this model on each GPU. Return, for people, its name, and why it is not flash-attn."""
     if not paged_attention.is_installed():
         return package.attention
     shape, config = read_shape(directory), directory.text_config

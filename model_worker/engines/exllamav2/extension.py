@@ -1,4 +1,4 @@
-"""Compile the CUDA extension of exllamav2 once, before workers need it. No torch in this module.
+"""Compile the CUDA extension of exllamav2 once, before workers need it. This module does not import torch.
 
 The package's wheel on PyPI holds sources. PyTorch would compile them at the first import: for minutes, in every worker
 at once, silently, and with a lock file that a killed build leaves for ever. This module does it in another way:
@@ -8,8 +8,8 @@ at once, silently, and with a lock file that a killed build leaves for ever. Thi
       waiting            another process is compiling (once)
       build DONE TOTAL   steps of the compiler
       ready              the extension can be imported; also if there was nothing to do
-  The exit code is 0, or 1 with one line on stderr that says what is wrong and where the whole log is. With the process
-  id of its parent as argument, the process ends when the parent's thread that has started it ends.
+  The exit code is 0, or 1 with one line on stderr that says what is wrong and where the whole log is. If the process id
+  of the parent is given as an argument, the process ends when the parent's thread that started it ends.
 * ``ensure()`` compiles in the calling process, for a worker that was started without running this program before.
 * ``location()`` returns the compiled file. A worker imports that file itself, so PyTorch's own builder never runs.
 
