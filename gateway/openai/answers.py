@@ -123,7 +123,7 @@ def _begin(
 
 
 async def _stream(events: EventStream, streams: tuple[AsyncStream, ...], shape: Shape, wanted: Wanted) -> None:
-    """Send the pieces of the answers as they come, then their ends."""
+    """Send the pieces of the answers as they come, and the end of each answer with its last piece."""
     begun = b"".join(shape.begin(index) for index in range(len(streams)))
     with_logprobs = wanted.options.get("logprobs")
     if len(streams) == 1 and not with_logprobs:
@@ -131,18 +131,24 @@ async def _stream(events: EventStream, streams: tuple[AsyncStream, ...], shape: 
             if delta.text:
                 await events.send(begun + shape.piece(0, delta.text))
                 begun = b""
+        last = [shape.finish(0, finish_reason(streams[0].finish_reason or ""))]
     else:
         offsets = [TextOffset() for _ in streams]
-        async for index, delta in AsyncChoices(streams, None):
+        async for index, delta in AsyncChoices(streams, None, tell_ends=True):
+            parts = []
             if delta.text or delta.logprobs:
                 logprobs = shape.logprobs(delta.logprobs, offsets[index]) if with_logprobs else None
-                await events.send(begun + shape.piece(index, delta.text, logprobs))
+                parts.append(shape.piece(index, delta.text, logprobs))
+            if (reason := streams[index].finish_reason) is not None:
+                parts.append(shape.finish(index, finish_reason(reason)))
+            if parts:
+                await events.send(b"".join((begun, *parts)))
                 begun = b""
-    parts = [shape.finish(index, finish_reason(stream.finish_reason or "")) for index, stream in enumerate(streams)]
+        last = []
     if wanted.include_usage:
         timings = streams[0].timings if len(streams) == 1 else {}
-        parts.append(shape.totals(_usage(streams, wanted.n), timings))
-    await events.send(b"".join((begun, *parts, DONE)))
+        last.append(shape.totals(_usage(streams, wanted.n), timings))
+    await events.send(b"".join((begun, *last, DONE)))
 
 
 def _usage(streams: Sequence[AsyncStream], n: int) -> dict[str, Any]:

@@ -134,13 +134,17 @@ _S = TypeVar("_S", bound=StreamBase)
 class ChoicesBase(Generic[_S]):
     """Several answers to one prompt.
 
-    streams  the stream of each answer
+    streams    the stream of each answer
+    tell_ends  whether an answer that ends without a delta gets an empty one, so that the reader hears of its end before
+               the other answers end
     """
 
-    def __init__(self, streams: tuple[_S, ...], timeout: float | None) -> None:
+    def __init__(self, streams: tuple[_S, ...], timeout: float | None, *, tell_ends: bool = False) -> None:
         self.streams = streams
         self._timeout = timeout
         self._turn = 0
+        self._untold = set(range(len(streams))) if tell_ends else set()
+        """Indices of the answers whose ends the reader has to be told of."""
 
     def __len__(self) -> int:
         return len(self.streams)
@@ -152,6 +156,7 @@ class ChoicesBase(Generic[_S]):
 
     def close(self) -> None:
         """Cancel every unfinished request, and drop what was not read. A second call does nothing."""
+        self._untold.clear()
         for stream in self.streams:
             stream.close()
 
@@ -163,12 +168,16 @@ class ChoicesBase(Generic[_S]):
         """Return (index, delta) of a stream that has a delta, each stream in turn. None if no stream has one now."""
         for ahead in range(len(self.streams)):
             index = (self._turn + ahead) % len(self.streams)
+            stream = self.streams[index]
             try:
-                delta = self.streams[index]._now()
+                delta = stream._now()
             except WireError as e:
                 e.index = index
                 self.close()
                 raise
+            if index in self._untold and stream._over:
+                self._untold.discard(index)
+                delta = delta or Delta("", ())
             if delta is not None:
                 self._turn = index + 1
                 return index, delta

@@ -120,6 +120,24 @@ def test_a_chunk_or_nothing_can_stand_for_a_comment(serving: Serving) -> None:
     serving.wait_idle("m")
 
 
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"stream_options": {"include_usage": True}}])
+def test_each_answer_has_its_end_when_it_ends(gateway: Gateway, more: dict[str, Any]) -> None:
+    """The model answers one request at a time, so the first answer ends before the second begins."""
+    body = {"model": "m", "prompt": "x", "max_tokens": 5, "n": 2, "stream": True} | more
+    with closing(http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=WITHIN)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        lines = [line for line in connection.getresponse() if line.startswith(b"data: ")]
+    assert lines.pop() == b"data: [DONE]\n"
+    chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+    if "stream_options" in more:
+        last = chunks.pop()
+        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 10)
+    (choices,) = zip(*(chunk["choices"] for chunk in chunks), strict=True)
+    one = [None] * 5 + ["length"]
+    assert [choice["finish_reason"] for choice in choices] == one * 2
+    assert [choice["index"] for choice in choices] == [choices[0]["index"]] * 6 + [1 - choices[0]["index"]] * 6
+
+
 def test_an_order_to_cancel_ends_a_stream_with_an_error(serving: Serving, gateway: Gateway) -> None:
     with openai.OpenAI(base_url=gateway.url, api_key="none", max_retries=0, timeout=WITHIN) as client:
         stream = client.completions.create(**LONG, stream=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from modelctl import AsyncClient, Client
+from protocol.client.async_streams import AsyncChoices
 from protocol.client.sync_client import Progress
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -210,6 +211,27 @@ def test_choices_come_as_they_come_from_any(runtime_dir: Path) -> None:
     assert [unpack_body(request.body)["seed"] for request in requests] == [40, 41, 42]
     assert {request.route["affinity"] for request in requests} == {"same"}
     assert peer.of(Cancel) == []
+
+
+def test_choices_tell_of_an_end_that_comes_without_text_before_the_others_end(runtime_dir: Path) -> None:
+    def both_begin(peer: ScriptedPeer, client: bytes, message: Message) -> None:
+        if isinstance(message, Generate) and message.request == 2:
+            peer.send(client, events(delta(1, 0, "a"), delta(2, 0, "b")))
+
+    async def main() -> None:
+        with ScriptedPeer(runtime_dir / "front", both_begin) as peer:
+            async with AsyncClient(peer.endpoint) as client:
+                streams = client.choices("letters", "x", n=2).streams
+                choices = AsyncChoices(streams, None, tell_ends=True)
+                got = [await anext(choices) for _ in range(2)]
+                peer.inject(peer.clients[0], events(finished(1, 1)))
+                got.append(await anext(choices))
+                assert [(index, each.text) for index, each in got] == [(0, "a"), (1, "b"), (0, "")]
+                assert [stream.finish_reason for stream in streams] == ["stop", None]
+                choices.close()
+                assert [pair async for pair in choices] == []
+
+    asyncio.run(main())
 
 
 def test_choices_complete(runtime_dir: Path) -> None:
