@@ -1,6 +1,6 @@
-"""GPUs of whole boxes as data: ``tests/recorded_boxes/NAME.json``, for decisions to be tested on.
+"""Recorded GPUs of whole boxes (``tests/recorded_boxes/NAME.json``), on which placement decisions are tested.
 
-``python -m tests.boxes`` writes down the box that it runs on, without names of processes.
+``python -m tests.boxes`` prints such a record of the box that it runs on, without names of processes.
 """
 
 import json
@@ -16,7 +16,7 @@ WHERE = Path(__file__).parent / "recorded_boxes"
 
 
 def read_box(name: str, **held: dict[int, int]) -> list[Gpu]:
-    """The GPUs of a recorded box. held: ``gpu1={4711: bytes}`` for processes that are there beside the recorded."""
+    """Return the GPUs of a recorded box. held: ``gpu1={4711: bytes}`` adds a process that holds memory of GPU 1."""
     box = []
     for report in json.loads((WHERE / f"{name}.json").read_text())["gpus"]:
         more = held.get(f"gpu{report['index']}", {})

@@ -1,4 +1,4 @@
-"""Conversations rendered as a worker renders them."""
+"""Render conversations as a worker does."""
 
 from typing import Any
 
@@ -10,7 +10,10 @@ from tests.serving import wait_until
 
 
 def render(template: ChatTemplate, messages: list[dict[str, Any]], limit: int = 1 << 20, **fields: Any) -> str:
-    """The text that a template makes of messages, in a process of its own. Raises what the request would end with."""
+    """Return the text that a template makes of messages. It is rendered in a process of its own, as in a worker.
+
+    Raises the WireError with which the request would end.
+    """
     renderer = Renderer(template, limit)
     try:
         conversation = ChatFields.model_validate({"messages": messages, **fields})
@@ -24,7 +27,7 @@ def render(template: ChatTemplate, messages: list[dict[str, Any]], limit: int = 
 
 
 def chat_ids(engine: Engine, *contents: str) -> list[int]:
-    """Ids of a conversation, user first, in the template of a loaded engine."""
+    """Return the token ids of a conversation in a loaded engine's template. The first message is the user's."""
     assert engine.chat_template is not None
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]

@@ -2,8 +2,9 @@
 
     python -m tests.client_process RUNTIME_DIR REQUESTS
 
-REQUESTS is a JSON list of [model, prompt, max_tokens], sent together. Prints ``streaming`` when each has brought text,
-then, when all are over, a JSON list of [text, finish_reason or error name], and how many events were for nobody.
+REQUESTS is a JSON list of [model, prompt, max_tokens]. The client sends all of them at once. It prints ``streaming``
+when each has got text. When all have ended it prints JSON: ``answers``, a list of [text, finish_reason or error name],
+and ``ignored``, the number of events that belonged to no request.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ async def main(runtime_dir: str, requests: list[tuple[str, str, int]]) -> None:
 
         answers = await asyncio.gather(*(one(*request) for request in requests))
         try:
-            # Anything that followed a terminal event has arrived before the answer to this.
+            # Events that followed a terminal event arrive before this reply.
             await client.status()
         except WireError:
             pass

@@ -1,4 +1,4 @@
-"""Marks for tests of what is compiled, and of the Python beside it."""
+"""A mark for tests that need the compiled modules."""
 
 import pytest
 

@@ -17,16 +17,16 @@ from tests.orphans import end_with_us
 from tests.serving import Serving, describe, marked_processes, wait_until
 
 SESSION_MARK = "MODELCTL_TEST_SESSION"
-# How long an example takes says something about the machine, not about the code.
+# The time of an example depends on the machine, not on the code.
 settings.register_profile("modelctl", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100)
 settings.load_profile("modelctl")
-# Every process that is started would compile all that it imports: half a second of each test that serves something.
+# Without bytecode every process compiles all that it imports: half a second for each test that starts a supervisor.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Tests run beside one another, and torch's threads spin while they wait for each other: a third of what its tests take.
+# Tests run in parallel, and torch's threads spin while they wait for each other. One thread saves a third of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for number in (signal.SIGINT, signal.SIGHUP):
-    # nohup, or a shell's background, has them ignored, and what tests start and interrupt would inherit that
+    # nohup and background jobs of shells ignore these signals, and processes that tests start would inherit that
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 Serve = Callable[..., Serving]
@@ -44,8 +44,8 @@ LONGEST = (
     "system/test_resuming.py",
     "fuzzing/test_what_the_others_read.py",
 )
-"""Files whose tests take half a minute and more together. They begin first: whoever had one of them last would keep the
-others that run tests beside it waiting. (pytest-xdist by itself begins with the files that have the most tests.)"""
+"""Files whose tests take half a minute or more together. They run first, since a long file at the end would keep the
+other test processes waiting. (pytest-xdist by itself begins with the files that have the most tests.)"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """One test at a time where a GPU is needed, whatever runs beside: they measure its memory, which all share."""
+    """Run tests that need a GPU one at a time, since they measure the GPU's memory, which all processes share."""
     if item.get_closest_marker("gpu") is None:
         return (yield)
     with open(Path(tempfile.gettempdir()) / f"modelctl-gpu-tests-{os.getuid()}", "w") as lock:
@@ -65,7 +65,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_survives() -> Iterator[None]:
-    """Check after the last test that no process carries the mark, which everything that tests start inherits."""
+    """Check after the last test that no process carries this session's mark, which all processes of tests inherit."""
     end_with_us()
     mark = os.environ[SESSION_MARK] = uuid4().hex
     yield
@@ -77,7 +77,10 @@ def no_process_survives() -> Iterator[None]:
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts supervisors as ``tests.serving.Serving`` does; each ends with the test and leaves no process."""
+    """Return a function that starts a supervisor like ``tests.serving.Serving``.
+
+    Each supervisor ends with the test and must leave no process.
+    """
     with ExitStack() as stack:
 
         def start(models: dict[str, dict[str, Any]], **settings: Any) -> Serving:
@@ -88,7 +91,7 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture
 def runtime_dir() -> Iterator[Path]:
-    """Make a directory whose path is short enough for sockets. The path of pytest's own may not be."""
+    """Make a directory whose path is short enough for sockets. The path of ``tmp_path`` may be too long."""
     path = Path(tempfile.mkdtemp(prefix="mctl-", dir="/tmp"))
     yield path
     shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,8 @@
-"""A torch-free engine whose answers can be computed by a test, and its misbehaving kin. Named by import string.
+"""An engine without torch with answers that a test can compute, and engines that misbehave on top of it.
 
-They run in real workers. The answer to a prompt is a function of the prompt alone: token k of prompt p is a letter
-drawn from a hash of (p, k), so a token that reached the wrong stream, came twice or is missing shows.
+models.yaml names them by import string, and they run in real workers. The answer depends on the prompt alone: token k
+of prompt p is a letter drawn from a hash of (p, k). So a token in the wrong stream, a token that came twice and a
+missing token can all be seen.
 """
 
 import gc
@@ -38,7 +39,8 @@ from protocol.request import SamplingParams
 OFFERED = frozenset(SamplingParams.model_fields) - {"logit_bias", "banned_tokens", "allowed_tokens", "cfg_scale"} | {
     "min_tokens", "logprobs", "top_logprobs",
 }  # fmt: skip
-"""What changes probabilities: there is only one here, so it is honoured as it stands. What forces or forbids is not."""
+"""The request fields that this engine accepts. Each step has one possible token, so fields that change probabilities
+have no effect. Fields that force or forbid tokens are not offered."""
 TEMPLATE = "{% for m in messages %}{{ '' if loop.first else '\\n' }}{{ m.role }}: {{ m.content }}{% endfor %}"
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
@@ -60,8 +62,10 @@ def _logprobs(job: Job, token: int) -> tuple[DrawnToken, ...]:
 
 
 class DeterministicEngine:
-    """Ids are bytes; every step gives each active job one token. Options: step_s (seconds a step takes), context,
-    template (that of chats)."""
+    """An engine whose token ids are bytes. Every step gives each active job one token.
+
+    Options: step_s (seconds that a step takes), context, template (the chat template).
+    """
 
     KNOWN_OPTIONS = frozenset({"step_s", "context", "template"})
 
@@ -138,7 +142,7 @@ class DeterministicEngine:
         return events
 
     def before_token(self, job: Job, k: int) -> None:
-        """Do nothing here. Misbehaving engines override this."""
+        """Do nothing. Engines that misbehave override this."""
 
     def cancel(self, job_id: int) -> None:
         self.jobs.pop(job_id, None)
@@ -156,7 +160,7 @@ class DeterministicEngine:
 
 
 class RaisesAtToken(DeterministicEngine):
-    """An exception out of step(), at token 5 of any prompt that begins with ``bad``."""
+    """An engine that raises in step() at token 5 of a prompt that begins with ``bad``."""
 
     def before_token(self, job: Job, k: int) -> None:
         if k == 5 and bytes(job.prompt_ids).startswith(b"bad"):
@@ -164,7 +168,7 @@ class RaisesAtToken(DeterministicEngine):
 
 
 class KillsAtToken(DeterministicEngine):
-    """SIGKILL to its own process, in the step that computes token N of a prompt ``kill N ...``."""
+    """An engine that kills its own process in the step that computes token N of a prompt ``kill N ...``."""
 
     def before_token(self, job: Job, k: int) -> None:
         prompt = bytes(job.prompt_ids)
@@ -173,7 +177,7 @@ class KillsAtToken(DeterministicEngine):
 
 
 class HangsAtToken(DeterministicEngine):
-    """Never returns from step(), at token 5 of any prompt that begins with ``bad``."""
+    """An engine that hangs in step() at token 5 of a prompt that begins with ``bad``."""
 
     def before_token(self, job: Job, k: int) -> None:
         while k == 5 and bytes(job.prompt_ids).startswith(b"bad"):
@@ -181,7 +185,7 @@ class HangsAtToken(DeterministicEngine):
 
 
 class HangsDeaf(HangsAtToken):
-    """Hangs, and ignores SIGTERM."""
+    """An engine that hangs and ignores SIGTERM."""
 
     def load(self, progress: ProgressCallback) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -189,21 +193,21 @@ class HangsDeaf(HangsAtToken):
 
 
 class CannotLoad(DeterministicEngine):
-    """A model that an operator has to mend."""
+    """An engine whose load fails with an error that an operator has to correct."""
 
     def load(self, progress: ProgressCallback) -> None:
         raise LoadError("config.json says the moon\nis made of cheese")
 
 
 class CrashesInLoad(DeterministicEngine):
-    """A load that fails in a way that another try might mend."""
+    """An engine whose load fails with an error that may be gone at the next try."""
 
     def load(self, progress: ProgressCallback) -> None:
         raise OSError("the disk hiccupped")
 
 
 class SlowLoad(DeterministicEngine):
-    """Loads for 30 seconds, or as long as the option load_s says, with progress."""
+    """An engine that loads for ``load_s`` seconds, by default 30, and reports progress."""
 
     KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"load_s"}
 
@@ -216,7 +220,7 @@ class SlowLoad(DeterministicEngine):
 
 
 class ForksChild(DeterministicEngine):
-    """Starts a child that would live for an hour. Its pid is written to the model's log."""
+    """An engine that starts a child process that would live for an hour. The model's log shows its pid."""
 
     def load(self, progress: ProgressCallback) -> None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
@@ -225,7 +229,7 @@ class ForksChild(DeterministicEngine):
 
 
 class ForksDaemon(DeterministicEngine):
-    """Starts a child that leaves the worker's session and would live for an hour. Its pid is written to the log."""
+    """An engine that starts a child process in a new session, for an hour. The model's log shows its pid."""
 
     def load(self, progress: ProgressCallback) -> None:
         program = [sys.executable, "-c", "import time; time.sleep(3600)"]
@@ -234,7 +238,7 @@ class ForksDaemon(DeterministicEngine):
 
 
 class ListsModules(DeterministicEngine):
-    """Prints the names of the worker's imported modules, and its view of the devices, into the model's log."""
+    """An engine that prints the worker's imported modules and CUDA_VISIBLE_DEVICES into the model's log."""
 
     def load(self, progress: ProgressCallback) -> None:
         super().load(progress)
@@ -243,7 +247,7 @@ class ListsModules(DeterministicEngine):
 
 
 class TellsCancels(DeterministicEngine):
-    """Prints the monotonic time of each cancel into the model's log."""
+    """An engine that prints the monotonic time of each cancel into the model's log."""
 
     def cancel(self, job_id: int) -> None:
         super().cancel(job_id)
@@ -251,7 +255,7 @@ class TellsCancels(DeterministicEngine):
 
 
 class TalksNonsense(DeterministicEngine):
-    """Sends wrong messages past its loop, at token 5 of a prompt ``bad WHAT``; see ``nonsense``."""
+    """An engine that sends wrong frames at token 5 of a prompt ``bad WHAT``; ``nonsense`` makes them from WHAT."""
 
     def before_token(self, job: Job, k: int) -> None:
         prompt = bytes(job.prompt_ids)
@@ -263,8 +267,8 @@ class TalksNonsense(DeterministicEngine):
 
 
 def surroundings() -> tuple[SupervisorLink, WorkerLoop]:
-    """Return what an engine is not given: the link and the loop of its worker."""
-    gc.unfreeze()  # what was loaded has been set aside
+    """Find the link and the loop of this worker, which engines normally cannot reach."""
+    gc.unfreeze()  # the worker froze all objects after the load
     link = next(thing for thing in gc.get_objects() if isinstance(thing, SupervisorLink))
     return link, next(thing for thing in gc.get_objects() if isinstance(thing, WorkerLoop))
 
@@ -272,7 +276,7 @@ def surroundings() -> tuple[SupervisorLink, WorkerLoop]:
 def nonsense(what: str, generation: int, channel: int, request: int) -> list[bytes]:
     if what == "garbage":
         return [b"", b"\xc1", bytes(1000), b"\x91" * 5000, encode(Stats(b"\xc1")), encode(ProgressMessage(b"\x80"))]
-    if what == "another's":  # tokens and ends for requests of other models and connections
+    if what == "another's":  # events for requests of other models and connections
         event = pack_event([1], {"text": "!"})
         entries = [(channel, request, flags) for channel in range(40) for request in range(20) for flags in (0, 2, 4)]
         return [

@@ -1,4 +1,4 @@
-"""Count what a program holds: the entries of every container that can be reached from one of its objects."""
+"""Count the entries of every container that can be reached from an object, to find containers that grow."""
 
 import gc
 from collections import Counter, OrderedDict, deque
@@ -13,9 +13,11 @@ _LINES = (list, tuple, set, frozenset, deque)
 
 
 def entries(root: object) -> dict[str, int]:
-    """By ``Class.attribute`` the entries of the containers that hang there, of all instances together, with those of
-    containers in them (tuples are looked into, not counted); and how many objects the garbage collector knows that
-    came since it was frozen."""
+    """Return the number of container entries for each ``Class.attribute``, summed over all instances.
+
+    Entries of nested containers are included. The entries of tuples are searched but not counted. ``objects`` is the
+    number of objects that the garbage collector tracks and that were created after ``gc.freeze``.
+    """
     found: Counter[str] = Counter()
     seen: set[int] = set()
     todo: list[tuple[str, Any]] = [("", root)]

@@ -1,4 +1,4 @@
-"""Engines that fail as torch and CUDA do, without torch: in load, or in a step. Named by import string."""
+"""Engines that fail in load or in a step as torch and CUDA do, without torch. models.yaml has their import strings."""
 
 import os
 
@@ -7,11 +7,11 @@ from tests.deterministic_engine import DeterministicEngine
 
 
 class OutOfMemoryError(RuntimeError):
-    """Has the name that a traceback shows for torch's own exception."""
+    """An exception with the same name in a traceback as torch.OutOfMemoryError."""
 
 
 class AcceleratorError(RuntimeError):
-    """Has the name that a traceback shows for torch's own exception."""
+    """An exception with the same name in a traceback as torch.AcceleratorError."""
 
 
 OutOfMemoryError.__module__ = AcceleratorError.__module__ = "torch"
@@ -33,7 +33,7 @@ FAULTS: dict[str, BaseException] = {
 
 
 class RaisesInStep(DeterministicEngine):
-    """Raises an exception at token 5 of a prompt ``bad FAULT``; FAULT is a key of FAULTS."""
+    """An engine that raises an exception at token 5 of a prompt ``bad FAULT``. FAULT is a key of FAULTS."""
 
     def before_token(self, job: Job, k: int) -> None:
         prompt = bytes(job.prompt_ids).decode()
@@ -42,14 +42,14 @@ class RaisesInStep(DeterministicEngine):
 
 
 class RunsOutInLoad(DeterministicEngine):
-    """The weights do not fit."""
+    """An engine that runs out of GPU memory in load."""
 
     def load(self, progress: ProgressCallback) -> None:
         raise FAULTS["vram"]
 
 
 class LeavesInLoad(DeterministicEngine):
-    """Ends its process silently."""
+    """An engine that ends its process in load, without a message."""
 
     def load(self, progress: ProgressCallback) -> None:
         os._exit(7)

@@ -1,13 +1,14 @@
-"""A hostile local process: ZMTP 3.1 by hand over a unix socket, without libzmq.
+"""A hostile local process that speaks ZMTP 3.1 over a Unix socket, without libzmq.
 
     python -m tests.flooding hit-and-run SOCKET ROUNDS CONNECTIONS
     python -m tests.flooding flood SOCKET SECONDS FRAME_SIZE CONNECTIONS
     python -m tests.flooding parts SOCKET SECONDS FRAME_SIZE CONNECTIONS
     python -m tests.flooding same-id SOCKET SECONDS FRAME_SIZE CONNECTIONS
 
-``hit-and-run`` connects, floods and leaves, ROUNDS times, over CONNECTIONS connections at once. The others send frames
-as fast as they can over CONNECTIONS connections and open a new one for each that is ended: whole messages; one message
-of parts without end; whole messages of connections that all chose the same routing id. Each prints one line of JSON.
+``hit-and-run`` connects, floods and leaves, ROUNDS times in all, over CONNECTIONS connections at once. The other modes
+send frames as fast as they can over CONNECTIONS connections, and replace each connection that is ended. ``flood`` sends
+whole messages. ``parts`` sends one message of endlessly many parts on each connection. ``same-id`` sends whole messages
+on connections with equal routing ids. Each mode prints one line of JSON.
 """
 
 import json
@@ -26,25 +27,25 @@ ZMTP_PING = b"\x04\x07\x04PING\0\0"
 FRAMES_A_ROUND = 2000
 FRAMES_A_PING = 3
 FLOOD_BLOCK = 1 << 18
-"""Bytes of frames that are handed to the kernel at once."""
+"""Size in bytes of the block of frames that is handed to the kernel at once."""
 
 
 def ready(kind: bytes = b"DEALER", routing_id: bytes = b"") -> bytes:
-    """The READY command of ZMTP's NULL mechanism."""
+    """Return the READY command of ZMTP's NULL mechanism."""
     body = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
     body += b"\x08Identity" + len(routing_id).to_bytes(4, "big") + routing_id
     return bytes((4, len(body))) + body
 
 
 def frame(content: bytes, *, more: bool = False) -> bytes:
-    """One ZMTP frame with this content."""
+    """Return one ZMTP frame with this content."""
     if len(content) < 256:
         return bytes((more, len(content))) + content
     return bytes((2 | more,)) + len(content).to_bytes(8, "big") + content
 
 
 def shake_hands(path: str, routing_id: bytes = b"", *, timeout: float = 30.0) -> socket.socket:
-    """A connection that is ready for frames. Raises OSError if the listener ends it before."""
+    """Return a connection that is ready for frames. Raises OSError if the listener ends the handshake."""
     peer = socket.socket(socket.AF_UNIX)
     try:
         peer.settimeout(timeout)
@@ -69,15 +70,16 @@ ROUND = frame(HELLO) + b"".join(
 
 
 def hit_and_run(path: str, connections: int = 1) -> int:
-    """Flood so many connections with small frames and ZMTP's own PINGs, and leave without reading. How many took all.
+    """Flood connections with small frames and ZMTP's own PINGs, and leave without reading.
 
-    libzmq 4.3.5 aborts its process if it has stopped reading a connection, finds it ended, and then comes to a PING.
+    Returns the number of connections that accepted all bytes. libzmq 4.3.5 aborts its process if it stopped reading a
+    connection, finds that the connection has ended, and then reads a PING from it.
     """
     took = 0
     with ExitStack() as stack:
         peers = []
         for _ in range(connections):
-            with suppress(OSError):  # the listener may refuse, or die
+            with suppress(OSError):  # the listener may refuse the connection, or die
                 peers.append(stack.enter_context(shake_hands(path)))
         for peer in peers:
             with suppress(OSError):
@@ -87,10 +89,10 @@ def hit_and_run(path: str, connections: int = 1) -> int:
 
 
 class Flood:
-    """Frames of ``size`` bytes as fast as the listener reads, over connections that are replaced when they end.
+    """A sender of ``size`` byte frames, as fast as the listener reads. It replaces connections that end.
 
     more        whether all frames are parts of one message
-    routing_id  what every connection calls itself; empty leaves it to the listener
+    routing_id  the routing id of every connection; empty: the listener chooses one
     """
 
     def __init__(self, path: str, size: int, connections: int, *, more: bool, routing_id: bytes) -> None:
@@ -99,7 +101,7 @@ class Flood:
         self.block = one * max(1, FLOOD_BLOCK // len(one))
         self.peers: dict[int, socket.socket] = {}
         self.left: dict[int, bytes] = {}
-        """What each connection has still to send of its block."""
+        """The rest of the block that each connection is sending, by descriptor."""
         self.sent = self.ended = self.message = 0
 
     def run(self, seconds: float) -> None:

@@ -1,6 +1,6 @@
-"""Engines that hang, or are slow, in the ways that real ones are. Named by import string.
+"""Engines that hang or are slow in the ways of real ones. models.yaml names them by import string.
 
-Each hang happens once: a file in the model's directory remembers it, so that the worker's successor goes on.
+Each hang happens once: a file in the model's directory tells the worker's successor to skip it.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from tests.deterministic_engine import DeterministicEngine
 
 
 def hang(how: str) -> None:
-    """Hang by "gil" (a deadlock in C that holds it), "loop" (endless, in Python), "sleep", or "stop" (SIGSTOP)."""
+    """Hang: "gil" deadlocks in C and holds the GIL, "loop" loops in Python, "sleep" sleeps, "stop" sends SIGSTOP."""
     if how == "gil":
         libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
         libc.pthread_mutex_lock(mutex)  # not sleep(3), which a signal ends
@@ -31,7 +31,7 @@ def hang(how: str) -> None:
 
 
 def once(spec: EngineSpec, what: str) -> bool:
-    """Return whether this is the first time that the model is asked for this hang."""
+    """Return whether this is the model's first call with ``what``."""
     try:
         Path(spec.model_dir, f"hung-{spec.model}-{what}").touch(exist_ok=False)
     except FileExistsError:
@@ -40,7 +40,7 @@ def once(spec: EngineSpec, what: str) -> bool:
 
 
 class HangsOnce(DeterministicEngine):
-    """Hangs at token 5 of a prompt ``hang HOW ...``, once for each prompt."""
+    """An engine that hangs at token 5 of a prompt ``hang HOW ...``, once for each prompt."""
 
     def before_token(self, job: Job, k: int) -> None:
         prompt = bytes(job.prompt_ids).decode()
@@ -49,7 +49,7 @@ class HangsOnce(DeterministicEngine):
 
 
 class HangsInLoad(DeterministicEngine):
-    """After half of the load."""
+    """An engine that hangs once after half of its load."""
 
     def load(self, progress: ProgressCallback) -> None:
         progress("loading", 0, 2)
@@ -60,7 +60,7 @@ class HangsInLoad(DeterministicEngine):
 
 
 class LoadsInParts(DeterministicEngine):
-    """Says nothing for part_s seconds, parts times."""
+    """An engine that loads in ``parts`` parts. Each part takes ``part_s`` seconds without a report of progress."""
 
     KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"parts", "part_s"}
 

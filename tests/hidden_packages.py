@@ -1,4 +1,4 @@
-"""An environment in which packages are not installed: Python does not find them while a file is there."""
+"""An environment in which packages seem not to be installed: Python does not find them while a flag file exists."""
 
 import os
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 from tests.serving import ROOT
 
 ENGINES = ("torch", "transformers", "exllamav2", "tokenizers", "safetensors", "llguidance", "numpy")
-"""All that a plain installation lacks."""
+"""All packages that an installation without extras lacks."""
 
 
 class Hidden:
-    """Packages that programs with this environment cannot find, until ``install``.
+    """Packages that programs with ``python_path`` as PYTHONPATH cannot import until ``install`` is called.
 
-    directory  a directory of the test's own
+    directory  a directory that only this test uses
     """
 
     def __init__(self, directory: Path, *packages: str) -> None:

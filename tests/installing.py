@@ -1,4 +1,4 @@
-"""An installation of modelctl as a new user makes it: ``pip install`` of what git tracks, into an empty environment."""
+"""Install modelctl as a new user does: ``pip install`` of the files that git tracks, into an empty environment."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests.serving import ROOT
 
 
 def tracked_copy(directory: Path) -> Path:
-    """Copy what git tracks. A build in the tree would leave its traces there, and could pick up stray files."""
+    """Copy the files that git tracks. A build in the working tree would leave files, and could pick up stray ones."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, listed.decode().split("\0")):
         if (ROOT / name).exists():
@@ -22,10 +22,10 @@ def tracked_copy(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with a plain modelctl.
+    """An environment with modelctl and no extras.
 
     home     its directory
-    seconds  how long pip took, including what it downloaded
+    seconds  how long pip took, downloads included
     """
 
     home: Path
@@ -41,11 +41,11 @@ class Installed:
         return found
 
     def size(self) -> int:
-        """Bytes on disk of all installed packages, pip among them."""
+        """Return the bytes on disk of all installed packages, pip included."""
         return sum(path.lstat().st_blocks * 512 for path in self.packages.rglob("*"))
 
     def run(self, *command: object, **variables: str) -> "subprocess.CompletedProcess[str]":
-        """Run a program of its ``bin`` in an environment that knows nothing of this repository."""
+        """Run a program of its ``bin`` directory, without the environment variables that point to this repository."""
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MODELCTL_CONFIG")}
         program, *arguments = map(str, command)
         return subprocess.run(

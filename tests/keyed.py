@@ -1,4 +1,4 @@
-"""A supervisor with a port over TCP and keys for it, for tests and benchmarks."""
+"""A supervisor with a TCP port and keys, for tests and benchmarks."""
 
 import dataclasses
 import shutil
@@ -19,7 +19,7 @@ from tests.serving import WITHIN, Serving
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
+    """Return a port of 127.0.0.1 on which no process listens now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
@@ -32,23 +32,23 @@ def new_pair() -> tuple[str, str]:
 
 
 def stranger(key: ClientKey) -> ClientKey:
-    """A pair that is on no list."""
+    """Return a key pair that the supervisor does not know."""
     public, secret = new_pair()
     return dataclasses.replace(key, name="unknown", public_key=public, secret_key=secret)
 
 
 def stolen(key: ClientKey) -> ClientKey:
-    """The public key of somebody who is on the list, and a secret that is not his."""
+    """Return a known public key with the secret key of another pair."""
     return dataclasses.replace(key, name="stolen", secret_key=new_pair()[1])
 
 
 def misled(key: ClientKey) -> ClientKey:
-    """The right pair for another supervisor."""
+    """Return the key pair with the public key of another supervisor."""
     return dataclasses.replace(key, name="misled", server_key=new_pair()[0])
 
 
 class Keyed:
-    """``Serving`` with a port and keys: name → (rights, limits). A context manager."""
+    """A ``Serving`` with a TCP port. ``keys``: name → rights. A context manager."""
 
     def __init__(self, models: dict[str, dict[str, Any]], keys: dict[str, str], **serving: Any) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="mctl-keys-", dir="/tmp"))
@@ -66,7 +66,7 @@ class Keyed:
         return key
 
     def new_http(self, name: str, rights: str = "infer", **limits: Unpack[Limits]) -> str:
-        """Put an HTTP key on the list. Return its token."""
+        """Add an HTTP key. Return its token."""
         return self.store.add_token(name, parse_rights(rights), **limits)
 
     def file(self, name: str) -> Path:
@@ -80,12 +80,12 @@ class Keyed:
         return RawClient(self.endpoint, key=self.keys[key] if isinstance(key, str) else key)
 
     def tcp(self) -> dict[str, Any]:
-        """Return what ``status`` says about the port."""
+        """Return the TCP section of the reply to ``status``."""
         reported: dict[str, Any] = self.serving.overview()["supervisor"]["tcp"]
         return reported
 
     def connections(self) -> int:
-        """Over TCP, of all keys."""
+        """Return the number of connections over TCP, of all keys together."""
         return sum(key["connections"] for key in self.tcp()["keys"])
 
     def __enter__(self) -> Self:

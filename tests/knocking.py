@@ -1,7 +1,7 @@
-"""A holder of a key that connects over TCP again and again: ``python -m tests.knocking ENDPOINT KEY_FILE``.
+"""A client with a key that connects over TCP again and again: ``python -m tests.knocking ENDPOINT KEY_FILE``.
 
-Begins a handshake every 2 ms, whatever became of those before. Prints the number of handshakes that have come to an
-end, one way or the other, after every 50, until its standard input is closed.
+The client begins a handshake every 2 ms, with at most 50 under way. After every 50 handshakes that have succeeded or
+failed it prints their number. It ends when its standard input is closed.
 """
 
 import select
@@ -19,7 +19,7 @@ Socket = zmq.Socket[bytes]
 
 
 def dial(context: "zmq.Context[Socket]", endpoint: str, key: ClientKey) -> tuple[Socket, Socket]:
-    """A new connection, and its monitor."""
+    """Connect. Return the new socket and its monitor."""
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.reconnect_ivl = -1

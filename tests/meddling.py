@@ -1,4 +1,4 @@
-"""Somebody outside who stops or kills processes, for tests."""
+"""Stop or kill processes from outside, for tests."""
 
 import signal
 import threading
@@ -9,9 +9,9 @@ import psutil
 
 
 class Meddler:
-    """Sends a signal to processes as soon as they appear, at most so many of them. A context manager.
+    """A thread that signals processes as soon as they appear, at most ``most`` of them. A context manager.
 
-    found  where to look for them
+    found  returns the processes to signal
     """
 
     def __init__(self, found: Callable[[], list[psutil.Process]], number: signal.Signals, most: int) -> None:

@@ -1,4 +1,4 @@
-"""A box of GPUs as supervisors are told of it by the stand-in for NVML (``tests/stand_in_nvml``): a file."""
+"""The file that tells the stand-in for NVML (``tests/stand_in_nvml``) which GPUs the box has."""
 
 import json
 from collections.abc import Sequence
@@ -7,20 +7,20 @@ from typing import Any
 
 GIB = 1 << 30
 STRANGER = 4_000_000_000
-"""No pid of Linux."""
+"""A pid that no process on Linux can have."""
 
 
 class Box:
-    """GPUs as NVML tells them. Every change replaces the file, so that no reading sees half of it."""
+    """The GPUs that NVML reports. Every change replaces the file, so that no reader sees half of a change."""
 
     def __init__(self, path: Path, sizes: Sequence[int] = (80, 80)) -> None:
-        """sizes: GiB of each"""
+        """Write a box with empty GPUs. sizes: the memory of each GPU in GiB."""
         self._path = path
         self._state: dict[str, Any] = {"gpus": [], "error": None, "init_error": None}
         self.becomes(sizes)
 
     def becomes(self, sizes: Sequence[int], **facts: Sequence[Any]) -> None:
-        """Another box, empty. facts: mig, cpus or nodes of each of its GPUs."""
+        """Replace the box by another one with empty GPUs. facts: mig, cpus or nodes of each of its GPUs."""
         self._state["gpus"] = [
             {"uuid": f"GPU-{i}a2b3c4d-0000", "total": size * GIB, "processes": {}}
             | {name: values[i] for name, values in facts.items()}
@@ -42,7 +42,7 @@ class Box:
         self._write()
 
     def driver(self, **how: Any) -> None:
-        """Make the driver misbehave: hangs=True, says=text or ends=code, see the stand-in; None ends it."""
+        """Make the driver misbehave: hangs=True, says=text or ends=code, as the stand-in describes. None ends it."""
         self._state |= how
         self._write()
 

@@ -1,4 +1,4 @@
-"""Engines that make a clean end difficult: families of processes, and a hang that no Python code can end."""
+"""Engines that are hard to end: one starts child processes, one hangs so that no Python code of its process runs."""
 
 import ctypes
 import signal
@@ -18,7 +18,7 @@ time.sleep(3600)
 
 
 class ForksFamily(DeterministicEngine):
-    """Starts a child that starts a child. Both ignore SIGTERM, and would live for an hour."""
+    """An engine that starts a child that starts another child. Both ignore SIGTERM, and would live for an hour."""
 
     def load(self, progress: ProgressCallback) -> None:
         subprocess.Popen([sys.executable, "-c", CHILD, CHILD])
@@ -26,8 +26,10 @@ class ForksFamily(DeterministicEngine):
 
 
 class HangsWithTheLock(DeterministicEngine):
-    """Never returns from step(), at token 5 of any prompt that begins with ``bad``, and holds the interpreter's lock
-    meanwhile: no other thread of it ever runs. Deaf to SIGTERM."""
+    """An engine that hangs in step() at token 5 of a prompt that begins with ``bad``. It ignores SIGTERM.
+
+    It holds the interpreter's lock while it hangs, so no other thread of the worker runs.
+    """
 
     def load(self, progress: ProgressCallback) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

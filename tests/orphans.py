@@ -1,10 +1,11 @@
-"""What tests and benchmarks have started ends with them, also when they are killed with SIGKILL.
+"""End all processes that tests and benchmarks have started, even if the tests are killed with SIGKILL.
 
-PR_SET_PDEATHSIG would not do: it goes with the thread that started a process, and is not inherited. A process of its
-own holds the read end of a pipe whose write end only we have, and kills everything with our mark when it closes.
+PR_SET_PDEATHSIG is not enough: it depends on the thread that started a process, and children do not inherit it. So a
+keeper process holds the read end of a pipe. Only the tests hold the write end. When the pipe closes, the keeper kills
+every process with the mark of these tests.
 
-``end_with_us`` runs in the process of the tests. The rest of the file is also that process's own program, run with
-``python -I -S``: it imports the standard library only.
+``end_with_us`` runs in the process of the tests. This file is also the program of the keeper, run with
+``python -I -S``, so it imports the standard library only.
 """
 
 import contextlib
@@ -16,13 +17,16 @@ import time
 
 OWNER = "MODELCTL_TEST_OWNER"
 LOOKS, PAUSE_S = 3, 0.1
-"""So many looks in a row have to find nothing: what is about to be killed may be about to start something."""
+"""The keeper ends when LOOKS looks in a row find no process, PAUSE_S seconds apart. A process that is about to be
+killed may just be starting another one."""
 _keeper: "subprocess.Popen[bytes] | None" = None
 
 
 def end_with_us() -> None:
-    """Let everything that this process starts from now on, and the children of that, end with it. May be called
-    again."""
+    """Make all processes that this process starts from now on, and their children, end with it.
+
+    Further calls do nothing.
+    """
     global _keeper
     if _keeper is not None:
         return
@@ -32,7 +36,7 @@ def end_with_us() -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
-        env={},  # no mark of anybody's
+        env={},  # the keeper must not carry a mark itself
         cwd="/",
     )
     os.environ[OWNER] = owner

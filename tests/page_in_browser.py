@@ -1,6 +1,6 @@
-"""The page in a real browser. ``make test-browser`` runs this file; it needs Debian's chromium.
+"""The gateway's web page works in a real browser. ``make test-browser`` runs this file; it needs Debian's chromium.
 
-With SCREENSHOTS=DIRECTORY the pictures of docs/page.md are made there, too.
+With SCREENSHOTS=DIRECTORY the tests also write the pictures of docs/page.md into that directory.
 """
 
 import os
@@ -64,7 +64,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(serving: Serving, browser: Browser, token: str, port: int) -> Iterator[Page]:
-    """The page after a sign-in. Nothing may be said on the console, such as an error of the content security policy."""
+    """Open the page and sign in. The console must show no error and no warning, for example of the content security
+    policy."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
     page = context.new_page()
     said: list[str] = []
@@ -74,7 +75,7 @@ def page(serving: Serving, browser: Browser, token: str, port: int) -> Iterator[
     page.get_by_label("Token", exact=True).fill(token)
     page.get_by_role("button", name="Sign in").click()
     expect(model(page, "letters")).to_be_visible()
-    said.clear()  # the browser reports the answer 401 by which the page knows that nobody is signed in
+    said.clear()  # before the sign-in the page gets a 401, which the browser reports
     yield page
     context.close()
     assert not said

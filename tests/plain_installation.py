@@ -1,6 +1,6 @@
-"""``pip install .`` without an extra: the installed packages, the missing ones, and that clients work from it.
+"""``pip install .`` without extras installs few packages, and clients and engines without dependencies work from it.
 
-``make test-install`` runs this file. ``make test`` does not, because it makes environments from a package index.
+``make test-install`` runs this file. ``make test`` does not, because these tests need a package index.
 """
 
 import json
@@ -59,13 +59,13 @@ def test_it_writes_and_checks_a_models_yaml_and_names_the_extra(plain: Installed
         [False, False, True, False],
     ]
     assert plain.run("modelctl", "check", "--elsewhere").returncode == 0
-    # pip takes the installation itself for the extra, wherever it was installed from
+    # pip accepts the existing installation for modelctl[embedded], wherever it was installed from
     done = plain.run("python", "-m", "pip", "install", "--no-deps", "--dry-run", "modelctl[embedded]")
     assert "Requirement already satisfied: modelctl[embedded]" in done.stdout, done.stderr
 
 
 def test_it_serves_what_needs_no_extra_and_says_what_the_others_need(plain: Installed, tmp_path: Path) -> None:
-    (tmp_path / "tests").symlink_to(ROOT / "tests")  # the engine's module, without the repository's packages
+    (tmp_path / "tests").symlink_to(ROOT / "tests")  # only the test engine can be imported from there
     file = tmp_path / "models.yaml"
     file.write_text(json.dumps({"models": {"own": engine(), "letters": LETTERS}}))
     here = {"PYTHONPATH": str(tmp_path), "MODELCTL_RUNTIME_DIR": str(tmp_path / "run")}
@@ -83,9 +83,9 @@ def test_it_says_whether_its_modules_are_compiled(plain: Installed, tmp_path: Pa
     if shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("no compiler, or no Python.h: nothing is compiled in either case")
     assert plain.run("modelctl", "--version").stdout.splitlines()[1] == "compiled modules are in use"
-    # where no compiler is
+    # install again without a C compiler
     other = tmp_path / "other"
-    source = tracked_copy(tmp_path / "source")  # not where they have been compiled
+    source = tracked_copy(tmp_path / "source")  # a fresh copy, without modules that are compiled already
     pip = ("python", "-m", "pip", "install", "-q", "--no-deps", "--target", other, source)
     done = plain.run(*pip, CC="/bin/false")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A client without the client library: sends any bytes, and shows every frame that comes."""
+"""A client without the client library, for tests that send arbitrary bytes and look at every frame."""
 
 import os
 import time
@@ -30,7 +30,7 @@ from tests.serving import WITHIN
 
 @dataclass
 class Heard:
-    """All events of one request so far. ``ends`` are terminal events: finish reasons or names of errors."""
+    """All events of one request so far. ``ends``: the finish reason or error name of each terminal event."""
 
     seqs: list[int] = field(default_factory=list)
     generations: set[int] = field(default_factory=set)
@@ -45,10 +45,10 @@ class Heard:
 
 
 class RawClient:
-    """One DEALER. ``heard`` is filled while ``receive`` and its kin run.
+    """A client with one DEALER socket. Every method that receives also fills ``heard``.
 
     where  the runtime directory, or an endpoint over TCP
-    key    for TCP
+    key    the client's key, for TCP
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RawClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        # Not -1: with that, what has arrived and is not read yet is thrown away when the connection ends.
+        # Not -1: then libzmq drops frames that have arrived but are not read yet when the connection ends.
         self.socket.setsockopt(zmq.RECONNECT_IVL, 1_000_000_000)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)
@@ -74,7 +74,7 @@ class RawClient:
             try:
                 self.socket.send(encode(Hello(pack_body({"library": "raw"}))), zmq.NOBLOCK)
             except zmq.Again:
-                pass  # the key was refused already, and libzmq takes no message for a connection that it has given up
+                pass  # the key was refused already, and libzmq accepts no message for a connection that it has given up
 
     def send(self, message: Message | bytes) -> None:
         self.socket.send(message if isinstance(message, bytes) else encode(message))
@@ -85,7 +85,7 @@ class RawClient:
         self.send(Generate(request, model, route, pack_body({"prompt": prompt, **fields})))
 
     def receive(self, within: float = WITHIN) -> Message:
-        """The next message. Pings are answered and passed over."""
+        """Return the next message that is no PING. Answer PINGs."""
         deadline = time.monotonic() + within
         while True:
             if not self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
@@ -98,16 +98,16 @@ class RawClient:
             return message
 
     def barrier(self, within: float = WITHIN) -> None:
-        """Take in everything that was sent before the answer to this."""
+        """Send a PING, and receive everything that the supervisor sends before the PONG."""
         nonce = int.from_bytes(os.urandom(4), "big")
         self.send(Ping(nonce))
         while self.receive(within) != Pong(nonce):
             pass
 
     def read_until_ended(self, *requests: int, within: float = WITHIN) -> None:
-        """Read until each of these requests has ended, and then see whether anything follows.
+        """Read until each of these requests has ended, and then read everything that follows.
 
-        Fails at once if one of them is refused. A failure says what the supervisor answered last that was no event.
+        Fails at once if a request is refused. The message of a timeout shows the last errors from the supervisor.
         """
         deadline = time.monotonic() + within
         waiting = {request for request in requests if not self.heard.get(request, Heard()).ends}

@@ -1,4 +1,4 @@
-"""A supervisor in a process of its own, with real workers, for tests; and how tests wait."""
+"""Run a supervisor in a process of its own, with real workers, for tests. Also the functions with which tests wait."""
 
 import json
 import os
@@ -25,18 +25,25 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINES = "tests.deterministic_engine"
 MARK = "MODELCTL_TEST_SERVING"
 WITHIN = 60.0
-"""Seconds until a wait fails. What is waited for takes milliseconds; a machine may have others to serve first."""
+"""Seconds until a wait fails. Most waits take milliseconds, but the machine may be busy with other processes."""
 T = TypeVar("T")
 
 
 def engine(kind: str = "DeterministicEngine", *, step_s: float = 0.002, **keys: Any) -> dict[str, Any]:
-    """An entry of models.yaml for a class of ``tests.deterministic_engine``; load_s and context are its options."""
+    """Return an entry of models.yaml for a class of ``tests.deterministic_engine``.
+
+    step_s, load_s, context  options of the engine
+    keys                     further keys of the entry
+    """
     options = {name: keys.pop(name) for name in ("load_s", "context") if name in keys}
     return {"model_dir": ".", "engine": f"{ENGINES}:{kind}", "options": {"step_s": step_s, **options}, **keys}
 
 
 def wait_until(condition: Callable[[], T | None], within: float = WITHIN, what: str = "") -> T:
-    """The first true value of ``condition``. After ``within`` seconds fails, saying ``what`` was waited for."""
+    """Call ``condition`` until its value is true, and return the value. Fail after ``within`` seconds.
+
+    what  the name of the condition in the failure's message
+    """
     deadline = time.monotonic() + within
     while True:
         value = condition()
@@ -48,7 +55,7 @@ def wait_until(condition: Callable[[], T | None], within: float = WITHIN, what: 
 
 
 def marked_processes(mark: str, value: str | None = None) -> list[psutil.Process]:
-    """Living processes whose environment holds ``mark``: unlike a walk of the process tree, this finds orphans too."""
+    """Return the living processes with the variable ``mark`` in their environment. This finds orphans too."""
     wanted = f"{mark}=".encode() if value is None else f"{mark}={value}\0".encode()
     found = []
     for pid in psutil.pids():
@@ -64,7 +71,7 @@ def marked_processes(mark: str, value: str | None = None) -> list[psutil.Process
 
 
 def opened(pid: int) -> list[str]:
-    """Return what each descriptor of a process is."""
+    """Return the link target of each open descriptor of a process, such as a path or ``socket:[inode]``."""
     found = []
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -82,13 +89,13 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def is_helper(process: psutil.Process, title: str, program: str) -> bool:
-    """Return whether a process is a helper of ours: it shows its title, or its program while it is starting.
+    """Return whether a process is one of modelctl's helpers, by its title, or by its program while it is starting.
 
-    A process that has ended is none: it may end between a check that it is alive and this one.
+    Return False for a process that has ended.
     """
     try:
         line = " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # ZombieProcess, too
+    except psutil.NoSuchProcess:  # also catches ZombieProcess
         return False
     return line.startswith(f"modelctl: {title}") or program in line
 
@@ -104,16 +111,16 @@ def describe(processes: Sequence[psutil.Process]) -> str:
 
 
 class Serving:
-    """``modelctl serve`` with these models. A context manager: at its end nothing of it may be left.
+    """A running ``modelctl serve`` with these models. A context manager: at its end no process may be left.
 
     models      name → entry of models.yaml, see ``engine``
     stop, restart, poison, watch, vram_limit  sections of models.yaml
     listen, keys  the endpoint of a port over TCP, and the directory of its keys
-    gateway     the section of that name
+    gateway     the section ``gateway`` of models.yaml
     wait        return only when every model that starts by itself is ready
-    options     further ones of ``serve``
+    options     further command line options of ``serve``
     script      run this Python file instead of ``-m supervisor`` (it must call the same main)
-    begin       False: only the directories are made; ``start_again`` is its begin
+    begin       False: only make the directories; ``start_again`` starts the supervisor
     """
 
     def __init__(
@@ -141,7 +148,7 @@ class Serving:
         self._queries: Client | None = None
         self._killed = False
         self.kept: list[object] = []
-        """What a test wants to keep alive as long as this."""
+        """Objects that must live as long as this one."""
         # pytest's own temporary paths can be too long for a socket
         self.directory = Path(tempfile.mkdtemp(prefix="mctl-", dir="/tmp"))
         self.runtime_dir = self.directory / runtime_name
@@ -186,11 +193,11 @@ class Serving:
         )
 
     def write_models(self, models: dict[str, dict[str, Any]]) -> None:
-        """Another models.yaml, which nobody has read yet."""
+        """Replace models.yaml. The supervisor reads it at the next reload."""
         self.config.write_text(yaml.safe_dump({"models": models, "supervisor": self._sections, **self._gateway}))
 
     def write_gateway(self, gateway: dict[str, Any] | None) -> None:
-        """Another section ``gateway`` of models.yaml, which nobody has read yet. None: without one."""
+        """Replace the section ``gateway`` of models.yaml, or remove it (None). The next reload reads it."""
         self._gateway = {} if gateway is None else {"gateway": gateway}
         self.write_models(self._models)
 
@@ -208,12 +215,12 @@ class Serving:
             return client.call(verb, reply_timeout=WITHIN, **params)
 
     def overview(self) -> dict[str, Any]:
-        """The whole answer to ``status``. For the test's main thread."""
+        """Return the whole reply to ``status``. Only the test's main thread may call this."""
         if self._queries is not None:
             try:
                 return self._queries.status()
             except ConnectionLost:
-                self._queries.close()  # it was another supervisor's
+                self._queries.close()  # the connection was to a former supervisor
             self._queries = None
         self._queries = self.client()
         return self._queries.status()
@@ -245,7 +252,7 @@ class Serving:
     def log(self, name: str = "supervisor") -> str:
         path = self.runtime_dir / "logs" / f"{name}.log"
         text = path.read_text(errors="replace") if path.exists() else ""
-        return text[: text.rfind("\n") + 1]  # a line that crosses a page may be seen up to there while it is written
+        return text[: text.rfind("\n") + 1]  # a line that is being written may be seen in part
 
     def stderr(self) -> str:
         return (self.directory / "stderr").read_text(errors="replace")
@@ -253,7 +260,7 @@ class Serving:
     def modelctl(
         self, *arguments: str, input: str | None = None, timeout: float = WITHIN
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command against this supervisor."""
+        """Run a modelctl command against this supervisor."""
         return subprocess.run(
             [sys.executable, "-m", "supervisor", *arguments],
             env={**self.environment, "MODELCTL_RUNTIME_DIR": str(self.runtime_dir)},
@@ -267,14 +274,14 @@ class Serving:
     # --- its processes ------------------------------------------------------------------------------------------
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of it: itself, workers and their children, guard, resource tracker, clients."""
+        """Return the living processes: supervisor, workers and their children, guard, resource tracker, clients."""
         return marked_processes(MARK, self._mark)
 
     def worker(self, model: str) -> psutil.Process:
         return psutil.Process(self.status(model)["pid"])
 
     def guard(self) -> psutil.Process | None:
-        """The guard; None while there is none."""
+        """Return the guard's process, or None while there is none."""
         for child in psutil.Process(self.pid).children():
             try:
                 if is_alive(child) and is_helper(child, "guard", "guard.py"):
@@ -284,16 +291,16 @@ class Serving:
         return None
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """End the supervisor from outside, and collect it."""
+        """Send the supervisor a signal, and wait until it has ended."""
         self._killed = True
         self.process.send_signal(number)
         self.process.wait(WITHIN)
 
     def start_again(self, models: dict[str, dict[str, Any]], script: Path | None = None, **sections: Any) -> None:
-        """Another supervisor in the directories of one that has ended; returns, as entering does, when it is up.
+        """Start another supervisor in the directories of one that has ended. Return when it is ready.
 
-        script    as for the first
-        sections  of models.yaml, instead of those of before: stop, restart, ...
+        script    a Python file to run instead of ``-m supervisor``
+        sections  sections of models.yaml that replace the former ones: stop, restart, ...
         """
         self._models = models
         self._sections |= sections
@@ -339,7 +346,7 @@ class Serving:
             assert self._killed or self.process.returncode == 0, f"exit code {self.process.returncode}"
 
     def _clean_up(self) -> str:
-        """Free everything; what was still running, for people."""
+        """Kill all processes and remove the directory. Return a description of the processes that still ran."""
         if self._queries is not None:
             self._queries.close()
         self.process.wait()
@@ -363,7 +370,7 @@ class Serving:
         return True
 
     def spawn_client(self, *arguments: object) -> "subprocess.Popen[str]":
-        """A client in a process of its own: ``python -m tests.client_process RUNTIME_DIR ARGUMENTS``."""
+        """Start a client in a process of its own: ``python -m tests.client_process RUNTIME_DIR ARGUMENTS``."""
         return subprocess.Popen(
             [sys.executable, "-m", "tests.client_process", str(self.runtime_dir), *(json.dumps(a) for a in arguments)],
             env=self.environment,

@@ -1,4 +1,4 @@
-"""The command. See ``tests.chaos``."""
+"""The command line of the chaos run. ``tests.chaos`` shows how to call it."""
 
 import argparse
 import ctypes
@@ -23,17 +23,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Ended(BaseException):
-    """Somebody wants this to end: what there is by then is reported."""
+    """A signal told this process to end. It then reports the episodes that it has run."""
 
 
 def _end(*_: object) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # supervisors are seen to on the way out
+        signal.signal(number, signal.SIG_IGN)  # a second signal must not keep this process from ending its supervisors
     raise Ended
 
 
 def _cache_bytecode() -> Callable[[], None]:
-    """Let every process from here on keep what it compiles, wherever they are told to keep nothing: hundreds start."""
+    """Keep compiled bytecode in a new directory, since the run starts hundreds of processes.
+
+    Returns a function that removes the directory.
+    """
     directory = tempfile.mkdtemp(prefix="chaos-bytecode-")
     os.environ["PYTHONPYCACHEPREFIX"] = directory
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -60,7 +63,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _lane_of(arguments: argparse.Namespace, lane: int) -> Iterator[int]:
-    """Episodes of a lane: every so manieth block."""
+    """Yield the numbers of a lane's episodes. With n lanes, a lane runs every nth block."""
     first = arguments.first
     end = None if arguments.episodes is None else first + arguments.episodes
     for number in count(first // BLOCK + lane, arguments.lanes):
@@ -119,7 +122,7 @@ def _run_lanes(arguments: argparse.Namespace) -> Report:
 
 
 def _output(lane: "subprocess.Popen[bytes]", lanes: list["subprocess.Popen[bytes]"]) -> bytes:
-    """Return the output of a lane that has ended. When this process ends, all lanes are told to end."""
+    """Wait until a lane ends, and return its output. If this process is told to end, tell all lanes to end."""
     try:
         return lane.communicate()[0]
     except Ended:
@@ -157,7 +160,7 @@ def _main(arguments: argparse.Namespace) -> int:
         episodes = list(range(int(first), int(last or first) + 1)) * arguments.times
         report = _run(arguments, iter(episodes))
     elif arguments.lane is not None:
-        # asked to leave with the command that started it; its supervisor is ended on the way
+        # the kernel sends this lane SIGTERM when the command that started it dies, so that it can end its supervisor
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         report = _run(arguments, _lane_of(arguments, arguments.lane))
     else:

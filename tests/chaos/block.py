@@ -1,4 +1,7 @@
-"""Episodes on one supervisor after another: started, looked at after each episode, ended, replaced in its directory."""
+"""Run episodes on one supervisor after another. Each supervisor is checked after each episode.
+
+A new supervisor uses the directories of the one before.
+"""
 
 import contextlib
 import io
@@ -24,7 +27,7 @@ def _sections(block: BlockPlan) -> dict[str, object]:
 
 
 def _start(block: BlockPlan, former: Serving | None, mutant: str) -> Serving:
-    """A supervisor for a block, in the directories of the former one, if there was one."""
+    """Start a supervisor for a block, in the directories of the former one, if there was one."""
     if former is None:
         former = Serving(block.models, options=["--quiet"], begin=False)
     former.environment[SWITCH] = "1" if block.compiled else "0"
@@ -36,7 +39,7 @@ def _start(block: BlockPlan, former: Serving | None, mutant: str) -> Serving:
 def run(
     seed: int, episodes: Iterable[int], *, only: tuple[str, ...] = (), mutant: str = "", patience_s: float = 40.0
 ) -> Iterator[Outcome]:
-    """Run these episodes, in order. A supervisor in which an invariant was broken is replaced before the next."""
+    """Run these episodes in order and yield their outcomes. Replace the supervisor after a broken invariant."""
     warm_up()
     serving: Serving | None = None
     try:
@@ -46,7 +49,7 @@ def run(
             while waiting:
                 serving = _start(block, serving, mutant)
                 had: set[int] = set()
-                while waiting and waiting[0] not in had:  # prompts that have killed workers before would be poisoned
+                while waiting and waiting[0] not in had:  # a repeated prompt may be poisoned
                     had.add(waiting[0])
                     outcome = _one(serving, plan_episode(seed, waiting.pop(0), only), block, patience_s)
                     yield outcome
@@ -64,10 +67,10 @@ _baselines: dict[int, tuple[vitals.Vitals, vitals.Logs]] = {}
 
 
 def _one(serving: Serving, plan: EpisodePlan, block: BlockPlan, patience_s: float) -> Outcome:
-    """An episode, and what it did to the supervisor."""
+    """Run an episode. Add violations for prompts in logs and for memory that the supervisor did not give back."""
     if serving.pid not in _baselines:
         _baselines.clear()
-        serving.overview()  # the connection that is asked through stays
+        serving.overview()  # opens the connection for such questions, so that the baseline includes it
         _baselines[serving.pid] = vitals.take(serving), vitals.Logs(serving.runtime_dir / "logs")
     before, logs = _baselines[serving.pid]
     outcome = Episode(serving, plan, block, before, patience_s).run()
@@ -81,7 +84,7 @@ def _one(serving: Serving, plan: EpisodePlan, block: BlockPlan, patience_s: floa
 
 
 def _end(serving: Serving) -> None:
-    """Make sure that this supervisor is gone."""
+    """Kill the supervisor if it still runs, and wait for its processes to end."""
     if serving.process.poll() is None:
         serving.process.kill()
         serving.process.wait()

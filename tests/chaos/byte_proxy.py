@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Self
 
 CHUNK = 1500
-"""Bytes that are passed on at once, so that frames are torn."""
+"""Most bytes that the proxy passes on at once. Large frames arrive in parts."""
 
 
 class ByteProxy:
-    """Listens at ``path`` and connects whoever comes first with ``target``, both paths of Unix sockets.
+    """A proxy for the first connection to the Unix socket ``path``. It connects that client with the socket ``target``.
 
-    delay_s    how long each chunk is under way
-    cut_after  bytes, in both directions together, after which the connection is cut, mid-frame or not; 0: never
+    delay_s    seconds between receiving a chunk and sending it on
+    cut_after  bytes, in both directions together, after which the proxy cuts the connection, even inside a frame;
+               0: never
     """
 
     def __init__(self, path: Path, target: Path, delay_s: float = 0.0, cut_after: int = 0) -> None:
@@ -51,7 +52,7 @@ class ByteProxy:
             wait = max(0.0, min(0.05, on_the_way[0][0] - now)) if on_the_way else 0.05
             for one in select.select([near, far], [], [], wait)[0]:
                 chunk = one.recv(CHUNK)
-                if not chunk:  # what is under way when one side leaves arrives all the same
+                if not chunk:  # chunks that are delayed when one side leaves must still arrive
                     self._deliver(on_the_way)
                     return
                 if self._left is not None:
@@ -68,7 +69,7 @@ class ByteProxy:
     def _deliver(self, on_the_way: deque[tuple[float, socket.socket, bytes]]) -> None:
         for at, to, chunk in on_the_way:
             self._over.wait(max(0.0, at - time.monotonic()))
-            with contextlib.suppress(OSError):  # to the one that has left
+            with contextlib.suppress(OSError):  # fails for the side that has left
                 to.sendall(chunk)
 
     def close(self) -> None:

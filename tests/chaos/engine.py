@@ -1,8 +1,8 @@
-"""The engine of the chaos run: deterministic, and as troublesome as prompts and files ask it to be. Imports no torch.
+"""The engine of the chaos run: deterministic, with faults that prompts and files order. Imports no torch.
 
-A prompt ``trouble WHAT|HOW|AT|...`` goes wrong at its token AT: HOW is ``once`` (a file in the model's directory
-remembers it, so that the worker's successor goes on) or ``always``. A file ``load-trouble-MODEL-N`` holds what goes
-wrong in a load, which takes the file away.
+A prompt ``trouble WHAT|HOW|AT|...`` causes the fault WHAT at token AT. HOW is ``once`` or ``always``. After ``once`` a
+file in the model's directory tells the worker's successor to skip the fault. A file ``load-trouble-MODEL-N`` contains
+the name of a fault for the next load. That load removes the file.
 """
 
 import os
@@ -28,17 +28,17 @@ ENDS = ("sigkill", "abort", "leave", "memory", "child", "cut")
 HANGS = ("sleep", "gil", "loop", "stop", "deaf")
 NONSENSE = ("garbage", "leap", "leap to the end of numbers", "nested report", "greeting", "giant", "cut frame")
 HARMLESS = ("another's", "late", "repeated")
-"""What the supervisor drops and counts, the worker going on."""
+"""Faults that the supervisor drops and counts while the worker goes on."""
 LOAD_TROUBLES = ("error", "sigkill", "leave", "hang", "slow", "refuse")
 
 
 class Troublesome(DeterministicEngine):
-    """The engine that this module describes."""
+    """The deterministic engine with the faults that the module's docstring describes."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._afterwards: list[bytes] = []
-        """Frames about jobs that are over, which are sent when their ends are on the way."""
+        """Frames about finished jobs. They are sent after the jobs' terminal events."""
 
     # --- in a load ------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Troublesome(DeterministicEngine):
             self._end(what)
 
     def _end(self, what: str) -> None:
-        if what == "memory":  # a real one: the system refuses
+        if what == "memory":  # a real MemoryError: the system refuses the allocation
             size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), resource.RLIM_INFINITY))
             raise AssertionError(f"{len(bytearray(1 << 31))} bytes were given")
@@ -117,7 +117,7 @@ class Troublesome(DeterministicEngine):
             os.abort()
         if what == "leave":
             os._exit(0)
-        if what == "child":  # which must not outlive it
+        if what == "child":  # the child process must not outlive this worker
             subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"])
         if what == "cut":
             _cut_link()
@@ -127,7 +127,7 @@ class Troublesome(DeterministicEngine):
     # --- behind an end --------------------------------------------------------------------------------------------
 
     def _say_more(self, what: str, job: Job) -> None:
-        """Prepare what is sent once the job has ended: its end again, or another event and another end."""
+        """Prepare a frame to send after the job has ended: its end again, or another event and another end."""
         link, loop = surroundings()
         tracked = loop._jobs[job.id]
         last = tracked.seq + job.max_new_tokens - 1 - tracked.tokens
@@ -161,8 +161,7 @@ class Troublesome(DeterministicEngine):
 
 
 def _nonsense(what: str, generation: int, channel: int, request: int, seq: int) -> list[bytes]:
-    """Return a message that no worker should send. It is never correct by chance: its numbers are never the expected
-    ones."""
+    """Return frames that no worker should send. Their numbers are never the expected ones, so no frame is valid."""
     event = pack_event([33], {"text": "!"})
     if what == "another's":
         entries = [(c, r, flags) for c in range(channel - 8, channel + 8) for r in range(1, 8) for flags in (0, 2, 4)]
@@ -172,14 +171,14 @@ def _nonsense(what: str, generation: int, channel: int, request: int, seq: int) 
         ]
     if what == "leap":
         return [encode(Events(channel, generation, [EventEntry(request, seq + 3, 0, 1, len(event))], event))]
-    if what == "cut frame":  # the beginning of one
+    if what == "cut frame":  # the first two thirds of a frame
         frame = encode(Events(channel, generation, [EventEntry(request, seq, 0, 1, len(event))], event))
         return [frame[: len(frame) * 2 // 3]]
     return nonsense(what, generation, channel, request)
 
 
 def _cut_link() -> None:
-    """End the connection to the supervisor, at whatever byte it is."""
+    """Shut down the connection to the supervisor, even in the middle of a frame."""
     for name in os.listdir("/proc/self/fd"):
         try:
             with socket.socket(fileno=os.dup(int(name))) as one:

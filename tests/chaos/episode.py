@@ -1,4 +1,4 @@
-"""One episode on a running supervisor: load and faults at their times, then everything has to come to rest."""
+"""One episode on a running supervisor: load and faults at their times, then a wait until everything is at rest."""
 
 import heapq
 import itertools
@@ -19,12 +19,12 @@ from tests.chaos.plan import RESTART_WINDOW_S, BlockPlan, EpisodePlan, FaultPlan
 from tests.serving import Serving
 
 GONE_S = 0.5
-"""No process of a killed supervisor is left after it."""
+"""Seconds after which no process of a killed supervisor may be left."""
 CHECK_S = 0.03
-"""For which a look at all processes may take, with the pause before it."""
+"""Seconds that one look at all processes may take, with the pause before it."""
 TICK_S = 0.02
 POLL_S = 0.04
-"""Between two questions to the supervisor, each of which costs both sides a few milliseconds."""
+"""Seconds between two status queries. Each query costs the supervisor and the test a few milliseconds."""
 LEAVES_S = 20.0
 
 
@@ -36,20 +36,20 @@ class Outcome:
     violations: list[Violation] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     done: list[tuple[float, str]] = field(default_factory=list)
-    """Faults as they were inflicted, in seconds from the begin."""
+    """The inflicted faults, each with its time in seconds from the beginning of the episode."""
     ends: list[str] = field(default_factory=list)
     began: float = 0.0
     took_s: float = 0.0
     gone_s: float | None = None
-    """How long the processes of a killed supervisor were there for."""
+    """Seconds until the processes of a killed supervisor were gone."""
     log: str = ""
 
 
 class Episode:
-    """Runs once.
+    """One run of an episode plan.
 
-    before      the supervisor's vitals at rest
-    patience_s  until requests have ended and models are back, which takes a second or two
+    before      the supervisor's vitals at rest, before the episode
+    patience_s  how long to wait for the requests to end and the models to come back; usually a second or two is enough
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class Episode:
         self._serving, self._plan, self._block, self._before = serving, plan, block, before
         self._timeline: list[tuple[float, int, Callable[[], None]]] = []
         self._put_off: list[Callable[[], None]] = []
-        """What clients would have done while nobody might connect, in its order: none may leave before it has come."""
+        """Clients' actions that wait until clients may connect again. They keep their order, since a client must
+        connect before it leaves."""
         self._order = itertools.count()
         self._outcome = Outcome(plan)
         self._admin = ChaosClient(serving.runtime_dir / "admin", {}, admin=True)
@@ -81,7 +82,7 @@ class Episode:
         self._at(time.monotonic() + after_s, action)
 
     def _turn(self) -> None:
-        """Do what is due, and take in what has come."""
+        """Run the actions that are due, and read what the supervisor has sent."""
         began = time.monotonic()
         while self._timeline and self._timeline[0][0] <= time.monotonic():
             heapq.heappop(self._timeline)[2]()
@@ -99,7 +100,10 @@ class Episode:
         self._happened.stalled_s = max(self._happened.stalled_s, time.monotonic() - began - wait)
 
     def _turn_until(self, reached: Callable[[], bool], within_s: float, every_s: float = 0.0) -> bool:
-        """Go on until it is so, which is looked at after each turn, or only so often; False if it takes too long."""
+        """Take turns until ``reached()`` is true. Call it at most every ``every_s`` seconds.
+
+        Returns False if that takes longer than ``within_s`` seconds.
+        """
         deadline = time.monotonic() + within_s
         while not reached():
             if time.monotonic() > deadline:
@@ -111,7 +115,7 @@ class Episode:
         return True
 
     def _act(self, action: Callable[[], None]) -> None:
-        """Let a client act; later, if nobody may connect now."""
+        """Run a client's action, or put it off while clients may not connect."""
         self._put_off.append(action)
         self._catch_up()
 
@@ -120,7 +124,7 @@ class Episode:
             self._put_off.pop(0)()
 
     def _inflict(self, fault: FaultPlan) -> None:
-        if not self._happened.leaving:  # who would be asked is going
+        if not self._happened.leaving:  # a supervisor that leaves could not answer
             self._faults.inflict(fault)
 
     def _connecting(self) -> bool:
@@ -169,7 +173,7 @@ class Episode:
 
     def _come_to_rest(self) -> None:
         def over() -> bool:
-            # a raw client is not told of that end, and would be said to wait for ever
+            # raw clients do not notice a supervisor's end: without this check their requests would be reported instead
             assert self._serving.process.poll() is None, "it has ended"
             return not (self._timeline or self._put_off) and all(each.is_over for each in self._parties)
 
@@ -181,7 +185,7 @@ class Episode:
             self._barrier()
 
     def _tell_unended(self) -> None:
-        """Break the invariant that every request ends, by those that have not. By closing them they become lost."""
+        """Report each request that has not ended as a violation."""
         for each in self._parties:
             waiting = [answer for answer in each.answers.values() if not answer.is_over]
             for answer in waiting:
@@ -190,7 +194,10 @@ class Episode:
                 self._broken("every request ends", f"client {each.plan.number}, {each.plan.kind}, is not over")
 
     def _await_models(self) -> bool:
-        """Wait until every model has got to where it stays, left to itself, and hangs are noticed."""
+        """Wait until no model's state changes by itself any more and every hang has been noticed.
+
+        Returns False if that takes too long.
+        """
 
         def settled() -> bool:
             overview = self._overview()
@@ -210,7 +217,7 @@ class Episode:
         return has_settled
 
     def _bring_back(self, models: list[dict[str, Any]]) -> None:
-        """Start what an operator has stopped, or the restart policy given up; the latter only for a reason."""
+        """Start models that an operator stopped or the restart policy gave up. Check that either had a reason."""
         for model in models:
             if model["state"] == "stopped" and not self._happened.wounds[model["model"]].ordered:
                 self._broken("only an operator stops a model", f"{model['name']}: {model['last_exit']}")
@@ -221,7 +228,7 @@ class Episode:
                 self._faults.order("start", model=model["name"])
 
     def _see_why(self, name: str, model: str, reason: str | None = None) -> None:
-        """A worker was not tried again: it ended too often, or cannot be loaded."""
+        """Check that a worker was given up because it ended too often or cannot be loaded. Mark its model refused."""
         log = self._serving.log().rpartition(f", pid {self._serving.pid}, serving")[2]  # of this supervisor
         ends = invariants.ends_of(log, name, RESTART_WINDOW_S)
         if reason != "config" and not (ends and ends[-1].recent >= self._block.restart_limit):
@@ -248,7 +255,7 @@ class Episode:
         return models
 
     def _unrest(self) -> list[str]:
-        """Return what is not yet as it was before the episode."""
+        """Return a line for each thing that is not yet as it was before the episode."""
         if left := [target.name for target in self._faults.doomed if not target.is_gone]:
             return [f"{left} hang"]
         if self._faults.turns_away():
@@ -282,12 +289,15 @@ class Episode:
         return parts
 
     def _barrier(self) -> None:
-        """Wait until everything behind the ends has come. Then all clients leave, and nothing of them may be left."""
+        """Wait until all frames that follow the terminal events have arrived. Then close all clients and wait for rest.
+
+        Also check that every order got a reply.
+        """
         raws = [each.raw for each in self._parties if each.raw is not None and each.plan.kind != "cut"]
         before = {raw: raw.pongs for raw in raws}
         for raw in raws:
             raw.ping()
-        # those that were cut meanwhile have left
+        # connections that were cut meanwhile are closed, and get no PONG
         self._turn_until(lambda: all(raw.pongs > before[raw] for raw in raws if raw.is_open), 10.0)
         for each in self._parties:
             each.close()
@@ -316,8 +326,8 @@ class Episode:
     def _end_of_supervisor(self, patient: bool) -> None:
         serving, began = self._serving, time.monotonic()
         if not patient:
-            late_s = 0.0  # what this machine did not let the test itself run for
-            queues: dict[int, list[float]] = {}  # how long each of those left has waited for a processor
+            late_s = 0.0  # seconds for which this machine did not let the test itself run
+            queues: dict[int, list[float]] = {}  # seconds that each process waited for a processor
             while left := serving.processes():
                 for process in left:
                     queues.setdefault(process.pid, []).append(vitals.waited_s(process.pid))
@@ -348,16 +358,16 @@ class Episode:
                 if answer.accepted_at is not None and not answer.is_over:
                     self._outcome.violations.append(Violation("every request ends", "the supervisor left", answer))
         while (left := serving.processes()) and time.monotonic() < deadline:
-            time.sleep(0.01)  # whoever notices by the end of a pipe that it is not needed any more
+            time.sleep(0.01)  # some processes leave when a pipe to the supervisor closes
         if left:
             self._broken("no process outlives the supervisor", vitals.describe(left))
 
     def _judge(self) -> None:
         log = self._serving.log()[self._log_begin :]
         for model, wound in self._happened.wounds.items():
-            # given up, and started again by the exchange of all workers that was under way
+            # the worker was given up, and then started again by a rollout that was already running
             wound.refused = wound.refused or (wound.restarted and invariants.given_up(log, model))
-        if self._plan.final:  # nobody has looked at the models since
+        if self._plan.final:  # the supervisor has ended, so only its log tells
             for name in self._generations:
                 ends, model = invariants.ends_of(log, name, RESTART_WINDOW_S), name.partition(":")[0]
                 if ends and ends[-1].verdict == "not tried again" and not self._happened.wounds[model].refused:

@@ -23,7 +23,7 @@ Later = Callable[[float, Callable[[], None]], None]
 
 
 class Target:
-    """A worker's process, known by a pidfd: its number may be another's by the time it is signalled."""
+    """A worker's process, held by a pidfd, since its pid may belong to another process when it is signalled."""
 
     def __init__(self, name: str, pid: int) -> None:
         self.name, self.pid = name, pid
@@ -44,18 +44,18 @@ class Target:
 
 
 class Faults:
-    """Those of one episode.
+    """The faults of one episode.
 
-    connecting  whether somebody may be about to be accepted
-    later   (seconds from now, what): does it then
-    log     notes what was done
+    connecting  returns whether the supervisor may be about to accept a client
+    later       calls a function after so many seconds
+    log         notes what was done
     """
 
     closed = False
-    """Nobody may connect."""
+    """Whether clients must not connect now."""
     may_turn_away = False
-    """A client that connects may be turned away, after a flood and while descriptors were short. The supervisor counts
-    its descriptors once a second, so it turns clients away for a second more."""
+    """Whether the supervisor may turn away a client, because of a flood or a shortage of descriptors. The supervisor
+    counts its descriptors once a second, so it turns clients away for up to a second after the fault is over."""
 
     def __init__(
         self,
@@ -70,20 +70,20 @@ class Faults:
         self._serving, self._plan, self._admin, self._later, self._log = serving, plan, admin, later, log
         self._targets: list[Target] = []
         self.doomed: list[Target] = []
-        """Workers that hang, whether or not that has been noticed."""
+        """Workers that were stopped for good. The supervisor has to notice that they hang."""
         self._undo: list[Callable[[], None]] = []
         self._troubles: list[Path] = []
         self._at_end: list[Callable[[], None]] = []
         self._calls = 0
         self.gave_up: dict[str, str] = {}
-        """Workers that were not tried again when one was to come up, and whose they are."""
+        """The model of each worker that had failed when the test needed a starting worker, by the worker's name."""
         self._started = False
-        """A model whose worker was to come up had been stopped, and was started again."""
+        """Whether model a was started again because the test needed a starting worker and all were stopped."""
         self.paused_s = 0.0
-        """How long the supervisor was stopped for, in all."""
+        """Seconds for which the supervisor was paused, in all."""
         self._paused = False
         self.calls: dict[int, str] = {}
-        """Orders by number."""
+        """The orders that were sent, by call number."""
 
     def inflict(self, fault: FaultPlan) -> None:
         message = " ".join(str(word) for word in (fault.detail, fault.lasts_s or "", fault.count) if word != "")
@@ -91,12 +91,12 @@ class Faults:
         getattr(self, "_" + fault.kind.replace(" ", "_"))(fault)
 
     def mend(self) -> None:
-        """Remove whatever kept a model from being loaded."""
+        """Remove the files that keep models from being loaded."""
         for path in self._troubles:
             path.unlink(missing_ok=True)
 
     def undo(self) -> None:
-        """Give back what must not be missing when everything is to come to rest."""
+        """Undo the faults that would keep the supervisor from coming to rest."""
         while self._undo:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 self._undo.pop()()
@@ -122,9 +122,12 @@ class Faults:
         return False
 
     def aim(self, fault: FaultPlan, *, ready: bool = False) -> Target | None:
-        """A process of the fault's model, whatever it is at (``ready``: one that is); None if there is none now."""
+        """Return a worker process of the fault's model, or None if there is none now.
+
+        ready  take only a worker whose state is ready
+        """
         if self._paused:
-            return None  # nobody would tell
+            return None  # a paused supervisor does not answer
         workers = [m for m in self._serving.overview()["models"] if m["model"] == fault.model and m["pid"]]
         workers = [m for m in workers if not ready or m["state"] == "ready"]
         if not workers:
@@ -158,7 +161,7 @@ class Faults:
             target.signal(signal.SIGSTOP)
 
             def go_on() -> None:
-                if target.pid not in {doomed.pid for doomed in self.doomed}:  # stopped for good, before or since
+                if target.pid not in {doomed.pid for doomed in self.doomed}:  # or a "stop" fault would be undone
                     target.signal(signal.SIGCONT)
 
             self._later(fault.lasts_s, go_on)
@@ -179,7 +182,7 @@ class Faults:
     # --- the machine ----------------------------------------------------------------------------------------------
 
     def _full_disk(self, fault: FaultPlan) -> None:
-        """No byte more into the logs: the workers' are on a full device, the supervisor may make no file longer."""
+        """Let workers log to a full device, limit the supervisor's files to 4 KiB, and kill a worker."""
         for place in ("", ":1", ":2"):
             log = self._serving.runtime_dir / "logs" / f"{fault.model}{place}.log"
             aside = log.with_suffix(".aside")
@@ -192,10 +195,10 @@ class Faults:
         self._kill(fault)
 
     def _descriptors(self, fault: FaultPlan) -> None:
-        """The supervisor gets no descriptor while a worker's successor is to be spawned.
+        """Kill a worker, and give the supervisor no new descriptor while it starts the successor.
 
-        Nobody connects meanwhile: against clients it is on its guard by the limit that it was started with, and no
-        system lowers that below what is in use.
+        No client may connect meanwhile. The supervisor turns clients away by the limit that it read at its start, and
+        outside of tests nothing lowers that limit below the number of descriptors in use.
         """
         states = set() if self._paused else {m["state"] for m in self._serving.overview()["models"]}
         at_rest = bool(states) and states <= {"ready", "unloaded", "stopped", "failed"}
@@ -251,8 +254,8 @@ class Faults:
         self._later(fault.lasts_s, self.undo)
 
     def _turns(self) -> bool:
-        """Wait for the supervisor's loop to come round, unless it is paused. With as few descriptors as it has here, it
-        is safe from those only who are no faster than that."""
+        """Wait until the supervisor's event loop has turned, unless the supervisor is paused. Return False if it takes
+        too long. With so few descriptors the supervisor withstands only a flood that is no faster than its loop."""
         before = self._admin.pongs
         self._admin.ping()
         deadline = time.monotonic() + TURNS_WITHIN_S
@@ -308,7 +311,7 @@ class Faults:
     # --- the supervisor's end -------------------------------------------------------------------------------------
 
     def end(self, how: str) -> bool:
-        """End the supervisor. Whether it is to leave by itself, finishing what there is."""
+        """End the supervisor. Return whether it should leave by itself after finishing its requests."""
         serving = self._serving
         self._log(f"the supervisor's end: {how}")
         patient = how.startswith(("shutdown", "sigterm"))
@@ -321,7 +324,7 @@ class Faults:
         elif "stopped" in how:
             self._stop(FaultPlan("stop", 0.0, "a", 0))
         elif "comes up" in how:
-            self.undo()  # who is paused cannot tell that one does
+            self.undo()  # a paused supervisor could not tell that a worker starts
             self._kill(FaultPlan("kill", 0.0, "a", 0))
             wait_until(self._one_comes_up, what="a successor")
         elif "guard" in how:
@@ -351,7 +354,10 @@ class Faults:
 
 
 def begin_limited(directory: Path, descriptors: int, mutant: str = "") -> Path | None:
-    """A program that is ``modelctl`` with few descriptors, or with a fault of ``mutants``; None for the usual one."""
+    """Write a program that runs ``modelctl`` with few descriptors or with a fault of ``mutants``, and return its path.
+
+    Returns None if neither is wanted.
+    """
     if not descriptors and not mutant:
         return None
     script = directory / "limited.py"

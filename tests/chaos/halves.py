@@ -1,4 +1,4 @@
-"""The chaos run as the suite has it: in two halves, whose files run beside one another or beside other tests."""
+"""The chaos run of the test suite: two halves, each a test file of its own, so that they can run in parallel."""
 
 import os
 import subprocess
@@ -8,9 +8,9 @@ import time
 from tests.serving import ROOT
 
 EPISODES = int(os.environ.get("CHAOS_EPISODES", 150))
-"""Of a half."""
+"""Number of episodes of each half."""
 LANES = 3
-"""While one waits for what takes a second, the other goes on."""
+"""Lanes of each half. While one lane waits, the others go on."""
 
 
 def chaos(*arguments: object) -> "subprocess.Popen[str]":
@@ -21,7 +21,7 @@ def chaos(*arguments: object) -> "subprocess.Popen[str]":
 
 
 def run_half(first: int) -> tuple[int, str]:
-    """The exit code and what was told. The halves of a run are of one seed only where TEST_SEED gives it."""
+    """Run one half. Return its exit code and its output. Both halves have the same seed only if TEST_SEED is set."""
     seed = os.environ.get("TEST_SEED", str(time.time_ns() % 2**32))
     with chaos("--first", first, "--episodes", EPISODES, "--lanes", LANES, "--seed", seed) as run:
         out, _ = run.communicate()

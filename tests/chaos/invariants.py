@@ -1,4 +1,4 @@
-"""The invariants that must hold after any faults. Pure: answers and plans in, violations out."""
+"""The invariants that must hold after any faults. Pure functions: answers and plans in, violations out."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,14 +15,14 @@ from tests.deterministic_engine import answer as expected
 CODES = {code.wire_name for code in ErrorCode}
 STOPPED = {"draining", "model_not_running"}
 CLOCKS_S = 0.05
-"""By which the client's measure of a silence and the supervisor's may differ."""
+"""Seconds by which the client and the supervisor may differ in measuring a silence."""
 LATE_S = 1.0
-"""How long after its deadline a request may end, on a machine that has others to serve."""
+"""Seconds after its deadline within which a request must end. The machine may be busy with other processes."""
 
 
 @dataclass
 class Violation:
-    """An invariant that did not hold. ``answer``: the request that shows it, if it is one."""
+    """An invariant that did not hold. ``answer``: the request that shows this, if there is one."""
 
     invariant: str
     message: str
@@ -33,10 +33,10 @@ class Violation:
 class Wounds:
     """What an episode may have done to a model.
 
-    deaths    of its workers that an innocent request may have been computed in
-    ordered   an operator had it stopped
-    restarted its workers were exchanged, or may have been
-    refused   it was ``failed`` for a reason that holds
+    deaths    deaths of its workers during which they may have been computing an innocent request
+    ordered   whether an operator stopped it
+    restarted whether its workers may have been exchanged
+    refused   whether its state became ``failed`` for a valid reason
     """
 
     deaths: int = 0
@@ -52,10 +52,10 @@ class Happened:
     wounds: Mapping[str, Wounds]
     paused_s: float = 0.0
     leaving: bool = False
-    """The supervisor was told to leave, or killed."""
+    """Whether the supervisor was told to leave, or killed."""
     killed: bool = False
     stalled_s: float = 0.0
-    """Longest time for which this machine did not let the test itself run."""
+    """Longest time in seconds for which this machine did not let the test itself run."""
     codes: list[str] = field(default_factory=list)
 
 
@@ -73,7 +73,7 @@ def wounds_of(plan: EpisodePlan, block: BlockPlan) -> dict[str, Wounds]:
             wound.refused |= fault.detail == "refuse"
         elif fault.kind == "trouble":
             what, how, _ = fault.detail.split("|")
-            if what in ("late", "repeated"):  # about a request that is over; its number may be used again
+            if what in ("late", "repeated"):  # frames about a request that is over: the supervisor drops them
                 wound.deaths += 0
             elif how == "always":
                 wound.deaths += block.poison_limit - 1  # the last strike is for it alone
@@ -89,7 +89,7 @@ def wounds_of(plan: EpisodePlan, block: BlockPlan) -> dict[str, Wounds]:
 
 
 def may_end(answer: Answer, happened: Happened, block: BlockPlan) -> set[str]:
-    """The ends that a request may come to, besides the whole answer."""
+    """Return the codes with which a request may end, besides the end of the complete answer."""
     ask, wound = answer.ask, happened.wounds[answer.ask.model]
     ends: set[str] = set()
     if answer.cancelled_at is not None:
@@ -116,9 +116,9 @@ def may_end(answer: Answer, happened: Happened, block: BlockPlan) -> set[str]:
 
 
 def _was_slow(answer: Answer, happened: Happened, block: BlockPlan) -> bool:
-    """Whether its client left events unread for as long as the supervisor waits, by the client's own clock.
+    """Return whether the client left events unread for as long as the supervisor waits, by the client's own clock.
 
-    Who asked for no more events than the first credit allows is owed no patience: nothing was ever held for it.
+    A request for no more events than the first credit allows is never slow, since no event of it is ever held.
     """
     if block.stall != SHORT_STALL or answer.ask.tokens <= WINDOW:
         return False
@@ -131,7 +131,7 @@ def _was_slow(answer: Answer, happened: Happened, block: BlockPlan) -> bool:
 
 
 def check(answer: Answer, happened: Happened, block: BlockPlan) -> Iterable[Violation]:
-    """The invariants of one request."""
+    """Check the invariants of one request."""
     ask, heard, end = answer.ask, answer.heard, answer.end
 
     def broken(invariant: str, message: str) -> Violation:
@@ -148,7 +148,7 @@ def check(answer: Answer, happened: Happened, block: BlockPlan) -> Iterable[Viol
     if heard.tokens > ask.tokens:
         yield broken("no token too much", f"{heard.tokens} tokens of {ask.tokens}")
     wound = happened.wounds[ask.model]
-    stopped = happened.leaving or wound.ordered or wound.restarted  # then what is held is sent before the end
+    stopped = happened.leaving or wound.ordered or wound.restarted  # then held events are sent before the end
     if answer.client.kind == "deaf" and not stopped and len(heard.seqs) > WINDOW + 1:
         yield broken("nobody is sent more than there is credit for", f"{len(heard.seqs)} events")
     if heard.after_end:
@@ -202,16 +202,16 @@ _VERDICT = re.compile(
     r"(?P<verdict>not tried again|next try in .*|it was being stopped)$"
 )
 _FORGIVEN = re.compile(r"INFO +\S+: \S+ -> (stopped|unloaded|starting) \((?!pause over\))")
-"""An order, or a request for what sleeps: earlier ends do not count any more."""
+"""A log line of an order, or of a request that starts an unloaded model. Earlier ends of the worker do not count."""
 
 
 @dataclass(frozen=True)
 class End:
-    """An unexpected end of a worker, as the supervisor's log has it.
+    """An unexpected end of a worker, read from the supervisor's log.
 
     at      seconds since the epoch
-    counts  whether it counts towards giving the worker up: an end for which a request was refused does not
-    recent  ends that count within the policy's window and since an order, this one included
+    counts  whether the end counts towards giving the worker up; an end that is blamed on a request does not
+    recent  number of ends that count, this one included, within the policy's window and since the last order
     """
 
     at: float
@@ -222,20 +222,19 @@ class End:
 
 
 def given_up(log: str, model: str) -> bool:
-    """Return whether a worker of the model was given up, under whichever name it had then."""
+    """Return whether a worker of the model was given up. The worker may have had a temporary name during a rollout."""
     verdicts = filter(None, map(_VERDICT.search, log.splitlines()))
     return any(v["model"] == model and v["verdict"] == "not tried again" for v in verdicts)
 
 
 def comes_late(before: str, now: str, model: str) -> bool:
-    """Return whether a reload changes a model (``now``) because an earlier one that should do so failed
-    (``before``)."""
+    """Return whether the log ``now`` shows a change of the model that a reload in ``before`` failed to make."""
     failed = re.search(rf" ERROR +reload ordered: {model}\b", before)
     return failed is not None and re.search(rf" INFO +reload ordered: .*\b{model} workers", now) is not None
 
 
 def ends_of(log: str, worker: str, window_s: float) -> list[End]:
-    """All in this part of the log."""
+    """Return all unexpected ends of a worker in this part of the log, oldest first."""
     found: list[End] = []
     since = 0
     for line in log.splitlines():
@@ -252,7 +251,10 @@ def ends_of(log: str, worker: str, window_s: float) -> list[End]:
 
 
 def tried_too_often(ends: list[End], limit: int) -> Iterable[Violation]:
-    """A worker that ends again and again is given up. ``ends`` of one worker that nobody has exchanged meanwhile."""
+    """Yield a violation for each end after which the worker should have been given up and was not.
+
+    ``ends`` are those of one worker that no rollout has exchanged meanwhile.
+    """
     for end in ends:
         if end.counts and end.recent >= limit and end.verdict.startswith("next try"):
             yield Violation(

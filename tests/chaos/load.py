@@ -1,4 +1,4 @@
-"""The clients of an episode: what they ask, how they read, when they leave. What they heard is for ``invariants``."""
+"""The clients of an episode: what they ask, how they read, and when they leave. ``invariants`` checks their answers."""
 
 import multiprocessing
 import threading
@@ -34,18 +34,17 @@ from tests.raw_client import Heard, RawClient
 LIBRARY_WAIT_S = 20.0
 AGAIN_S = 1.0
 GRANTS = 7
-"""Of half a window each: enough for everything that a slow client asks for."""
+"""Number of times that a slow client gives credit, for half a window each. That is enough for all of its events."""
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.chaos.load"])
 
 
 @dataclass
 class Answer:
-    """What came of one request. ``asked_at``, ``accepted_at``, ...: monotonic; None: not.
+    """One request and its result. ``asked_at``, ``accepted_at``, ...: monotonic times, None if that has not happened.
 
-    twice   ends beyond the first
-    lost    nobody listens any more: the connection was cut, or the client has left
-    unread_s  longest time for which its client read nothing, while this had not ended
+    lost      the client no longer listens: the connection was cut, or the client has left
+    unread_s  longest time in seconds for which the client read nothing before the request ended
     """
 
     ask: Ask
@@ -73,7 +72,7 @@ class Answer:
 
 
 class ChaosClient(RawClient):
-    """A client that never waits. ``reads``: whether it gives credit for what it has read."""
+    """A client that never blocks. ``reads``: whether it gives credit for the events that it has read."""
 
     def __init__(self, endpoint: Path, answers: dict[int, Answer], *, reads: bool = True, admin: bool = False) -> None:
         self.answers, self.reads = answers, reads
@@ -100,7 +99,7 @@ class ChaosClient(RawClient):
         self.send(Call(call, verb, pack_body(params)))
 
     def ping(self) -> None:
-        """Ask for a PONG, behind everything that was sent before it."""
+        """Ask for a PONG. It arrives after everything that the supervisor sent before."""
         self.send(Ping(1))
 
     @property
@@ -108,7 +107,7 @@ class ChaosClient(RawClient):
         return not self.socket.closed
 
     def drain(self) -> None:
-        """Take in all that has come."""
+        """Read all frames that have arrived."""
         while int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
             message = decode(self.socket.recv(), SUPERVISOR_TO_CLIENT)
             if isinstance(message, Ping):
@@ -155,7 +154,7 @@ class ChaosClient(RawClient):
 
 
 class Party:
-    """One client of an episode, in this process: raw, or raw behind a proxy."""
+    """One client of an episode, in this process: a raw client, perhaps behind a proxy."""
 
     def __init__(self, plan: ClientPlan, runtime_dir: Path, directory: Path) -> None:
         self.plan = plan
@@ -179,7 +178,7 @@ class Party:
             self.raw.ask(answer)
 
     def try_again(self) -> None:
-        """Connect anew if nobody has answered: it was turned away, as all are while descriptors are scarce."""
+        """Connect anew if the supervisor has sent no WELCOME. It turns clients away while descriptors are scarce."""
         if self.raw is None or self.raw.greeted or time.monotonic() < self._read_since + AGAIN_S:
             return
         self.raw.close()
@@ -241,7 +240,7 @@ class Party:
         return self._has_begun and all(answer.is_over for answer in self.answers.values())
 
     def close(self) -> None:
-        """Leave. What has not ended by then will not be heard."""
+        """Close the connection. Requests that have not ended by then are lost."""
         if self.raw is not None:
             self._take_in(self.raw)
             self.raw.close()
@@ -254,7 +253,7 @@ class Party:
 
 
 class LibraryParty(Party):
-    """The client library, in a thread of its own: its streams are read one after the other."""
+    """The client library in a thread of its own. The thread reads its streams one after the other."""
 
     is_connecting = False
 
@@ -287,7 +286,7 @@ class LibraryParty(Party):
             for answer, stream in streams:
                 self._read(answer, stream)
             try:
-                client.status()  # whatever followed an end has arrived before the answer to this
+                client.status()  # events that followed an end arrive before this reply
             except WireError:
                 pass
             if client._connection.session.ignored:
@@ -295,7 +294,7 @@ class LibraryParty(Party):
 
     def _read(self, answer: Answer, stream: Any) -> None:
         heard = answer.heard
-        for last in (False, True):  # the second time nothing may come, and nothing be raised
+        for last in (False, True):  # the second round must yield nothing and raise nothing
             try:
                 for delta in stream:
                     heard.after_end += last
@@ -324,7 +323,7 @@ class LibraryParty(Party):
 
 
 class KilledParty(Party):
-    """A client in a process of its own, which ends by SIGKILL in the middle of its answers."""
+    """A client in a process of its own, which is killed by SIGKILL in the middle of its answers."""
 
     @property
     def is_connecting(self) -> bool:
@@ -362,7 +361,7 @@ def _ask_and_wait(front: str, asks: list[tuple[int, str, str, int]], ready: Conn
 
 
 def warm_up() -> None:
-    """Start what killed clients are forked from, which takes a second."""
+    """Start the process from which killed clients are forked. Its start takes a second."""
     process = _FORKS.Process(target=_nothing)
     process.start()
     process.join()

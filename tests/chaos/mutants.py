@@ -1,6 +1,6 @@
-"""Supervisors and workers that are broken on purpose, to see that the chaos run notices. Named in ``MUTANTS``.
+"""Supervisors and workers that are broken on purpose, to check that the chaos run notices. ``MUTANTS`` names them.
 
-Each changes the classes of the process that imports it, before the supervisor's or the worker's main is called.
+Each mutant changes classes of the process that imports it, before the main function of the supervisor or the worker.
 """
 
 import time
@@ -36,7 +36,7 @@ def _forget_resume() -> None:
 
 
 def _repeat_end() -> None:
-    """Now and then an end is sent twice."""
+    """Send every tenth end twice."""
     original, count = ClientPort.send, [0]
 
     def broken(self: Any, channel: int, frame: bytes) -> bool:
@@ -51,7 +51,7 @@ def _repeat_end() -> None:
 
 
 def _lose_event() -> None:
-    """Now and then an event does not arrive."""
+    """Drop one of 300 small frames to clients."""
     original, count = ClientPort.send, [0]
 
     def broken(self: Any, channel: int, frame: bytes) -> bool:
@@ -65,7 +65,7 @@ def _lose_event() -> None:
 
 
 def _repeat_tokens() -> None:
-    """A successor is not told what has been delivered already, only how many events."""
+    """Tell the next worker only how many events were delivered, but not their tokens."""
     original = request_table._carry
 
     def broken(request: InFlight) -> dict[str, object]:
@@ -77,7 +77,7 @@ def _repeat_tokens() -> None:
 
 
 def _mix_streams() -> None:
-    """Now and then two streams of one frame get each other's events."""
+    """Now and then exchange the events of two streams of one frame."""
     original, count = WorkerEvents.events, [0]
 
     def broken(self: Any, worker: str, frame: bytes, message: Events, now: float) -> Any:
@@ -96,12 +96,12 @@ def _mix_streams() -> None:
 
 
 def _keep_gone() -> None:
-    """The requests of a client that has gone are computed to their ends, and stay in the table."""
+    """Compute the requests of a client that has left to their ends, and keep them in the table."""
     Scheduler.gone = lambda self, channel, now: []  # type: ignore[method-assign]
 
 
 def _leak_descriptors() -> None:
-    """A worker's pidfd is not closed."""
+    """Leave the pidfds of workers open."""
     original = local_launcher.os.close
 
     class Os:
@@ -118,7 +118,7 @@ def _leak_descriptors() -> None:
 
 
 def _tell_prompts() -> None:
-    """Requests stand in the log."""
+    """Write requests into the log."""
     original = Scheduler.submit
 
     def broken(self: Any, channel: int, message: Any, *rest: Any) -> Any:
@@ -131,23 +131,23 @@ def _tell_prompts() -> None:
 
 
 def _see_no_hang() -> None:
-    """Nobody looks whether workers get on."""
+    """Never notice that a worker hangs."""
     HangDetector.check = lambda self, reading, passed_s: HangVerdict.FINE  # type: ignore[method-assign]
 
 
 def _leave_orphans() -> None:
-    """The guard knows of no worker, and what a worker left behind is not ended with it."""
+    """Tell the guard of no worker, and do not end the child processes of a dead worker."""
     Guard.watch = lambda self, group: None  # type: ignore[method-assign]
     local_launcher.WorkerProcess.end_group = lambda self: None  # type: ignore[method-assign]
 
 
 def _miss_deadlines() -> None:
-    """Time stands still for requests."""
+    """Never check the deadlines of requests."""
     Scheduler.next_due = property(lambda self: None)  # type: ignore[method-assign, assignment]
 
 
 def _wound_others() -> None:
-    """The end of a worker takes those of other models along."""
+    """Kill the ready workers of other models when a worker ends."""
     from supervisor.fleet.fleet import Fleet
 
     original = Fleet.on_exit
@@ -164,13 +164,13 @@ def _wound_others() -> None:
 
 
 def _try_for_ever() -> None:
-    """A worker that ends again and again is started again and again."""
+    """Start a worker again however often it ends."""
     original = RestartHistory.failed
     RestartHistory.failed = lambda self, now, chance: original(self, now, chance) or 0.1  # type: ignore[method-assign]
 
 
 def _give_up_soon() -> None:
-    """A worker is given up for less than was allowed."""
+    """Give a worker up at its second recent end, before the limit is reached."""
     original = RestartHistory.failed
 
     def broken(self: RestartHistory, now: float, chance: float) -> float | None:
@@ -213,18 +213,18 @@ CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "try for ever": ("descriptors", ("a crash loop is given up",)),
     "give up soon": ("kill", ("a model fails for the stated reason",)),
 }
-"""By which faults, and the breach of which invariant, each is found. The client library says itself what
-follows an end, and what is missing."""
+"""For each mutant the faults that show it, and the invariants of which at least one is then broken. The client library
+itself ends a stream with an error if an event is missing or follows the end."""
 PROOF_SEED = 3
-"""Its first episodes have what each mutant is found by: a client that leaves, streams in one frame, ..."""
+"""A seed whose first episodes contain what shows each mutant: a client that leaves, two streams in one frame, ..."""
 PATIENCE_S = 8
-"""Until what a mutant does not do is missed. The others have their usual time."""
+"""Seconds to wait for something that a mutant never does."""
 TOLD = 12
-"""Lines of what a run has said, first and last, where a mutant is missed."""
+"""Number of first and of last lines of a run's output that are shown where a mutant is missed."""
 
 
 def main() -> int:
-    """Try each of them until it is found, or those named; 1 if one is not."""
+    """Run the chaos test with each mutant, or with those named as arguments. Return 1 if one is not found, else 0."""
     import subprocess
     import sys
 
@@ -239,7 +239,7 @@ def main() -> int:
         found = [invariant for invariant in invariants if f"VIOLATION: {invariant}: " in done.stderr]
         missed += not found
         print(f"{name:<20} {'found: ' + found[0] if found else 'MISSED'}", flush=True)
-        if not found:  # by what it was to be found by
+        if not found:
             print("\n".join([*done.stderr.splitlines()[:TOLD], *done.stdout.splitlines()[-TOLD:]]), flush=True)
     return 1 if missed else 0
 

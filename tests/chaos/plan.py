@@ -1,6 +1,6 @@
-"""The plan of an episode, as a function of (seed, episode) alone. Pure.
+"""The plan of an episode, as a pure function of (seed, episode).
 
-Times are seconds from the beginning of the episode. The plan cannot fix where the processes are at these times.
+Times are seconds from the beginning of the episode. What the processes do at these times may differ between runs.
 """
 
 import random
@@ -13,15 +13,15 @@ from tests.chaos import engine as engines
 from tests.serving import engine
 
 BLOCK = 30
-"""Episodes that one supervisor lives for."""
+"""Number of episodes on one supervisor."""
 DECK = 5 * BLOCK
-"""Episodes in which each of ``CARDS`` is dealt once."""
+"""Number of episodes in which each of ``CARDS`` is dealt once."""
 MODELS = ("a", "b")
-"""Of two workers and one. Blocks may have another, ``z``, which is lazy."""
+"""Model a has two workers, model b has one. Some blocks also have model ``z``, which is lazy."""
 SECRET = "sesame"
-"""In every prompt: it must be in no log and in no message."""
+"""A word in every prompt. It must appear in no log and in no error message."""
 SPAN_S = 0.15
-"""In which load and faults begin."""
+"""Seconds from the beginning of an episode within which load and faults begin."""
 WINDOW = limits.STREAM_WINDOW
 ENDLESS = 15_000
 
@@ -35,11 +35,11 @@ FAULTS = {
     "kill": 4, "stop": 1, "pause worker": 8, "kill guard": 3, "trouble": 6, "load trouble": 1, "full disk": 1,
     "descriptors": 2, "pause": 8, "flood": 1, "order": 3,
 }  # fmt: skip
-"""Weights of what comes on top of an episode's card. What each does is in ``faults``."""
+"""Weights of the faults that an episode may have besides its card. The module ``faults`` describes them."""
 ON_TOP = 0.15
-"""Share of the episodes that have more than their card."""
+"""Share of the episodes that have faults besides their card."""
 CLIENTS = {"plain": 10, "long": 1, "slow": 1, "deaf": 1, "library": 4, "leaving": 3, "killed": 1, "far": 3, "cut": 3}
-"""Weights of the kinds; an episode has two to four, and always a plain one."""
+"""Weights of the kinds of clients. An episode usually has two to four clients, and always a plain one."""
 Card = tuple[str, str]
 CARDS: tuple[Card, ...] = (
     *(("trouble", what) for what in (*TROUBLES, *engines.HARMLESS, *engines.HARMLESS)),
@@ -50,8 +50,8 @@ CARDS: tuple[Card, ...] = (
     *[("client", "slow")] * 6, *[("client", "deaf")] * 4, *[("client", "leaving")] * 11, *[("client", "killed")] * 6,
     *[("client", "far")] * 9, *[("client", "cut")] * 13,
 )  # fmt: skip
-"""What an episode is about: a fault and its detail, or a client that is a trouble itself. What takes a new worker takes
-most of the time, so that there is one of each of those."""
+"""The main fault of each episode: (kind of fault, detail), or ("client", kind) for a client that is a fault itself.
+Faults that need a new worker take the most time, so most of them are in the deck only once."""
 FINALS = (
     "sigkill", "sigkill while one is stopped", "sigkill while one comes up", "sigkill with the guard", "shutdown",
     "shutdown now", "sigterm", "sigterm twice",
@@ -60,7 +60,7 @@ FINALS = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. ``trouble``: (what, "once" or "always"), which also stands in its prompt."""
+    """One request. ``trouble``: (fault, "once" or "always"). The prompt contains both too."""
 
     request: int
     model: str
@@ -73,7 +73,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class ClientPlan:
-    """One connection. ``number`` tells it from the others of the episode."""
+    """One client connection. ``number`` is unique within the episode."""
 
     number: int
     kind: str
@@ -82,12 +82,12 @@ class ClientPlan:
     leaves_at: float | None = None
     delay_s: float = 0.0
     cut_after: int = 0
-    """Bytes that its proxy lets through, in either direction, before it cuts the connection; 0: does not."""
+    """Bytes, in both directions together, after which the proxy cuts the connection; 0: never."""
 
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """One fault: ``model`` and ``place`` (index of its worker), ``detail`` of the fault, ``lasts_s`` its duration."""
+    """One fault. ``place``: index of the model's worker; ``lasts_s``: its duration."""
 
     kind: str
     at: float
@@ -109,7 +109,7 @@ class EpisodePlan:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The settings with which a supervisor is started. ``descriptors``: its limit of them, 0 for the system's."""
+    """The settings with which a supervisor is started. ``descriptors``: its limit of open files, 0 for the system's."""
 
     number: int
     models: dict[str, dict[str, Any]]
@@ -119,7 +119,7 @@ class BlockPlan:
     stall: str
     """How long a client may leave its stream unread."""
     compiled: bool
-    """Whether what is compiled is used, or the Python beside it."""
+    """Whether to use the compiled fast path, or the Python reference."""
 
     @property
     def poison_limit(self) -> int:
@@ -132,14 +132,14 @@ class BlockPlan:
 
 SHORT_STALL, SHORT_STALL_S = "1s", 1.0
 GRANTS_EVERY_S = 0.1
-"""How often a slow client says that it has read something: often enough."""
+"""Seconds between two credits of a slow client: often enough that its stream is not ended."""
 RESTART_WINDOW_S = 60.0
 WATCH = {"start": 15, "load": 2, "idle": 1.5, "step": 1}
 STOP = {"drain": "2s", "shutdown": "500ms", "sigterm": "300ms"}
 
 
 def plan_block(seed: int, number: int) -> BlockPlan:
-    draw = random.Random(f"{seed} blocks {number // (DECK // BLOCK)}")  # of a deck: every card suits one of its blocks
+    draw = random.Random(f"{seed} blocks {number // (DECK // BLOCK)}")  # drawn for a deck: each card suits a block
     limits = draw.sample([1000, 1000, 1000, 4, 4], 5)
     poison = draw.sample([2, 2, 2, 3, 100], 5)
     descriptors = draw.sample([0, 0, 0, 512, 512], 5)
@@ -166,14 +166,14 @@ def _suits(card: Card, block: BlockPlan) -> bool:
     kind, detail = card
     if kind == "flood":
         return block.descriptors > 0
-    if kind == "full disk":  # what is given up on is checked by the log
+    if kind == "full disk":  # giving up is checked in the log, which a full disk cuts off
         return block.restart_limit >= 1000
     return detail != "deaf" or kind != "client" or block.stall == SHORT_STALL
 
 
 @lru_cache(4)
 def _deal(seed: int, deck: int) -> tuple[Card, ...]:
-    """The cards of a deck's episodes."""
+    """Return the cards of a deck's episodes, in order."""
     cards = random.Random(f"{seed} deck {deck}").sample(CARDS, DECK)
     blocks = [plan_block(seed, (deck * DECK + at) // BLOCK) for at in range(DECK)]
     for at in range(DECK):
@@ -184,7 +184,7 @@ def _deal(seed: int, deck: int) -> tuple[Card, ...]:
 
 
 def _final(seed: int, block: int) -> str:
-    """Return how a block's supervisor ends. The ways take turns."""
+    """Return how a block's supervisor ends. Consecutive blocks end in different ways."""
     way, at = divmod(block, len(FINALS))
     return random.Random(f"{seed} ends {way}").sample(FINALS, len(FINALS))[at]
 
@@ -234,7 +234,7 @@ def _client(draw: random.Random, seed: int, episode: int, number: int, kind: str
         elif kind == "deaf":
             tokens = draw.randint(2 * WINDOW, 800)
         elif kind in ("leaving", "killed", "cut") and draw.random() < 0.3:
-            tokens = ENDLESS  # it has to leave the engine with its client
+            tokens = ENDLESS  # too long to finish: the engine must drop the request when the client leaves
         cancel_at = draw.uniform(0, 2 * SPAN_S) if kind == "plain" and draw.random() < 0.12 else None
         if cancel_at is not None and draw.random() < 0.5:
             tokens = ENDLESS
@@ -269,7 +269,7 @@ def _fault(draw: random.Random, kind: str, detail: str, block: BlockPlan) -> Fau
     at, lasts, count = draw.uniform(0, SPAN_S), 0.0, 1
     detail = detail or draw.choice(DETAILS.get(kind, ("",)))
     if kind == "trouble":
-        # where a request is never given up, one that breaks every worker would take most of a minute
+        # if the limit is too high to poison a request, one that breaks every worker would take most of a minute
         always = detail not in (*engines.HARMLESS, *engines.HANGS) and block.poison_limit < 10 and draw.random() < 0.4
         detail = f"{detail}|{'always' if always else 'once'}|{draw.randrange(30)}"
     elif kind == "load trouble":

@@ -1,4 +1,4 @@
-"""Report episodes: a line for each kind of event, and everything about each violation."""
+"""The report of a chaos run: a line for each kind of event, and all details of each violation."""
 
 import json
 from collections import Counter
@@ -10,7 +10,7 @@ from tests.chaos.invariants import Violation
 
 BRIEF = 160
 STORY_ENDS = 20
-"""Lines that are told of what a client heard, first and last."""
+"""Number of first and of last lines of a request's history that are shown."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Report:
     gone_s: list[float] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     brief: list[str] = field(default_factory=list)
-    """A line for each of them."""
+    """One line for each violation."""
 
     def add(self, outcome: Outcome) -> None:
         plan = outcome.plan
@@ -54,7 +54,7 @@ class Report:
         self.brief += [_brief(outcome, violation) for violation in outcome.violations]
 
     def merge(self, other: dict[str, Any]) -> None:
-        """Take in what another lane has sent."""
+        """Add the JSON report of another lane."""
         for name in ("episodes", "requests", "resumed", "tokens", "seconds"):
             setattr(self, name, getattr(self, name) + other[name])
         self.longest_s = max(self.longest_s, other["longest_s"])
@@ -86,7 +86,7 @@ class Report:
 
 
 def _table(counter: Counter[str]) -> list[str]:
-    """A line for each kind: what there was of it, and how often."""
+    """Return a line for each kind, with its details and their counts."""
     kinds: dict[str, list[str]] = {}
     for name, count in sorted(counter.items()):
         kind, _, detail = name.partition(": ")

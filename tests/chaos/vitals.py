@@ -1,4 +1,4 @@
-"""The resources of a supervisor, read from outside and compared with those before the episode."""
+"""The resources of a supervisor, measured from outside and compared with those before the episode."""
 
 import os
 from dataclasses import dataclass
@@ -11,14 +11,15 @@ from tests.chaos.plan import SECRET
 from tests.serving import Serving, describe, is_helper, opened
 
 MEMORY_MIB = 24
-"""By which a supervisor may grow over a block."""
+"""MiB by which a supervisor may grow over a block."""
 LAZY_DESCRIPTORS = 6
-"""More of them while a worker is there that need not be."""
+"""Additional descriptors that each worker of a lazy model may take."""
 
 
 @dataclass(frozen=True)
 class Vitals:
-    """Counts of one supervisor at rest. ``rss`` in bytes; ``threads`` include libzmq's; ``connections`` of clients."""
+    """Resource counts of one supervisor at rest. ``connections`` are those of clients, ``threads`` include libzmq's,
+    ``beats`` are mapped heartbeat pages, ``rss`` is in bytes."""
 
     connections: int
     descriptors: int
@@ -62,7 +63,7 @@ def waited_s(pid: int) -> float:
 
 
 def strangers(serving: Serving, workers: list[int]) -> str:
-    """Processes of a supervisor that are neither itself nor its guard, tracker or workers, for people."""
+    """Describe the processes of a supervisor that are neither itself nor its guard, resource tracker or workers."""
     known = {serving.pid, *workers}
     extra = []
     for process in serving.processes():
@@ -76,7 +77,7 @@ def strangers(serving: Serving, workers: list[int]) -> str:
 
 
 def compare(before: Vitals, now: Vitals, workers: int, lazy: int) -> list[str]:
-    """Return what has grown. ``lazy``: workers that exist now and did not before."""
+    """Return a line for each resource that has grown. ``lazy``: number of lazy models' workers that run now."""
     parts = []
     slack = LAZY_DESCRIPTORS * lazy + now.connections - before.connections
     if now.descriptors > before.descriptors + slack:
@@ -93,14 +94,14 @@ def compare(before: Vitals, now: Vitals, workers: int, lazy: int) -> list[str]:
 
 
 class Logs:
-    """All logs of a runtime directory, read on from where one was."""
+    """All logs of a runtime directory. Each look reads only what was written since the last one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._at: dict[Path, int] = {}
 
     def look(self) -> list[Violation]:
-        """Prompts in what was written since the last look."""
+        """Return a violation for each log in which a prompt was written since the last look."""
         found = []
         for path in self._directory.iterdir():
             if path.is_symlink() or not path.is_file():

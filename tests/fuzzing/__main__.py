@@ -1,9 +1,10 @@
-"""Mutated frames into the product's decoders, in a process of its own.
+"""Feed mutated frames to the product's decoders, in a process of its own.
 
     python -m tests.fuzzing DIRECTION COUNT SEED
 
-Ends with 0 and one line of JSON (inputs, refused, cpu_seconds, slowest_256_ms, grown_bytes, seed), or with a traceback
-and the frame in hex. The same seed and count give the same frames; FUZZ_FRAME=hex runs that frame alone.
+On success the process prints one line of JSON (inputs, refused, cpu_seconds, slowest_256_ms, grown_bytes, seed) and
+exits with 0. On failure it prints the frame or its batch in hex. Equal seeds and counts give equal frames.
+FUZZ_FRAME=hex runs that frame alone.
 """
 
 import json
@@ -25,16 +26,16 @@ MOST_SECONDS = 0.05
 MOST_BYTES = 20_000_000
 _BATCH = 256
 _TRIES = 50
-"""Times that a slow input is timed again: the machine may have had others to serve."""
+"""How often a slow input is timed at most. The machine may have been busy with other processes the first time."""
 
 
 def main(direction: str, count: int, seed: int) -> int:
-    """Run them. Returns the exit code."""
+    """Run ``count`` frames, in whole batches. Return the exit code."""
     mutator, receive = Mutator(corpus(direction), seed), receiver(direction)
     if alone := os.environ.get("FUZZ_FRAME"):
         receive(bytes.fromhex(alone))
         return 0
-    # what is imported, compiled and cached at its first use is not the decoder's doing
+    # warm up: imports, compiled schemas and caches of the first use must not be measured
     for model in (GenerateRequest, *QUESTIONS.values()):
         model.model_json_schema()
     for _ in range(2000):
@@ -57,7 +58,7 @@ def main(direction: str, count: int, seed: int) -> int:
         taken = time.perf_counter() - started
         witness.armed = False
         slowest_batch = max(slowest_batch, taken)
-        if taken > MOST_SECONDS:  # else none of them alone can have taken so long
+        if taken > MOST_SECONDS:  # a faster batch cannot contain a frame that is too slow
             slowest = max(slowest, *(_seconds(receive, frame) for frame in frames))
         if witness.seen:
             print(f"in one of {[frame.hex() for frame in frames]}: {witness.seen}", file=sys.stderr)
@@ -82,7 +83,7 @@ def main(direction: str, count: int, seed: int) -> int:
 
 
 def cost(receive: Receiver, frame: bytes) -> tuple[float, int]:
-    """Return (seconds of CPU, most bytes that Python held in addition) for one frame."""
+    """Return (seconds of CPU, peak of the bytes that Python allocated) for one frame."""
     tracemalloc.start()
     try:
         _refused(receive, frame)
@@ -93,7 +94,7 @@ def cost(receive: Receiver, frame: bytes) -> tuple[float, int]:
 
 
 def _seconds(receive: Receiver, frame: bytes) -> float:
-    """CPU time of the quickest of some tries."""
+    """Return the CPU time of the fastest of several tries."""
     best = float("inf")
     for _ in range(_TRIES):
         started = time.process_time()
@@ -113,7 +114,7 @@ def _refused(receive: Receiver, frame: bytes) -> bool:
 
 
 def _peak() -> int:
-    """The most bytes that this process has had in memory so far."""
+    """Return the peak of this process's resident memory so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

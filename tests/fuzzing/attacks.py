@@ -1,8 +1,8 @@
-"""What a hostile process of the same user can do to a supervisor's sockets: one attack at a time, at random.
+"""Attack a supervisor's sockets as a hostile process of the same user could: one attack at a time, in random order.
 
     python -m tests.fuzzing.attacks RUNTIME_DIR SECONDS SEED
 
-Ends when the time is over, with one line of JSON: how often each attack was made, and frames sent in all.
+When the time is over, the process prints one line of JSON: how often each attack was made, and all frames sent.
 """
 
 import json
@@ -57,7 +57,7 @@ class Attacker:
         self._send("front", [self._client.frame() for _ in range(500)])
 
     def mutated_orders(self) -> None:
-        """Send mutated frames on the admin socket, without valid orders, which the supervisor would have to obey."""
+        """Send mutated frames on the admin socket, but no valid orders, since the supervisor would obey them."""
         self._send("admin", [frame for _ in range(200) if not is_call(frame := self._client.frame())])
 
     def mutated_worker_frames(self) -> None:
@@ -87,7 +87,7 @@ class Attacker:
             self._by_hand(start + self._chance.randbytes(self._chance.randrange(100)))
 
     def frames_by_hand(self) -> None:
-        """ZMTP frames whose flags and lengths are not what a library would write."""
+        """Send ZMTP frames with flags and lengths that no library would write."""
         for _ in range(20):
             content = b""
             for _ in range(self._chance.randrange(1, 30)):
@@ -114,7 +114,7 @@ class Attacker:
             self._by_hand(GREETING + ready(routing_id) + bytes((0, 4)) + b"\x93\x01\x06\x05")
 
     def leaves_in_the_middle(self) -> None:
-        """Half a message, of one part or several."""
+        """Leave in the middle of a message, once of one part and once of several."""
         self._by_hand(GREETING + ready() + b"\x02" + (MIB).to_bytes(8, "big") + bytes(1000))
         self._by_hand(GREETING + ready() + b"\x01\x01\x93" * 5000)
 
@@ -142,7 +142,7 @@ class Attacker:
         name = self._chance.choice(("front", "front", "admin", "back"))
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(1)
-            with suppress(OSError):  # cut off while sending, which is fine
+            with suppress(OSError):  # the supervisor may close the connection while this sends
                 peer.connect(str(self._directory / name))
                 peer.sendall(content)
                 self.frames += 1
@@ -150,11 +150,11 @@ class Attacker:
                     peer.recv(1000)
 
     def run(self, seconds: float) -> dict[str, int]:
-        """Attack for so long. How often each was made."""
+        """Attack for so many seconds. Return how often each attack was made."""
         made: Counter[str] = Counter()
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            # each once, in some order, before any comes again
+            # each attack once in random order before any is repeated
             for attack in self._chance.sample(self.attacks, len(self.attacks)):
                 attack()
                 made[attack.__name__] += 1
@@ -165,7 +165,7 @@ class Attacker:
 
 
 def is_call(frame: bytes) -> bool:
-    """Return whether this is a readable CALL."""
+    """Return whether the frame is a CALL that can be decoded."""
     try:
         return isinstance(decode(frame, CLIENT_TO_SUPERVISOR), Call)
     except FrameError:

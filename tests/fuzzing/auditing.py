@@ -1,16 +1,16 @@
-"""Python's own audit hook as a witness: what a decoder has no business with ends up in a list.
+"""A list of the audit events of Python that a decoder causes. A decoder should cause none.
 
-A hook cannot be taken off again, hence for processes of their own only.
+An audit hook cannot be removed, so only a process of its own may use this module.
 """
 
 import sys
 
-# What the interpreter itself raises where nothing is read, run or opened: objects looked at.
+# The interpreter itself raises these events when it looks at objects, without reading, running or opening anything.
 _HARMLESS = frozenset({"object.__getattr__", "sys._getframe", "builtins.id", "array.__new__"})
 
 
 class Witness:
-    """Notes every audit event while it is ``armed``."""
+    """A recorder of the first 20 audit events while it is ``armed``."""
 
     def __init__(self) -> None:
         self.armed = False

@@ -1,4 +1,4 @@
-"""Frames that cost far more to open than to send, each as large as its kind may be."""
+"""Frames that would cost far more to decode than to send, most of them as large as their kind may be."""
 
 from collections.abc import Iterator
 
@@ -24,13 +24,13 @@ def text(content: bytes) -> bytes:
 
 
 def rows(item: bytes, key: bytes = b"\xa1a") -> bytes:
-    """Return {key: [[item, item, ...], ...]} of the largest size."""
+    """Return a packed {key: [[item, item, ...], ...]} of the largest size."""
     count = max(1, ROOM // (len(item) * 65_535))
     return b"\x81" + key + array(count) + (array(65_535) + item * 65_535) * count
 
 
 def one_wide_character(key: bytes) -> bytes:
-    """A text of four bytes for each character, because of its last."""
+    """Return a body with a text that Python stores in four bytes a character, because of its last character."""
     return b"\x81" + key + text(b"a" * (ROOM - 40) + "😀".encode())
 
 
@@ -89,7 +89,7 @@ FRAMES: dict[str, bytes] = {
 
 
 def bombs() -> Iterator[tuple[str, str, bytes]]:
-    """Yield (name, direction, frame) of every bomb in every frame that can carry it."""
+    """Yield (name, direction, frame) for every bomb in every kind of frame that can carry it."""
     for name, body in BODIES.items():
         carriers = {
             "client_to_supervisor": (Generate(1, "m", {}, body), Call(1, "tokenize", body)),

@@ -1,4 +1,4 @@
-"""Valid frames of every kind, of which mutated ones are made: the test vectors, and requests with every field."""
+"""The frames from which mutated frames are made: the test vectors, and requests with every field."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def _events(*events: tuple[int, int, int]) -> Message:
 
 
 def corpus(direction: str) -> list[bytes]:
-    """Frames of this direction, of every kind that it has."""
+    """Return frames of this direction, valid ones of every kind and the malformed test vectors."""
     frames = [bytes.fromhex(vector["hex"]) for vector in load(direction)]
     frames += [bytes.fromhex(v["hex"]) for v in load("malformed") if v["direction"] == direction]
     kinds = DIRECTIONS[direction]

@@ -1,15 +1,16 @@
-"""Frames that atheris (libFuzzer) finds by the branches that they reach in the product's decoders.
+"""Search with atheris (libFuzzer) for frames that reach new branches in the product's decoders.
 
     python -m tests.fuzzing.coverage_guided DIRECTION [libFuzzer's options] CORPUS_DIRECTORY
 
-Whatever is raised that is no WireError ends it, with the frame in a file crash-*. ``benchmarks.fuzzing`` runs it.
+An exception other than WireError ends the search, and its frame is written to a file crash-*. ``benchmarks.fuzzing``
+runs this module.
 """
 
 import sys
 
 import atheris
 
-# Instrumented are the modules that read frames, and not what they are built on.
+# Only the product's modules are instrumented, not their dependencies.
 with atheris.instrument_imports(include=["protocol", "supervisor"]):
     from protocol.errors import WireError
     from tests.fuzzing.receivers import receiver

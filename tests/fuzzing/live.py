@@ -1,4 +1,4 @@
-"""A hostile process beside a well-behaved client, at a live supervisor's sockets: what became of all three."""
+"""A live supervisor with a hostile process and a well-behaved client, and a report on all three."""
 
 import json
 import os
@@ -20,13 +20,13 @@ TOKENS = 50
 
 
 def peak(pid: int) -> int:
-    """Most bytes that a process has had in memory."""
+    """Return the peak of a process's resident memory, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 class WellBehaved(threading.Thread):
-    """Asks again and again. ``waits`` are the seconds that each answer took."""
+    """A client that sends one request after another. ``waits`` are the seconds that each answer took."""
 
     def __init__(self, serving: Serving) -> None:
         super().__init__()
@@ -50,8 +50,10 @@ class WellBehaved(threading.Thread):
 
 
 def attacked(seconds: float, seed: int) -> dict[str, Any]:
-    """Serve two models and attack for so long: attacks and frames, answers and their waits, the supervisor's growth
-    in bytes, its counters, what its audit hook saw. Raises AssertionError if a worker was harmed or an answer wrong.
+    """Serve two models and attack the supervisor for so many seconds.
+
+    Returns the attacks and frames, the answers and their waits, the supervisor's growth in bytes, its counters, and the
+    audit events of its process. Raises AssertionError if a worker was harmed or an answer was wrong.
     """
     with TemporaryDirectory(prefix="mctl-witness-") as directory:
         witness = Path(directory) / "seen"
@@ -65,7 +67,7 @@ def attacked(seconds: float, seed: int) -> dict[str, Any]:
 
 
 def _attacked(serving: Serving, witness: Path, seconds: float, seed: int) -> dict[str, Any]:
-    for model in "ab":  # once the whole road, so that all is imported
+    for model in "ab":  # one request to each model first, so that everything is imported
         with serving.client() as client:
             assert client.complete(model, "before", max_tokens=5).text == answer("before", 5)
     os.kill(serving.pid, signal.SIGUSR2)
@@ -94,7 +96,7 @@ def _attacked(serving: Serving, witness: Path, seconds: float, seed: int) -> dic
         "counters": serving.counters(),
         "seen": witness.read_text()[:3000],
     }
-    serving.wait_idle("a")  # whatever reached a worker ended as a request does
+    serving.wait_idle("a")  # every request that reached a worker has ended
     for name, generation in generations.items():
         status = serving.status(name)
         assert (status["generation"], status["state"]) == (generation, "ready"), name

@@ -1,6 +1,7 @@
-"""Frames made of valid ones: changed, cut, spliced, and with the tokens of msgpack that announce most.
+"""Frames made from valid ones: changed, cut, spliced, and with msgpack tokens that announce the largest sizes.
 
-Half of them are changed in their body only, which is wrapped anew: else nearly all would end at its length.
+Half of the frames are changed in their body only, and get a correct length of the body. Otherwise nearly all frames
+would be refused for that length.
 """
 
 import random
@@ -17,12 +18,12 @@ TOKENS = (
     b"\xd6\xff\0\0\0\0", b"\xd9\xff", b"\xdb\xff\xff\xff\xff", b"\xdc\xff\xff", b"\xdd\xff\xff\xff\xff",
     b"\xdd\x00\x01\x00\x00", b"\xde\xff\xff", b"\xdf\xff\xff\xff\xff", b"\x91" * 40, b"\xdc\xff\xff" * 40,
 )  # fmt: skip
-"""Values and headers at the edges of what msgpack can say."""
+"""Values and headers at the limits of msgpack."""
 _LONGEST = 4096
 
 
 class Mutator:
-    """An endless source of frames. The same seed and corpus give the same frames."""
+    """An endless source of frames. Equal seeds and corpora give equal frames."""
 
     def __init__(self, corpus: Sequence[bytes], seed: int) -> None:
         self._chance = random.Random(seed)
@@ -30,7 +31,7 @@ class Mutator:
         self._split = [parts for frame in corpus if (parts := _split(frame)) is not None]
 
     def frame(self) -> bytes:
-        """The next."""
+        """Return the next mutated frame."""
         draw = self._chance.random
         if draw() < 0.5 and self._split:
             head, body = self._split[int(draw() * len(self._split))]
@@ -66,10 +67,13 @@ class Mutator:
 
 
 def _split(frame: bytes) -> tuple[bytes, bytes] | None:
-    """Return (head, body) of a frame that ends with a body. The head and a bin of any other body are a frame again."""
+    """Return (head, body) of a frame that ends with a body, else None.
+
+    The head followed by another body, packed as a msgpack bin, is a frame again.
+    """
     try:
         values = msgpack.unpackb(frame)
-    except Exception:  # of the vectors of malformed ones
+    except Exception:  # a test vector of malformed frames
         return None
     if not isinstance(values, list) or not isinstance(values[-1], bytes):
         return None

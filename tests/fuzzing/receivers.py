@@ -1,6 +1,6 @@
-"""Everything that the product does with a frame, by direction, until it trusts the frame's fields.
+"""For each direction, all the checks that the product makes before it trusts the fields of a frame.
 
-A receiver raises nothing but WireError, for any bytes.
+A receiver must raise nothing but WireError, for any bytes.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ _DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
 
 
 def from_client(frame: bytes) -> None:
-    """The supervisor's head of a client's frame, and the worker's reading of the body."""
+    """Read a client's frame: the head as the supervisor does, the body as the worker does."""
     message = decode(frame, CLIENT_TO_SUPERVISOR)
     if isinstance(message, Generate):
         read_route(message.route)
@@ -59,7 +59,7 @@ def to_worker(frame: bytes) -> None:
 
 
 class FromWorker:
-    """The supervisor with two requests of channel 1 in a worker of generation 1."""
+    """The supervisor's reading of a worker's frames. Channel 1 has two requests in a worker of generation 1."""
 
     _CHECKS: dict[type, Callable[[bytes], object]] = {  # noqa: RUF012
         Hello: checked_hello,
@@ -76,7 +76,7 @@ class FromWorker:
         message = decode(frame, WORKER_TO_SUPERVISOR)
         if isinstance(message, Events):
             effects = self._scheduler.events("m", frame, message, 0.0)
-            if effects:  # something was believed: begin anew, so that the next has something to be about
+            if effects:  # the frame was believed: a new scheduler gives the next frame running requests again
                 self._scheduler = _scheduler()
         elif isinstance(message, Prefill):
             self._scheduler.prefill("m", (message.channel, message.request), message.done, message.total)
@@ -101,7 +101,8 @@ def _scheduler() -> Scheduler:
 
 
 class ToClient:
-    """A client with two requests and two calls out. ``receive`` of the session never raises at all."""
+    """A client's reading of frames, with two requests and two calls under way. The session's ``receive`` must never
+    raise, not even WireError."""
 
     def __init__(self) -> None:
         self._begin()
@@ -127,7 +128,7 @@ class ToClient:
 
 
 def receiver(direction: str) -> Receiver:
-    """A new one for frames of this direction."""
+    """Return a new receiver for frames of this direction."""
     made: dict[str, Callable[[], Receiver]] = {
         "client_to_supervisor": lambda: from_client,
         "worker_to_supervisor": FromWorker,

@@ -1,4 +1,4 @@
-"""A run of ``python -m tests.fuzzing`` from a test."""
+"""Run ``python -m tests.fuzzing`` from a test."""
 
 import json
 import os
@@ -14,7 +14,7 @@ WITHIN = 280.0
 
 
 def fuzz(direction: str, count: int) -> dict[str, Any]:
-    """Return the report of a run. A failure shows its stderr, and how to repeat it."""
+    """Run the fuzzer and return its report. If it fails, the test shows its stderr and how to repeat the run."""
     arguments = ["-m", "tests.fuzzing", direction, str(count), str(SEED)]
     print(f"TEST_SEED={SEED} python {' '.join(arguments)}")
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=WITHIN)

@@ -1,6 +1,6 @@
-"""Runs ``modelctl`` like ``python -m supervisor``. From SIGUSR2 on, what it has no business with goes to $WITNESS_TO.
+"""Run ``modelctl`` like ``python -m supervisor``. After SIGUSR2, write suspicious audit events to $WITNESS_TO.
 
-What it does go on doing then is to read /proc, and its own log and sockets.
+A serving supervisor has no reason to cause these events: it reads only /proc, its own log and its sockets.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The worst that one frame can be: at most 50 ms and 20 MB, in every process that reads it."""
+"""The most expensive frames cost at most 50 ms and 20 MB in every process that reads them."""
 
 from tests.fuzzing.__main__ import MOST_BYTES, MOST_SECONDS, cost
 from tests.fuzzing.bombs import bombs

@@ -1,4 +1,4 @@
-"""Errors end up in logs of clients and servers: no text of a request is in them, whatever is wrong with it."""
+"""No error contains a text of the request that caused it, since errors end up in the logs of clients and servers."""
 
 import random
 from typing import Any
@@ -26,7 +26,7 @@ WRONG: list[Any] = [
 
 
 def marked(value: Any, chance: random.Random, odd: bool = False) -> Any:
-    """The request with every text a secret, and here and there a value that cannot be."""
+    """Return the request with the canary in every text, and here and there an invalid value."""
     if odd and chance.random() < 0.15:
         return chance.choice(WRONG)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Mutated frames as a supervisor out of its mind could send them to a worker or a client. See the other file."""
+"""A worker or a client that gets mutated frames from a supervisor raises nothing but protocol errors."""
 
 import pytest
 

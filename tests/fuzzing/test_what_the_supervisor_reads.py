@@ -1,6 +1,7 @@
-"""Mutated frames as clients and workers could send them: nothing but protocol errors, 50 ms and 20 MB.
+"""A supervisor that gets mutated frames raises nothing but protocol errors, and no frame costs over 50 ms or 20 MB.
 
-Together with what the others read, 2,100,000 inputs a run. No input may open, import, run or unpickle anything.
+No frame may make it open, import, run or unpickle anything. With the frames for workers and clients, a run has
+2,100,000 inputs.
 """
 
 import pytest
@@ -12,5 +13,5 @@ from tests.fuzzing.running import fuzz
 def test_mutated_frames(direction: str, count: int) -> None:
     report = fuzz(direction, count)
     assert report["inputs"] >= count
-    # neither all nonsense nor all believed: then it would try one half of the code only
+    # some frames must be refused and some accepted, or only half of the code would be tested
     assert 0.5 * count < report["refused"] < 0.99 * report["inputs"]

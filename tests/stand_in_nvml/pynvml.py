@@ -1,11 +1,11 @@
-"""What placement.nvml_child uses of nvidia-ml-py, told by a JSON file, no driver: see tests/system/test_vram.py.
+"""A stand-in for the part of nvidia-ml-py that placement.nvml_child uses. It reads a JSON file instead of a driver.
 
-``MODELCTL_TEST_BOX`` names the file: {"gpus": [{"uuid", "total", "processes": {pid: bytes}}], "error": text or null},
-a GPU with "mig": true, "cpus": [numbers] and "nodes": [numbers] where a test wants them, and "free" for one that is not
-what is left of the total.
-It is read anew at every call, so that a test can change the box by replacing the file. The driver may misbehave:
-"hangs" is true for as long as calls do not return, "says" is what is written to standard input instead of an answer,
-"ends" is the exit code with which the process ends.
+``MODELCTL_TEST_BOX`` names the file: {"gpus": [{"uuid", "total", "processes": {pid: bytes}}], "error": text or null}.
+A GPU may also have "mig": true, "cpus": [numbers] and "nodes": [numbers], and "free" if its free memory is not the
+rest of the total. The file is read at every call, so that a test can change the box by replacing the file.
+
+The driver may misbehave: while "hangs" is true, calls do not return. "says" is text that is written to descriptor 0,
+by which the child answers. "ends" is the exit code with which the process ends.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class NVMLError(Exception):
-    """Like the package's own: every call may raise it."""
+    """The error that every call may raise, as in the package."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ def nvmlDeviceGetMemoryAffinity(handle: int, words: int, scope: int) -> list[int
 
 
 def _mask(handle: int, key: str, words: int) -> list[int]:
-    """Return a mask like the real ones: words of 64 bits."""
+    """Return the bit mask of these numbers as a list of 64 bit words, as NVML does."""
     numbers = _answering_box()["gpus"][handle].get(key)
     if numbers is None:
         raise NVMLError("Not Supported")
