@@ -10,7 +10,7 @@ from tests.cli.programs import modelctl
 
 @pytest.fixture
 def away() -> Iterator[Path]:
-    """A directory with a runtime directory ``r``, whose supervisor ends with the test."""
+    """Make a directory for a supervisor with the runtime directory ``r`` in it. After the test, end the supervisor."""
     directory = Path(tempfile.mkdtemp(prefix="mctl-", dir="/tmp"))  # pytest's own can be too long for a socket
     yield directory
     modelctl("shutdown", "--now", "--runtime-dir", directory / "r")

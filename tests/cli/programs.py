@@ -1,4 +1,4 @@
-"""``modelctl`` as a program of its own: with any standard streams, in a terminal, or with something wrong inside."""
+"""Run ``modelctl`` as a program: with redirected streams, in a terminal, or with code that runs before it."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ MODELCTL = (sys.executable, "-m", "supervisor")
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    """The present one, with the repository on the path, and changed; None removes."""
+    """Return this process's environment with the repository on PYTHONPATH and with changes; None removes a variable."""
     changed = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
     return {name: value for name, value in changed.items() if value is not None}
 
@@ -27,8 +27,8 @@ def modelctl(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command.
 
-    redirect   what a shell would be told of its streams, like ``>/dev/full`` or ``<&-``
-    prelude    Python to run in the process before it
+    redirect   redirections in shell syntax, like ``>/dev/full`` or ``<&-``
+    prelude    Python code to run in the process before the command
     variables  changes to the environment
     """
     program: tuple[object, ...] = MODELCTL
@@ -47,7 +47,7 @@ def modelctl(
 
 
 class Terminal:
-    """``modelctl`` on a terminal of its own, and a person who reads and types. A context manager.
+    """``modelctl`` on a terminal of its own, with methods to type and to read. A context manager.
 
     columns  width of the terminal; None leaves it unknown
     """
@@ -58,11 +58,11 @@ class Terminal:
         self._master, slave = pty.openpty()
         if columns is not None:
             termios.tcsetwinsize(slave, (24, columns))
-        # Ctrl-C would make the terminal drop what the program has written and nobody has read yet.
+        # Without NOFLSH, Ctrl-C would make the terminal drop output that the test has not read yet.
         mode = termios.tcgetattr(slave)
         mode[3] |= termios.NOFLSH
         termios.tcsetattr(slave, termios.TCSANOW, mode)
-        # whoever runs the tests may have set a size, which would count for more than the terminal's own
+        # a size in the environment would take precedence over the size of this terminal
         known = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [*MODELCTL, *map(str, arguments)],
@@ -82,11 +82,11 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def wait_for(self, text: str) -> None:
-        """Until the text stands on the screen; what stands before its end is then forgotten."""
+        """Wait until the text is on the screen. Then forget the screen up to the end of the text."""
         self.wait_for_match(re.escape(text))
 
     def wait_for_match(self, pattern: str) -> "re.Match[str]":
-        """The first match on the screen; what stands before its end is then forgotten."""
+        """Wait for a match on the screen and return it. Then forget the screen up to the end of the match."""
         match = wait_until(lambda: re.search(pattern, self.look()), what=f"{pattern!r} on {self._screen!r}")
         self._screen = self._screen[match.end() :]
         return match
@@ -100,7 +100,7 @@ class Terminal:
         return wait_until(exit_code, what="the program's exit")[0]
 
     def look(self) -> str:
-        """Return everything on the screen that is not forgotten."""
+        """Return the text on the screen, without the forgotten part."""
         try:
             self._screen += os.read(self._master, 65536).decode().replace("\r", "")
         except (BlockingIOError, OSError):

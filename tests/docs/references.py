@@ -1,13 +1,13 @@
-"""Find what a page names in backticks that does not exist in the repository, so that pages do not rot.
+"""Find names in backticks on a page that do not exist in the repository, so that pages stay correct.
 
-Checked are, outside blocks of code:
+These are checked, outside blocks of code:
 
     `supervisor/loop.py`, `docs/images/`       a path that begins in the repository
     `limits.py`                                the name of a source file, in whichever directory it is
     `tests/x/test_y.py::test_z`                a function or class of that file, or `::Class::method`
-    `protocol.messages.TERMINAL`               a module, or what it defines. Keys of models.yaml such as
-                                               `supervisor.listen` look the same, and must be keys
-    `Scheduler.submit`, `Scheduler`            a class, and what it or one of its bases defines
+    `protocol.messages.TERMINAL`               a module, or a name in it. Keys of models.yaml such as
+                                               `supervisor.listen` look the same, and must exist
+    `Scheduler.submit`, `Scheduler`            a class, and a member of it or of one of its bases
     | `supervisor/timers.py` | `Timers.at` |   in a table, names behind a cell that holds only files are in these files
 """
 
@@ -25,11 +25,11 @@ PACKAGES = ("modelctl", "protocol", "supervisor", "model_worker", "tests", "benc
 PRODUCT = PACKAGES[:4]
 SOURCES = (".py", ".pyx", ".pxd", ".pyi")
 FOREIGN = frozenset({"GitHub", "CamelCase", "TypeScript", "GiB", "TimeoutStopSec"})
-"""Names that look like classes of ours and are not."""
+"""Names that look like classes of this project and are not."""
 _FOREIGN_MODEL = re.compile(r"\w+For(CausalLM|ConditionalGeneration)$|GPT2LMHeadModel$")
 
 _PLACEHOLDER = re.compile(r"(^|/)[A-Z]+(/|$)")
-"""In a path that is a pattern, such as `model_worker/engines/NAME/`."""
+"""A placeholder in a path, such as NAME in `model_worker/engines/NAME/`."""
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -50,7 +50,7 @@ class Defined:
 
 
 def pages() -> list[Path]:
-    """Return the pages that are checked. A changelog names what is no more."""
+    """Return the pages to check. The changelog is not among them, since it names things that were removed."""
     named = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
     return [*(path for path in named if path.exists()), *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -63,7 +63,7 @@ def without_code(text: str) -> str:
 def missing(text: str) -> list[str]:
     """Return a line for each thing that a page names and that does not exist."""
     text = without_code(text)
-    words = [word for span in _CODE.findall(text) for word in span.split()]  # of a command, each alone
+    words = [word for span in _CODE.findall(text) for word in span.split()]  # each word of a command
     found = [problem for word in words if not _PLACEHOLDER.search(word) and (problem := _problem(word)) is not None]
     for line in text.splitlines():
         if line.startswith("|"):
@@ -111,7 +111,7 @@ def _problem_of_member(owner: str, member: str) -> str | None:
 
 
 def _problems_of_row(line: str) -> Iterator[str]:
-    """Check the names behind a cell that holds only files."""
+    """Yield a line for each unknown name in a cell that follows a cell with only files."""
     cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
     for cell, behind in pairwise(cells):
         files = [ROOT / span for span in _CODE.findall(cell)]
@@ -183,7 +183,7 @@ def _is_class(name: str) -> bool:
 
 
 def _members_of(owner: str) -> set[str]:
-    """Return what a class and its bases define, of all classes of this name."""
+    """Return the members of all classes with this name and of their bases."""
     members: set[str] = set()
     for defined in _classes().get(owner, ()):
         members |= defined.members[owner]
@@ -195,7 +195,7 @@ def _members_of(owner: str) -> set[str]:
 
 @cache
 def defined_in(path: Path) -> Defined:
-    """Return what a source file defines. Imported names count: a package may hand them on."""
+    """Return the names that a source file defines. Imported names count, since a package may re-export them."""
     if path.suffix != ".py":
         return _read_cython(path.read_text())
     defined = Defined()
@@ -225,7 +225,7 @@ def _names_of(node: ast.stmt) -> Iterator[str]:
 
 
 def _read_cython(text: str) -> Defined:
-    """Read a Cython file as far as the names in it go: classes begin a line, their functions are indented once."""
+    """Find the names in a Cython file. Classes must begin a line, and their functions must be indented once."""
     defined, owner = Defined(), ""
     for line in text.splitlines():
         if match := re.match(r"(?:cdef |cpdef )?class (\w+)", line):

@@ -1,4 +1,4 @@
-"""Compare maps that came over the wire with the classes of ``protocol.bodies`` and ``protocol.verbs``."""
+"""Compare received maps with the classes of ``protocol.bodies`` and ``protocol.verbs`` that describe them."""
 
 import types
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Annotated, Any, NotRequired, Union, get_args, get_origin, get
 
 
 def differences(value: Any, hint: Any, path: str = "body") -> Iterator[str]:
-    """Yield what is not as described: keys that are missing or unknown, and values of another type."""
+    """Yield a line for each missing key, each unknown key, and each value of another type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return

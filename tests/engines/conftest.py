@@ -1,4 +1,4 @@
-"""Loaded engines, once a session each. ``-m gpu`` runs the same suite on the engines that need a CUDA device."""
+"""Fixtures with engines, each loaded once a session. ``-m gpu`` runs the tests on engines that need a CUDA device."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ ENGINES = [
 
 
 def demo_spec(engine: str, model: str, **changes: Any) -> EngineSpec:
-    """A demo model with 8 places and chunks of 256 tokens."""
+    """Return the spec of a demo model with a batch size of 8 and chunks of 256 tokens."""
     options: dict[str, Any] = {"chunk_size": 256}
     if engine == "exllamav2":
         options["cache_size"] = 8 * 2048
@@ -32,7 +32,7 @@ def demo_spec(engine: str, model: str, **changes: Any) -> EngineSpec:
 
 
 def need_gpu(engine: str) -> None:
-    """Skip, saying why, where the engine cannot run."""
+    """Skip the test with a reason if the engine cannot run here."""
     if engine == "transformers":
         return
     import torch
@@ -45,7 +45,7 @@ def need_gpu(engine: str) -> None:
 
 @pytest.fixture(scope="session")
 def load() -> Iterator[Callable[[str, str], Engine]]:
-    """Loaded demo engines by (engine, model)."""
+    """Return a function that loads a demo model on an engine, once for each pair of both."""
     loaded: dict[tuple[str, str], Engine] = {}
 
     def get(engine: str, model: str) -> Engine:

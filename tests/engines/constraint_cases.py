@@ -1,4 +1,4 @@
-"""Schemas of growing difficulty, each with what tells a right answer from a wrong one; and what is not offered."""
+"""Constraints for tests: schemas of growing difficulty, schemas that are refused, regexes, and hostile constraints."""
 
 from typing import Any
 
@@ -133,7 +133,7 @@ NOT_OFFERED: list[tuple[str, dict[str, Any]]] = [
     ("x-guidance", {"x-guidance": True}),
     ("not", {"type": "object", "properties": {"a": {"type": "array", "items": {"not": {"const": 1}}}}}),
 ]
-"""(what the refusal names, schema)."""
+"""Pairs of a word that the refusal must contain, and a schema that is refused."""
 
 REGEXES = [
     r"[a-z]{3,8}", r"(yes|no|perhaps)", r"\d{4}-\d{2}-\d{2}", r"[A-Z][a-z]+( [A-Z][a-z]+){0,2}",
@@ -142,7 +142,7 @@ REGEXES = [
 
 
 def chain(length: int) -> dict[str, Any]:
-    """A schema whose definitions refer to each other so often in a row."""
+    """Return a schema with a chain of ``length`` definitions that refer to each other."""
     definitions: dict[str, Any] = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(length)}
     return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "integer"}}}
 
@@ -155,4 +155,4 @@ HOSTILE: list[tuple[str, Any]] = [
     ("regex", "(a|b)?" * 1300),
     ("regex", "|".join(f".*{chr(97 + n)}.{{{n + 5}}}" for n in range(20))),
 ]
-"""What must be refused, or compiled, while the worker's steps go on."""
+"""(field, constraint) pairs that must be refused or compiled while the worker's steps go on."""

@@ -1,4 +1,4 @@
-"""Drives an engine through its interface and holds it to the contract at every event."""
+"""Drive an engine through its interface, and check its contract at every event."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ _job_ids = itertools.count(1)
 
 @dataclass
 class Outcome:
-    """What one job delivered. ``text`` and ``ids`` are everything, in order, the final event included.
+    """The events of one job. ``text`` and ``ids`` contain everything in order, the final event included.
 
-    sizes     how many ids had come by the end of each of ``deltas``
-    progress  how much of the prompt was computed, as often as that was said
+    sizes     the number of ids that had come by the end of each of ``deltas``
+    progress  the number of computed prompt tokens in each report
     """
 
     job: Job
@@ -41,7 +41,8 @@ class Outcome:
 
 
 class Driver:
-    """Jobs by id; asserts that each ends once, that nothing follows, and that no event names an unknown job."""
+    """A driver of an engine. It asserts that each job ends once, that nothing follows the end, and that no event names
+    an unknown job."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -129,7 +130,7 @@ def answer(
     sampling: SamplingParams = GREEDY,
     **fields: Any,
 ) -> Outcome:
-    """One job, alone, to its end."""
+    """Run one job alone to its end."""
     driver = Driver(engine)
     outcome = driver.submit(prompt, max_new_tokens, sampling, **fields)
     driver.run()

@@ -1,9 +1,9 @@
-"""Model directories made to harm who loads them: how each is made of a good one, and what its refusal has to say.
+"""Model directories that try to harm the process that loads them, each with the words that its refusal must contain.
 
     python -m tests.engines.hostile_directories PLACE
 
-loads each of them in PLACE on both engines, under an audit hook and a watch on files outside, and prints what became of
-them as JSON: {"ENGINE/CASE": {"error": text or null, "kind": type, "seen": [...], "seconds": number}}.
+loads each of them in PLACE on both engines, under an audit hook and a watch on files outside, and prints JSON:
+{"ENGINE/CASE": {"error": text or null, "kind": type, "refused": boolean, "seen": [...], "seconds": number}}.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from tools.demo_models import directory
 DEMO = directory("letters")
 MIB, TIB = 1 << 20, 1 << 40
 Made = Callable[[Path, Path], object]
-"""Changes the model's directory (first), with what lies outside of it (second): secret.safetensors, secret.json, ..."""
+"""A function that changes a model's directory (first). Outside files are in the second: secret.safetensors, ..."""
 LOADS = None
-"""Not to be refused: nothing of what is there is read or run."""
+"""The model must load: its hostile files are neither read nor run."""
 
 
 def write_header(file: Path, header: Any, data: int = 64, length: int | None = None) -> None:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    file.unlink()  # it is a link to the good one
+    file.unlink()  # the file is a hard link to the good one
     file.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(data))
 
 
@@ -48,7 +48,7 @@ def tensor(begin: Any = 0, end: Any = 64, shape: Any = (32,), dtype: Any = "F16"
 
 
 class Trap:
-    """Unpickled, it leaves a file behind."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self._canary = canary
@@ -113,7 +113,7 @@ def index(*names: str, keep: bool = True) -> Made:
 
 
 def traps(model: Path, outside: Path) -> None:
-    """Pickles under every name that readers look for, and code."""
+    """Add code, and pickles under every name that loaders look for."""
     for name in ("pytorch_model.bin", "model.pt", "adapter_model.bin", "training_args.bin", "consolidated.00.pth"):
         (model / name).write_bytes(pickle.dumps(Trap(outside / "canary")))
     (model / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "pytorch_model.bin"}}))
@@ -310,7 +310,7 @@ CASES: dict[str, tuple[Made, list[str] | None]] = {
 
 
 def prepare(place: Path, case: str) -> tuple[Path, Path]:
-    """Return (model's directory, directory outside) of one case."""
+    """Make the directories of one case. Return (model's directory, directory outside)."""
     model, outside = place / "model", place / "outside"
     for made in (model, outside):
         shutil.rmtree(made, ignore_errors=True)
@@ -329,7 +329,7 @@ def prepare(place: Path, case: str) -> tuple[Path, Path]:
 
 
 class Watch:
-    """Opened files of a directory, whoever opens them (inotify), and what Python's audit hook has to say."""
+    """A record of suspicious audit events and of opened files in a directory (by inotify, so C code is seen too)."""
 
     _OPEN = 0x20
     _RUNS = (
@@ -360,7 +360,7 @@ class Watch:
 
     @contextlib.contextmanager
     def over(self, model: Path, outside: Path) -> Any:
-        """Load a directory under the audit hook, and return what happened."""
+        """Record in ``seen`` what happens inside the context."""
         self.seen = []
         descriptor = self._libc.inotify_init1(os.O_NONBLOCK)
         watched = self._libc.inotify_add_watch(descriptor, str(outside).encode(), self._OPEN)
@@ -383,8 +383,7 @@ def embedded(model: Path) -> None:
 
 
 def exllamav2(model: Path) -> None:
-    """Do what engine exllamav2 does to load, up to the point where it needs a GPU. The package reads the other
-    files."""
+    """Load as engine exllamav2 does, up to the point where it needs a GPU."""
     from model_worker.engines.exllamav2.check import check
     from model_worker.engines.exllamav2.vram import estimate_of
     from model_worker.engines.vetting import understood
@@ -409,12 +408,12 @@ ENGINES: dict[str, Callable[[Path], None]] = {"embedded": embedded, "exllamav2":
 
 def main(place: Path) -> None:
     report: dict[str, dict[str, Any]] = {}
-    for load in ENGINES.values():  # a good one, so that everything is imported
+    for load in ENGINES.values():  # load a good directory first, so that everything is imported
         shutil.copytree(DEMO, place / "good", dirs_exist_ok=True)
         load(place / "good")
     watch = Watch()
     model, outside = prepare(place, "code and pickles only")
-    with watch.over(model, outside):  # that it sees what there is to see
+    with watch.over(model, outside):  # check that the watch works
         safetensors.safe_open(str(outside / "secret.safetensors"), framework="np")
         pickle.loads((model / "pytorch_model.bin").read_bytes())
     assert len(watch.seen) >= 3, watch.seen  # opened, unpickled, sprung

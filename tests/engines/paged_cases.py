@@ -1,7 +1,7 @@
-"""Random attention calls over pages, their answers in float64 from keys that never lay in pages, and a comparison.
+"""Random calls of paged attention, with the right answers in float64 that are computed without pages.
 
-``python -m tests.engines.paged_cases SEEDS`` runs the Triton kernels on the CPU in Triton's interpreter, which must be
-chosen by ``TRITON_INTERPRET=1`` before Triton is imported: so in a process of its own.
+``python -m tests.engines.paged_cases SEEDS`` runs the Triton kernels on the CPU in Triton's interpreter. It needs a
+process of its own, since ``TRITON_INTERPRET=1`` must be set before Triton is imported.
 """
 
 import math
@@ -16,14 +16,14 @@ from model_worker.engines.paged.step import Shape, Step
 
 
 def way(name: str) -> paged_attention.AttentionPath:
-    """The way of computing attention whose name begins so."""
+    """Return the attention path whose name begins with ``name``."""
     (found,) = [w for w in paged_attention.WAYS if w.name.startswith(name)]
     return found
 
 
 @dataclass
 class Case:
-    """Tensors on the CPU; ``k_after`` and ``v_after`` are the caches once the new tokens are in them."""
+    """One call of paged attention, with tensors on the CPU. ``after``: the caches with the new tokens in them."""
 
     shape: Shape
     lengths: torch.Tensor
@@ -36,7 +36,8 @@ class Case:
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """One sequence in float64: q [n, heads, d] are the last n of the positions of k and v [m, kv_heads, d]."""
+    """Compute the attention of one sequence in float64. q [n, heads, d] are the last n positions of k and v
+    [m, kv_heads, d]."""
     n, m = q.shape[0], k.shape[0]
     keys, values = (t.double().repeat_interleave(shape.group, dim=1) for t in (k, v))
     scores = torch.einsum("nhd,mhd->hnm", q.double(), keys) * shape.scale
@@ -50,10 +51,10 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -
 
 
 def make(shape: Shape, before: list[int], seed: int, garbage: float = math.nan) -> Case:
-    """A case whose sequences hold ``before`` tokens ahead of the queries' own; their pages are strewn over the cache.
+    """Return a case whose sequences have ``before`` tokens before the new ones. Their pages are in random order.
 
-    Pages and parts of pages that no sequence uses hold ``garbage``. NaN shows who reads them; ways that gather pages
-    multiply them by zero, and need numbers there (the package's caches begin as zeros).
+    Pages and parts of pages that no sequence uses hold ``garbage``. NaN shows whether they are read. Paths that gather
+    pages multiply such values by zero, and need numbers there (the package's caches begin as zeros).
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
@@ -90,7 +91,7 @@ def make(shape: Shape, before: list[int], seed: int, garbage: float = math.nan) 
 
 
 def random_case(seed: int, dtype: torch.dtype, few_tokens: bool = False, garbage: float = math.nan) -> Case:
-    """Return a random case. ``few_tokens`` keeps it small enough for an interpreter."""
+    """Return a random case. ``few_tokens`` keeps it small enough for Triton's interpreter."""
     rng = random.Random(seed)
     page = 256 if seed % 4 == 0 else rng.choice([16, 64, 256])
     kv_heads, group = rng.randint(1, 3), rng.choice([1, 2, 3, 4, 7, 8, 16])
@@ -117,13 +118,13 @@ def random_case(seed: int, dtype: torch.dtype, few_tokens: bool = False, garbage
 
 
 def compare(case: Case, taken: paged_attention.AttentionPath, device: str) -> bool:
-    """Assert that a way gives the case's answer, twice. False if it does not do such shapes."""
+    """Assert that an attention path gives the case's answer, twice. Return False if it does not support the shape."""
     step = Step(case.lengths.to(device), case.table.to(device))
     with torch.inference_mode():
         attend = taken.plan(step, case.shape)
         if attend is None:
             return False
-        for _ in range(2):  # as for the second layer of a step; kernels are launched in another way from then on
+        for _ in range(2):  # the second call is like a second layer: kernels are launched in another way
             caches = [t.to(device, copy=True) for t in case.caches]
             new = [None if t is None else t.to(device) for t in case.new]
             out = attend(case.q.to(device), caches[0], caches[1], new[0], new[1])

@@ -1,4 +1,4 @@
-"""Small models with random weights, written to a directory: other architectures than the demo models'."""
+"""Write small models with random weights, for architectures that the demo models do not have."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ ARCHITECTURES = tuple(_SHAPES)
 
 
 def write_tokenizer(directory: Path) -> int:
-    """A byte-level tokenizer.json with <s> 0 and </s> 1; the size of its vocabulary."""
+    """Write a byte-level tokenizer.json with <s> 0 and </s> 1. Return the size of its vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +37,7 @@ def write_tokenizer(directory: Path) -> int:
 
 
 def write_model(directory: Path, architecture: str = "llama", **changes: Any) -> None:
-    """A model of two layers and hidden size 64 whose weights are random but the same each time."""
+    """Write a model of two layers with hidden size 64. Its random weights are equal in every run."""
     directory.mkdir(exist_ok=True)
     common = {
         "vocab_size": write_tokenizer(directory),
@@ -45,7 +45,7 @@ def write_model(directory: Path, architecture: str = "llama", **changes: Any) ->
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "max_position_embeddings": 512,
-        "initializer_range": 0.5,  # far from flat: greedy answers have margins
+        "initializer_range": 0.5,  # large enough that greedy answers have clear margins
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
@@ -56,6 +56,6 @@ def write_model(directory: Path, architecture: str = "llama", **changes: Any) ->
 
 
 def edit_json(file: Path, **changes: Any) -> None:
-    """Set keys of a JSON file; a value of None removes one."""
+    """Set keys of a JSON file. A value of None removes the key."""
     value = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({k: v for k, v in value.items() if v is not None}))

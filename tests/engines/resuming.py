@@ -1,4 +1,4 @@
-"""Answers broken off and gone on with, on every engine of the suite and on exllamav2's own Python around an oracle."""
+"""Break answers off and resume them, on every engine of the tests and on exllamav2's own Python with an oracle."""
 
 import random
 from collections.abc import Callable
@@ -23,19 +23,19 @@ SCENES = [*ENGINES, *ORACLES]
 MOST_BREAKS = 32
 
 Break = tuple[int, str]
-"""(ids delivered, all text delivered with them)"""
+"""(number of delivered ids, all text delivered with them)"""
 
 
 @dataclass
 class Scene:
     """Two engines of one model and prompts for them, as ids.
 
-    engine    goes on with an answer
-    begun_by  begins it, one token at a time: the same, or its twin that does not speculate
-    prompts   whose answers end by themselves, after some 5 to 50 tokens
-    long      more than a chunk (256) of tokens, and more than two with most of the answer behind them
-    spelled   a scene whose prompts' answers have characters that span tokens; None: this one
-    decided   a token is computed alike in a prompt and one by one, so that even close draws come out alike
+    engine    the engine that resumes an answer
+    begun_by  the engine that begins an answer, one token at a time: ``engine``, or its twin that does not speculate
+    prompts   prompts with answers that end by themselves after about 5 to 50 tokens
+    long      prompts longer than a chunk (256 tokens). One is longer than two chunks with most of its answer
+    spelled   a scene with answers in which characters span tokens; None: this scene
+    decided   whether a token is computed exactly alike in a prompt and one by one, so that even close draws are equal
     """
 
     engine: Engine
@@ -61,9 +61,9 @@ class Scene:
     def check_breaks(
         self, prompt: list[int], size: int = 60, sampling: SamplingParams = GREEDY, **fields: Any
     ) -> Outcome:
-        """Break an answer off everywhere, go on with it, and compare. Returns the undisturbed one.
+        """Break an answer off at many places, resume it, and compare. Return the undisturbed answer.
 
-        The answers that go on are computed together with a second undisturbed one, behind an empty cache.
+        The resumed answers are computed in one batch with a second undisturbed one, beginning with an empty cache.
         """
         self.reset()
         whole = answer(self.begun_by, prompt, size, sampling, **fields)
@@ -116,14 +116,14 @@ def _oracle_scene(name: str) -> Scene:
         ids = h.random_ids(rng, 6 if len(prompts) < 3 else PAGE - 3)
         if 12 <= len(h.logits.expected(ids, 60, ends=h.eos_ids)) <= 50:
             prompts.append(ids)
-    # letters' tokens are bytes, and of random ones most begin no character
+    # the tokens of letters are bytes, so random answers have incomplete characters, and "spelled" is this scene
     return Scene(h.engine, plain.engine, prompts, [h.random_ids(rng, size) for size in (PAGE + 40, 2 * PAGE + 20)])
 
 
 def breaks_of(outcome: Outcome) -> list[Break]:
-    """Return the places where the answer could be broken off: behind each of its deltas.
+    """Return the places where the answer can be broken off: after each of its deltas, at most MOST_BREAKS places.
 
-    At most MOST_BREAKS are returned, among them all places behind which text is held (the token brought no text).
+    Places after a token that brought no text yet come first, as far as there is room.
     """
     texts, so_far = [], ""
     for delta in outcome.deltas:
@@ -138,7 +138,7 @@ def breaks_of(outcome: Outcome) -> list[Break]:
 
 
 def check_rest(whole: Outcome, done: int, message: str, rest: Outcome) -> None:
-    """Check the rest of an answer that was resumed behind ``done`` tokens and their text."""
+    """Check the rest of an answer that was resumed after ``done`` tokens and their text."""
     assert whole.finished is not None
     assert rest.finished is not None
     at = f"gone on with behind {done} of {len(whole.ids)} tokens"

@@ -1,4 +1,4 @@
-"""Model directories whose weights are headers only: as large as wanted, and no bytes on the disk (a sparse file)."""
+"""Write model directories with weights of any size that take no disk space: safetensors headers and a sparse file."""
 
 import json
 import math
@@ -13,7 +13,7 @@ _BYTES = {"F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I16": 2, "F8_E4M3": 1, "U8":
 
 
 def write_header(file: Path, tensors: Header) -> None:
-    """A safetensors file of the right length for (dtype, shape) by name."""
+    """Write a safetensors file of the right length. ``tensors``: (dtype, shape) by name."""
     entries, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         size = _BYTES[dtype] * math.prod(shape)
@@ -30,7 +30,7 @@ def plain(name: str, outputs: int, inputs: int) -> Header:
 
 
 def exl2(name: str, outputs: int, inputs: int, group: int = 32, bits: int = 4) -> Header:
-    """A matrix as EXL2 stores it, all of it in ``bits``."""
+    """Return the tensors of a matrix as EXL2 stores it, with ``bits`` for all weights."""
     groups = inputs // group
     return {
         f"{name}.q_weight": ("I32", (inputs * bits // 32, outputs)),
@@ -42,7 +42,7 @@ def exl2(name: str, outputs: int, inputs: int, group: int = 32, bits: int = 4) -
 
 
 def write_llama(path: Path, *, quantized: bool = False, tied: bool = False, **changes: Any) -> dict[str, Any]:
-    """A Llama by the keys of config.json, which are returned. Shapes of a small model by default."""
+    """Write a Llama model, small by default, and return its config.json. ``changes``: keys of config.json."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 256,

@@ -1,4 +1,4 @@
-"""Ask a gateway over HTTP, with nothing but the standard library."""
+"""Ask a gateway over HTTP, with the standard library only."""
 
 import http.client
 import json
@@ -9,13 +9,13 @@ from tests.serving import WITHIN, Serving
 
 
 def described(serving: Serving) -> dict[str, Any]:
-    """Return the gateway as ``status`` describes it."""
+    """Return the section about the gateway in the reply to ``status``."""
     gateway: dict[str, Any] = serving.overview()["supervisor"]["gateway"]
     return gateway
 
 
 def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Return the JSON of an answer, or its text if it is no JSON. Raises AssertionError for a status other than 200."""
+    """Return the JSON of an answer, or its bytes if it is no JSON. Raises AssertionError if the status is not 200."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
         connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
         response = connection.getresponse()
@@ -25,7 +25,7 @@ def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def begin(connection: http.client.HTTPConnection, body: dict[str, Any]) -> http.client.HTTPResponse:
-    """Ask for a stream, and return it once its first line has come."""
+    """Ask for a stream, and return the response after its first line has come."""
     connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}))
     response = connection.getresponse()
     assert response.status == 200

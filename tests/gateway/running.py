@@ -1,4 +1,4 @@
-"""A gateway process with settings of the test's own, on a supervisor that runs."""
+"""Run a gateway process with a test's own settings, for a supervisor that runs already."""
 
 import socket
 import subprocess
@@ -11,10 +11,10 @@ from tests.serving import ROOT, WITHIN, Serving
 
 
 class Gateway:
-    """``python -m gateway``. A context manager.
+    """A running ``python -m gateway``. A context manager.
 
-    serving  the supervisor, which also waits at its end until nothing of the process is left
-    settings  those that differ from the defaults; without a runtime_dir, that of ``serving``
+    serving   the supervisor; at its end it also waits until the gateway's processes are gone
+    settings  settings that differ from the defaults; runtime_dir is that of ``serving`` unless ``connect`` is given
     """
 
     def __init__(self, serving: Serving, **settings: Any) -> None:

@@ -1,7 +1,7 @@
-"""A supervisor's front socket that does what a test tells it to: a real ROUTER, in a thread of its own.
+"""A supervisor's front socket that a test scripts: a real ROUTER in a thread of its own.
 
-A test gives it a script: ``script(peer, client, message)`` is called for each message received, in the peer's thread,
-and answers with ``peer.send(client, message)``. Everything received is recorded and can be waited for.
+The peer calls ``script(peer, client, message)`` in its thread for each received message. The script answers with
+``peer.send(client, message)``. The peer records all messages, and tests can wait for them.
 """
 
 import subprocess
@@ -50,7 +50,7 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEA
 
 
 def pump_until(client: Client, condition: Callable[[], bool], what: str) -> None:
-    """Wait until a condition holds while the client receives, as it does in any of its methods."""
+    """Let the client receive until a condition holds. Each public method of the client receives in the same way."""
 
     def pumped() -> bool:
         client._connection.pump()
@@ -60,12 +60,12 @@ def pump_until(client: Client, condition: Callable[[], bool], what: str) -> None
 
 
 def until_lost(client: Client) -> None:
-    """Wait until the client knows that its peer has ended. Requests before that are lost, too."""
+    """Wait until the client knows that its peer has ended. Requests that were sent before are lost."""
     pump_until(client, lambda: client._connection.session.broken is not None, "the end of the connection")
 
 
 def events(*each: Event) -> Events:
-    """One EVENTS frame."""
+    """Return one EVENTS message."""
     index, body = [], b""
     for request, seq, flags, ids, fields in each:
         event = pack_event(ids, fields)
@@ -96,7 +96,7 @@ def accepted(request: int) -> Accepted:
 
 
 def answers(text: Sequence[str]) -> Script:
-    """A script: every request is answered with these pieces of text, one event each, then finished."""
+    """Return a script that answers every request with these pieces of text, one event each, and finishes it."""
 
     def script(peer: "ScriptedPeer", client: bytes, message: Message) -> None:
         if isinstance(message, Generate):
@@ -109,10 +109,11 @@ def answers(text: Sequence[str]) -> Script:
 
 
 class ScriptedPeer:
-    """Start it with ``with``.
+    """A scripted peer. A context manager.
 
-    window   what WELCOME grants
-    welcome  whether HELLO is answered, pong: whether PING is
+    window   the credit in WELCOME, in events
+    welcome  whether the peer answers HELLO
+    pong     whether the peer answers PING
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class ScriptedPeer:
             raise self.fault
 
     def stop(self) -> None:
-        """End the socket and the thread, as a supervisor that ends does."""
+        """Close the socket and end the thread. To clients this looks like a supervisor that ends."""
         if self._thread.is_alive():
             self._wake.send(b"")
             self._thread.join(DEADLINE_S)
@@ -158,11 +159,11 @@ class ScriptedPeer:
                 raise
 
     def inject(self, client: bytes, message: Message | bytes) -> None:
-        """Send a frame from the test."""
+        """Send a frame from the test's thread."""
         self._wake.send_multipart([client, message if isinstance(message, bytes) else encode(message)])
 
     def of(self, kind: type[Message]) -> list[Any]:
-        """Return the messages of one kind that were received so far."""
+        """Return the messages of one kind that the peer has received so far."""
         return [m for m in list(self.received) if isinstance(m, kind)]
 
     def wait_for(self, kind: type[Message], count: int = 1) -> list[Any]:
@@ -202,7 +203,7 @@ class ScriptedPeer:
 
     def _on_frame(self, client: bytes, frame: bytes) -> None:
         message = decode(frame, CLIENT_TO_SUPERVISOR)
-        # before anything is sent: whoever has the answer must find the question here
+        # record the message before anything is sent: a test that has the answer must find the question here
         self.received.append(message)
         if isinstance(message, Hello):
             self.clients.append(client)
@@ -215,7 +216,7 @@ class ScriptedPeer:
 
 
 class HoldingScript:
-    """Accepts each request, sends ``first`` deltas, and holds the request open. When it is cancelled, reports that."""
+    """A script that accepts each request, sends ``first`` deltas, and leaves it open until the client cancels it."""
 
     def __init__(self, first: int = 1) -> None:
         self._first = first
@@ -226,13 +227,13 @@ class HoldingScript:
             for seq in range(self._first):
                 peer.send(client, events(delta(message.request, seq, f"{seq} ", (seq,))))
         elif isinstance(message, Cancel):
-            # what was on its way when the CANCEL came
+            # an event that was already under way when the CANCEL came
             peer.send(client, events(delta(message.request, self._first, "late ")))
             peer.send(client, events(finished(message.request, self._first + 1, "cancelled")))
 
 
 class CreditScript:
-    """Sends ``total`` events for each request, never more than were granted, and records how many it sent."""
+    """A script that sends ``total`` events for each request as credit allows, and records how many it sent."""
 
     def __init__(self, total: int, window: int) -> None:
         self._total, self._window = total, window
@@ -264,11 +265,11 @@ def _serve_until_killed(path: str) -> None:
 
 @contextmanager
 def peer_process(path: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A peer that can be killed: every request gets three deltas and never an end."""
+    """Start a peer in a process that can be killed. Every request gets three deltas and no end."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.protocol.scripted_peer", str(path)], stdout=subprocess.PIPE, cwd=REPOSITORY
     )
-    # leaving Popen's own block closes the pipe and waits
+    # at its end, this block closes the pipe and waits for the process
     with process:
         try:
             assert process.stdout is not None

@@ -1,7 +1,7 @@
-"""Another user, who listens where a supervisor should be: a real process with a uid of its own. Run as root.
+"""A process of another user that listens where a supervisor should be. It must be started as root to change its uid.
 
-It makes the directory if it is missing. It sends WELCOME to each connection at once, without waiting for HELLO, and
-keeps every frame that it receives.
+The process makes the directory if it is missing. It sends WELCOME without waiting for HELLO, and keeps every frame that
+it receives.
 """
 
 import json
@@ -21,7 +21,7 @@ from protocol.messages import Welcome
 UID = 1001
 REPOSITORY = Path(__file__).parents[2]
 WELCOMES = 100
-"""How often she says WELCOME. A client that believes her must see her fall silent, and give up."""
+"""How often the stranger sends WELCOME. It then falls silent, so that a client that was deceived gives up."""
 WELCOME = encode(Welcome(pack_body({"server": "a stranger's", "session": "s", "window": 256, "models": []})))
 
 
@@ -32,7 +32,7 @@ class Stranger:
         self._process = process
 
     def received(self) -> list[str]:
-        """End it; every frame that it was sent, in hexadecimal."""
+        """End the process. Return every frame that it has received, in hexadecimal."""
         reported, _ = self._process.communicate("", timeout=60)
         assert self._process.returncode == 0
         frames: list[str] = json.loads(reported)
@@ -41,7 +41,7 @@ class Stranger:
 
 @contextmanager
 def stranger(directory: Path, names: Sequence[str] = ("front",)) -> Iterator[Stranger]:
-    """Another user who listens at these sockets in ``directory``."""
+    """Start a process of another user that listens at these sockets in ``directory``."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.protocol.stranger", str(directory), *names],
         stdin=subprocess.PIPE,
@@ -59,7 +59,7 @@ def stranger(directory: Path, names: Sequence[str] = ("front",)) -> Iterator[Str
 
 
 def become(uid: int) -> None:
-    """Give root up, for good. Everything is imported already: another user may not be allowed to read it."""
+    """Give root up for good. All modules must be imported before, since the other user may not be able to read them."""
     os.setgroups([])
     os.setgid(uid)
     os.setuid(uid)
@@ -71,7 +71,7 @@ def _listen(directory: str, names: Sequence[str]) -> None:
     context = zmq.Context()
     sockets = []
     for name in names:
-        # A DEALER, because it can speak first: a ROUTER has to be spoken to.
+        # A DEALER can send first. A ROUTER would have to receive something before.
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(f"ipc://{directory}/{name}")
@@ -89,7 +89,7 @@ def _listen(directory: str, names: Sequence[str]) -> None:
                 if left:
                     socket.send(WELCOME, zmq.NOBLOCK)
                     left -= 1
-            except zmq.Again:  # nobody is connected, or does not read
+            except zmq.Again:  # no client is connected, or it does not read
                 pass
     print(json.dumps(received), flush=True)
     context.destroy(linger=0)

@@ -54,7 +54,7 @@ def to_fields(message: Message) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> Any:
-    """Return the value that is written down as this JSON, marks resolved."""
+    """Return the value that this JSON stands for, with marks resolved."""
     if isinstance(value, list):
         return [from_json(v) for v in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A client port in the process of a test, with the part of the loop that it needs: ZAP, HELLO and PING are answered."""
+"""A client port in the test's process, with a minimal loop that answers ZAP requests, HELLO and PING."""
 
 import logging
 import os
@@ -17,12 +17,12 @@ LOG = logging.getLogger("test")
 
 
 def holds_none(channel: int, request: int) -> bool:
-    """Say of every request number that it is free."""
+    """Report every request number as free."""
     return False
 
 
 class LoopWithPort:
-    """The peer of a port. ``received``: every message so far; ``gone``: the channels that have ended."""
+    """A loop around a port. ``received``: every message so far; ``gone``: the channels that have ended."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], zap: ZapHandler, port: ClientPort) -> None:
         self.context, self.zap, self.port = context, zap, port
@@ -49,7 +49,7 @@ class LoopWithPort:
 
 
 class PortHost(LoopWithPort):
-    """A host of the port over ipc. ``unfinished``: numbers of requests that are not finished, on any connection."""
+    """A loop around the port over ipc. ``unfinished``: numbers of requests that count as running, on any connection."""
 
     def __init__(self, directory: Path) -> None:
         self.unfinished: set[int] = set()

@@ -1,6 +1,7 @@
-"""The scheduler's peers in the simplest form: workers with mailboxes, and clients that note what they receive.
+"""Simple peers for the scheduler: workers with mailboxes, and clients that check what they receive.
 
-Token k of a request is ``token(key, k)``. So a token that is missing, came twice or belongs to another request shows.
+Token k of a request is ``token(key, k)``. So the clients see a token that is missing, came twice or belongs to another
+request.
 """
 
 from collections import Counter, deque
@@ -28,7 +29,7 @@ Key = tuple[int, int]
 
 
 def token(key: Key, place: int) -> int:
-    """The id of an answer's token at this place."""
+    """Return the id of an answer's token at this place."""
     channel, request = key
     return channel << 24 | request << 16 | place
 
@@ -48,7 +49,7 @@ class Heard:
 
 
 class FakeClient:
-    """Check every frame as it comes: its numbers, and invariant 1 and invariant 2 in docs/invariants.md."""
+    """A client that checks every frame: its numbers, and invariants 1 and 2 of docs/invariants.md."""
 
     def __init__(self, channel: int, window: int) -> None:
         self.channel = channel
@@ -59,7 +60,7 @@ class FakeClient:
         self.codes: Counter[str] = Counter()
         self.reports = 0
         self.pinged: deque[int] = deque()
-        """Nonces that are still to be answered."""
+        """Nonces of PINGs that the client has not answered yet."""
 
     def take(self, frame: bytes) -> None:
         assert self.connected, "a frame for a client that is gone"
@@ -106,7 +107,7 @@ class Job:
 
 
 class FakeWorker:
-    """One generation. Reads its mailbox and sends frames only when told to, so that messages cross on the way."""
+    """A worker of one generation. It reads its mailbox only when told to, so that messages can cross on the way."""
 
     def __init__(self, generation: int, capacity: int) -> None:
         self.generation = generation
@@ -119,7 +120,7 @@ class FakeWorker:
         self._unsent: dict[int, list[tuple[EventEntry, bytes]]] = {}
 
     def read(self, *, parks: bool = False) -> None:
-        """Take one message. ``parks``: give a job back at once, where that may be done."""
+        """Read one message. ``parks``: park a job at once, if its message allows that."""
         message = decode(self.inbox.popleft(), SUPERVISOR_TO_WORKER)
         if isinstance(message, JobMessage):
             key = message.channel, message.request
@@ -140,12 +141,12 @@ class FakeWorker:
         self.flush()
 
     def compile(self, key: Key) -> None:
-        """The constraint of a parked job is compiled."""
+        """Report that the constraint of a parked job is compiled."""
         self.parked.remove(key)
         self.outbox.append(encode(Compiled(*key, party=key[0], milliseconds=7)))
 
     def say(self, channel: int, request: int, flags: int, *, tokens: int = 0, padding: int = 0) -> None:
-        """Add an event of a job it holds to the next frame; a terminal one ends the job."""
+        """Add an event of a job to the next frame. A terminal event ends the job."""
         job = self.jobs[channel, request]
         ids = [token((channel, request), place) for place in range(job.tokens, job.tokens + tokens)]
         self.say_anything(channel, EventEntry(request, job.seq, int(flags), tokens, 0), padding, ids)

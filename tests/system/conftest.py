@@ -8,7 +8,7 @@ from tests.serving import ROOT
 
 @pytest.fixture
 def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
-    """Two GPUs, empty. Supervisors started after this know no others."""
+    """Make a box of two empty GPUs. Supervisors that start after this see these GPUs and no others."""
     path = tmp_path / "box.json"
     monkeypatch.setenv("MODELCTL_TEST_BOX", str(path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "stand_in_nvml"))

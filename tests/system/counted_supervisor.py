@@ -1,4 +1,4 @@
-"""Runs ``modelctl`` like ``python -m supervisor``. At SIGUSR2 writes what it holds to $COUNTED_TO, see ``entries``."""
+"""Run ``modelctl`` like ``python -m supervisor``. At SIGUSR2, write the result of ``entries`` to $COUNTED_TO."""
 
 import gc
 import json
@@ -13,7 +13,7 @@ from tests.entries import entries
 def tell(*_: object) -> None:
     from supervisor.loop import Supervisor
 
-    gc.unfreeze()  # what was there when it began is set aside
+    gc.unfreeze()  # gc.get_objects leaves out objects that were frozen at the start
     running = next(thing for thing in gc.get_objects() if isinstance(thing, Supervisor))
     gc.freeze()
     path = Path(os.environ["COUNTED_TO"])
@@ -26,7 +26,7 @@ if __name__ == "__main__":  # workers import this file again as their __mp_main_
     from supervisor.keys import unfinished
     from supervisor.ports import connections
 
-    # what is kept for a while, within bounds: for less
+    # lower the bounds of tables that keep old entries for a while
     connections.MAX_LEFT = timers.CLEAR_AT = unfinished.CLEAR_AT = 4
     signal.signal(signal.SIGUSR2, tell)
     runpy.run_module("supervisor", run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""``modelctl`` in a terminal of its own, which is closed at SIGUSR1."""
+"""Run ``modelctl`` in a terminal of its own. SIGUSR1 closes the terminal."""
 
 import os
 import pty
@@ -17,7 +17,7 @@ def main() -> int:
         while os.read(terminal, 4096):
             pass
     except OSError:
-        pass  # closed, or the child has gone
+        pass  # the terminal is closed, or the child has ended
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
 

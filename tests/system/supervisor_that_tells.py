@@ -1,4 +1,4 @@
-"""Runs ``modelctl`` like ``python -m supervisor``, and writes the names of its modules to $MODULES_TO on SIGUSR2."""
+"""Run ``modelctl`` like ``python -m supervisor``. At SIGUSR2, write the names of its modules to $MODULES_TO."""
 
 import os
 import runpy

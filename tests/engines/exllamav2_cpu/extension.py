@@ -1,9 +1,8 @@
-"""A stand-in for ``exllamav2_ext`` of ExLlamaV2 0.3.2, in numpy: what its generator, sampler and cache call.
+"""A stand-in in numpy for the functions of ``exllamav2_ext`` 0.3.2 that the generator, sampler and cache call.
 
-Written from exllamav2_ext/ext_sampling.cpp, cpp/sampling.cpp, cpp/generator.cpp, ext_cache.cpp and cuda/cache.cu, in
-their order of operations and with their quirks (top_p, top_a, min_p and XTC are left out: the engine does not ask
-for them).
-Where the kernel reads memory that it should not, this raises: what reaches that is a fault of the engine.
+The functions follow exllamav2_ext/ext_sampling.cpp, cpp/sampling.cpp, cpp/generator.cpp, ext_cache.cpp and
+cuda/cache.cu, with their order of operations and their quirks. top_p, top_a, min_p and XTC are left out, since the
+engine does not use them. Where the kernel would read invalid memory, these functions raise: that is an engine's bug.
 """
 
 import itertools
@@ -16,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 
 def count_match(a: torch.Tensor, b: torch.Tensor, max_a: int) -> int:
-    """Equal elements from the left of a [1, n] and b [1, m], at most max_a."""
+    """Count the equal elements at the beginning of a [1, n] and b [1, m], at most max_a."""
     size = min(max_a, b.shape[1])
     if size <= 0:
         return 0
@@ -29,7 +28,7 @@ def partial_strings_match(text: Any, offsets: Any, strings: Any) -> int:
 
 
 def cache_rotate(cache: torch.Tensor, order: torch.Tensor, temp: torch.Tensor) -> None:
-    """page[order[i]] <- page[order[i + 1]], the last one the first: cache [pages, ...]."""
+    """Copy page order[i + 1] to page order[i] of the cache [pages, ...], and the first of them to the last."""
     pages = order.tolist()
     temp.view(-1).copy_(cache[pages[0]].view(-1))
     for target, source in itertools.pairwise(pages):
@@ -42,7 +41,7 @@ def fast_fill_cpu_ones_bool(tensor: torch.Tensor) -> None:
 
 
 def fast_fadd_cpu(a: torch.Tensor, b: torch.Tensor) -> None:
-    """a += b for every len(b) elements of a, both float32 and contiguous."""
+    """Add b to every len(b) elements of a. Both are float32, and a is contiguous."""
     assert a.dtype == b.dtype == torch.float32
     assert a.is_contiguous()
     assert a.numel() % b.numel() == 0, "a and b are incompatible sizes"
@@ -60,7 +59,8 @@ def apply_rep_penalty(
     sequence: torch.Tensor, penalty: float, sustain: int, decay: int, frequency: float, presence: float,
     logits: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Newest token first: full strength for ``sustain`` tokens (-1: all), fading out over ``decay`` more."""
+    """Apply the penalties, newest token first: full strength for ``sustain`` tokens (-1: all), then fading out over
+    ``decay`` more tokens."""
     row = logits[0, 0].numpy()
     ids = sequence[0].tolist()
     left = len(ids) if sustain == -1 else sustain
@@ -89,7 +89,7 @@ def sample_basic(
     xtc_mask: torch.Tensor, xtc_probability: float, xtc_threshold: float, min_temp: float, max_temp: float,
     temp_exponent: float, smoothing_factor: float, skew: float,
 ) -> list[float]:  # fmt: skip
-    """One draw from logits [1, 1, vocab] (float32) at ``random`` in [0, 1) of the cumulated probabilities."""
+    """Draw one token from logits [1, 1, vocab] (float32), at ``random`` in [0, 1) of the cumulated probabilities."""
     assert logits.dtype == torch.float32
     assert logits.shape[:2] == (1, 1)
     assert not any((top_p % 1, top_a, min_p % 1, xtc_probability)), "the package's own are wrong, and not used"
@@ -168,7 +168,7 @@ def _keep(probs: Array, ids: Array, kept: Array) -> tuple[Array, Array]:
 
 
 def _sorted(probs: Array, ids: Array, keep_all: bool = False) -> tuple[Array, Array]:
-    """Likeliest first; what is under 1e-8 goes, or last."""
+    """Sort by probability, likeliest first. Drop tokens below 1e-8 unless ``keep_all``."""
     order = np.argsort(-probs, kind="stable")
     if not keep_all:
         order = order[probs[order] >= 1e-8]

@@ -1,4 +1,4 @@
-"""The exllamav2 engine, loaded around an oracle, and what its answers must be."""
+"""The exllamav2 engine with an oracle as its model, and the answers that it must give."""
 
 import itertools
 import random
@@ -20,11 +20,11 @@ from tools.demo_models import directory
 PAGE = 256
 _job_ids = itertools.count(1_000_000)
 VOCAB = 448
-"""Of the demo model ``letters``."""
+"""Size of the vocabulary of the demo model ``letters``."""
 
 
 class Recording:
-    """An engine, and every event that came of it."""
+    """A wrapper of an engine that records all its events."""
 
     def __init__(self, engine: ExLlamaV2Engine) -> None:
         self._engine = engine
@@ -40,11 +40,11 @@ class Recording:
 
 
 class Harness:
-    """An engine with small pages of truth.
+    """An exllamav2 engine whose answers can be checked.
 
-    pages       of the cache
-    context     default all pages
-    speculate   "draft", "ngram" or None; 3 tokens a step
+    pages       number of pages of the cache
+    context     in tokens; by default all pages
+    speculate   "draft", "ngram" or None
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Harness:
         self.driver = Driver(self.recording)
 
     def submit(self, ids: Sequence[int], size: int = 30, sampling: SamplingParams = GREEDY, **fields: Any) -> Outcome:
-        """A job with any of its fields."""
+        """Submit a job. ``fields``: its other fields."""
         job = Job(next(_job_ids), tuple(ids), size, sampling, **fields)
         self.engine.submit(job)
         outcome = self.driver.outcomes[job.id] = Outcome(job)
         return outcome
 
     def answer(self, ids: Sequence[int], size: int = 30, sampling: SamplingParams = GREEDY, **fields: Any) -> Outcome:
-        """A job, alone, to its end."""
+        """Submit a job and run until every job has ended."""
         outcome = self.submit(ids, size, sampling, **fields)
         self.driver.run()
         return outcome
@@ -109,17 +109,17 @@ class Harness:
         return outcome.logprobs
 
     def expected(self, outcome: Outcome) -> list[int]:
-        """The greedy answer of a job, its end token included; behind what a former worker drew of it."""
+        """Return the greedy answer of a job with its end token, without the tokens that a former worker drew."""
         job = outcome.job
         whole = self.logits.expected(job.prompt_ids, job.max_new_tokens, ends=(*self.eos_ids, *job.stop_token_ids))
         return whole[len(job.resumed_ids) :]
 
     def check(self) -> None:
-        """Every finished job's ids are the greedy answer."""
+        """Check that the ids of every finished job are the greedy answer."""
         for outcome in self.driver.outcomes.values():
             if outcome.finished is not None:
                 assert outcome.ids == self.expected(outcome), f"job {outcome.job.id}: another sequence's keys"
 
     def random_ids(self, rng: random.Random, size: int) -> list[int]:
-        """Ids of a prompt, none of them an end."""
+        """Return random ids for a prompt, without end tokens."""
         return [rng.randrange(3, VOCAB) for _ in range(size)]

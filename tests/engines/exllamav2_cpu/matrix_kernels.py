@@ -13,7 +13,7 @@ import torch
 from tests.engines.exllamav2_cpu.package import import_package
 
 _CUT_OUT = ("shuffle_kernel", "make_sequential_kernel", "reconstruct_gptq_kernel", "reconstruct_kernel")
-"""Kernels of cuda/q_matrix.cu, which as a whole does not compile for the CPU."""
+"""The kernels that are taken from cuda/q_matrix.cu. The whole file does not compile for the CPU."""
 
 
 def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
@@ -21,7 +21,7 @@ def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
 
 
 def compile_kernels(made: Path) -> ctypes.CDLL:
-    """Compile matrix_kernels.cpp into the directory ``made`` and load it. Skip by name where that is not possible."""
+    """Compile matrix_kernels.cpp into the directory ``made`` and load it. Skip the test if that is not possible."""
     sources = Path(import_package().__file__).parent / "exllamav2_ext"
     if shutil.which("g++") is None or platform.machine() != "x86_64":
         pytest.skip("needs g++ on x86-64, to compile the package's kernels")

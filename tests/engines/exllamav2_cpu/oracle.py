@@ -1,9 +1,9 @@
-"""A model that knows only what it reads out of its paged cache, and whose every token depends on all tokens before it.
+"""A model that reads its whole input from its paged cache. Each token depends on all tokens before it.
 
-Its cache holds token ids and positions where a real one holds keys and values. ``forward_chunk`` writes the given ids
-into the pages, reads back everything that the sequence claims to have there, and makes the logits from that: a page
-that is stale, another's, not written yet or at another position changes the answer, and a wrong position raises at
-once. ``expected`` says what the answer to a prompt must be, from the prompt alone.
+The cache holds token ids and positions instead of keys and values. ``forward_chunk`` writes the given ids into the
+pages, reads back the whole sequence, and makes the logits from it. So a page that is stale, not written yet or from
+another sequence changes the answer, and a wrong position raises at once. ``expected`` computes the right answer to a
+prompt, from the prompt alone.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,22 @@ _POWERS = np.cumprod(np.full(1 << 16, _MULTIPLIER, np.uint64))[::-1]
 
 
 def digest(ids: np.ndarray[Any, Any]) -> int:
-    """A number of 64 bits that depends on every id and on its place."""
+    """Return a number of 60 bits that depends on every id and on its place."""
     products = (ids.astype(np.uint64) + np.uint64(1)) * _POWERS[len(_POWERS) - len(ids) :]
     return int(products.sum()) * _MULTIPLIER >> 3 & (1 << 60) - 1
 
 
 class OracleLogits:
-    """Logits [vocab] for a prefix. The likeliest token leads the next by about 3.
+    """A function from a prefix to logits [vocab]. The logit of the likeliest token leads by about 3.
 
-    eos_id      the likeliest token at one of ``eos_every`` prefixes, and at no other
-    habit       how often (0 to 1) the likeliest token follows from the last one alone, as speculation needs it
+    eos_id      the likeliest token after one of ``eos_every`` prefixes, and after no other
+    habit       share of the prefixes (0 to 1) at which the likeliest token depends on the last token alone, so that
+                speculation can guess it
     """
 
     def __init__(self, vocab: int, *, eos_id: int = 2, eos_every: int = 0, habit: float = 0.5) -> None:
         self.vocab, self.eos_id, self.eos_every, self.habit = vocab, eos_id, eos_every, habit
-        # no two alike
+        # all values differ, so that greedy answers have no ties
         self._noise = np.random.default_rng(0).permutation(np.linspace(-2.5, 2.5, 1 << 16, dtype=np.float32))
         self._noise = np.concatenate([self._noise, self._noise[:vocab]])
 
@@ -56,7 +57,7 @@ class OracleLogits:
         return logits
 
     def expected(self, prompt: Sequence[int], size: int, *, ends: Sequence[int] = ()) -> list[int]:
-        """The greedy answer: up to ``size`` tokens, the first of ``ends`` included."""
+        """Return the greedy answer: up to ``size`` tokens, or up to and including the first of ``ends``."""
         ids = np.zeros(len(prompt) + size, np.int64)
         ids[: len(prompt)] = prompt
         for n in range(len(prompt), len(ids)):
@@ -67,16 +68,15 @@ class OracleLogits:
 
 
 class OracleModel:
-    """The methods of a model that the generator calls. ``config`` is the package's, of a demo model, with other
-    sizes."""
+    """The methods of a model that the generator calls. ``config``: the package's, of a demo model with other sizes."""
 
     def __init__(self, config: Any, logits: OracleLogits) -> None:
         self.config, self.logits = config, logits
         self.cache_map = {0: "cpu"}
         self.forwards: list[tuple[int, int, bool]] = []
-        """(rows, tokens of each, whether it was prefill) of each call."""
+        """(rows, tokens of each row, whether it was prefill) of each call."""
         self.fail_at: int | None = None
-        """Number of the call that raises."""
+        """Number of the call that raises, from 0."""
 
     def forward_chunk(
         self, input_ids: torch.Tensor, cache: Any, attn_params: Any, preprocess_only: bool = False, **_: Any
@@ -107,7 +107,7 @@ class OracleModel:
 
 
 def make_cache(core: Any, model: OracleModel, size: int) -> Any:
-    """The package's own cache class, of one layer, over int64: ids as keys and positions as values."""
+    """Return a cache of the package's own class with one layer of int64: ids as keys, positions as values."""
 
     class OracleCache(core.ExLlamaV2CacheBase):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:

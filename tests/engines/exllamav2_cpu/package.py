@@ -1,4 +1,4 @@
-"""The real exllamav2 on the CPU, its compiled module replaced."""
+"""Import the real exllamav2 on the CPU, with its compiled module replaced."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,7 @@ from tools.demo_models import directory
 
 @cache
 def import_package() -> Any:
-    """The package, imported once. Skips by name where it is absent, or where its own compiled module can be used."""
+    """Import the package once and return it. Skip the test if it is not installed, or if a CUDA device is visible."""
     if importlib.util.find_spec("exllamav2") is None:
         pytest.skip("exllamav2 is not installed: make test installs it, without what it would compile")
     if torch.cuda.is_available():
@@ -32,14 +32,14 @@ def import_package() -> Any:
         warnings.simplefilter("ignore")
         package = importlib.import_module("exllamav2")
         importlib.import_module("exllamav2.generator")
-    torch.set_num_threads(threads)  # its import leaves one
-    # nothing computes attention here
+    torch.set_num_threads(threads)  # the package's import sets one thread
+    # pretend that flash attention is there: the oracle computes no attention
     importlib.import_module("exllamav2.attn").has_flash_attn_with_paged = True  # type: ignore[attr-defined]
     return package
 
 
 def read_config(model: str, context: int, chunk: int) -> Any:
-    """The package's own reading of a demo model's configuration."""
+    """Return a demo model's configuration as the package reads it."""
     config = import_package().ExLlamaV2Config()
     config.model_dir = str(directory(model))
     config.prepare()
