@@ -1,5 +1,7 @@
 """The OpenAPI document says what the gateway takes."""
 
+import subprocess
+import sys
 from typing import Any
 
 import jsonschema
@@ -8,6 +10,7 @@ import pytest
 from gateway.app import API
 from gateway.openai.options import ABOUT_THE_ACCOUNT, OWN, read_chat
 from gateway.openai.schema import document
+from tests.serving import ROOT, WITHIN
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -15,6 +18,12 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 def body_of(path: str) -> dict[str, Any]:
     schema: dict[str, Any] = document()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     return schema
+
+
+def test_a_gateway_starts_without_what_only_the_document_needs() -> None:
+    source = "import sys, gateway.server; print({'protocol.request', 'pydantic'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=WITHIN, cwd=ROOT)
+    assert done.stdout == "set()\n", done.stderr
 
 
 def test_every_endpoint_of_the_api_is_described() -> None:
