@@ -1,13 +1,16 @@
 """Errors as HTTP answers, in the shape of OpenAI's API."""
 
+import logging
+import time
 from typing import Any, Final
 
 import orjson
 from starlette.responses import Response
 
 from gateway.http.statuses import STATUS, code_of, type_of
-from protocol.errors import WireError
+from protocol.errors import ErrorCode, WireError
 
+log = logging.getLogger(__name__)
 RETRY_AFTER_S: Final = 1
 """Seconds after which a client may send a refused request again, if the supervisor does not know better."""
 
@@ -35,8 +38,44 @@ class ApiError(Exception):
         self.status, self.message, self.code, self.param, self.retry = status, message, code, param, retry
 
 
+UNREACHABLE: Final = ApiError(503, "the gateway cannot reach the supervisor: tell its operator", code="connection_lost")
+"""Stands for a refusal of the gateway's own key. The caller can do nothing about that key, and its name is not his
+business."""
 FAULT: Final = ApiError(500, "a fault of the gateway: its log says more", code="internal")
 """Stands for any exception that is no refusal. An answer never holds a traceback."""
+
+
+class OwnKeyLog:
+    """Tells the operator that the supervisor refuses the gateway's own key: once a minute, not with every request."""
+
+    EVERY_S: Final = 60.0
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def tell(self, error: WireError) -> None:
+        """Log the supervisor's refusal, which names the key."""
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + self.EVERY_S
+            log.error("the supervisor refuses this gateway's own key, so requests are answered with 503: %s", error)
+
+
+_own_key_log = OwnKeyLog()
+
+
+def for_caller(error: ApiError | WireError) -> ApiError | WireError:
+    """Return the error that the caller of the gateway is told. It is another one if the gateway's own key is refused.
+
+    The supervisor names the field on_behalf_of if the caller's key is unknown or has ended, and if the gateway's key
+    lacks the right to ask for other keys.
+    """
+    if isinstance(error, ApiError):
+        return error
+    of_field = (error.field or "").removeprefix("route.") == "on_behalf_of"
+    if error.code is (ErrorCode.FORBIDDEN if of_field else ErrorCode.UNAUTHORIZED):
+        _own_key_log.tell(error)
+        return UNREACHABLE
+    return WireError(error.code, error.message) if of_field else error  # the caller has sent no such field
 
 
 def status_of(error: ApiError | WireError) -> int:
@@ -73,4 +112,5 @@ def error_headers(error: ApiError | WireError) -> dict[str, str]:
 
 def error_response(error: ApiError | WireError) -> Response:
     """Return the answer to a request that failed before its first byte was sent."""
+    error = for_caller(error)
     return Response(orjson.dumps(error_body(error)), status_of(error), error_headers(error), "application/json")

@@ -13,7 +13,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.errors import FAULT, ApiError, error_body, error_response
+from gateway.http.errors import FAULT, ApiError, error_body, error_response, for_caller
 from gateway.http.responses import DIRECT
 from protocol.errors import WireError
 
@@ -62,7 +62,7 @@ class EventStream:
 
     async def send_error(self, error: ApiError | WireError) -> None:
         """Send an error as an event. Client packages raise it."""
-        await self.send(b"data: " + orjson.dumps(error_body(error)) + b"\n\n")
+        await self.send(b"data: " + orjson.dumps(error_body(for_caller(error))) + b"\n\n")
 
     async def end(self) -> None:
         """End the answer."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 import orjson
 
 from gateway.http.callers import Caller
+from gateway.http.errors import for_caller
 from gateway.supervisor_link import SupervisorLink
 from protocol.errors import ErrorCode, WireError
 
@@ -95,7 +96,9 @@ class Live:
                 picture, after = await take_picture(self._link, caller, self._pictures.get(caller.key_id, {}), after)
             except (WireError, TimeoutError) as e:
                 after = 0
-                picture = {"trouble": e.message if isinstance(e, WireError) else "the supervisor does not answer"}
+                picture = {
+                    "trouble": for_caller(e).message if isinstance(e, WireError) else "the supervisor does not answer"
+                }
             picture["auth"] = self._auth
             before, self._pictures[caller.key_id] = self._pictures.get(caller.key_id, {}), picture
             await self._tell(caller.key_id, picture, before)

@@ -146,17 +146,18 @@ def check_on_behalf_of(identity: Identity, key_id: object, field: str) -> str:
     Raises WireError (FORBIDDEN) if the connection may not ask for other keys; RequestError if the id has a wrong form.
     """
     if Right.GATEWAY not in identity.rights:
-        raise _forbidden(identity, "on_behalf_of", frozenset({Right.GATEWAY}))
+        raise _forbidden(identity, "on_behalf_of", frozenset({Right.GATEWAY}), field)
     if not isinstance(key_id, str) or not TOKEN_ID.fullmatch(key_id):
         raise RequestError(f"on_behalf_of must be {TOKEN_ID_RULE}", field=field)
     return key_id
 
 
-def _forbidden(identity: Identity, what: str, enough: frozenset[Right]) -> WireError:
+def _forbidden(identity: Identity, what: str, enough: frozenset[Right], field: str | None = None) -> WireError:
     needed = " or ".join(right for right in Right if right in enough)
     has = ", ".join(right for right in Right if right in identity.rights)
     text = f"{what} takes the right {needed}, and key {identity.name!r} has {has or 'none'}"
-    return WireError(ErrorCode.FORBIDDEN, f"{text}: ask for another key (`modelctl keys new NAME --rights ...`)")
+    remedy = "ask for another key (`modelctl keys new NAME --rights ...`)"
+    return WireError(ErrorCode.FORBIDDEN, f"{text}: {remedy}", field=field)
 
 
 def may_see(identity: Identity, owner: Identity) -> bool:

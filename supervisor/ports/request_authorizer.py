@@ -77,7 +77,9 @@ class RequestAuthorizer:
         found = self._ring.find(wanted)
         if found is None:
             message = "this token is not on the list of keys: it is wrong, was revoked, or has expired"
-            raise WireError(ErrorCode.UNAUTHORIZED, f"{message}; `modelctl keys new NAME --http` makes one")
+            raise WireError(
+                ErrorCode.UNAUTHORIZED, f"{message}; `modelctl keys new NAME --http` makes one", field=field
+            )
         return found
 
     def check(self, caller: Identity, message: Message) -> None:
@@ -184,7 +186,8 @@ class RequestAuthorizer:
 
     def _ended(self, identity: Identity) -> WireError:
         message = f"key {identity.name!r} {self._ring.ended(identity.key_id)}"
-        return WireError(ErrorCode.UNAUTHORIZED, message)
+        # The field tells a gateway that a client's key has ended and not its own.
+        return WireError(ErrorCode.UNAUTHORIZED, message, field="route.on_behalf_of" if identity.is_http else None)
 
     # --- for people -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -36,9 +36,9 @@ def to(keyed: Keyed, key: str = "web") -> tuple[object, ...]:
 
 
 @contextmanager
-def gateway(*options: object) -> "Iterator[subprocess.Popen[bytes]]":
+def gateway(*options: object, stderr: IO[bytes] | None = None) -> "Iterator[subprocess.Popen[bytes]]":
     """A running gateway. At its end none of its processes may be left."""
-    with subprocess.Popen(command(*options), cwd=ROOT) as process:
+    with subprocess.Popen(command(*options), cwd=ROOT, stderr=stderr) as process:
         family: list[psutil.Process] = []
         try:
             # The port is open before the first process is started.
@@ -74,6 +74,41 @@ def test_it_serves_a_supervisor_over_tcp_which_checks_the_tokens(keyed: Keyed) -
         assert post(port, "mctl_unknown")[0] == 401
         keyed.store.revoke("web-user")
         wait_until(lambda: post(port, token)[0] == 401, what="the end of a revoked token")
+
+
+@pytest.mark.parametrize("how", ["revoked", "without the right"])
+def test_a_gateway_whose_own_key_is_refused_does_not_blame_the_token(keyed: Keyed, tmp_path: Path, how: str) -> None:
+    port, token, name = free_port(), keyed.new_http(f"user-{how[:3]}"), f"own-{how[:3]}"
+    keyed.new(name, "gateway")
+    log = tmp_path / "log"
+    with log.open("wb") as stderr, gateway("--listen", port, *to(keyed, name), stderr=stderr):
+        wait_until(lambda: post(port, token)[0] == 200, what="an answer")
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
+            long = BODY | {"max_tokens": 3000, "stream": True}
+            connection.request("POST", "/v1/completions", json.dumps(long), {"authorization": f"Bearer {token}"})
+            response = connection.getresponse()
+            assert response.readline().startswith(b"data: ")
+            if how == "revoked":
+                keyed.store.revoke(name)
+                assert b"cannot reach the supervisor" in response.read()
+            else:
+                path = keyed.store.directory / "clients.json"
+                entries = json.loads(path.read_text())
+                for entry in entries["clients"]:
+                    if entry["name"] == name:
+                        entry["rights"] = ["infer"]
+                path.with_name("new").write_text(json.dumps(entries))
+                path.with_name("new").chmod(0o600)
+                path.with_name("new").replace(path)
+        wait_until(lambda: post(port, token)[0] != 200, what="the end of the gateway's key")
+        for credential in (token, "mctl_unknown"):
+            status, body = post(port, credential)
+            assert (status, body["error"]["code"], body["error"]["param"]) == (503, "connection_lost", None)
+            assert "the gateway cannot reach the supervisor" in body["error"]["message"]
+            assert name not in body["error"]["message"]
+    told = log.read_text()
+    assert told.count("refuses this gateway's own key") == 1
+    assert f"'{name}'" in told
 
 
 def test_it_waits_for_a_supervisor_and_answers_meanwhile() -> None:

@@ -120,6 +120,30 @@ def test_a_chunk_or_nothing_can_stand_for_a_comment(serving: Serving) -> None:
     serving.wait_idle("m")
 
 
+def test_off_sends_nothing_while_a_request_waits(serving: Serving) -> None:
+    """A second gateway sends comments all the time, so the silence of the first one is no accident."""
+    short = {"model": "m", "prompt": "x", "max_tokens": 5, "stream": True}
+    with (
+        Gateway(serving, keepalive="off", keepalive_s=0.05) as off,
+        Gateway(serving, keepalive="comment", keepalive_s=0.05) as comments,
+        closing(post(comments.port, LONG | {"stream": True})) as running,
+    ):
+        read_until(running, b"data: ")
+        with closing(post(off.port, short)) as silent, closing(post(comments.port, short)) as talking:
+            heard = b""
+            while heard.count(b": queued") < 5:
+                heard += read_until(talking, b"\n\n")
+            silent.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                silent.recv(1)
+            silent.settimeout(WITHIN)
+            running.close()
+            came = read_until(silent, b"[DONE]")
+        assert b"\n: " not in came
+        assert came.count(b"data: ") == 7
+    serving.wait_idle("m")
+
+
 @pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"stream_options": {"include_usage": True}}])
 def test_each_answer_has_its_end_when_it_ends(gateway: Gateway, more: dict[str, Any]) -> None:
     """The model answers one request at a time, so the first answer ends before the second begins."""
