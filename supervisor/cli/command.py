@@ -6,8 +6,10 @@ from typing import Any
 
 import click
 
+from supervisor.cli.mistyped import NamesOptions
 
-class Command(click.Command):
+
+class Command(NamesOptions):
     """A click command with examples. The page ``docs/commands.md`` shows them, too.
 
     examples  {command line: what it does}

@@ -2,12 +2,25 @@
 
 import click
 
+from supervisor.cli.mistyped import NamesOptions, unknown_command
 
-class CommandGroup(click.Group):
+
+class CommandGroup(NamesOptions, click.Group):
     """A group whose help lists each command with the whole first sentence of the command's help.
 
     click itself would cut the sentence at the end of the line.
     """
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
+            raise unknown_command(ctx, args[0], self.names(ctx))
+        return super().resolve_command(ctx, args)
+
+    def names(self, ctx: click.Context) -> list[str]:
+        """Return every name by which a command can be called."""
+        return self.list_commands(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]

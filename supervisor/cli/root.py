@@ -38,6 +38,9 @@ class _LazyGroup(CommandGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
+    def names(self, ctx: click.Context) -> list[str]:
+        return [*_COMMANDS, *ALIASES]
+
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         target = _COMMANDS.get(ALIASES.get(name, name))
         if target is None:
