@@ -17,7 +17,7 @@ from supervisor.cli.bench_report import report
 from supervisor.cli.command import Command
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.options import as_json, runtime_dir_option
-from supervisor.cli.tables import LiveLines, table, terminal_width
+from supervisor.cli.tables import LiveLines, Shown, table, terminal_width
 
 USUAL_STREAMS = (1, 8, 32)
 """Numbers of requests at once. Numbers above what a model computes together are left out."""
@@ -131,7 +131,7 @@ class _Report:
         """The devices that compute the models, each once."""
 
     def progress(self, model: str, text: str, more: str = "") -> None:
-        self._live.show({model: f"{model}: {text}{more}"}, {model: f"{model}: {text}"})
+        self._live.show({model: Shown(f"{model}: {text}{more}", f"{model}: {text}")})
 
     def show(self) -> None:
         if not self.rows:

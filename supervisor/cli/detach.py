@@ -19,6 +19,7 @@ from supervisor.cli.options import connect
 from supervisor.cli.views import warn_of_gateway, warn_of_lost_lines
 from supervisor.cli.waiting import settled_up, wait_for, why_not_ready
 from supervisor.logs import log_path
+from supervisor.phase_lines import PhaseLines
 
 STALLED_S = 10.0
 """Seconds after which a new supervisor is given up that neither answers nor uses processor time. A supervisor that uses
@@ -68,6 +69,7 @@ def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
 def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path, autostart: list[str]) -> int:
     log = log_path(runtime_dir, SUPERVISOR_NAME)
     stall = _Stall(process.pid)
+    phases = PhaseLines()
     answered = False
     while process.poll() is None:
         try:
@@ -85,6 +87,7 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
                 process.kill()
                 message = f"the supervisor does not answer; see {log}"
                 raise CommandFailure(exit_codes.SOFTWARE, "no_answer", message) from None
+            _say_later(phases, f"modelctl: supervisor pid {process.pid} starts")
             time.sleep(0.02)
             continue
         say(f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it")
@@ -96,6 +99,13 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
             raise CommandFailure(exit_codes.FAILED, "not_ready", *failed)
         return exit_codes.OK
     return _account_for(process, log)
+
+
+def _say_later(phases: PhaseLines, phase: str) -> None:
+    """Print the phase when it has lasted for ten seconds, and then every ten seconds. Most often it is over by then."""
+    line = phases.due("", phase, time.monotonic())
+    if line not in ("", phase):
+        say(line)
 
 
 class _Stall:

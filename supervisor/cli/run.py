@@ -2,23 +2,19 @@
 
 import asyncio
 import json
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
 from protocol.client.async_client import AsyncStream, TokenLogprob
-from protocol.client.sync_client import Client
-from protocol.errors import ErrorCode, WireError
 from supervisor.cli import exit_codes
+from supervisor.cli.asked_model import check_name, loaded
 from supervisor.cli.command import Command
 from supervisor.cli.conversation import ChatSession
 from supervisor.cli.dialogue import hold
 from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.prompt import read_prompt
-from supervisor.cli.tables import LiveLines, bar
 
 _OWN_FIELDS = {"prompt", "messages", "token_ids", "model", "timeout", "on_progress"}
 """Fields that the command itself gives to the client's ``generate``."""
@@ -172,9 +168,12 @@ def run(
         option = "deadline" if name == "deadline_ms" else name.replace("_", "-")
         raise click.UsageError(f"--set {name}: --{option} is given as well")
     sampling |= fields
+    if prompt is None:
+        with connect(runtime_dir) as client:
+            check_name(client, model)
     text = read_prompt(prompt, converses=not as_json)
     with connect(runtime_dir) as client:
-        status = _loaded(client, model, quiet=as_json)
+        status = loaded(client, model, quiet=as_json)
     chat = not raw and status["chat"] is not False
     if system is not None and not chat:
         raise click.UsageError(f"--system needs a chat template, and {model!r} is asked without one")
@@ -191,42 +190,6 @@ def run(
             return exit_codes.INTERRUPTED if interrupted else exit_codes.OK
         finally:
             conversation.close()
-
-
-def _loaded(client: Client, model: str, *, quiet: bool) -> dict[str, Any]:
-    """Wait until the model is loaded, or will not be loaded by itself. Show the progress. Return the model's status.
-
-    The wait is needed because the status of a model without a worker lacks its context and its chat template.
-    """
-    live = LiveLines()
-    while True:
-        status = _seen(client, model)
-        if status["state"] in ("ready", "draining", "stopped", "failed", "stopping"):
-            return status
-        if status["state"] == "unloaded":
-            # This call only starts the load. Its error says that the model is being loaded.
-            with suppress(WireError):
-                client.tokenize(model, "")
-        progress = status["progress"]
-        moving = f"{progress['phase']} {bar(progress['done'], progress['total'])}" if progress else ""
-        if not quiet:
-            steady = f"{model} is {status['state']} ..."
-            live.show({model: f"{steady} {moving}"}, {model: steady})
-        time.sleep(0.1)
-
-
-def _seen(client: Client, model: str) -> dict[str, Any]:
-    """Return the model's status, as far as the key may see it."""
-    try:
-        seen: dict[str, Any] = client.status(model)["models"][0]
-        return seen
-    except WireError as e:
-        if e.code is not ErrorCode.FORBIDDEN:
-            raise
-    for listed in client.models()["models"]:  # for a key with only the right infer
-        if listed["name"] == model:
-            return {**listed, "progress": None}
-    raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {model!r} is configured", field="model")
 
 
 def _result(model: str, stream: AsyncStream) -> dict[str, Any]:

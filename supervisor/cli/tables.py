@@ -2,9 +2,12 @@
 
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from supervisor.cli.hints import completed
+from supervisor.phase_lines import PhaseLines
 
 GAP = "  "
 """The space between two columns."""
@@ -57,38 +60,54 @@ def bar(done: int, total: int, width: int = 24) -> str:
 
 
 class LiveLines:
-    """Lines on stderr that are redrawn in place on a terminal, and printed once per change elsewhere.
+    """Lines on stderr. On a terminal they are redrawn in place. Elsewhere a line is printed when a phase begins, and
+    then every ten seconds.
 
     for_people  false if a program reads the command's output; then lines are shown on a terminal only
     """
 
     def __init__(self, *, for_people: bool = True) -> None:
         self._drawn: list[str] = []
-        self._last: dict[str, str] = {}
+        self._phases = PhaseLines()
         self._live = sys.stderr.isatty()
         self._silent = not (for_people or self._live)
 
-    def show(self, lines: dict[str, str], steady: dict[str, str]) -> None:
-        """Show lines.
-
-        lines   label → text with changing figures, for a terminal
-        steady  label → text without them, which is printed elsewhere when it changes
-        """
+    def show(self, shown: Mapping[str, "Shown"]) -> None:
+        """Show lines, by the label of what they are about."""
         if self._silent:
             return
-        lines, steady = ({label: completed(text) for label, text in texts.items()} for texts in (lines, steady))
         if self._live:
-            if self._drawn:
-                # A line that is longer than the terminal's width takes several rows. All of them are cleared.
-                width = shutil.get_terminal_size().columns
-                rows = sum(max(1, -(-len(text) // width)) for text in self._drawn)
-                sys.stderr.write(f"\x1b[{rows}A\x1b[J")
-            for text in lines.values():
-                sys.stderr.write(f"{text}\n")
-            self._drawn = list(lines.values())
+            self._draw([completed(each.line) for each in shown.values()])
         else:
-            for label, text in steady.items():
-                if self._last.get(label) != text:
-                    sys.stderr.write(f"{text}\n")
-            self._last = dict(steady)
+            now = time.monotonic()
+            for label, each in shown.items():
+                phase = completed(each.phase)
+                if line := self._phases.due(label, phase, now, percentage=each.percentage, lasts=each.lasts):
+                    sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
+
+    def _draw(self, lines: list[str]) -> None:
+        if self._drawn:
+            # A line that is longer than the terminal's width takes several rows. All of them are cleared.
+            width = shutil.get_terminal_size().columns
+            rows = sum(max(1, -(-len(text) // width)) for text in self._drawn)
+            sys.stderr.write(f"\x1b[{rows}A\x1b[J")
+        for text in lines:
+            sys.stderr.write(f"{text}\n")
+        self._drawn = lines
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What ``LiveLines`` shows about one thing.
+
+    line        the text for a terminal, with figures that change
+    phase       the text for a log, without them
+    percentage  how much of the phase is done; None if that is not known
+    lasts       false if the command does not wait for the end of the phase
+    """
+
+    line: str
+    phase: str
+    percentage: int | None = None
+    lasts: bool = True

@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from protocol.client.sync_client import Client
-from supervisor.cli.tables import LiveLines, bar
+from supervisor.cli.tables import LiveLines, Shown, bar
+from supervisor.phase_lines import percentage_of, phase_of
 from supervisor.workers.lifecycle import AT_REST, GOING_DOWN, WorkerState
 
 POLL_S = 0.05
@@ -26,7 +27,7 @@ def wait_for(
     while True:
         by_name = {m["name"]: m for m in client.status()["models"]}
         models = [by_name[name] for name in names if name in by_name]  # a reload may have taken one out meanwhile
-        _show(live, models)
+        live.show({m["name"]: shown(m) for m in models})
         if all(map(done, models)):
             return models
         time.sleep(POLL_S)
@@ -43,7 +44,7 @@ def wait_for_rollouts(client: Client, numbers: Collection[int], *, for_people: b
         rollouts = [rollout for rollout in status["supervisor"]["turnovers"] if rollout["number"] in numbers]
         concerned = {report["model"] for rollout in rollouts for report in rollout["models"] if "how" in report or
                      report["state"] == "running"}  # fmt: skip
-        _show(live, [model for model in status["models"] if model["model"] in concerned])
+        live.show({model["name"]: shown(model) for model in status["models"] if model["model"] in concerned})
         if not any(rollout["running"] for rollout in rollouts):
             return rollouts
         time.sleep(POLL_S)
@@ -62,18 +63,18 @@ def wait_for_gateway(client: Client) -> str | None:
     return None
 
 
-def _show(live: LiveLines, models: list[ModelStatus]) -> None:
-    live.show({m["name"]: _line(m) for m in models}, {m["name"]: _steady(m) for m in models})
+def shown(model: ModelStatus) -> Shown:
+    """Return what is shown about a model while a command waits for it.
 
-
-def _steady(model: ModelStatus) -> str:
-    """Return a line about a model without progress.
-
-    In backoff the line has the reason, because the command goes on waiting. The reason of a failed model is left out,
+    In backoff the phase has the reason, because the command goes on waiting. The reason of a failed model is left out,
     because the command prints it at its end.
     """
-    text = f"{model['name']}: {model['state']}"
-    return f"{text}: {model['reason']}" if model["state"] == "backoff" and model.get("reason") else text
+    progress, state = model.get("progress"), model["state"]
+    phase = f"{model['name']}: {phase_of(state, progress)}"
+    if state == WorkerState.BACKOFF and model.get("reason"):
+        phase = f"{phase}: {model['reason']}"
+    lasts = state not in (*AT_REST, WorkerState.READY)
+    return Shown(_line(model), phase, percentage_of(progress), lasts)
 
 
 def coming_generation(reply: dict[str, Any]) -> int:

@@ -20,6 +20,7 @@ from supervisor.event_history import EventKind, noted
 from supervisor.fleet.hang_watch import HangWatch
 from supervisor.fleet.replica import ROOM_RETRY_S, Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
+from supervisor.fleet.start_lines import StartLines
 from supervisor.fleet.starts import Starts
 from supervisor.model_logs import about, without_ours
 from supervisor.placement.policy import gib
@@ -63,6 +64,7 @@ class Fleet:
         self._effects = effects
         self._log = log
         self._hang_watch = HangWatch(self.kill, log)
+        self._start_lines = StartLines(log)
 
     # --- orders -------------------------------------------------------------------------------------------------
 
@@ -189,8 +191,11 @@ class Fleet:
         self._ended(replica, report, process.pid)
 
     def check_progress(self) -> None:
-        """End the workers that hang. The loop calls this every ``hang_detector.CHECK_S`` seconds."""
-        self._hang_watch.check(self.registry.replicas.values(), time.monotonic())
+        """End the workers that hang, and log how loads go on. The loop calls this every ``hang_detector.CHECK_S``
+        seconds."""
+        now = time.monotonic()
+        self._hang_watch.check(self.registry.replicas.values(), now)
+        self._start_lines.check(self.registry.replicas.values(), now)
 
     def kill(self, replica: Replica, why: str, reason: str = "killed") -> None:
         """Kill a worker that hangs, sends nonsense or cannot be reached. Its requests go on after its end."""

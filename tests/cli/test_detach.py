@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -126,12 +127,14 @@ if "-q" in sys.orig_argv:
 
 
 def serve_after(away: Path, what: str) -> "subprocess.CompletedProcess[str]":
-    """Run ``serve --detach`` with a supervisor that does something else first. A stall is found after a second."""
+    """Run ``serve --detach`` with a supervisor that does something else first. A stall is found after a second, and two
+    lines about the wait are two seconds apart."""
     config = configure(away, {"a": engine(autostart=False)})
     (away / "sitecustomize.py").write_text(what)
     return modelctl(
         *("serve", "--detach", "-c", config, "--runtime-dir", away / "r"),
-        prelude="import supervisor.cli.detach\nsupervisor.cli.detach.STALLED_S = 1.0",
+        prelude="import supervisor.cli.detach\nsupervisor.cli.detach.STALLED_S = 1.0\n"
+        "import supervisor.phase_lines\nsupervisor.phase_lines.EVERY_S = 2.0",
         PYTHONPATH=f"{away}{os.pathsep}{ROOT}",
     )
 
@@ -139,6 +142,8 @@ def serve_after(away: Path, what: str) -> "subprocess.CompletedProcess[str]":
 def test_a_supervisor_that_is_slow_is_waited_for_while_it_computes(away: Path) -> None:
     started = serve_after(away, SLOW)
     assert started.returncode == 0, started.stderr
+    first, *_ = started.stderr.splitlines()
+    assert re.fullmatch(r"modelctl: supervisor pid [0-9]+ starts \(for [0-9]+ s\)", first)
 
 
 def test_a_supervisor_that_does_nothing_is_given_up_and_killed(away: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cli.programs import Terminal
+from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.serving import Serving, engine, wait_until
 
@@ -115,6 +116,7 @@ def test_a_pipe_that_does_not_end_is_named(serving: Serving) -> None:
     [
         (("a", "--max-tokens", "200001"), "hi\n", 1, "context_overflow"),
         (("nosuch",), "hi\n", 1, "no model 'nosuch' is configured"),
+        (("nosuch", "hi"), "", 1, "no model 'nosuch' is configured: there is a, stopped"),
         (("stopped",), "hi\n", 1, "start it with `modelctl start stopped`"),
         (("stopped", "--system", "be kind"), "hi\n", 1, "start it with `modelctl start stopped`"),
         (("a",), "", 2, "standard input is empty"),
@@ -127,6 +129,32 @@ def test_a_pipe_that_comes_to_nothing_ends_with_an_error(
     done = serving.modelctl("run", *arguments, input=given)
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
+
+
+@pytest.mark.parametrize("given", ["", "hi\n"])
+@pytest.mark.parametrize(
+    ("argument", "wrong", "way"),
+    [
+        ("hello", "no model 'hello' is configured: there is a, stopped", "`modelctl run MODEL hello`"),
+        ("Tell me a story.", "a text of 16 characters is no model's name: there is a", "`modelctl run MODEL PROMPT`"),
+        ("stoped", "no model 'stoped' is configured; did you mean 'stopped'?", ""),
+    ],
+)
+def test_a_prompt_without_a_model_is_told_from_a_model(
+    serving: Serving, argument: str, wrong: str, way: str, given: str
+) -> None:
+    done = serving.modelctl("run", argument, input=given)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert wrong in done.stderr
+    assert way in done.stderr
+    assert ("the first argument is the model, and a prompt comes after it" in done.stderr) == bool(way)
+
+
+def test_the_only_model_is_named_for_a_prompt_without_a_model(serve: Serve) -> None:
+    done = serve({"only": engine()}).modelctl("run", "hello", input="")
+    assert done.returncode == 1
+    assert "no model 'hello' is configured: there is only; the first argument is the model" in done.stderr
+    assert "`modelctl run only hello`" in done.stderr
 
 
 def test_a_pipe_that_is_no_text(serving: Serving) -> None:

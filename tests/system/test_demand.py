@@ -219,8 +219,8 @@ def test_run_wakes_it(serve: Serve) -> None:
     serving = serve({"a": lazy("SlowLoad", load_s=0.3)}, wait=False)
     done = serving.modelctl("run", "a", "hello", "--set", "max_tokens=5")
     assert (done.returncode, done.stdout) == (0, answer("user: hello", 5) + "\n")
-    assert "a is unloaded ..." in done.stderr
-    assert "a is loading ..." in done.stderr
+    assert "a: unloaded\n" in done.stderr
+    assert "a: loading\n" in done.stderr
 
 
 def test_a_load_may_take_longer_than_others_wait_for_the_idle(serve: Serve, box: Box, tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""The model that ``run`` asks: find it by its name, and wait until it is loaded."""
+
+import re
+import shlex
+import time
+from contextlib import suppress
+from typing import Any
+
+from protocol.client.sync_client import Client
+from protocol.errors import ErrorCode, WireError
+from protocol.limits import MODEL_NAME_PATTERN
+from supervisor.cli.tables import LiveLines
+from supervisor.cli.waiting import shown
+
+
+def check_name(client: Client, model: str) -> None:
+    """Raise WireError if no model has this name.
+
+    Call this if the command line has one argument only, which may be a prompt without a model. The error then says how
+    to give both. It repeats the argument only if a model could have that name, because an error holds no prompt.
+    """
+    names = [each["name"] for each in client.models()["models"]]
+    if model in names:
+        return
+    from difflib import get_close_matches  # only after a mistake
+
+    if near := get_close_matches(model, names, n=1):
+        _refuse(f"no model {model!r} is configured; did you mean {near[0]!r}?")
+    if re.fullmatch(MODEL_NAME_PATTERN, model):
+        wrong, prompt = f"no model {model!r} is configured", shlex.quote(model)
+    else:
+        wrong, prompt = f"a text of {len(model)} characters is no model's name", "PROMPT"
+    there = f"there is {', '.join(sorted(names)) or 'none'}"
+    one = names[0] if len(names) == 1 else "MODEL"
+    way = f"`modelctl run {one} {prompt}`"
+    _refuse(f"{wrong}: {there}; the first argument is the model, and a prompt comes after it: {way}")
+
+
+def _refuse(message: str) -> None:
+    raise WireError(ErrorCode.MODEL_NOT_FOUND, message, field="model")
+
+
+def loaded(client: Client, model: str, *, quiet: bool) -> dict[str, Any]:
+    """Wait until the model is loaded, or will not be loaded by itself. Show the progress. Return the model's status.
+
+    The wait is needed because the status of a model without a worker lacks its context and its chat template.
+    """
+    live = LiveLines()
+    while True:
+        status = _seen(client, model)
+        if status["state"] in ("ready", "draining", "stopped", "failed", "stopping"):
+            return status
+        if status["state"] == "unloaded":
+            # This call only starts the load. Its error says that the model is being loaded.
+            with suppress(WireError):
+                client.tokenize(model, "")
+        if not quiet:
+            live.show({model: shown(status)})
+        time.sleep(0.1)
+
+
+def _seen(client: Client, model: str) -> dict[str, Any]:
+    """Return the model's status, as far as the key may see it."""
+    try:
+        seen: dict[str, Any] = client.status(model)["models"][0]
+        return seen
+    except WireError as e:
+        if e.code is not ErrorCode.FORBIDDEN:
+            raise
+    for listed in client.models()["models"]:  # for a key with only the right infer
+        if listed["name"] == model:
+            return {**listed, "progress": None}
+    raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {model!r} is configured", field="model")

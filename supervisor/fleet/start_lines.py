@@ -1,0 +1,29 @@
+"""Write to the log how the starts of workers go on, so that the log of a slow load shows that something happens."""
+
+import logging
+from collections.abc import Iterable
+
+from supervisor.fleet.replica import Replica
+from supervisor.model_logs import about
+from supervisor.phase_lines import PhaseLines, percentage_of, phase_of
+from supervisor.workers.lifecycle import WorkerState
+
+
+class StartLines:
+    """Logs each part of a load, and every ten seconds how far it is. Other lines tell of the states themselves."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._lines = PhaseLines()
+
+    def check(self, replicas: Iterable[Replica], now: float) -> None:
+        """Log the lines that are due."""
+        for replica in replicas:
+            if replica.state not in (WorkerState.STARTING, WorkerState.LOADING):
+                self._lines.forget(replica.name)
+                continue
+            progress = replica.progress or None
+            phase = phase_of(replica.state, progress)
+            line = self._lines.due(replica.name, phase, now, percentage=percentage_of(progress))
+            if line and line != replica.state:
+                self._log.info("%s: %s", replica.shown, line, extra=about(replica.log_name))
