@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gateway.http.body import MOST_BYTES, BodyMemory
+from gateway.http.body import BodyMemory
 from gateway.http.cors import Cors
 from gateway.http.health import health, live, ready
 from gateway.http.host_check import HostCheck
@@ -77,7 +77,7 @@ def make_app(settings: GatewaySettings) -> Starlette:
         lifespan=connected,
     )
     app.state.settings = settings
-    app.state.bodies = BodyMemory(max(MOST_BYTES, settings.max_body))
+    app.state.bodies = BodyMemory.of(settings.max_body, settings.auth)
     app.state.keep_alive = KeepAlive(0 if settings.keepalive == "off" else settings.keepalive_s)
     app.router.redirect_slashes = False
     return app

@@ -1,90 +1,161 @@
-"""Read the body of a request, within limits of size, time and memory, and parse it as a JSON object."""
+"""Read the body of a request, within limits of size, time and memory."""
 
 import asyncio
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-import orjson
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from gateway.http.callers import Caller
 from gateway.http.errors import ApiError
+from gateway.http.json_object import parse
 
-BODY_S: Final = 60.0
-"""Seconds in which the whole body must come."""
 MOST_BYTES: Final = 256 << 20
 """Most bytes of all bodies together that a process reads at one time."""
-MOST_COMMAS: Final = 1_000_000
-MOST_BRACKETS: Final = 250_000
-"""Most commas, and most brackets and braces, of a body. They bound the values that the parser makes.
-
-No other stream of the process goes on while the parser works, in a thread neither. Measured: a million numbers take
-50 ms, 250,000 empty lists 90 ms, and the 5.5 million empty lists that fit into 16 MiB take 1.6 s. Text takes 2 ms/MiB.
-"""
+SHARE: Final = 4
+"""One key may use the fourth part of these bytes."""
+UNCHECKED_BYTES: Final = 64 << 10
+"""Most bytes of a body that are read before the supervisor is asked whether it knows the token. A smaller body costs no
+such question: it goes to the supervisor with its token anyway."""
+PACE_BYTES: Final = 160 << 10
+"""Bytes that must come in each ``GatewaySettings.body_pace_s``, unless the body ends: 16 KiB in a second."""
+_UNCHECKED: Final = "unchecked"
+"""Owner of the bytes that came with tokens that nobody has checked. Made-up tokens are many keys and have one share."""
 
 
 @dataclass
 class BodyMemory:
-    """The memory of all bodies that a process is reading.
+    """The memory of all bodies that a process is reading. Pure.
 
-    most  most bytes together
-    held  bytes of the unfinished bodies
+    most   most bytes together
+    share  most bytes of one owner: a key's id, or ``_UNCHECKED``. With ``auth: none`` nobody can be told from anybody
+           else, so all are one owner, whose share is all
+    held   bytes of the unfinished bodies, by owner
     """
 
     most: int = MOST_BYTES
-    held: int = 0
+    share: int = MOST_BYTES // SHARE
+    held: Counter[str] = field(default_factory=Counter)
 
-    def take(self, size: int) -> None:
-        """Count bytes of a body. Raises ApiError if the bodies together are too large."""
-        if self.held + size > self.most:
+    @classmethod
+    def of(cls, max_body: int, auth: str) -> "BodyMemory":
+        """Return the memory of a process. Each share has room for the largest body."""
+        most = max(MOST_BYTES, SHARE * max_body)
+        return cls(most, most if auth == "none" else most // SHARE)
+
+    def fits(self, owner: str, size: int) -> bool:
+        """Return whether an owner may have so many bytes more."""
+        return self.held[owner] + size <= self.share and self.held.total() + size <= self.most
+
+    def take(self, owner: str, size: int) -> None:
+        """Count bytes of a body. Raises ApiError if its owner, or all together, would have too many."""
+        if not self.fits(owner, size):
+            whose = "this key" if self.held[owner] + size > self.share else "others"
             raise ApiError(
                 429,
-                "the gateway is reading as many bytes of other requests as it may: try again",
+                f"the gateway is reading as many bytes of other requests of {whose} as it may: try again",
                 code="overloaded",
                 retry=True,
             )
-        self.held += size
+        self.held[owner] += size
 
-    def give_back(self, size: int) -> None:
+    def give_back(self, owner: str, size: int) -> None:
         """Stop counting bytes of a body."""
-        self.held -= size
+        self.held[owner] -= size
+        if not self.held[owner]:
+            del self.held[owner]
 
 
-async def read_json(request: Request, limit: int) -> dict[str, Any]:
+class Pace:
+    """The times in which a body must come. Pure: times are seconds of one clock.
+
+    whole_s  seconds for the whole body
+    each_s   seconds for each PACE_BYTES of it. A body that stalls holds its memory no longer than that
+    """
+
+    def __init__(self, whole_s: float, each_s: float, now: float) -> None:
+        self._whole_s, self._each_s = whole_s, each_s
+        self._begun = self._last = now
+        self._came = 0
+
+    def add(self, size: int, now: float) -> None:
+        """Take note of bytes that have come."""
+        self._came += size
+        if self._came >= PACE_BYTES:
+            self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """Let the time for the next bytes begin."""
+        self._came, self._last = 0, now
+
+    @property
+    def due(self) -> float:
+        """Return when the body is too slow unless more of it has come."""
+        return min(self._begun + self._whole_s, self._last + self._each_s)
+
+    def error(self, now: float) -> ApiError:
+        """Return the error of a body that is too slow."""
+        wanted = f"in {self._whole_s:g} s"
+        if now < self._begun + self._whole_s:
+            wanted = f"with at least {PACE_BYTES} bytes in each {self._each_s:g} s"
+        return ApiError(408, f"the body must come {wanted}: send it faster", code="too_slow")
+
+
+async def read_json(request: Request, limit: int, caller: Caller | None) -> dict[str, Any]:
     """Return the JSON object in the body of a request.
 
-    limit  most bytes of the body
+    limit   most bytes of the body
+    caller  the sender; None if the body itself tells who that is
 
-    Raises ApiError for a body that is too large or too slow, or is no JSON object; ClientDisconnect if the client
-    leaves.
+    Raises ApiError for a body that is too large or too slow, or is no JSON object; WireError for a large body of a
+    sender whom the supervisor does not know; ClientDisconnect if the client leaves.
     """
     check_encoding(request.headers)
     declared = request.headers.get("content-length", "0")
     if len(declared) > 19 or (declared.isdecimal() and int(declared) > limit):
         raise _too_large(limit)
+    settings, loop = request.app.state.settings, asyncio.get_running_loop()
+    pace = Pace(settings.body_s, settings.body_pace_s, loop.time())
     try:
-        async with asyncio.timeout(BODY_S):
-            body = await _read(request, limit)
+        async with asyncio.timeout_at(pace.due) as deadline:
+            return parse(await _read(request, limit, caller, pace, deadline))
     except TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_S:.0f} s: send it faster", code="too_slow") from None
-    return parse(body)
+        raise pace.error(loop.time()) from None
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, caller: Caller | None, pace: Pace, deadline: asyncio.Timeout) -> bytes:
     """Return the whole body."""
-    memory: BodyMemory = request.app.state.bodies
+    state, loop = request.app.state, asyncio.get_running_loop()
+    memory: BodyMemory = state.bodies
+    owner, key_id = _UNCHECKED, None if caller is None else caller.key_id
     parts: list[bytes] = []
     size = 0
     try:
         async for part in request.stream():
-            if size + len(part) > limit:
+            more = len(part)
+            if size + more > limit:
                 raise _too_large(limit)
-            memory.take(len(part))
-            size += len(part)
+            pace.add(more, loop.time())
+            if (
+                key_id is not None
+                and owner != key_id
+                and (size + more > UNCHECKED_BYTES or not memory.fits(owner, more))
+            ):
+                deadline.reschedule(None)
+                await state.link.call(caller, "models")  # raises the supervisor's refusal
+                memory.take(key_id, size)
+                memory.give_back(owner, size)
+                owner = key_id
+                pace.restart(loop.time())
+            memory.take(owner, more)
+            size += more
             parts.append(part)
+            deadline.reschedule(pace.due)
         return b"".join(parts)
     finally:
-        memory.give_back(size)
+        memory.give_back(owner, size)
 
 
 def check_encoding(headers: Headers) -> None:
@@ -107,25 +178,6 @@ def check_encoding(headers: Headers) -> None:
                 code="unsupported",
                 param="Content-Type",
             )
-
-
-def parse(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in bytes. Raises ApiError if there is none, or if it has too many values."""
-    if len(body) > MOST_BRACKETS:
-        for limit, count, what in (
-            (MOST_COMMAS, body.count(b","), "commas"),
-            (MOST_BRACKETS, body.count(b"[") + body.count(b"{"), "brackets and braces"),
-        ):
-            if count > limit:
-                message = f"the body has {count} {what}, and {limit} are allowed: send fewer values"
-                raise ApiError(413, message, code="too_large")
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError as e:  # its text says what and where, and quotes nothing of the body
-        raise ApiError(400, f"the body is not JSON: {e}") from None
-    if not isinstance(found, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return found
 
 
 def _too_large(limit: int) -> ApiError:

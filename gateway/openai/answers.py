@@ -28,7 +28,7 @@ async def chat(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/chat/completions."""
     settings: GatewaySettings = request.app.state.settings
     caller = caller_of(request)
-    wanted = read_chat(await read_json(request, settings.max_body))
+    wanted = read_chat(await read_json(request, settings.max_body, caller))
     return _answer(request, caller, wanted, [{}], is_chat=True)
 
 
@@ -36,7 +36,7 @@ async def completion(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/completions."""
     settings: GatewaySettings = request.app.state.settings
     caller = caller_of(request)
-    prompts, wanted = read_completion(await read_json(request, settings.max_body))
+    prompts, wanted = read_completion(await read_json(request, settings.max_body, caller))
     given = [{"prompt": each} if isinstance(each, str) else {"token_ids": each} for each in prompts]
     return _answer(request, caller, wanted, given, is_chat=False)
 

@@ -22,7 +22,7 @@ async def tokenize(request: Request) -> Response:
     """POST /tokenize: the token ids of a prompt, or of a conversation as the model's chat template renders it."""
     settings = request.app.state.settings
     caller = caller_of(request)
-    body = await read_json(request, settings.max_body)
+    body = await read_json(request, settings.max_body, caller)
     if unknown := sorted(set(body) - _KEYS):
         raise ApiError(400, f"unknown option {unknown[0][:64]!r}", param=unknown[0][:64])
     given: dict[str, Any] = {
@@ -44,7 +44,7 @@ async def detokenize(request: Request) -> Response:
     """POST /detokenize: the text of token ids."""
     settings = request.app.state.settings
     caller = caller_of(request)
-    body = await read_json(request, settings.max_body)
+    body = await read_json(request, settings.max_body, caller)
     if unknown := sorted(set(body) - {"model", "tokens"}):
         raise ApiError(400, f"unknown option {unknown[0][:64]!r}", param=unknown[0][:64])
     tokens = body.get("tokens")

@@ -63,7 +63,7 @@ async def sign_in(request: Request) -> Response:
     """Exchange a token for a cookie. The supervisor is asked whether it knows the token."""
     check_own_script(request)
     state = request.app.state
-    body = await read_json(request, MOST_ORDER_BYTES)
+    body = await read_json(request, MOST_ORDER_BYTES, None)
     token = body.get("token")
     if not isinstance(token, str) or not token.strip():
         raise ApiError(400, "token must be a text", param="token")
@@ -103,7 +103,7 @@ async def order(request: Request) -> Response:
     verb = request.path_params["verb"]
     if verb not in ORDERS:
         raise ApiError(404, f"no order {verb[:32]!r}: there are {', '.join(ORDERS)}", code="not_found")
-    body = await read_json(request, MOST_ORDER_BYTES)
+    body = await read_json(request, MOST_ORDER_BYTES, caller)
     allowed = {ORDERS[verb] or "model", "now"} if verb == "stop" else {ORDERS[verb] or "model"}
     if unknown := sorted(set(body) - allowed):
         raise ApiError(400, f"unknown parameter {unknown[0][:32]!r}", param=unknown[0][:32])

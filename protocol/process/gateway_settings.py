@@ -29,6 +29,8 @@ class GatewaySettings:
     private_key    PEM file of its private key
     certificate_changed_at  when these files were changed last, in nanoseconds
     max_body       most bytes of a request's body
+    body_s         seconds in which a whole body must come
+    body_pace_s    seconds in which each 160 KiB of a body must come, unless the body ends
     keepalive      what keeps a silent stream open: an SSE "comment", an empty "chunk", or "off"
     keepalive_s    seconds of silence after which that is sent
     cookie_secret  secret of the cookies' signatures, in hex; processes that share a port share it
@@ -49,6 +51,8 @@ class GatewaySettings:
     private_key: str | None = None
     certificate_changed_at: int = 0
     max_body: int = 16 * MIB
+    body_s: float = 60.0
+    body_pace_s: float = 10.0
     keepalive: Literal["comment", "chunk", "off"] = "comment"
     keepalive_s: float = 10.0
     cookie_secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)

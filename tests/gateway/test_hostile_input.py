@@ -1,6 +1,5 @@
 """Hostile requests at a gateway with real workers. Each is refused, and a stream beside them does not notice."""
 
-import asyncio
 import http.client
 import json
 import socket
@@ -9,13 +8,11 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.types import Message
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.http import body as body_module
-from gateway.http.body import MOST_BRACKETS, MOST_COMMAS, BodyMemory, parse, read_json
 from gateway.http.errors import ApiError
+from gateway.http.json_object import MOST_BRACKETS, MOST_COMMAS, parse
 from tests.gateway.asking import begin
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine
@@ -85,6 +82,77 @@ def test_a_value_that_no_option_has_is_refused_by_name(port: int, name: str, val
     status, error = send(port, b'{"model": "m", "prompt": "x", "%s": %s}' % (name.encode(), value))
     assert status == 400
     assert name in error["param"]
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        (b'{"model": "m", "prompt": "x", "model": "other"}', "model"),
+        (b'{"model": "m", "prompt": "x", "mod\\u0065l": "other"}', "model"),
+        (b'{"model": "m", "prompt": "\\u0022", "\\u0022" : 1, "\\"":2}', '"'),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "x", "role": "system"}]}', "role"),
+        (b'{"model": "m", "prompt": "x", "a":' + b"[" * 300 + b'{"b":1,"b":2}' + b"]" * 300 + b"}", "b"),
+    ],
+)
+def test_a_key_that_occurs_twice_in_an_object_is_refused_by_name(port: int, body: bytes, key: str) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+        status, error = send(port, body, path)
+        assert (status, error["code"], error["param"]) == (400, "invalid_request", key)
+        assert "occurs twice" in error["message"]
+
+
+def test_a_key_that_occurs_twice_in_a_large_body_is_refused(port: int) -> None:
+    with pytest.raises(ApiError, match="a key twice"):
+        parse(b'{"a": 1, "prompt": "' + b"x" * (1 << 20) + b'", "a": 2}')
+    with pytest.raises(ApiError, match="deeper than 254"):
+        parse(b'{"prompt": "' + b"x" * (1 << 20) + b'", "a": ' + b"[" * 300 + b"]" * 300 + b"}")
+
+
+_TEXTS = st.lists(st.sampled_from(['"', "\\", "u0022", "a", ":", "\n", "é", " "]), max_size=6).map("".join)
+
+
+@st.composite
+def written(draw: st.DrawFn, depth: int = 3) -> str:
+    """A JSON object as a program may write it: with keys twice, with escapes, with spaces."""
+    space = st.sampled_from(["", " "])
+
+    def text(value: str) -> str:
+        plain = json.dumps(value, ensure_ascii=draw(st.booleans()))
+        return plain.replace('\\"', "\\u0022") if draw(st.booleans()) and "\\\\" not in plain else plain
+
+    def value(left: int) -> str:
+        kind = draw(st.integers(0, 3 if left else 1))
+        if kind == 0:
+            return text(draw(_TEXTS))
+        if kind == 1:
+            return draw(st.sampled_from(["1", "null", "1.5e3", "true", '""']))
+        if kind == 2:
+            return "[" + ",".join(value(left - 1) for _ in range(draw(st.integers(0, 2)))) + "]"
+        return members(left - 1)
+
+    def members(left: int) -> str:
+        keys = draw(st.lists(st.sampled_from(["a", "b", '"', "\\", '\\"', "u0022"]), max_size=4))
+        pairs = (f"{draw(space)}{text(key)}{draw(space)}:{draw(space)}{value(left)}" for key in keys)
+        return "{" + ",".join(pairs) + "}"
+
+    return members(depth)
+
+
+@given(written())
+def test_exactly_the_bodies_with_a_key_twice_are_refused(body: str) -> None:
+    def count(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal twice
+        twice = twice or len(dict(pairs)) != len(pairs)
+        return dict(pairs)
+
+    twice = False
+    wanted = json.loads(body, object_pairs_hook=count)
+    try:
+        assert parse(body.encode()) == wanted
+    except ApiError:
+        assert twice
+    else:
+        assert not twice
 
 
 @pytest.mark.parametrize(
@@ -186,32 +254,3 @@ def test_values_are_counted_before_anything_is_made_of_them() -> None:
         with pytest.raises(ApiError) as refused:
             parse(body)
         assert (refused.value.status, refused.value.code) == (413, "too_large")
-
-
-def test_the_whole_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_module, "BODY_S", 0.05)
-
-    async def ask() -> None:
-        app = Starlette()
-        app.state.bodies = memory
-
-        async def receive() -> Message:
-            await asyncio.sleep(0.02)
-            return {"type": "http.request", "body": b" ", "more_body": True}
-
-        await read_json(Request({"type": "http", "method": "POST", "headers": [], "app": app}, receive), 100)
-
-    memory = BodyMemory()
-    with pytest.raises(ApiError) as refused:
-        asyncio.run(ask())
-    assert (refused.value.status, refused.value.code, memory.held) == (408, "too_slow", 0)
-
-
-def test_the_bodies_together_are_bounded() -> None:
-    memory = BodyMemory(most=100)
-    memory.take(60)
-    with pytest.raises(ApiError) as refused:
-        memory.take(41)
-    assert (refused.value.status, refused.value.retry, memory.held) == (429, True, 60)
-    memory.give_back(60)
-    memory.take(100)

@@ -1,0 +1,149 @@
+"""The bodies of requests share memory and time: each key has a part of the memory, and a body that stalls is ended."""
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from gateway.http.body import PACE_BYTES, SHARE, UNCHECKED_BYTES, BodyMemory, Pace
+from gateway.http.errors import ApiError
+from supervisor.keys.records import parse_rights
+from supervisor.keys.store import KeyStore
+from tests.gateway.running import Gateway
+from tests.serving import WITHIN, Serving, engine, wait_until
+
+MIB = 1 << 20
+MAX_BODY = 80 * MIB
+"""So a share has 80 MiB: one whole body."""
+
+
+class Served:
+    """A supervisor, and the tokens of two keys."""
+
+    def __init__(self, serving: Serving, bad: str, good: str) -> None:
+        self.serving, self.bad, self.good = serving, bad, good
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    store = KeyStore(keys)
+    tokens = [store.add_token(name, parse_rights("infer")) for name in ("bad", "good")]
+    with Serving({"m": engine()}, keys=keys) as serving:
+        yield Served(serving, *tokens)
+
+
+def begin(port: int, token: str | None, length: int) -> socket.socket:
+    """Return a connection that has sent the head of a request with so long a body."""
+    connection = socket.create_connection(("127.0.0.1", port), WITHIN)
+    authorization = "" if token is None else f"Authorization: Bearer {token}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{authorization}Content-Length: {length}\r\n\r\n"
+    connection.sendall(head.encode())
+    return connection
+
+
+def answer_on(connection: socket.socket) -> tuple[int, dict[str, Any]]:
+    """Return the status and the error of the answer."""
+    received = b""
+    while b"\r\n\r\n" not in received or not received.endswith(b"}"):
+        piece = connection.recv(1 << 16)
+        assert piece, received
+        received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body).get("error", {})
+
+
+def ask(port: int, token: str | None, size: int) -> tuple[int, dict[str, Any]]:
+    """Send a request whose body is filled up with spaces. Return the status and the error of the answer."""
+    body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 3}).encode().ljust(size)
+    with closing(begin(port, token, len(body))) as connection:
+        connection.sendall(body)
+        return answer_on(connection)
+
+
+def test_stalled_bodies_of_one_key_leave_room_for_the_other_keys(served: Served) -> None:
+    with Gateway(served.serving, auth="keys", max_body=MAX_BODY) as gateway, ExitStack() as stack:
+        wait_until(lambda: ask(gateway.port, served.good, 0)[0] == 200, what="the gateway")
+        stalled = stack.enter_context(closing(begin(gateway.port, served.bad, MAX_BODY)))
+        stalled.sendall(bytes(MAX_BODY - MIB))
+        # What the gateway has not read yet does not count yet, so the first refusal may take some tries.
+        wait_until(lambda: ask(gateway.port, served.bad, 2 * MIB)[0] == 429, what="the end of the key's share")
+        status, error = ask(gateway.port, served.bad, 2 * MIB)
+        assert (status, error["code"]) == (429, "overloaded")
+        assert "of this key" in error["message"]
+        assert ask(gateway.port, served.bad, 1000)[0] == 200, "a small body has room"
+        for _ in range(3):
+            assert ask(gateway.port, served.good, 2 * MIB)[0] == 200
+        stalled.close()
+        wait_until(lambda: ask(gateway.port, served.bad, 2 * MIB)[0] == 200, what="the share")
+
+
+def test_a_made_up_token_holds_no_memory(served: Served) -> None:
+    with Gateway(served.serving, auth="keys") as gateway:
+        wait_until(lambda: ask(gateway.port, served.good, 0)[0] == 200, what="the gateway")
+        with closing(begin(gateway.port, "mctl_made-up", MIB)) as connection:
+            connection.sendall(bytes(2 * UNCHECKED_BYTES))  # and then it stalls
+            status, error = answer_on(connection)
+            assert (status, error["code"]) == (401, "unauthorized")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"body_s": 0.3}, "the body must come in 0.3 s"),
+        ({"body_pace_s": 0.3}, f"at least {PACE_BYTES} bytes in each 0.3 s"),
+    ],
+)
+def test_a_body_that_stalls_is_ended_and_its_memory_is_free(
+    served: Served, settings: dict[str, float], says: str
+) -> None:
+    with Gateway(served.serving, auth="keys", max_body=MAX_BODY, **settings) as gateway:
+        wait_until(lambda: ask(gateway.port, served.good, 0)[0] == 200, what="the gateway")
+        for sent in (1, UNCHECKED_BYTES + 1):
+            with closing(begin(gateway.port, served.good, MAX_BODY)) as connection:
+                connection.sendall(bytes(sent))
+                status, error = answer_on(connection)
+            assert (status, error["code"]) == (408, "too_slow")
+            assert says in error["message"]
+        assert ask(gateway.port, served.good, 1000)[0] == 200
+
+
+def test_a_body_that_comes_at_its_pace_is_not_ended() -> None:
+    pace = Pace(60, 10, 0)
+    assert pace.due == 10
+    pace.add(PACE_BYTES - 1, 9)
+    assert pace.due == 10
+    pace.add(1, 9.5)
+    assert pace.due == 19.5
+    for now in range(10, 60, 9):
+        pace.add(PACE_BYTES, now)
+    assert pace.due == 60, "the whole body has a limit, too"
+    assert "bytes in each 10 s" in pace.error(30).message
+    assert "come in 60 s" in pace.error(60).message
+
+
+def test_one_key_has_a_quarter_and_unchecked_tokens_have_one_together() -> None:
+    memory = BodyMemory(most=100, share=25)
+    memory.take("a", 25)
+    with pytest.raises(ApiError, match="of this key") as refused:
+        memory.take("a", 1)
+    assert (refused.value.status, refused.value.retry, memory.held["a"]) == (429, True, 25)
+    for key in "bcd":
+        memory.take(key, 25)
+    with pytest.raises(ApiError, match="of others"):
+        memory.take("e", 1)
+    memory.give_back("b", 25)
+    memory.take("e", 25)
+    assert sorted(memory.held) == ["a", "c", "d", "e"], "who holds nothing is forgotten"
+
+
+def test_a_share_has_room_for_the_largest_body() -> None:
+    for size in (1, 16 * MIB, 500 * MIB):
+        memory = BodyMemory.of(size, "keys")
+        assert memory.share >= size
+        assert memory.most == SHARE * memory.share
+    everybody = BodyMemory.of(16 * MIB, "none")
+    assert everybody.share == everybody.most == 256 * MIB
