@@ -1,4 +1,4 @@
-"""The parts of the benchmarks of many streams and of long runs: an even load, and the judgement of its figures."""
+"""The benchmarks of many streams and of long runs make an even load, and judge its figures correctly."""
 
 import os
 import random
@@ -30,7 +30,7 @@ def test_the_paced_engine_gives_every_job_as_many_tokens_in_turn() -> None:
             engine.cancel(2)
         (event,) = engine.step()
         assert isinstance(event, NewTokens | Finished)
-        # A token may come late in its slot of 1 ms, so the time between two of them says nothing; the slots do.
+        # A token may come late in its slot of 1 ms, so only the slots can be compared, not the times between tokens.
         slots.append((int(event.text) - 500_000 + 1_000) // 1_000_000)
         events.append(event)
     tokens = Counter(event.job for event in events)

@@ -97,7 +97,7 @@ def made(request: pytest.FixtureRequest, kept: Path) -> Path:
 
 
 def unpacked(tensors: dict[str, np.ndarray[Any, Any]], stem: str) -> np.ndarray[Any, Any]:
-    """A weight [out, in], from what the format says: bit by bit."""
+    """Unpack a weight [out, in] bit by bit, as the format is specified."""
     words, zeros = (tensors[f"{stem}.{part}"].view(np.uint32) for part in ("qweight", "qzeros"))
     scales, groups = tensors[f"{stem}.scales"], tensors[f"{stem}.g_idx"]
     weight = np.zeros((words.shape[1], 8 * words.shape[0]), np.float16)
@@ -110,7 +110,7 @@ def unpacked(tensors: dict[str, np.ndarray[Any, Any]], stem: str) -> np.ndarray[
 
 
 def test_what_is_packed_is_what_the_twin_has(made: Path) -> None:
-    """And it is near the original: within half a step, or, where a symmetric group is cut off at 7, one."""
+    """The unpacked weights are near the original: within half a step, or one step if a symmetric group clips at 7."""
     packed = load_file(made / "model.safetensors")
     twin = load_file(made.with_name(f"{made.name}-dequantised") / "model.safetensors")
     original = load_file(models.path_of("letters") / "model.safetensors")
@@ -152,7 +152,7 @@ def test_a_gptq_model_is_taken_and_its_bytes_are_counted(made: Path) -> None:
     for name, tensor in load_file(made / "model.safetensors").items():
         sizes = [tensor.nbytes]
         if name.endswith(".g_idx"):
-            sizes += 2 * [2 * tensor.size]  # q_perm and q_invperm, int16, which ext.make_q_matrix adds
+            sizes += 2 * [2 * tensor.size]  # ext.make_q_matrix adds q_perm and q_invperm, int16
         if "embed_tokens" not in name:
             on_gpu += sum(-(-size // 512) * 512 for size in sizes)
     assert weight_bytes(directory) == on_gpu
@@ -163,7 +163,7 @@ def test_a_gptq_model_is_taken_and_its_bytes_are_counted(made: Path) -> None:
 @pytest.mark.parametrize("scheme", gptq.SCHEMES)
 @pytest.mark.parametrize("name", ["letters", "stories"])
 def test_demo_models_answer_in_4_bits_as_in_16(name: str, scheme: str, kept: Path) -> None:
-    """By a lead that the rounding of a GPU's fp16 does not use up: models_run may ask for every answer."""
+    """Each answer leads by more than a GPU's fp16 rounding, so models_run may require that all answers are exact."""
     twin = models.path_of(f"{name}-{scheme}-dequantised", kept)
     report = measure_directory(name, twin, corpus.TEST_PROMPTS[name])
     assert report.exact == report.cases == len(corpus.TEST_PROMPTS[name])
@@ -177,7 +177,7 @@ def test_what_the_kernels_cannot_compute_is_not_made() -> None:
 
 
 def test_zeros_do_not_wrap_and_empty_groups_stay_zero() -> None:
-    """A group of positive weights would have a zero of 0, which is stored as -1."""
+    """A group with only positive weights would need a zero point of 0, which would be stored as -1."""
     weight = torch.zeros((32, 256), dtype=torch.half)
     weight[:, :128] = torch.linspace(0.5, 1.0, 128).half()
     for scheme in gptq.SCHEMES.values():
@@ -200,7 +200,7 @@ def test_names_say_what_a_model_was_made_from(kept: Path) -> None:
     assert not list(kept.glob("2b*"))
 
 
-# answers that ought to be alike
+# answers that should be alike
 
 
 def answer(*chosen: int, **logprobs: float) -> Completion:

@@ -1,4 +1,4 @@
-"""``modelctl`` against a running supervisor: what it prints, and its exit codes."""
+"""``modelctl`` prints the right output and returns the right exit codes against a running supervisor."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def test_ps_says_why_a_model_sleeps_or_is_tried_again(serve: Serve) -> None:
     serving = serve(models, restart={"limit": 100, "initial": "1h", "max": "1h"}, wait=False)
     assert serving.wait_state("lazy", "unloaded")["reason"] == "lazy: its first request starts it"
     serving.order("start", model="dying")
-    wait_until(lambda: serving.status("dying")["restarts"] == 2)  # the first try is made again at once
+    wait_until(lambda: serving.status("dying")["restarts"] == 2)  # the first restart has no pause
     assert serving.wait_state("dying", "backoff")["reason"] == "OSError: the disk hiccupped"
     serving.order("start", model="lazy")
     wait_until(lambda: serving.status("lazy")["generation"] and serving.status("lazy")["state"] == "unloaded")
@@ -214,7 +214,7 @@ def test_logs_follow(serving: Serving) -> None:
             f.flush()
             f.write("in two pieces\n")
         assert follower.stdout.readline() == "second, in two pieces\n"
-        log.rename(log.with_name("a.log.1"))  # as a new start does with a log that has grown large
+        log.rename(log.with_name("a.log.1"))  # a start renames a log that has grown large in this way
         log.write_text("third, in a new file\n")
         assert follower.stdout.readline() == "third, in a new file\n"
         follower.send_signal(2)
@@ -288,7 +288,7 @@ def test_check(tmp_path: Path) -> None:
 
 
 def test_models_yaml_is_named_in_the_same_ways_everywhere(tmp_path: Path) -> None:
-    """``FILE``, ``-c FILE`` and ``--config FILE``; not two of them."""
+    """Each command accepts ``FILE``, ``-c FILE`` or ``--config FILE``, but not two of them."""
     file = tmp_path / "absent.yaml"
     for command in ("check", "plan", "serve"):
         for arguments in ([file], ["-c", file], ["--config", file]):

@@ -1,4 +1,4 @@
-"""``modelctl bench`` against a running supervisor: its table, its JSON, what it refuses, and Ctrl-C."""
+"""``modelctl bench`` against a running supervisor: its table, its JSON, its refusals, and Ctrl-C."""
 
 import json
 import signal

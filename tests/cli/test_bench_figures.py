@@ -6,7 +6,7 @@ from supervisor.cli.bench_figures import HEADER, MeasuredAnswer, errors, row
 
 
 def answer(*times: float, error: str | None = None, accepted: bool = True) -> MeasuredAnswer:
-    """A token at each of these times."""
+    """Return an answer with a token at each of these times."""
     return MeasuredAnswer([(at, 1) for at in times], accepted, error)
 
 

@@ -1,4 +1,4 @@
-"""modelctl check and plan: what cannot be loaded is told with its line, before anything is started."""
+"""modelctl check and plan report models that cannot be loaded, with their lines, before anything is started."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def cut_off(model: Path) -> None:
 
 
 def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """The weights with another header over the same data."""
+    """Return a function that changes the header of a model's weights and keeps the data."""
 
     def make(model: Path) -> None:
         content = (model / "model.safetensors").read_bytes()
@@ -104,7 +104,7 @@ FOR_BOTH: dict[str, tuple[Callable[[Path], None], str]] = {
     "awq": (json_edited("config.json", quantization_config={"quant_method": "awq"}), "awq"),
     "bad-template": (written("chat_template.jinja", "{% for %}"), "chat template"),
 }
-"""name → how a good directory is broken, and what is said of it, by either engine."""
+"""name → a function that breaks a good directory, and the words of the report by either engine."""
 FOR_TRANSFORMERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "exl2": (quantized("q_weight"), "is quantized (exl2), engine transformers loads none: use engine exllamav2"),
     "gptq": (quantized("qweight"), "is quantized (gptq), engine transformers loads none: use engine exllamav2"),
@@ -127,7 +127,7 @@ def make(directory: Path, change: Callable[[Path], None]) -> Path:
 
 
 def broken_models(place: Path) -> dict[str, dict[str, Any]]:
-    """An entry of models.yaml for each broken directory and engine."""
+    """Return an entry of models.yaml for each broken directory and engine."""
     return {
         f"{name}-{kind}": {
             "model_dir": str(make(place / f"{name}-{kind}", change)),
@@ -145,7 +145,7 @@ def write(directory: Path, models: dict[str, dict[str, Any]]) -> Path:
 
 
 def line_of(file: Path, text: str, after: str = "") -> int:
-    """The number of the first line that begins with ``text``, behind the one that begins with ``after``."""
+    """Return the number of the first line that begins with ``text`` after a line that begins with ``after``."""
     lines = [line.strip() for line in file.read_text().splitlines()]
     start = next(i for i, line in enumerate(lines) if line.startswith(after))
     return next(i for i, line in enumerate(lines, 1) if i > start and line.startswith(text))
@@ -165,7 +165,7 @@ def test_every_directory_that_cannot_be_loaded_is_told_with_its_line(tmp_path: P
 
 @pytest.mark.parametrize("name", [*(FOR_BOTH | FOR_TRANSFORMERS)])
 def test_a_worker_says_the_same(tmp_path: Path, name: str) -> None:
-    """Neither the commands nor the worker find a fault that the other does not: both make the same checks."""
+    """The commands and the worker make the same checks, so both find the same faults."""
     change, says = (FOR_BOTH | FOR_TRANSFORMERS)[name]
     model = make(tmp_path / "m", change)
     entries = {"t": {"model_dir": str(model), "engine": "transformers"}}
@@ -183,7 +183,7 @@ def test_a_worker_says_the_same(tmp_path: Path, name: str) -> None:
 
 
 def begin_to_load(spec: EngineSpec) -> None:
-    """Do what the engine's worker does first."""
+    """Begin a load as the engine's worker does."""
     if spec.engine == "transformers":
         build_engine(spec).load(lambda *_: None)
     else:
@@ -288,7 +288,7 @@ def test_a_package_that_is_missing_is_told(tmp_path: Path) -> None:
 
 
 def test_a_plain_installation_names_the_extra_and_checks_what_it_can(tmp_path: Path) -> None:
-    """Without the engines' packages, whatever needs none of them is checked, and what is not checked is said."""
+    """Without the engines' packages, the command checks everything that needs none of them, and names the rest."""
     plain = {"PYTHONPATH": Hidden(tmp_path, *ENGINES).python_path}
     file = write(tmp_path, {"t": {"model_dir": str(DEMO), "engine": "transformers"}})
     done = modelctl("check", file, **plain)

@@ -1,4 +1,4 @@
-"""modelctl check: the section ``gateway``."""
+"""modelctl check finds the faults of the section ``gateway``."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""serve sees to ExLlamaV2's CUDA code before it spawns anything. A stand-in for the package is compiled."""
+"""serve compiles ExLlamaV2's CUDA code before it spawns anything. These tests compile a stand-in for the package."""
 
 import fcntl
 import os
@@ -57,7 +57,7 @@ def test_a_failure_is_said_once_and_the_others_are_served(box: Box, tmp_path: Pa
     assert done.returncode == 0
     (line,) = [line for line in done.stderr.splitlines() if "not compiled" in line]
     assert "its models will not load" in line
-    assert str(os.path.dirname(box.build)) in line  # where the log is
+    assert str(os.path.dirname(box.build)) in line  # the log is in this directory
 
 
 def test_without_a_model_that_needs_it_nothing_is_compiled(box: Box, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_without_a_model_that_needs_it_nothing_is_compiled(box: Box, tmp_path: P
 
 
 def foreground(box: Box, directory: Path) -> tuple[str, ...]:
-    """Arguments of a serve that has something to compile, and whose compilers wait."""
+    """Return the arguments of a ``serve`` that has code to compile. Its compilers wait at the closed gate."""
     file = directory / "models.yaml"
     file.write_text(MODELS.format(engine="exllamav2"))
     box.gate.touch()
@@ -74,7 +74,7 @@ def foreground(box: Box, directory: Path) -> tuple[str, ...]:
 
 
 def all_is_over(box: Box) -> None:
-    """No process of the build is left, and the lock is free; the gate is closed, so no compiler ends by itself."""
+    """Check that no process of the build is left and the lock is free. The closed gate lets no compiler end itself."""
     wait_until(lambda: not marked_processes("COMPILER_GATE", str(box.gate)), what="the end of builder and compilers")
     with (box.build / "modelctl.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""``modelctl run`` in a terminal: a conversation, its commands, and what happens when it reaches the context."""
+"""``modelctl run`` in a terminal holds a conversation, obeys its commands, and drops old turns at the context limit."""
 
 from collections.abc import Iterator
 
@@ -25,18 +25,18 @@ def serving() -> Iterator[Serving]:
 
 
 class Talk:
-    """A person at a terminal who knows what each answer has to be: the engine answers what it is shown, exactly."""
+    """A user at a terminal who can compute each answer, since the answer depends on the shown messages alone."""
 
     def __init__(self, serving: Serving, model: str, *options: str, length: int = LENGTH) -> None:
         self.length = length
         self.shown: list[str] = []
-        """The messages that the next question comes after, as the engine is shown them."""
+        """The messages that are sent before the next question, as the engine sees them."""
         command = ("run", model, "--max-tokens", length, *options, "--runtime-dir", serving.runtime_dir)
         self.terminal = Terminal(*command, environment=serving.environment)
         self.terminal.wait_for(">>> ")
 
     def ask(self, text: str, typed: str | None = None) -> None:
-        """Ask, and see the answer that follows from ``shown`` and this question. ``typed``: if not just the text."""
+        """Ask, and wait for the answer that follows from ``shown`` and ``text``. ``typed``: keys typed instead."""
         self.shown.append(f"user: {text}")
         self.terminal.type((typed or text) + "\n")
         said = answer("\n".join(self.shown), self.length)
@@ -98,7 +98,7 @@ def test_a_text_of_several_lines(serving: Serving) -> None:
 
 @pytest.mark.parametrize("model", ["small", "limited"])
 def test_the_oldest_turns_go_when_the_context_is_reached(serving: Serving, model: str) -> None:
-    """Three turns fit what the model takes, a fourth does not. On ``limited`` it is models.yaml that bounds prompts."""
+    """Three turns fit into the prompt limit and a fourth does not. On ``limited``, models.yaml sets that limit."""
     with Talk(serving, model, "--system", "s") as talk:
         talk.shown = ["system: s"]
         for number in range(3):
@@ -118,7 +118,7 @@ def test_the_oldest_turns_go_when_the_context_is_reached(serving: Serving, model
 def test_an_answer_that_fills_the_context_says_so(serving: Serving) -> None:
     run = ("run", "small", "--runtime-dir", serving.runtime_dir)
     with Terminal(*run, environment=serving.environment) as terminal:
-        for question in ("first", "second"):  # the first turn leaves no room, and so is not sent with the second
+        for question in ("first", "second"):  # the first turn leaves no room, so it is not sent with the second
             terminal.wait_for(">>> ")
             terminal.type(f"{question}\n")
             terminal.wait_for(f"\n{answer(f'user: {question}', CONTEXT - len(f'user: {question}'))}\n")

@@ -1,4 +1,4 @@
-"""serve --detach: where the supervisor lives, what it finds there, and what is said of one that ends early."""
+"""serve --detach starts a supervisor that keeps running in the right directory, and reports one that ends early."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_the_directory_it_was_started_in_can_go(away: Path) -> None:
     project = away / "project"
     project.mkdir()
     (project / "my_engine.py").write_text("from tests.deterministic_engine import DeterministicEngine as Mine\n")
-    # python -m finds my_engine in its directory; tests is found by a relative path
+    # python -m finds my_engine in its directory, and finds tests by a relative path
     started = subprocess.run(
         [*MODELCTL, "serve", "--detach", "-c", "../models.yaml", "--runtime-dir", "../r"],
         cwd=project,
@@ -75,7 +75,7 @@ def test_relative_directories_in_the_environment(away: Path) -> None:
 
 
 def test_what_lies_in_the_directory_is_not_imported(away: Path) -> None:
-    """The console script does not look for modules where it was called, and neither may what it starts."""
+    """The console script imports no modules from the current directory, and its supervisor must not do so either."""
     config = configure(away, {"a": engine(autostart=False)})
     (away / "supervisor.py").write_text("raise SystemExit('somebody else has put this here')")
     script = "import sys; sys.path[:1] = []\nfrom supervisor.cli import main\nraise SystemExit(main())"
@@ -127,8 +127,8 @@ if "-q" in sys.orig_argv:
 
 
 def serve_after(away: Path, what: str) -> "subprocess.CompletedProcess[str]":
-    """Run ``serve --detach`` with a supervisor that does something else first. A stall is found after a second, and two
-    lines about the wait are two seconds apart."""
+    """Run ``serve --detach`` with a supervisor that first runs ``what``. A stall is reported after a second, and lines
+    about the wait are two seconds apart."""
     config = configure(away, {"a": engine(autostart=False)})
     (away / "sitecustomize.py").write_text(what)
     return modelctl(

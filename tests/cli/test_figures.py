@@ -47,7 +47,7 @@ def test_figures_of_an_engine_nobody_knows_are_shown_as_they_come() -> None:
 
 
 def test_no_figure_is_lost() -> None:
-    """Each value, or what it is rounded to, is in some line."""
+    """Each value, perhaps rounded, is in one of the lines."""
     for stats in (EXLLAMAV2, TRANSFORMERS):
         for key in stats:
             without = {other: value for other, value in stats.items() if other != key}

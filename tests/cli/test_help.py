@@ -10,7 +10,7 @@ from supervisor.cli.root import cli
 
 
 def commands(command: click.Command = cli, name: str = "") -> Iterator[tuple[str, click.Command]]:
-    """Every command, with the words that call it."""
+    """Yield every command with the words that call it."""
     yield name, command
     if isinstance(command, click.Group):
         context = click.Context(command)
@@ -41,7 +41,7 @@ def test_no_explanation_is_cut_nor_runs_over(name: str, width: int) -> None:
     done = CliRunner().invoke(cli, [*name.split(), "--help"], terminal_width=width, max_content_width=width)
     assert done.exit_code == 0
     lines = done.output.splitlines()
-    for line in lines[lines.index("") :]:  # what follows "Usage: ...", where MODEL... means several
+    for line in lines[lines.index("") :]:  # after "Usage: ...", where "MODEL..." means several
         assert not line.endswith("..."), line
-    if width >= 80:  # the names of the longest option alone are wider than 60
+    if width >= 80:  # the names of the longest option are wider than 60 columns
         assert max(map(len, lines)) <= width, max(lines, key=len)

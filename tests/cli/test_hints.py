@@ -1,4 +1,4 @@
-"""Commands that messages tell people to type: as printed, they reach the supervisor that the message is about."""
+"""A command that a message suggests works as printed, and reaches the supervisor that the message is about."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def hints(text: str) -> list[str]:
 
 
 def typed(hint: str) -> "subprocess.CompletedProcess[str]":
-    """The command of a hint, as a shell would run it."""
+    """Run the command of a hint as a shell would."""
     program, *arguments = shlex.split(hint)
     assert program == "modelctl"
     return modelctl(*arguments)

@@ -28,7 +28,7 @@ def test_turns_in_order_behind_the_system_message() -> None:
 
 
 def test_room_for_the_next_answer() -> None:
-    """Of 800 tokens an eighth is kept free: beyond 700 the oldest turns go, until 525 are taken, a byte a token."""
+    """An eighth of 800 tokens stays free. Beyond 700 the oldest turns go until at most 525 are left, a byte a token."""
     history = History("s" * 50, context=800)
     for letter in "abcdef":
         history.add(letter * 50, letter * 50)

@@ -1,5 +1,4 @@
-"""modelctl init: the models.yaml that it writes passes modelctl check, and nothing is overwritten or left out in
-silence."""
+"""modelctl init writes a models.yaml that passes modelctl check. It overwrites and omits nothing without saying so."""
 
 import json
 import os
@@ -27,7 +26,7 @@ STORIES = LETTERS.with_name("stories")
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """A directory with two models, and with much that is none."""
+    """Make a directory with two models and many other files."""
     root = tmp_path / "models"
     shutil.copytree(LETTERS, root / "Llama 3.1 8B: EXL2 #6.0bpw")
     shutil.copytree(STORIES, root / "people" / "ann" / "stories")
@@ -42,7 +41,7 @@ def models(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """The directory in which the command runs."""
+    """Make the directory in which the command runs."""
     (tmp_path / "here").mkdir()
     return tmp_path / "here"
 

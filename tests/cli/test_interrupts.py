@@ -1,4 +1,4 @@
-"""Ctrl-C against a model that hangs; what a conversation leaves behind."""
+"""Ctrl-C ends an answer of a model that hangs, and a conversation that has ended leaves nothing behind."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def serving() -> Iterator[Serving]:
 
 
 def test_an_answer_that_hangs(serving: Serving) -> None:
-    """The supervisor says after a second what the worker does not."""
+    """The supervisor confirms the cancel after a second, since a hung worker does not."""
     run = ("run", "hanging", "bad prompt", "--raw", "--runtime-dir", serving.runtime_dir)
     with Terminal(*run, environment=serving.environment) as terminal:
         terminal.wait_for(answer("bad prompt", 5))

@@ -1,4 +1,4 @@
-"""Logs that somebody moves, disks that are full, and files that only their owner may read."""
+"""Logs survive being moved and full disks, and only their owner can read them."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from tests.conftest import Serve
 from tests.serving import Serving, engine, wait_until
 
 FULL = Path("/dev/full")
-"""Every write to it fails as on a full disk."""
+"""A device on which every write fails as on a full disk."""
 
 
 def mode(path: Path) -> int:
@@ -28,7 +28,7 @@ def log_of(serving: Serving, name: str = "supervisor") -> Path:
 
 @pytest.fixture
 def tiny_disk(away: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
+    """Mount a file system of 256 KiB."""
     disk = away / "disk"
     disk.mkdir()
     if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk]).returncode:
@@ -65,7 +65,7 @@ def test_a_worker_s_log_goes_on_under_its_name(serve: Serve) -> None:
     log = log_of(serving, "a")
     log.rename(log.with_name("kept"))
     wait_until(log.exists, what="a new log")
-    serving.worker("a").send_signal(signal.SIGUSR1)  # it writes its stacks
+    serving.worker("a").send_signal(signal.SIGUSR1)  # the worker then writes its stacks
     wait_until(lambda: "most recent call first" in serving.log("a"), what="stacks in the new log")
     assert mode(log) == 0o600
 
@@ -85,7 +85,7 @@ def test_a_full_disk_is_said_by_serve_ps_and_status(away: Path) -> None:
         assert said in started.stderr
         for command in ("ps", "status"):
             assert said in modelctl(command, "--runtime-dir", runtime_dir).stderr
-        log.unlink()  # there is room again
+        log.unlink()  # now the disk has room again
         modelctl("stop", "a", "--runtime-dir", runtime_dir)
         assert "(No space left on device)" in log.read_text()
         assert said not in modelctl("ps", "--runtime-dir", runtime_dir).stderr
@@ -142,9 +142,9 @@ def test_only_their_owner_can_read_what_a_supervisor_writes(away: Path) -> None:
     log = runtime_dir / "logs" / "supervisor.log"
     log.parent.mkdir(parents=True)
     runtime_dir.chmod(0o700)
-    log.write_bytes(b"x" * 1024 + b"\n" * (8 << 20))  # more than a log may have: the first line rotates it
+    log.write_bytes(b"x" * 1024 + b"\n" * (8 << 20))  # larger than a log may be: the first line rotates it
     log.chmod(0o644)
-    (runtime_dir / "workers.json.new").touch(mode=0o644)  # a supervisor was killed while it wrote
+    (runtime_dir / "workers.json.new").touch(mode=0o644)  # as left by a supervisor that was killed while writing
     script = "import os; os.umask(0)\nfrom supervisor.cli import main\nraise SystemExit(main())"
     started = subprocess.run(
         [MODELCTL[0], "-c", script, "serve", "--detach", "-c", config, "--runtime-dir", runtime_dir],

@@ -1,4 +1,4 @@
-"""Orders: names checked before anything is done, somebody else's orders meanwhile, and --json everywhere."""
+"""Order commands check names before they do anything, cope with other operators' orders, and have --json."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ def serving() -> Iterator[Serving]:
 
 
 def order(serving: Serving, *arguments: str) -> "subprocess.Popen[str]":
-    """A command in the background."""
+    """Start a command in the background."""
     return subprocess.Popen(
         [*MODELCTL, *arguments, "--runtime-dir", str(serving.runtime_dir)],
         env=serving.environment,
@@ -33,7 +33,7 @@ def order(serving: Serving, *arguments: str) -> "subprocess.Popen[str]":
 
 
 def busy(client: Client) -> Any:
-    """A stream of model a that goes on until it is cancelled."""
+    """Start a stream of model a that goes on until it is cancelled."""
     stream = client.generate("a", "endless", max_tokens=100_000)
     next(stream)
     return stream
@@ -98,7 +98,7 @@ def test_a_start_of_a_model_on_its_way_down_waits_for_the_next_one(serving: Serv
         before = serving.status("a")["generation"]
         serving.order("stop", model="a")
         serving.wait_state("a", "draining")
-        # this client and the one that asks: the connection that brought the order to stop may still be ending
+        # two are left: this client and the querying one. The connection of the order to stop may still be closing
         wait_until(lambda: serving.overview()["supervisor"]["connections"] == 2)
         starting = order(serving, "start", "a", "--json")
         wait_until(lambda: serving.overview()["supervisor"]["connections"] > 2)
@@ -154,7 +154,7 @@ def test_without_waiting_the_state_is_told(serving: Serving) -> None:
 def test_logs_as_json(serving: Serving) -> None:
     before = serving.log().splitlines()
     output = serving.modelctl("logs", "-n", "3", "--json").stdout
-    after = serving.log().splitlines()  # a line may have come meanwhile
+    after = serving.log().splitlines()  # a line may have been added meanwhile
     ends = [[{"line": line} for line in after[end - 3 : end]] for end in range(len(before), len(after) + 1)]
     assert [json.loads(line) for line in output.splitlines()] in ends
 

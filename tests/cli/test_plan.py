@@ -1,4 +1,4 @@
-"""modelctl plan: what fits, for boxes that are not this one."""
+"""modelctl plan shows which models fit on a box, also on boxes other than this one."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def test_a_plan_shows_every_gpu_and_part(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     words = [line.split() for line in done.stdout.splitlines()]
     assert ["MODEL", "WEIGHTS", "CACHE", "DRAFT", "WORKSPACE", "CONTEXT", "SUM"] in words
-    # pinned ones are placed before it, and its two workers then each where most is left
+    # pinned models are placed first, then each worker of "anywhere" on the GPU with the most free memory
     assert [line[-1] for line in words if line and line[0].startswith("anywhere:")] == ["20.0", "20.0"]
     assert [line[:2] for line in words if line[:1] == ["GPU"]] == [["GPU", "0:"], ["GPU", "1:"], ["GPU", "2:"]]
     assert sum(line[:1] == ["wide"] for line in words) == 2

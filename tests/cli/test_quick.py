@@ -1,4 +1,4 @@
-"""Commands answer at once: each imports only what it needs."""
+"""Commands answer at once, since each imports only the modules that it needs."""
 
 import pytest
 

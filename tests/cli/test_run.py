@@ -180,7 +180,7 @@ def test_ctrl_c_ends_a_single_answer(serving: Serving) -> None:
         assert process.stdout is not None
         begin = process.stdout.read(20)
         process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()  # not communicate(), which would miss what the first read has buffered
+        rest = process.stdout.read()  # communicate() would miss text that the first read has buffered
         assert process.stderr is not None
         errors = process.stderr.read()
         process.wait(60)
@@ -206,7 +206,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(serving: Serving) -> No
 
         terminal.type("half a line")
         terminal.wait_for("half a line")
-        terminal.type("\x03")  # Ctrl-C at the prompt drops the line
+        terminal.type("\x03")  # Ctrl-C at the prompt only drops the line
         terminal.wait_for(">>> ")
         terminal.type("two\n")
         terminal.wait_for("two\n")

@@ -1,4 +1,4 @@
-"""``modelctl run``: what its options become on the wire, and what it shows while a request waits."""
+"""``modelctl run`` sends its options correctly, and shows the position of a request that waits."""
 
 import json
 import tempfile
@@ -18,7 +18,7 @@ STATUS = {"models": [{"name": "m", "state": "ready", "chat": False, "context": 4
 
 
 class Answering:
-    """Tells of a model without a chat template; says how far a request is, then answers."""
+    """A supervisor with a model without a chat template. It sends progress reports, and then the answer."""
 
     def __init__(self, reports: list[dict[str, Any]]) -> None:
         self.reports = reports
@@ -29,7 +29,7 @@ class Answering:
         elif isinstance(message, Generate):
             peer.send(client, accepted(message.request))
             for report in self.reports:
-                time.sleep(0.4)  # so long that it is worth a line
+                time.sleep(0.4)  # long enough for the command to print a line
                 peer.send(client, Report(message.request, pack_body(report)))
             if self.reports:
                 time.sleep(0.4)

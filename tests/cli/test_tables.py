@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Tables fit the terminal, and lines that are redrawn leave nothing behind."""
 
 import re
 
@@ -43,7 +43,7 @@ def test_a_terminal_too_narrow_for_two_columns_gets_two_columns_a_part() -> None
 
 
 def test_lines_that_move_are_cleared_in_all_their_rows(serve: Serve) -> None:
-    """On a narrow terminal a line takes several rows: going up by one would leave the others standing."""
+    """On a narrow terminal a line takes several rows, and all of them have to be cleared."""
     serving = serve({"slow": engine("SlowLoad", autostart=False)})
     command = ("start", "slow", "--runtime-dir", serving.runtime_dir)
     with Terminal(*command, environment=serving.environment, columns=20) as terminal:

@@ -1,4 +1,4 @@
-"""The page of the Python client has every public name, with signatures and texts of the source."""
+"""The page of the Python client has every public name, with signatures and docstrings from the source."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The page of commands: each command has examples, which the command line accepts, and shows them in its help."""
+"""Each command on the page of commands has examples. The command line accepts them, and the help shows them."""
 
 import shlex
 

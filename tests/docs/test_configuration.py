@@ -1,4 +1,4 @@
-"""The configuration page: each key has a text, a default and an example that the schema accepts."""
+"""Each key on the configuration page has a text, a default and an example that the schema accepts."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,7 +15,7 @@ KEYS = {key.path: key for key in all_keys()}
 
 
 def file_with(key: Key) -> dict[str, Any]:
-    """Return a file that holds nothing but a key's example and what it cannot do without."""
+    """Return a models.yaml with a key's example and the keys that are required beside it."""
     *sections, name = key.path.split(".")
     value: Any = {name: example_value(key)}
     for section in reversed(sections):

@@ -1,4 +1,4 @@
-"""Convert the texts of the source to Markdown."""
+"""Docstrings of the source are converted to Markdown correctly."""
 
 from enum import IntEnum
 

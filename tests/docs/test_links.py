@@ -1,4 +1,4 @@
-"""The links of pages outside of docs/, such as the README's, lead somewhere. ``make docs`` checks those inside."""
+"""Links of pages outside docs/, such as the README, have existing targets. ``make docs`` checks the pages in docs/."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def _is_dead(link: str, text: str, directory: Path) -> bool:
 
 
 def _anchors(text: str) -> set[str]:
-    """Return what a link may name behind #: headings as GitHub and MkDocs name them, and ids."""
+    """Return the valid anchors of a page: headings as GitHub and MkDocs name them, and ids."""
     text = _FENCE.sub("", text)
     slugs = {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in _HEADING.findall(text)}
     return slugs | set(_ID.findall(text))

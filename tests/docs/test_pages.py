@@ -1,4 +1,4 @@
-"""The generated pages that stand in the repository say what their sources say."""
+"""The generated pages in the repository are up to date with their sources."""
 
 from pathlib import Path
 

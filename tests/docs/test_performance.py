@@ -1,4 +1,4 @@
-"""The page of figures: made from every result file, with each missed target, and its pictures show what is in them."""
+"""The page of figures shows every result file and each missed target, and its pictures show the right figures."""
 
 import re
 import xml.etree.ElementTree as ET

@@ -1,6 +1,6 @@
 """The README is short and true: figures are those of the result files, commands exist, and each models.yaml is valid.
 
-What is checked of the README is checked of the pages that are written by hand, too.
+The same checks run on the other handwritten pages.
 """
 
 import json
@@ -21,7 +21,7 @@ from tools.docs.performance import result_files
 
 README = ROOT / "README.md"
 MOST_LINES = 220
-"""A person reads so many in five minutes."""
+"""A limit of the README's lines, so that it can be read in five minutes."""
 WRITTEN = [README, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))] + [
     path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in pages.PAGES
 ]
@@ -34,7 +34,7 @@ def blocks(path: Path, *languages: str) -> list[str]:
 
 
 def commands(path: Path) -> list[list[str]]:
-    """Return the arguments of each ``modelctl`` command of a page, without comments and what comes behind a pipe."""
+    """Return the arguments of each ``modelctl`` command of a page, without comments and commands after a pipe."""
     shown = [line for text in blocks(path, "sh", "console") for line in text.splitlines()]
     shown += [line.removeprefix("$ ") for text in blocks(path, "") for line in text.splitlines() if line[:2] == "$ "]
     words = [shlex.split(re.split(r" [|<>] ", line)[0], comments=True) for line in shown]
@@ -103,7 +103,7 @@ def test_each_models_yaml_of_a_page_is_valid(path: Path, tmp_path: Path) -> None
         if "models:" not in text:
             continue
         for number, entry in enumerate(yaml.safe_load(text)["models"].values()):
-            if not (given := entry["model_dir"]).startswith("demo:"):  # a directory that the reader has
+            if not (given := entry["model_dir"]).startswith("demo:"):  # stands for a directory of the reader
                 text = text.replace(given, str(make_model(tmp_path / str(number))))
         file = tmp_path / "models.yaml"
         file.write_text(text)
@@ -111,7 +111,7 @@ def test_each_models_yaml_of_a_page_is_valid(path: Path, tmp_path: Path) -> None
 
 
 def make_model(directory: Path) -> Path:
-    """Make the little that a models.yaml needs of a model's directory."""
+    """Make a model's directory with the few files that the check of models.yaml needs."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     return directory

@@ -64,7 +64,7 @@ def test_what_exists_is_let_pass(text: str) -> None:
 
 
 def test_the_index_names_each_promise_of_the_readme() -> None:
-    """The promises are the list before the README's first heading: what is bold at the beginning of each point."""
+    """The promises are the bold words at the beginning of each point in the list before the README's first heading."""
     promises = re.findall(r"^[*-] \*\*(.+?)\*\*", (ROOT / "README.md").read_text().partition("\n## ")[0], re.MULTILINE)
     rows = [line for line in INVARIANTS.read_text().splitlines() if line.startswith("| ")]
     named = {cells[1].strip(): cells[2] for line in rows if (cells := line.split("|"))}
@@ -74,7 +74,7 @@ def test_the_index_names_each_promise_of_the_readme() -> None:
 
 
 INDEXED = ("request-options", "requests", "operations", "placement", "security", "shell", "engines")
-"""Pages whose parts are in the index of docs/testing.md."""
+"""Pages with parts that the index of docs/testing.md must name."""
 
 
 def test_the_index_leads_from_each_part_of_a_page_to_its_tests() -> None:

@@ -1,4 +1,4 @@
-"""`make docs` builds the site, and fails for what a reader would stumble over. Needs the extra ``docs``."""
+"""`make docs` builds the site, and fails for dead links and similar faults. These tests need the extra ``docs``."""
 
 import importlib.util
 import os

@@ -15,7 +15,7 @@ from tools.docs.wire import PARTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WITHOUT_KEYS = {Kind.EVENTS, Kind.PING, Kind.PONG}
-"""Messages of the supervisor that hold no map, or several maps of their own kind."""
+"""Messages of the supervisor that contain no map, or maps that are described elsewhere."""
 
 
 def test_the_page_holds_every_part() -> None:

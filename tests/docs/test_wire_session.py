@@ -1,4 +1,4 @@
-"""A real supervisor sends what ``protocol.bodies``, ``protocol.verbs``, and so the page, describe."""
+"""A real supervisor sends messages as ``protocol.bodies`` and ``protocol.verbs``, and so the page, describe them."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ MODELS = {
 class Recorder(RawClient):
     """A client that compares everything it receives with its description.
 
-    found   what is not as described
+    found   differences from the description
     errors_at  (code, place) of every error
     """
 
@@ -95,7 +95,7 @@ class Recorder(RawClient):
         return self.replies_to[number]
 
     def check(self) -> None:
-        """Fail if something was not as described."""
+        """Fail if a received message differed from its description."""
         assert not self.found, self.found
         undescribed = {(code.name, place) for code, place in self.errors_at if place not in APPEARS[code]}
         assert not undescribed
@@ -156,7 +156,7 @@ def test_every_verb(serving: Serving) -> None:
         while 1 not in user.heard:
             user.receive()
         for number, (verb, params) in enumerate(asked.items(), 1):
-            if verb == "shutdown":  # the last test does that
+            if verb == "shutdown":  # the last test sends it
                 continue
             reply = client.ask(number, verb, **params)
             assert not list(differences(params, VERBS[verb].params, verb))
@@ -166,7 +166,7 @@ def test_every_verb(serving: Serving) -> None:
         user.read_until_ended(1)
         assert user.heard[1].ends == ["cancelled"]
         client.ask(30, "stop", model="stopped", now=True)
-        # once more, with the entries that reload has made
+        # again, since the reload has added entries
         assert not list(differences(client.ask(31, "status")["result"], VERBS["status"].result))
         for number, verb in enumerate(VERBS.keys() - QUESTION_VERBS, 40):
             message = client.ask(number, verb, zzz=1)["error"]["message"]
@@ -227,7 +227,7 @@ def run_example(serving: Serving, *arguments: str) -> "subprocess.CompletedProce
 
 
 def test_the_client_that_was_written_from_the_page_alone(serving: Serving) -> None:
-    """It needs credit for such an answer, and gets its errors in both ways."""
+    """The client grants credit for a long answer, and gets errors both as refusals and as events."""
     assert run_example(serving, "a", "p", "1000").stdout == f"{answer('p', 1000)}\n[length]\n"
     assert "no model 'nobody' is configured" in run_example(serving, "nobody", "p").stderr
     assert "max_tokens is 0" in run_example(serving, "a", "p", "0").stderr

@@ -1,4 +1,4 @@
-"""The transformers engine on other architectures: the library's own ``generate`` is the reference."""
+"""The transformers engine gives the same answers as the library's own ``generate`` on other architectures."""
 
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,12 @@ def test_greedy_answers_are_those_of_generate(tmp_path: Path, architecture: str)
 
 
 def test_ids_without_text_are_never_drawn(tmp_path: Path) -> None:
-    """Models are padded to a round number of rows; a random one is as likely to choose these as any."""
+    """Models are padded to a round number of rows. A model with random weights would choose the padding rows, too."""
     write_model(tmp_path, vocab_size=1024)
     engine = build_engine(EngineSpec("m", "transformers", str(tmp_path)))
     engine.load(lambda *_: None)
     driver = Driver(engine)
-    driver.submit([1000, 1023], 40, GREEDY)  # as a prompt they are the client's own affair
+    driver.submit([1000, 1023], 40, GREEDY)  # a prompt may contain these ids
     driver.submit([5], 40, SamplingParams(temperature=10.0, seed=1))
     driver.run()
     assert all(max(outcome.ids) < 320 for outcome in driver.outcomes.values())

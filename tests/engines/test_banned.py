@@ -1,4 +1,4 @@
-"""Banned strings: what is delivered never holds one, and the way back leads to where it began."""
+"""Delivered text never contains a banned string. When one is found, the engine goes back to the token that began it."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ PIECES = ["", "a", "b", "c", "ab", "bc", "A", "ca", " ", "abc", "cab"]
 
 @dataclass
 class Answer:
-    """The output of an engine with this judge. ``ids`` are the kept tokens; ``steps`` counts the draws."""
+    """The output of ``generate``. ``ids`` are the kept tokens; ``steps`` counts draws, ``returns`` the ways back."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -29,11 +29,11 @@ class Answer:
 def generate(
     judge: BannedStrings, draw: Callable[[Sequence[int], frozenset[int]], int | None], limit: int, pieces: list[str]
 ) -> Answer:
-    """Generate an answer. ``draw`` returns a token, -1 for an end token, None if none is left."""
+    """Generate an answer. ``draw`` returns a token, -1 for an end token, or None if no token may be drawn."""
     answer = Answer()
 
     def take(verdict: Verdict) -> bool:
-        """Take a token. Return whether the answer ends."""
+        """Apply a verdict. Return whether the answer ends."""
         answer.text += verdict.text
         answer.delivered += verdict.tokens
         assert answer.delivered <= len(answer.ids)
@@ -75,7 +75,7 @@ def generate(
 
 
 def script(*wishes: Sequence[int]) -> Callable[[Sequence[int], frozenset[int]], int | None]:
-    """The first wish for each position that is not blocked; then the end."""
+    """Return a draw function that takes the first wish of each position that is not blocked, and then ends."""
 
     def draw(ids: Sequence[int], blocked: frozenset[int]) -> int | None:
         if len(ids) == len(wishes):
@@ -86,7 +86,7 @@ def script(*wishes: Sequence[int]) -> Callable[[Sequence[int], frozenset[int]], 
 
 
 def say(banned: Sequence[str], words: Sequence[Sequence[str]], *, limit: int = 99, **options: object) -> Answer:
-    """The answer of a model whose wishes at each position are these texts, the likeliest first."""
+    """Return the answer of a model that wants these texts at each position, the likeliest first."""
     pieces = sorted({word for wishes in words for word in wishes})
     judge = BannedStrings(banned, limit=limit, **options)  # type: ignore[arg-type]
     return generate(judge, script(*[[pieces.index(w) for w in wishes] for wishes in words]), limit, pieces)
@@ -110,7 +110,7 @@ def test_what_may_begin_a_banned_string_waits_with_its_whole_token() -> None:
 
 def test_the_way_back_leads_to_the_token_where_the_string_began() -> None:
     answer = say(["bad word"], [["it"], [" is a"], [" ba", " good"], ["d w"], ["ord", "ish"]])
-    assert (answer.text, answer.reason) == ("it is a goodd word", "end")  # the model goes on as it likes
+    assert (answer.text, answer.reason) == ("it is a goodd word", "end")  # the model continues freely
     judge = BannedStrings(["bad word"], limit=9)
     judge.push(1, "it")
     judge.push(2, " is a")
@@ -141,7 +141,7 @@ def test_the_way_back_beyond_an_earlier_one_forgets_what_was_blocked_behind_othe
 
 
 def test_what_was_delivered_may_begin_a_banned_string_after_a_return() -> None:
-    """The A is delivered when "ca" follows; behind another token it would begin the string."""
+    """The A is delivered when "ca" follows. After the return another token follows, with which A begins the string."""
     answer = say(["ab", "cax"], [["A"], ["ca", "bc", "ok"], ["x"]])
     assert (answer.text, answer.reason) == ("Aokx", "end")
     answer = say(["cax"], [["A"], ["ca", "bc"], ["x"], ["!"]], stops=["Ab"])
@@ -271,7 +271,7 @@ def test_no_answer_holds_a_banned_string(
     minimum = min(minimum, limit)
 
     def draw(ids: Sequence[int], blocked: frozenset[int]) -> int | None:
-        """Draw the same token behind the same tokens, as a greedy model does."""
+        """Draw the same token after the same tokens, as a greedy model does."""
         wishes = list(range(-1 if len(ids) >= minimum else 0, len(PIECES)))
         random.Random(f"{seed} {ids}").shuffle(wishes)
         return next((token for token in wishes if token not in blocked), None)

@@ -1,6 +1,6 @@
-"""The order in which constraints are compiled.
+"""Constraints are compiled in a fair order.
 
-The process that tries constraints is stopped until everything has been asked for, so that the order is certain.
+These tests stop the process that tries constraints until all constraints are asked for, so that the order is certain.
 """
 
 import json
@@ -33,19 +33,19 @@ def constraints(monkeypatch: pytest.MonkeyPatch) -> Iterator[Constraints]:
 
 
 def stop() -> psutil.Process:
-    """Have the helper stand still."""
+    """Stop the helper process, and return it."""
     (helper,) = helpers()
     helper.suspend()
     return helper
 
 
 def costly(number: int) -> tuple[str, str]:
-    """A schema that takes about 0.1 s to compile, and is not refused."""
+    """Return a schema that takes about 0.1 s to compile and is not refused."""
     return "json_schema", json.dumps({"enum": [{"a": [n, number]} for n in range(1000)]})
 
 
 class Ahead:
-    """Compilations ahead, and the order in which they are done."""
+    """Constraints that are compiled ahead of their jobs, and the order in which they are done."""
 
     def __init__(self, constraints: Constraints) -> None:
         self.constraints = constraints
@@ -55,7 +55,7 @@ class Ahead:
         self.constraints.compile_ahead(job, party, *constraint)
 
     def wait(self, count: int) -> list[int]:
-        """The jobs whose constraints are done, in that order, once there are so many."""
+        """Wait until ``count`` constraints are compiled. Return their jobs in the order of completion."""
 
         def look() -> bool:
             for job, seconds in self.constraints.compiled_ahead():
@@ -99,7 +99,7 @@ def test_a_known_constraint_does_not_wait_behind_unknown_ones(constraints: Const
 
 @pytest.fixture
 def tried(constraints: Constraints, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts of the constraints that are tried, in that order."""
+    """Return the list in which the texts of tried constraints are collected, in order."""
     texts: list[str] = []
     attempt = helping.ConstraintHelper.attempt
 
@@ -117,7 +117,7 @@ def test_connections_take_turns_in_trials(constraints: Constraints, tried: list[
     for number in range(8):
         ahead.ask(number, 1, ("regex", f"many{number}"))
     ahead.ask(100, 2, ("regex", "one"))
-    ahead.ask(101, 3, ("regex", "many7"))  # that the other party asked for, too, is no reason to wait for its turn
+    ahead.ask(101, 3, ("regex", "many7"))  # party 1 asked for it too, but party 3 need not wait for party 1's turn
     helper.resume()
     ahead.wait(10)
     assert tried == ["many0", "one", "many7", *(f"many{number}" for number in range(1, 7))]
@@ -157,7 +157,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(
 
 
 def test_a_party_has_few_costly_constraints_compiled_ahead(constraints: Constraints) -> None:
-    """They take memory while their jobs wait for slots. Another party does not wait for that."""
+    """Compiled constraints take memory while their jobs wait for slots. Other parties do not wait for that limit."""
     ahead = Ahead(constraints)
     for number in range(MOST_AHEAD + 2):
         ahead.ask(number, 1, costly(100 + number))

@@ -1,4 +1,4 @@
-"""Answers of a given shape from engines: any logits will do, the constraint gives the shape."""
+"""Answers of engines have the shape that the constraint demands, whatever the logits are."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tests.engines.exllamav2_cpu.harness import Harness
 WARM = SamplingParams(temperature=1.0, seed=7)
 PROMPT = "sort: d b a c ->"
 PATIENCE = 200_000
-"""Steps: those that wait for a constraint take 5 ms."""
+"""Number of steps before a test fails. A step that waits for a constraint takes 5 ms."""
 
 
 @pytest.fixture(scope="module", params=[*ENGINES, "exllamav2 on the CPU", "draft", "ngram"])
@@ -48,18 +48,18 @@ IN_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def between_parts(text: str) -> str:
-    """JSON with its strings left out."""
+    """Return JSON text without its strings."""
     return IN_STRINGS.sub("", text)
 
 
 def whole(outcome: Outcome) -> str:
-    """The text of an answer that was not cut short."""
+    """Return the text of an answer, and check that the answer was not cut short."""
     assert outcome.reason == FinishReason.STOP, (outcome.job.constraint, outcome.reason, outcome.text[-200:])
     return outcome.text
 
 
-# A model that was taught letters repeats itself for ever where a schema lets it, but for a penalty; and recursion, or
-# a key of any length, may take it beyond max_tokens all the same.
+# Without a penalty, the model ``letters`` repeats itself for ever where a schema allows it. Even with a penalty, these
+# schemas may lead it beyond max_tokens, by recursion or by keys of any length.
 UNBOUNDED = {"map of integers", "list by recursion", "tree", "two that call each other", "recursion at the root"}
 
 
@@ -85,7 +85,7 @@ def test_json_validates(engine: Engine, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["nested", "object", "array", "words of a person"])
 def test_white_space_does_not_use_up_the_answer(name: str) -> None:
-    """A model that was taught stories writes blanks wherever it may."""
+    """The model ``stories`` writes blanks wherever the constraint allows them."""
     stories = build_engine(demo_spec("transformers", "stories"))
     stories.load(lambda *_: None)
 
@@ -124,7 +124,7 @@ def test_greedy_answers_are_the_same_each_time(engine: Engine) -> None:
 
 
 def test_together_with_others(engine: Engine) -> None:
-    """Each answer has its own shape, in one batch."""
+    """Each answer of one batch has its own shape."""
     driver = Driver(engine)
     outcomes = [
         driver.submit(PROMPT, 60, WARM, constraint=("regex", regex)) for regex in ("a{40}", "[0-9]{30}", "(xy){12}")
@@ -163,7 +163,7 @@ def test_parameters_meet_the_mask(engine: Engine) -> None:
 )
 def test_what_only_exllamav2_has_meets_the_mask(engine: Engine, options: dict[str, Any]) -> None:
     if not options.keys() <= engine.capabilities.offered:
-        return  # refused by name, which other tests see to
+        return  # other tests check that the engine refuses the option
     negative = tuple(engine.encode("no")) if "cfg_scale" in options else None
     for seed in range(3):
         sampling = SamplingParams(temperature=1.0, seed=seed, **options)
@@ -187,7 +187,7 @@ def test_a_stop_string_cuts_it_short(engine: Engine) -> None:
 
 
 def test_min_tokens_and_ends(engine: Engine) -> None:
-    """No end before min_tokens where more can follow; an end where nothing can."""
+    """An answer does not end before min_tokens if more can follow. It ends where nothing can follow."""
     long = asked(engine, "regex", "a*", min_new_tokens=30, size=400, sampling=SamplingParams(temperature=0))
     assert len(long.ids) >= 30
     assert set(long.text) == {"a"}
@@ -204,7 +204,7 @@ def test_tokens_allowed_and_banned(engine: Engine) -> None:
 
 
 def test_nothing_left_to_draw(engine: Engine) -> None:
-    """At the first token it is refused, later the answer ends with what it has; where it may end, that is all."""
+    """If no token is left at the first place, the request is refused. Later, the answer ends with the text it has."""
     a = engine.encode("xa")[-1]
     only = SamplingParams(temperature=1.0, seed=1, allowed_tokens=(a,))
     outcome = asked(engine, "regex", "aaab", sampling=only)
@@ -225,7 +225,7 @@ def test_banned_strings_lead_it_another_way(engine: Engine) -> None:
 
 
 def test_an_answer_goes_on(engine: Engine) -> None:
-    """What another worker has delivered is gone through first; the rest is as it would have been."""
+    """A resumed answer first replays the tokens of the former worker, and then continues as if never interrupted."""
     first = asked(engine, "json_schema", SCHEMAS["nested"])
     text = whole(first)
     for cut in (1, len(first.ids) // 2, len(first.ids) - 1):
@@ -256,7 +256,7 @@ def asked_on(engine: Engine, delivered: list[int]) -> Outcome:
 
 
 def refused(engine: Engine, constraint: tuple[str, str], **fields: Any) -> RequestError:
-    """The error of a job that is taken and fails, or is not taken."""
+    """Return the error of a job that is refused, or that fails after it was accepted."""
     sampling = fields.pop("sampling", WARM)
     job = Job(10**8, tuple(engine.encode(PROMPT)), 30, sampling, constraint=constraint, **fields)
     try:

@@ -1,5 +1,5 @@
-"""The process that tries constraints is stopped and killed from outside: requests that are not to blame are not refused
-for it, and nothing about them is remembered. Real processes and signals."""
+"""When the process that tries constraints is stopped or killed from outside, innocent requests are not refused for it,
+and nothing about them is remembered. These tests use real processes and signals."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.serving import WITHIN, is_alive, is_helper, wait_until
 
 PHRASE = ("regex", "(cow|pig) ate")
 COSTLY = ("json_schema", json.dumps({"type": "integer", "multipleOf": 1_000_003}))
-"""Computes for minutes."""
+"""A constraint that takes minutes to compile."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def constraints() -> Iterator[Constraints]:
 
 
 def helpers() -> list[psutil.Process]:
-    """The processes that this one has started to try constraints."""
+    """Return the processes that this process has started to try constraints."""
     children = psutil.Process().children()
     return [p for p in children if is_alive(p) and is_helper(p, "constraint child", "constraint_child")]
 
@@ -68,7 +68,7 @@ def test_without_a_helper_a_request_is_asked_to_be_sent_again_and_nothing_is_rem
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     with monkeypatch.context() as patched, Meddler(helpers, number, most=99) as meddler:
-        # A helper that starts slowly on a busy machine must be stopped before this time is over.
+        # The test must stop the helper before this time is over, even if the helper starts slowly on a busy machine.
         patched.setattr(helping, "START_S", 5.0 if number == signal.SIGSTOP else 60.0)
         patched.setattr(helping, "LEASE_S", 1.0)
         error = answered(constraints, PHRASE)
@@ -81,7 +81,7 @@ def test_without_a_helper_a_request_is_asked_to_be_sent_again_and_nothing_is_rem
 
 
 def test_a_trial_that_is_killed_is_tried_once_more(constraints: Constraints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused in the end is refused for the second of computing that it took."""
+    """The constraint is finally refused for taking more than a second, and not for the kill."""
     monkeypatch.setattr(helping, "LEASE_S", WITHIN)  # on a busy machine a second of computing takes long
     answered(constraints, ("regex", "warm"))
     (helper,) = helpers()

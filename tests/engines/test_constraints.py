@@ -1,4 +1,4 @@
-"""Constraints by themselves: what they allow, refuse, and cost. No model: tokens are drawn at random."""
+"""Constraints allow and refuse the right tokens at a bounded cost. Tokens are drawn at random, without a model."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def refused(constraints: Constraints, kind: str, text: str, **fields: Any) -> Re
 
 
 def random_answer(constraint: Constraint, rng: random.Random, most: int = 1000) -> list[int]:
-    """Ids up to an end that may be; short ones first once the answer is long, or many schemas would never end."""
+    """Return random allowed ids up to an end. A long answer prefers tokens that close it, or it might never end."""
     ids: list[int] = []
     while not constraint.finished:
         allowed = constraint.allowed.nonzero()[0].tolist()
@@ -173,7 +173,7 @@ def test_what_is_wrong_is_said_without_quoting(constraints: Constraints, kind: s
 
 @pytest.mark.parametrize(("kind", "what"), HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_constraint_is_refused_or_compiled(constraints: Constraints, kind: str, what: Any) -> None:
-    """What a refused constraint costs, and that it costs that once, stands in test_constraint_helper."""
+    """test_constraint_helper checks the cost of a refused constraint, and that it is paid only once."""
     job = a_job((kind, what if isinstance(what, str) else json.dumps(what)))
     found = outcome(constraints, job)
     if isinstance(found, WireError):
@@ -187,9 +187,9 @@ def test_a_hostile_constraint_is_refused_or_compiled(constraints: Constraints, k
 def test_compiling_leaves_the_interpreter_to_the_step_loop(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread ticks as a step loop would. It goes on while 0.1 s of compiling is computed in the worker's process."""
+    """A thread ticks like a step loop. It keeps ticking while the worker's process computes 0.1 s of compiling."""
     ticks, over = 0, threading.Event()
-    compilations: list[tuple[float, int]] = []  # seconds of processor time, ticks meanwhile
+    compilations: list[tuple[float, int]] = []  # (seconds of processor time, ticks during them)
     library = llguidance.LLMatcher
 
     def compile(*given: Any, **named: Any) -> llguidance.LLMatcher:
@@ -200,7 +200,7 @@ def test_compiling_leaves_the_interpreter_to_the_step_loop(
 
     def tick() -> None:
         nonlocal ticks
-        while not over.wait(0.001):  # the interpreter's lock is given away, and must be had again
+        while not over.wait(0.001):  # each wait releases the interpreter's lock and takes it again
             ticks += 1
 
     monkeypatch.setattr(llguidance, "LLMatcher", compile)
@@ -275,7 +275,7 @@ def test_two_answers_of_one_constraint_do_not_meet(constraints: Constraints) -> 
 
 
 def test_one_answer_that_is_too_long_does_not_end_others(constraints: Constraints) -> None:
-    """The library's copies share what they may use of memory: this is why there are none."""
+    """Copies of a matcher would share one memory limit, so the engine makes no copies."""
     text = json.dumps({"type": "string", "maxLength": 10**6})
     others = [compiled(constraints, "json_schema", text)]
     long = compiled(constraints, "json_schema", text)
@@ -326,7 +326,7 @@ def test_a_cancelled_job_is_forgotten(constraints: Constraints) -> None:
 
 
 def test_tokens_that_spell_the_same() -> None:
-    """Byte tokens beside others of the same text, ids without a text, more ids than texts."""
+    """Vocabularies work with byte tokens that equal other texts, ids without a text, and more ids than texts."""
     pieces = Pieces(["a", b"a", None, "b", "ab", "</s>"], byte_runs=True)
     made = Constraints(pieces, 8, [5])
     try:
@@ -350,10 +350,10 @@ def test_the_child_ends_with_its_owner() -> None:
     deadline = time.monotonic() + PATIENCE_S
     while child.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
-    compiled(made, "regex", "a{2}")  # by another child
+    compiled(made, "regex", "a{2}")  # another child compiles it
     made.close()
     assert not {p.pid for p in psutil.Process().children()} - before
-    descriptor = os.dup(0)  # has the number of one that was closed
+    descriptor = os.dup(0)  # reuses the number of a closed descriptor
     try:
         made.close()
         os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""Random numbers by seed and place, and that the engines take them as they should."""
+"""Random numbers depend on the seed and the place only, and the engines use them correctly."""
 
 import time
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def test_no_token_of_probability_zero_is_drawn() -> None:
 
 
 def test_a_token_drawn_anew_is_none_in_particular() -> None:
-    """Behind a return the number is another: at the first one's, what is left would be drawn by its neighbourhood."""
+    """After a return the random number is a new one. The old number would favour tokens next to the excluded one."""
     logits = torch.zeros(4)
     counts = torch.zeros(4)
     for seed in range(2000):
@@ -116,7 +116,7 @@ def test_greedy_answers_draw_no_numbers(load: Callable[[str, str], Engine]) -> N
 
 @pytest.mark.parametrize("speculate", ["ngram", "draft"])
 def test_a_seeded_answer_is_the_same_with_speculation(speculate: str) -> None:
-    """How many draws a step takes, and which of them are thrown away, is none of the answer's business."""
+    """The number of draws in a step, and which of them are discarded, do not change the answer."""
     plain, h = Harness(), Harness(speculate=speculate, draft=OracleLogits(448, habit=0.8))
     for options in ({}, {"xtc_probability": 0.5, "xtc_threshold": 0.02}, {"repetition_penalty": 1.2}):
         sampling = HOT.model_copy(update=options)

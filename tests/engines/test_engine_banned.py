@@ -1,4 +1,4 @@
-"""Banned strings, on every engine."""
+"""Banned strings work on every engine."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Options of a request apart from its prompt. They work in the same way in every engine that offers them.
+"""Options of a request other than its prompt work in the same way in every engine that offers them.
 
 A test is skipped, with the option's name, for an engine that does not offer the option.
 """
@@ -130,7 +130,7 @@ def test_logprobs_are_those_of_the_model(letters: Engine) -> None:
     ],
 )
 def test_logprobs_equal_an_independent_computation(letters: Engine, engine_name: str, options: dict[str, Any]) -> None:
-    """Before penalties, bias and temperature, whatever those made of them."""
+    """Log-probabilities are computed before penalties, bias and temperature are applied."""
     need(letters, "logprobs", *options)
     import torch
     from transformers import AutoModelForCausalLM
@@ -140,7 +140,7 @@ def test_logprobs_equal_an_independent_computation(letters: Engine, engine_name:
     ids = [*outcome.job.prompt_ids, *outcome.ids]
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)[len(outcome.job.prompt_ids) - 1 :]
-    # half precision, in logits of up to about 20: an unlikely token's is off by some tenths (on an H200: 0.3 of 9.4)
+    # logits of up to about 20 in half precision: an unlikely token is off by some tenths (0.3 of 9.4 on an H200)
     tolerance = {"abs": 1e-3} if engine_name == "transformers" else {"abs": 0.2, "rel": 0.06}
     for reported, row in zip(outcome.logprobs, expected, strict=False):
         assert reported.logprob == pytest.approx(float(row[reported.token_id]), **tolerance)
@@ -186,7 +186,7 @@ def test_a_prompt_that_ends_inside_a_word_is_healed(letters: Engine, prompt: str
 
 
 def test_prompts_cut_inside_any_token_of_a_story(stories: Engine) -> None:
-    """The prompt ends with a token that is the beginning of the one that belongs there."""
+    """The prompt ends with a token that is the beginning of the right token."""
     need(stories, "token_healing")
     prompt, text = story(stories)
     ids = answer(stories, prompt, 400).ids

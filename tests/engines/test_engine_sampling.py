@@ -1,4 +1,4 @@
-"""Sampling, on every engine."""
+"""Sampling options work on every engine."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The suite that every engine passes, through the interface only."""
+"""Every engine passes these tests, which use its interface only."""
 
 import random
 
@@ -19,7 +19,7 @@ from tools.demo_models.corpus import (
 )
 
 COUNT, COUNTED = LETTERS_TEST_LONG_ANSWERS[1]
-"""A prompt whose answer has some hundred tokens."""
+"""A prompt and its answer of some hundred tokens."""
 PROMPT, ANSWER = "count: 7 8 9 ->", " 10 11 12 13 14 15 16 17"
 
 
@@ -89,7 +89,7 @@ def test_answers_chats(stories: Engine) -> None:
 
 def test_long_prompts_are_computed_in_chunks_and_share_prefixes(letters: Engine) -> None:
     driver = Driver(letters)
-    # longer than chunk_size; the last ones begin alike for more than a page
+    # the prompts are longer than chunk_size, and the last ones have a common beginning of more than a page
     pairs = [*LETTERS_TEST_LONG_PROMPTS[:3], *LETTERS_TEST_LONG_PROMPTS[-4:]]
     expected = {driver.submit(prompt, 40).job.id: text for prompt, text in pairs}
     assert max(len(o.job.prompt_ids) for o in driver.outcomes.values()) > 256
@@ -100,7 +100,7 @@ def test_long_prompts_are_computed_in_chunks_and_share_prefixes(letters: Engine)
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_answers_do_not_depend_on_company(letters: Engine, seed: int) -> None:
-    """16 jobs in another order each time, 8 more cancelled in between, each as it is alone."""
+    """Each of 16 jobs in random orders gets the answer that it gets alone, while 8 other jobs are cancelled."""
     rng = random.Random(seed)
     pairs = [*LETTERS_TEST_PROMPTS[24:36], *LETTERS_TEST_LONG_ANSWERS[:2], *LETTERS_TEST_LONG_PROMPTS[:2]]
     doomed = [LETTERS_TEST_LONG_ANSWERS[i % 3] for i in range(6)] + LETTERS_TEST_LONG_PROMPTS[4:6]
@@ -149,7 +149,7 @@ def test_characters_that_span_tokens_arrive_whole(stories: Engine) -> None:
         outcome = answer(stories, chat_ids(stories, request), 400)
         assert outcome.text == text
         assert not any("\ufffd" in delta for delta in outcome.deltas)
-        # the limit falls on every token around the first emoji: half of it is U+FFFD, the whole of it is not
+        # the limit falls on every token around the first emoji: half an emoji becomes U+FFFD, a whole one stays
         first = next(i for i in range(len(outcome.ids)) if "\ufffd" in stories.decode(outcome.ids[: i + 1]))
         for size in range(first + 1, first + 6):
             cut = answer(stories, chat_ids(stories, request), size)
@@ -191,7 +191,7 @@ def test_the_whole_context_can_be_used(engine_name: str) -> None:
         (("2 13 1",), " 10 11 1"),  # spans tokens
         (("99", "11 12", "2 13"), " 10 "),
         ((" 10",), ""),
-        (("17 18",), ANSWER),  # held to the end token, then delivered
+        (("17 18",), ANSWER),  # held until the end token, and then delivered
         (("7\n", "\n\n", "not there"), ANSWER),
     ],
 )
@@ -243,7 +243,7 @@ def test_cancel_prefilling(letters: Engine) -> None:
     assert letters.stats().extra["prefilling"] == 1
     driver.cancel(outcome)
     driver.assert_idle()
-    again = driver.submit(prompt, 30)  # half of it was computed: nothing wrong is left behind
+    again = driver.submit(prompt, 30)  # half of the prompt was computed, which must leave nothing wrong behind
     driver.run()
     assert again.text == text
 

@@ -1,4 +1,4 @@
-"""Token healing and banned strings with the exllamav2 engine: going back, over pages that are shared and speculated."""
+"""Token healing and banned strings work in engine exllamav2, also on shared pages and with speculation."""
 
 import random
 from typing import Any
@@ -22,7 +22,7 @@ def pieces(h: Harness) -> list[str]:
 
 
 def greedy_without(h: Harness, prompt: list[int], size: int, banned: list[str]) -> list[int]:
-    """The greedy answer that never holds a banned string, by trying: at a hit, back to the token where it began."""
+    """Compute the greedy answer without banned strings by trying: after a hit, go back to the token that began it."""
     ids: list[int] = []
     blocked: dict[int, set[int]] = {}
     while len(ids) < size:
@@ -214,5 +214,5 @@ def test_healing_that_has_nothing_to_draw_from_is_refused() -> None:
         h.submit(prompt, 5, SamplingParams(banned_tokens=banned), token_healing=True)
     assert e.value.field == "token_healing"
     h.driver.assert_idle()
-    one = h.answer([50], 5, token_healing=True)  # nothing would be left of the prompt
+    one = h.answer([50], 5, token_healing=True)  # healing would leave an empty prompt
     assert one.ids == h.expected(one)

@@ -1,5 +1,4 @@
-"""The order of computation: fair to running answers, large jobs and small ones, and unchanged after thousands of
-jobs."""
+"""The batch is fair to running answers, large jobs and small jobs, and does not slow down after thousands of jobs."""
 
 import gc
 import random
@@ -20,7 +19,7 @@ SHORT = list(range(40, 50))
 
 
 def begun(h: Harness) -> set[int]:
-    """Ids of the jobs that the generator has."""
+    """Return the ids of the jobs in the generator."""
     return {job.identifier for job in h.generator.active_jobs}
 
 
@@ -50,7 +49,7 @@ def test_short_prompts_begin_together() -> None:
 
 @pytest.mark.parametrize("drawn", [0, 7])
 def test_prompts_that_come_one_by_one_begin_together(drawn: int) -> None:
-    """So do answers of which another worker has drawn the first tokens."""
+    """Resumed answers, with first tokens from another worker, also begin together."""
     h, rng = Harness(pages=64, batch=8, chunk=2 * PAGE), random.Random(4)
     crowd = []
     for _ in range(5):
@@ -101,7 +100,7 @@ def test_jobs_begin_in_the_order_in_which_they_came() -> None:
 
 def test_a_large_job_is_passed_by_small_ones_but_not_for_ever() -> None:
     h = Harness(pages=8, batch=8)
-    first = h.submit(SHORT, 3 * PAGE)  # holds half of the pages
+    first = h.submit(SHORT, 3 * PAGE)  # takes half of the pages
     h.driver.step()
     large = h.submit(SHORT[1:], 7 * PAGE)
     small: list[Outcome] = []
@@ -174,7 +173,7 @@ def test_nothing_of_an_answer_stays_and_no_collector_is_needed() -> None:
 
 
 def test_two_thousand_answers_with_never_an_idle_moment_do_not_slow_down() -> None:
-    """What grows would show in the time per step (of the processor: others use this machine)."""
+    """A list that grows would increase the processor time per step. Wall time depends on other users of the machine."""
     h, rng = Harness(pages=32, batch=8), random.Random(3)
     texts = [h.random_ids(rng, rng.randrange(5, 300)) for _ in range(20)]
     waiting, ended = 0, 0
@@ -203,7 +202,7 @@ def test_two_thousand_answers_with_never_an_idle_moment_do_not_slow_down() -> No
 def test_a_very_long_text_in_the_cache_does_not_overflow_the_defragmenter() -> None:
     h = Harness(pages=8)
     generator = h.generator
-    generator.max_pages = 3000  # of which a chain; the oracle's positions do not reach so far
+    generator.max_pages = 3000  # a chain of this many pages: more than the oracle's positions can address
     generator.reset_page_table()
     for page, before in zip(generator.all_pages[1:], generator.all_pages[:-1], strict=True):
         page.prev_hash = before.phash

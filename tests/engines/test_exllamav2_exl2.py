@@ -1,4 +1,4 @@
-"""EXL2 weights that benchmarks.exl2 makes, through ExLlamaV2's own kernels compiled for the CPU."""
+"""ExLlamaV2's own kernels, compiled for the CPU, read the EXL2 weights that benchmarks.exl2 makes."""
 
 import ctypes
 import sys
@@ -18,7 +18,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.mark.parametrize("size", [(96, 128), (256, 320)])
 def test_the_kernels_read_what_was_written(size: tuple[int, int], library: ctypes.CDLL) -> None:
-    """Unpacked for many rows: the same bits. Multiplied packed for a few rows: as close as fp16 sums are."""
+    """Unpacking, used for many rows, gives equal bits. Products of a few rows with packed weights are as close as fp16
+    sums."""
     import_package()
     seed = 5
     print(f"seed {seed}")
@@ -27,7 +28,7 @@ def test_the_kernels_read_what_was_written(size: tuple[int, int], library: ctype
     rounded = exl2.round_to_nearest(torch.randn(size, generator=random) / 10)
     weight, stored = rounded.weight(), rounded.packed()
     groups = inputs // exl2.GROUP
-    # module.py, ext.py and QMatrix::QMatrix: the order of the inputs, smaller scales, a map of groups, bits shuffled
+    # as module.py, ext.py and QMatrix::QMatrix do: input order, smaller scales, a map of groups, shuffled bits
     perm, scale_max = stored["q_invperm"].argsort().short(), stored["q_scale_max"] / 256
     group_map = sys.modules["exllamav2.ext"].make_group_map_py(stored["q_groups"], len(stored["q_weight"]))
     assert tuple(group_map.shape) == (2 * inputs,)

@@ -1,6 +1,6 @@
-"""Parameters of a request on the real kernels: against the CPU engine, against each other, and spared by each other.
+"""Options of a request work on the real kernels: alone, together, and compared with the CPU engine.
 
-Needs a CUDA device. What the engine does by itself is tested on the CPU (test_exllamav2_generating and others).
+These tests need a CUDA device. test_exllamav2_generating and others test the engine's own code on the CPU.
 """
 
 import itertools
@@ -37,7 +37,7 @@ def engine(load: Load) -> Engine:
 
 
 def run(engine: Engine, *jobs: Job) -> dict[int, list[EngineEvent]]:
-    """All events of the jobs' answers, by job."""
+    """Run jobs, and return all their events by job."""
     events: dict[int, list[EngineEvent]] = {job.id: [] for job in jobs}
     for job in jobs:
         engine.submit(job)
@@ -153,7 +153,7 @@ def test_speculation_changes_no_greedy_answer(options: dict[str, Any], load: Loa
 
 
 def test_the_package_rewrites_nothing_of_a_shared_page(engine: Engine) -> None:
-    """An answer over a prompt found whole in the cache, its third page begun by it, then a prompt that begins alike."""
+    """An answer to a prompt that is wholly cached does not change the shared page for a later prompt."""
     engine.reset()
     long, _ = LETTERS_TEST_LONG_PROMPTS[-1]
     ids = engine.encode(long)

@@ -1,5 +1,4 @@
-"""The additions of engine exllamav2 to the package's drawing of tokens, with the package's own Python around an
-oracle."""
+"""Engine exllamav2's additions to the drawing of tokens work, with the package's own Python and an oracle."""
 
 import dataclasses
 import random
@@ -23,7 +22,7 @@ SPECULATION = [None, "ngram", "draft"]
 
 
 def sampling(**options: Any) -> SamplingParams:
-    """Return parameters without the wire's checks, because the engine must refuse by itself."""
+    """Return parameters without the checks of the wire, since the engine must refuse invalid values itself."""
     return SamplingParams.model_construct(**options)
 
 
@@ -46,7 +45,7 @@ def test_every_setting_of_the_package_is_given_and_neutral() -> None:
     assert neutral["token_repetition_penalty"] == 1.0
     assert neutral["top_k"] == neutral["top_a"] == neutral["min_p"] == neutral["skew"] == neutral["dry_multiplier"] == 0
     assert neutral["top_p"] == 0
-    assert neutral["tfs"] == neutral["typical"] == 1.0  # the kernel's "off", beside 0
+    assert neutral["tfs"] == neutral["typical"] == 1.0  # 1.0 turns these off in the kernel, like 0
     assert neutral["max_temp"] <= neutral["min_temp"]
 
 
@@ -225,7 +224,7 @@ def test_stop_strings_are_looked_for_from_the_minimum_on() -> None:
 
 @pytest.mark.parametrize("speculate", SPECULATION)
 def test_positions_stay_within_their_tables(speculate: str | None) -> None:
-    """The oracle raises for one beyond; the kernel would read whatever is there."""
+    """The oracle raises for a position beyond the tables, where the kernel would read invalid memory."""
     h = Harness(pages=4, context=700, speculate=speculate)
     context = h.engine.capabilities.context
     assert context == (698 if speculate else 700)
@@ -245,7 +244,7 @@ def test_prompts_too_short_for_the_packages_guesses() -> None:
 
 
 def test_speculation_is_counted_and_pays() -> None:
-    h = Harness(OracleLogits(VOCAB, habit=1.0), speculate="ngram")  # a walk that repeats itself
+    h = Harness(OracleLogits(VOCAB, habit=1.0), speculate="ngram")  # the answer repeats itself
     h.model.forwards.clear()
     outcome = h.answer(PROMPT, 300)
     assert outcome.finished is not None

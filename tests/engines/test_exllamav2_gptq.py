@@ -1,4 +1,4 @@
-"""GPTQ weights through the package itself: its loader's Python, and its CUDA kernels compiled for the CPU."""
+"""The package reads GPTQ weights correctly, with its own loader and its CUDA kernels compiled for the CPU."""
 
 import ctypes
 import json
@@ -19,7 +19,7 @@ from tests.engines.random_model import edit_json
 
 
 class Matrix:
-    """What ext_qmatrix.cpp and QMatrix make of the tensors that ext.make_q_matrix hands over."""
+    """A matrix as ext_qmatrix.cpp and QMatrix make it from the arguments of ext.make_q_matrix."""
 
     def __init__(self, library: ctypes.CDLL, given: tuple[torch.Tensor | int, ...]) -> None:
         weight, perm, invperm, *exl2, zeros, scales, index, bias, _, _ = given
@@ -71,7 +71,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture
 def matrices(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Matrix]]:
-    """What the package made, newest last."""
+    """Return the list of matrices that the package makes, newest last."""
     import_package()
     extension, made = sys.modules["exllamav2_ext"], list[Matrix]()
 
@@ -92,8 +92,8 @@ def matrices(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture(params=["gptq", "gptq-act-order", "gptq_v2", "without g_idx"])
 def directories(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
-    """A GPTQ model of ``letters``, and the fp16 model of the same weights. Old files have no g_idx; in those of a newer
-    format zeros are stored as they are."""
+    """Return a GPTQ model of ``letters`` and the fp16 model with the same weights. Old files have no g_idx. Newer files
+    store zero points as they are."""
     kind = request.param
     made = models.path_of(f"letters-{kind if kind in gptq.SCHEMES else 'gptq'}", tmp_path)
     tensors, file = load_file(made / "model.safetensors"), made / "model.safetensors"
@@ -110,7 +110,7 @@ def directories(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, P
 def test_the_package_reads_gptq_weights_as_the_twin_has_them(
     directories: tuple[Path, Path], matrices: list[Matrix]
 ) -> None:
-    """Unpacked for long prompts: the same bits. Multiplied packed for a few tokens: as close as fp16 sums are."""
+    """Unpacking, used for long prompts, gives equal bits. Products with packed weights are as close as fp16 sums."""
     made, twin = directories
     config = import_package().ExLlamaV2Config()
     config.model_dir = str(made)

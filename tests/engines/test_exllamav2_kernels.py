@@ -1,5 +1,5 @@
-"""The package's own sampling code is compiled here. Tests show its faults, and that the stand-in for the CPU computes
-the rest as it does."""
+"""The stand-in for the CPU computes as the package's own sampling code, which these tests compile. Other tests show the
+faults of that code."""
 
 import ctypes
 import platform
@@ -34,7 +34,7 @@ class Kernels:
         self._library = ctypes.CDLL(str(library))
 
     def draw(self, logits: np.ndarray[Any, Any], **options: Any) -> tuple[int, np.ndarray[Any, Any], float]:
-        """(token, probabilities by id, mirostat's mu)"""
+        """Draw a token. Return (token, probabilities by id, mirostat's mu)."""
         o = NEUTRAL | options
         mu, out = np.array([o["mu"]], np.float32), np.zeros(len(logits), np.float32)
         names = ("top_p", "tfs", "typical", "random", "post_temperature", "min_temp", "max_temp", "temp_exponent",
@@ -75,7 +75,7 @@ def some_logits(seed: int, vocab: int) -> np.ndarray[Any, Any]:
 
 
 def test_the_packages_top_p_drops_likely_tokens(kernels: Kernels) -> None:
-    """So it is not used (exllamav2.cut). If this fails, the package has been mended."""
+    """The engine uses exllamav2.cut instead. If this test fails, the package has been corrected."""
     shares = [0.55, 0.25, 0.1, 0.05, 0.03, 0.02]
     logits = np.log(np.array(shares + [1e-9] * 58, np.float32))
     _, probs, _ = kernels.draw(logits, top_p=0.7)
@@ -109,7 +109,7 @@ def test_the_stand_in_draws_as_the_kernels_do(kernels: Kernels) -> None:
         ours = np.zeros(size, np.float32)
         ours[ids[0, 0].numpy()] = values[0, 0].numpy()
         if np.abs(ours - probs).max() > 1e-3:
-            different += 1  # two tokens equally far from typical
+            different += 1  # two tokens are equally far from typical
         elif o["mirostat"] and int(drawn) == token:
             assert mus[0] == pytest.approx(mu, abs=1e-3)
     assert different <= 2, f"{different} of 600 distributions"
@@ -130,7 +130,7 @@ def test_the_stand_in_penalizes_as_the_kernel_does(kernels: Kernels) -> None:
 
 
 def by_definition(logits: np.ndarray[Any, Any], s: SamplingParams) -> set[int]:
-    """The ids that remain, one filter after the other over a normalized distribution."""
+    """Return the ids that remain after each filter, one after the other on a normalized distribution."""
     x = logits.astype(np.float64) - float(logits.max())
     x = (-(x**2) * s.smoothing_factor if s.smoothing_factor else x) / (1.0 if s.temperature_last else s.temperature)
     ids = np.argsort(-x, kind="stable")
@@ -180,7 +180,7 @@ def test_excluded_tokens_and_infinities() -> None:
 
 
 def dry_by_definition(ids: list[int], s: SamplingParams, breakers: set[int]) -> dict[int, int]:
-    """Length of the longest repeated sequence that each token would continue."""
+    """Return, for each token, the length of the longest repeated sequence that the token would continue."""
     ids = ids[-s.dry_range :] if s.dry_range else ids
     found: dict[int, int] = {}
     for end in range(len(ids) - 1):
@@ -212,7 +212,7 @@ def test_dry_is_what_its_definition_says() -> None:
 
 
 def test_dry_over_a_long_prompt_does_not_stall_a_step() -> None:
-    """The package's takes four seconds for this one."""
+    """The package's own DRY takes four seconds for this prompt."""
     ids = np.random.default_rng(0).integers(3, 400, 32_000)
     logits = np.zeros(448, np.float32)
     before = time.process_time()

@@ -74,7 +74,7 @@ def test_vectors_without_a_norm(tmp_path: Path) -> None:
 def test_mixtures_whose_weights_do_not_add_up_to_one(given: bool | None, tmp_path: Path) -> None:
     write_llama(tmp_path, **MIXTURE)
     check(tmp_path)
-    edit_json(tmp_path / "config.json", norm_topk_prob=given)  # None removes it, and transformers takes that for false
+    edit_json(tmp_path / "config.json", norm_topk_prob=given)  # None removes it; transformers then assumes false
     refused(tmp_path, "norm_topk_prob is False", "sum of 1")
 
 

@@ -1,6 +1,6 @@
-"""What ExLlamaV2's kernels make of shapes that are refused, and of some that only look suspicious. Needs a CUDA device.
+"""ExLlamaV2's kernels compute refused shapes wrongly, and some suspicious shapes correctly. Needs a CUDA device.
 
-A test that says "do not" fails when the package has been mended, and then a refusal may go.
+A test with "do not" in its name fails when the package has been corrected. Then a refusal can be removed.
 """
 
 import importlib
@@ -23,7 +23,7 @@ def _gpu() -> None:
 
 @pytest.fixture
 def package() -> Any:
-    """The package's module ``ext``, with the compiled extension."""
+    """Return the package's module ``ext`` with the compiled extension."""
     importlib.import_module("model_worker.engines.exllamav2.attention_choice").import_package()
     return importlib.import_module("exllamav2.ext")
 
@@ -42,7 +42,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 class Matrix:
-    """A quantized matrix of the package, and the same in fp32 [in, out]. Its tensors live as long as it does."""
+    """A quantized matrix of the package, and its values in fp32 [in, out]. This object keeps the tensors alive."""
 
     def __init__(self, package: Any, outputs: int, inputs: int, form: str) -> None:
         weight = random(outputs, inputs, scale=0.1)
@@ -59,9 +59,9 @@ class Matrix:
 
 @pytest.mark.parametrize("vocabulary", [1024, 128256, 151936])
 def test_products_are_right_before_and_while_and_after_block_sizes_are_tuned(vocabulary: int, package: Any) -> None:
-    """Of 1 to 4 rows by a block size that is measured over 200 calls, of 5 to 32 by one borrowed, of more unpacked.
+    """1 to 4 rows use a block size that the package measures over 200 calls, 5 to 32 rows borrow one, more rows unpack.
 
-    The key of a measurement mixes the number of rows with vocabularies of 65,536 and more (q_gemm_autotune.cuh).
+    With vocabularies of 65,536 and more, the key of a measurement mixes in the number of rows (q_gemm_autotune.cuh).
     """
     matrix = Matrix(package, vocabulary, 256, "exl2")
     worst = 0.0
@@ -76,7 +76,7 @@ def test_products_are_right_before_and_while_and_after_block_sizes_are_tuned(voc
 
 
 def mlp(package: Any, inner: int, rows: int, form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the package's quantized MLP adds to its input, and what it should."""
+    """Return the sum that the package's quantized MLP adds to its input, and the right one."""
     hidden = 256
     gate, up = (Matrix(package, inner, hidden, form) for _ in range(2))
     down = Matrix(package, hidden, inner, form)
@@ -110,7 +110,7 @@ def test_quantized_mlps_do_not_activate_the_last_columns_of_odd_multiples_of_32(
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("rms", [True, False])
 def test_norms_of_heads_of_whole_warps_are_right(head_dim: int, rms: bool, package: Any) -> None:
-    """Of 32 and 96 elements a warp exchanges with threads that do not exist: what comes of it is printed."""
+    """With 32 and 96 elements a warp exchanges values with threads that do not exist. Those errors are only printed."""
     for size in (head_dim, 32, 96):
         x, weight = random(300, 5, size), random(5, size)
         y = torch.empty_like(x)
@@ -134,7 +134,7 @@ def test_layer_norms_of_many_rows_are_right(width: int, package: Any) -> None:
 
 
 def test_norms_make_numbers_of_what_is_none(package: Any) -> None:
-    """A row with a NaN comes out of rms_norm.cu as numbers, so a later layer's routing gets numbers, too."""
+    """rms_norm.cu turns a row with a NaN into numbers, so the routing of later layers gets numbers, too."""
     x, weight = random(3, 256), random(256)
     x[1, 7] = float("nan")
     y = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""How ExLlamaV2 is loaded: what is refused before anything heavy, and what the package is asked for. No GPU."""
+"""Engine exllamav2 refuses bad models before it loads anything large, and calls the package correctly. Needs no GPU."""
 
 import json
 import types
@@ -226,7 +226,7 @@ def test_adapters_that_do_not_fit(model: Path, tmp_path: Path) -> None:
 
 
 def test_adapters_follow_the_order_of_exl2_mlps(tmp_path: Path) -> None:
-    """What adapters add inside of an MLP belongs to neurons that the package computes in another order."""
+    """The package computes an MLP's neurons in another order, so an adapter's values must be put into that order."""
     write_llama(tmp_path, quantized=True, num_hidden_layers=1, hidden_size=32, intermediate_size=64)
     seed = 7
     print(f"seed {seed}")
@@ -254,6 +254,6 @@ def test_adapters_follow_the_order_of_exl2_mlps(tmp_path: Path) -> None:
 
     core, model = types.SimpleNamespace(ExLlamaV2Lora=lora), types.SimpleNamespace(modules_dict=modules)
     assert load_adapters(core, model, [Adapter("/x")], ModelDir(str(tmp_path))) == ["adapter"]
-    inner = x @ gate[:, order] + x @ a @ adapter[0]  # as the package has gate and down
+    inner = x @ gate[:, order] + x @ a @ adapter[0]  # the package's order of gate and down
     found = inner @ down[order] + inner @ adapter[1] @ down_b
     assert torch.allclose(found, expected, atol=1e-4)

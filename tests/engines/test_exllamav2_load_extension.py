@@ -1,5 +1,5 @@
-"""The build of the CUDA extension: once, whoever comes, and past every builder that was killed. A small stand-in for
-the package is compiled, with PyTorch's real builder."""
+"""The CUDA extension is built once, however many processes need it, and a killed builder does not block the next one.
+These tests compile a small stand-in for the package with PyTorch's real builder."""
 
 import json
 import os
@@ -46,7 +46,7 @@ exec c++ "$@"
 
 
 class Box:
-    """A stand-in package, a place to build it, and a compiler that waits while ``gate`` exists."""
+    """A stand-in package, a directory to build it in, and a compiler that waits while ``gate`` exists."""
 
     def __init__(self, directory: Path) -> None:
         package = directory / "exllamav2"
@@ -162,7 +162,7 @@ def test_a_killed_build_does_not_stop_the_next(box: Box) -> None:
     assert (box.build / "lock").exists(), "PyTorch's own lock, which nobody would remove"
     first.send_signal(signal.SIGKILL)
     first.wait(60)
-    second = box.start()  # the gate is still closed: the first one's compilers must be gone for this to end
+    second = box.start()  # the gate is still closed, so this ends only if the first builder's compilers are gone
     deadline = time.monotonic() + 60
     while box.compiled() < 4:
         assert second.poll() is None

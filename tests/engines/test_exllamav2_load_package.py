@@ -1,4 +1,4 @@
-"""Loading with ExLlamaV2: what the package is given, positions, and the choice of attention."""
+"""Engine exllamav2 gives the package the right settings and positions, and chooses the right attention."""
 
 import math
 import sys
@@ -27,7 +27,7 @@ from tests.engines.test_exllamav2_load import GIB, refused, spec
 
 
 class Fake:
-    """The package, noting what it is asked for. ``gpus`` of 24 GiB, ``free`` of it."""
+    """A stand-in for the package that records calls. ``gpus`` of 24 GiB each, of which ``free`` GiB are free."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, gpus: int = 1, free: float = 23.0) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -145,7 +145,7 @@ def test_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("autosplit", ([100 << 20, 0], True, True)) in fake.calls
     run(spec(tmp_path, gpu_split=[1, 2.5]))
     assert ("load", [1.0, 2.5]) in fake.calls
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8d9f7a11,GPU-8d9f7a12")  # which the package would take for numbers
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8d9f7a11,GPU-8d9f7a12")  # the package would parse these as numbers
     run(spec(tmp_path, tensor_parallel=True, cache_mode="Q4"))
     assert ("tp", ([23.0, 23.0], 2048, "ExLlamaV2Cache_Q4")) in fake.calls
     assert ("cache", ("ExLlamaV2Cache_TP", 2048)) in fake.calls

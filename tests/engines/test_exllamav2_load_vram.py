@@ -1,4 +1,4 @@
-"""The estimate of VRAM: against the package's own arithmetic, and against figures measured on a GPU."""
+"""The estimate of VRAM agrees with the package's own arithmetic and with figures measured on a GPU."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Log-probabilities, guidance and draws of the ExLlamaV2 engine, around the package's own code on the CPU."""
+"""Log-probabilities, guidance and draws of engine exllamav2 are right, with the package's own code on the CPU."""
 
 import math
 import random
@@ -56,7 +56,7 @@ def guided(logits: OracleLogits, prompt: list[int], negative: list[int], scale: 
 def test_guidance(scale: float) -> None:
     h, rng = Harness(pages=16), random.Random(1)
     pairs = [(h.random_ids(rng, a), h.random_ids(rng, b)) for a, b in ((5, 300), (270, 1), (600, 256))]
-    pairs.append((pairs[2][0], pairs[2][0][:300]))  # shares a page with itself and another
+    pairs.append((pairs[2][0], pairs[2][0][:300]))  # both prompts share a page, also with another pair
     greedy = sampling(temperature=0.0, cfg_scale=scale)
     outcomes = [h.submit(a, 40, greedy, negative_ids=tuple(b)) for a, b in pairs]
     plain = h.submit(PROMPT, 40)
@@ -93,7 +93,7 @@ def test_guidance_and_speculation_exclude_each_other(speculate: str) -> None:
 
 
 def test_the_shortcut_for_greedy_draws_what_the_sampler_draws() -> None:
-    """With a penalty of next to nothing the package's sampler does it."""
+    """A tiny penalty disables the shortcut, so that the package's sampler draws."""
     h = Harness()
     for seed in range(20):
         bias = {random.Random(seed).randrange(VOCAB): 8.0 for _ in range(3)}
@@ -138,7 +138,7 @@ def test_logits_that_are_no_numbers_end_the_process(options: dict[str, float]) -
 
 
 def test_an_exception_of_a_step_is_not_survived() -> None:
-    """Keys that were never written count as cached from here on: the engine must not go on, and does not try."""
+    """After the exception, keys that were never written count as cached, so the engine must not go on."""
     h = Harness()
     h.submit(PROMPT, 60)
     h.driver.step()

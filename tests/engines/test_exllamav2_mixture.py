@@ -1,6 +1,6 @@
-"""Mixtures of experts: the package's fused function gets only rows that it computes rightly.
+"""The package's fused function for mixtures of experts gets only rows that it computes correctly.
 
-Here a stand-in takes the place of the fused function. test_exllamav2_mixture_gpu.py has the function itself.
+A stand-in replaces the fused function here. test_exllamav2_mixture_gpu.py tests the function itself.
 """
 
 import sys
@@ -49,7 +49,7 @@ class Layer:
         self.package.q_handle = HANDLE
 
     def fused(self, handle: int, rows: torch.Tensor) -> None:
-        """Do as QMoEMLP::forward_ in cuda/q_mlp.cu, in place. Raise where that skips experts or reads too far."""
+        """Compute in place like QMoEMLP::forward_ in cuda/q_mlp.cu. Raise where it skips experts or reads too far."""
         assert handle == HANDLE
         self.calls.append(len(rows))
         assert len(rows) <= 4, "the kernels keep the weights of 4 rows"
@@ -84,7 +84,7 @@ def make_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
 
 @pytest.fixture
 def original(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The package's module as it was before any model was loaded."""
+    """Return the package's module as it was before any model was loaded."""
     import_package()
     module: Any = sys.modules["exllamav2.moe_mlp"]
     if hasattr(module, "modelctl_original"):
@@ -101,7 +101,7 @@ def states(streams: int, tokens: int) -> torch.Tensor:
 
 
 SHAPES_OF_STEPS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (5, 1), (1, 8), (2, 5), (1, 64)]
-"""(streams, tokens of each)"""
+"""(streams, tokens of each stream)"""
 
 
 @pytest.mark.parametrize(("streams", "tokens"), SHAPES_OF_STEPS)
@@ -141,7 +141,7 @@ def test_what_the_package_never_fuses_stays_as_it_is(make_layer: MakeLayer, orig
 
 
 def test_the_package_itself_fuses_128_experts_wrongly(make_layer: MakeLayer, original: Any) -> None:
-    """The package's own forward skips experts. If this test fails, the package has been mended."""
+    """The package's own forward skips experts. If this test fails, the package has been corrected."""
     layer = make_layer(128)
     with pytest.raises(AssertionError, match="are skipped"):
         layer.package.forward(states(2, 1))

@@ -1,10 +1,10 @@
-"""Mixtures of experts through ExLlamaV2's fused function, against its PyTorch code over the same quantized weights.
+"""ExLlamaV2's fused function for mixtures of experts agrees with its PyTorch code on the same quantized weights.
 
-Needs a CUDA device. The models have random weights and are made on the spot, in EXL2 and in GPTQ's format.
+These tests need a CUDA device. They write models with random weights in the EXL2 and GPTQ formats.
 
-Both ways compute in fp16, and add in other orders. Now and then a token's eighth and ninth expert are so close that
-each way chooses another one. In a model of these weights that moves a row's logits by up to a quarter of their length,
-and missing experts move them by 0.8 of it or more (computed in fp32 on the CPU, with noise of 0.01 on the routing).
+Both ways compute in fp16 and add in different orders. Sometimes a token's eighth and ninth expert are so close that
+the two ways choose different ones. In these models that changes a row's logits by up to a quarter of their length.
+Missing experts change them by 0.8 or more (computed in fp32 on the CPU, with noise of 0.01 on the routing).
 """
 
 import contextlib
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.gpu
 
 ROWS = (1, 2, 3, 4, 5, 8)
 STD = 0.3
-"""Of the weights: experts then add as much to a token as attention does."""
+"""Standard deviation of the weights, so that experts add as much to a token as attention does."""
 WRONG = 0.5
-"""A relative error that only missing experts make."""
+"""A relative error that only missing experts cause."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def _gpu() -> None:
 
 
 def load(where: Path, form: str, experts: int = 128, **options: Any) -> Any:
-    """An engine with a mixture of ``experts`` in the format ``form``."""
+    """Load an engine with a mixture of ``experts`` experts in the format ``form``."""
     shape = SHAPES["mixture"]
     assert isinstance(shape, MixtureShape)
     chosen = min(shape.num_experts_per_tok, experts // 2)
@@ -72,7 +72,7 @@ def layers(engine: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def forward(way: Any) -> Iterator[None]:
-    """Compute mixtures with this method of the package's layer."""
+    """Compute mixtures with this method of the package's layer inside the context."""
     package = importlib.import_module("exllamav2.moe_mlp")
     with mock.patch.object(package.ExLlamaV2MoEMLP, "forward", way):
         yield
@@ -87,7 +87,7 @@ def as_packaged() -> contextlib.AbstractContextManager[None]:
 
 
 def logits(engine: Any, ids: torch.Tensor) -> torch.Tensor:
-    """fp32 [rows, vocabulary] of ids [streams, tokens], each stream on a page of its own."""
+    """Return fp32 logits [rows, vocabulary] for ids [streams, tokens], with each stream on a page of its own."""
     streams, tokens = ids.shape
     params = importlib.import_module("exllamav2.attn").ExLlamaV2Attention.PagedParams(
         batch_size=streams,
@@ -105,7 +105,7 @@ def logits(engine: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def errors(found: torch.Tensor, expected: torch.Tensor) -> list[float]:
-    """Of each row, the length of the difference over the length of what is expected."""
+    """Return the relative error of each row: the length of the difference divided by the expected length."""
     assert found.isfinite().all()
     return ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).tolist()
 
@@ -123,7 +123,7 @@ def some_states(rows: int, seed: int) -> torch.Tensor:
 def check_layers(engine: Any, rows: int) -> list[float]:
     """Compare what each layer adds to 20 inputs with what the PyTorch code adds. Returns the relative errors.
 
-    Of few experts two that are close may both have large weights: one row of twenty may be off by more than a rounding.
+    With few experts, two close ones may both have large weights. So one row of twenty may be off by more than rounding.
     """
     off = []
     with torch.inference_mode():
@@ -158,7 +158,7 @@ def test_each_layer_computes_what_the_torch_code_does(rows: int, engine: Any) ->
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_both_ways_of_more_rows_are_right(rows: int, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row by row, and by the package's PyTorch code, whatever the constant says now."""
+    """Computing row by row and computing with the package's PyTorch code both agree, whatever ROW_BY_ROW is."""
     ids = some_ids(engine, rows, 1)
     with in_torch():
         expected = logits(engine, ids)
@@ -169,7 +169,7 @@ def test_both_ways_of_more_rows_are_right(rows: int, engine: Any, monkeypatch: p
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_the_package_itself_skips_experts_of_2_to_4_rows(rows: int, engine: Any) -> None:
-    """The package's own forward skips experts. If this test fails, the package has been mended."""
+    """The package's own forward skips experts. If this test fails, the package has been corrected."""
     ids = some_ids(engine, rows, 1)
     with in_torch():
         expected = logits(engine, ids)
@@ -182,7 +182,7 @@ def test_the_package_itself_skips_experts_of_2_to_4_rows(rows: int, engine: Any)
 
 @pytest.mark.parametrize("options", [{}, {"ngram_draft": True, "draft_tokens": 3}])
 def test_a_whole_engine_never_fuses_more_than_one_row(options: dict[str, Any], tmp_path: Path) -> None:
-    """One to five concurrent answers, with prompts that end in chunks of one to four tokens."""
+    """The engine runs one to five concurrent answers, with prompts that end in chunks of one to four tokens."""
     engine = load(tmp_path, "exl2", **options)
     extension = importlib.import_module("exllamav2.moe_mlp").ext_c
     fused, rows = extension.q_moe_mlp_forward_, list[int]()
@@ -213,14 +213,14 @@ def test_fewer_experts_are_fused_rightly(experts: int, form: str, tmp_path: Path
 
 @pytest.mark.parametrize("experts", [4, 8, 16, 128])
 def test_a_row_whose_routing_is_no_number_spares_the_others(experts: int, tmp_path: Path) -> None:
-    """The kernels index with -1 for such a row (q_mlp_softmax.cuh): in memory of that row's thread."""
+    """The kernels use index -1 for such a row (q_mlp_softmax.cuh), but in the memory of that row's thread only."""
     engine = load(tmp_path, "exl2", experts)
     layer = layers(engine)[0]
     with torch.inference_mode():
         x = some_states(4, 0)
         x[:, :, 0] = 0
         x[2, :, 0] = 1000.0
-        layer.gate.linear.weight[:, 0] = 60000.0  # only row 2 sees it, and its logits overflow
+        layer.gate.linear.weight[:, 0] = 60000.0  # the logits of row 2 overflow, and no other row is affected
         expected = (layer.forward_torch(x.clone()) - x).float().flatten(0, 1)
         found = (layer.forward(x.clone()) - x).float().flatten(0, 1)
     others = [0, 1, 3]

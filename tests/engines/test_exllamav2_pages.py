@@ -1,7 +1,7 @@
-"""Keys and values of the right tokens at the right positions: whatever was cached, shared, cancelled or speculated.
+"""Each answer uses keys and values of the right tokens at the right positions, even with shared or speculated pages.
 
-Each of these has gone wrong, or ended the process, with the package's own jobs (ExLlamaV2 0.3.2); the oracle of
-``exllamav2_cpu`` sees it. Each fails when its defence in ``exllamav2.job`` is taken out.
+Each case went wrong or ended the process with the package's own jobs (ExLlamaV2 0.3.2). The oracle of ``exllamav2_cpu``
+detects that. Each test fails when its defence in ``exllamav2.job`` is removed.
 """
 
 import os
@@ -15,7 +15,7 @@ from tests.engines.exllamav2_cpu.harness import PAGE, VOCAB, Harness
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
 
 EPISODES = int(os.environ.get("EXLLAMAV2_EPISODES", "4"))
-"""Of the fuzz test, for each kind of speculation. Hundreds take minutes."""
+"""Number of episodes of the fuzz test, for each kind of speculation. Hundreds take minutes."""
 
 
 def tokens(outcome: Outcome) -> list[int]:
@@ -32,7 +32,7 @@ def test_the_page_behind_a_prompt_found_whole_in_the_cache() -> None:
     assert again.finished is not None
     assert again.finished.cached_tokens >= 2 * PAGE
     assert again.ids == first.ids
-    # begins as the third page of the first: at another position, behind other tokens
+    # this prompt begins like the first text's third page, but at another position and after other tokens
     h.driver.submit(tokens(again)[2 * PAGE : 2 * PAGE + 20] + h.random_ids(rng, 5), 20)
     h.driver.run()
     h.check()
@@ -40,7 +40,7 @@ def test_the_page_behind_a_prompt_found_whole_in_the_cache() -> None:
 
 def test_what_was_speculated_behind_the_end_is_not_reused() -> None:
     h, rng = Harness(speculate="draft"), random.Random(2)
-    ended = h.driver.submit(h.random_ids(rng, PAGE - 5), 5)  # the last step writes two tokens of the next page
+    ended = h.driver.submit(h.random_ids(rng, PAGE - 5), 5)  # the last step also writes two tokens into the next page
     h.driver.run()
     assert len(ended.ids) == 5
     beyond = h.logits.expected(ended.job.prompt_ids, 20)[5:7]
@@ -56,7 +56,7 @@ def test_a_page_that_loses_its_name_is_not_taken_for_the_start_of_a_text() -> No
     h.driver.run()
     h.driver.submit(h.random_ids(rng, 3 * PAGE + 80), 5)
     h.driver.run()
-    takes_old_pages = h.driver.submit(h.random_ids(rng, 10), 4 * PAGE - 10)  # and has not written into them yet
+    takes_old_pages = h.driver.submit(h.random_ids(rng, 10), 4 * PAGE - 10)  # it has not written into them yet
     h.driver.step()
     same = h.driver.submit(prompt, 5)
     h.driver.step()
@@ -74,8 +74,8 @@ def test_a_page_completed_while_another_job_is_going_to_compute_it() -> None:
     ahead = h.driver.submit(h.random_ids(rng, PAGE), 300)
     while len(tokens(ahead)) < 2 * PAGE:
         h.driver.step()
-    # the next step completes the second page of ``ahead``. The package computes a part of every prompt before it
-    # decodes, so ``behind`` would be first, as long as it does
+    # The next step completes the second page of ``ahead``. The package would compute a part of the prompt of
+    # ``behind`` first, so the patch prevents that.
     behind = h.driver.submit([*tokens(ahead), *h.random_ids(rng, 2 * PAGE)], 30)
     handle = h.engine._answers[behind.job.id].handle
     with mock.patch.object(handle, "prefill", return_value=None):
@@ -108,7 +108,7 @@ def test_identical_prompts_are_computed_once() -> None:
         h.driver.submit(prompt, 3)
     h.driver.run()
     read = sum(size for _, size, prefill in h.model.forwards if prefill)
-    assert read < 3 * PAGE + 4 * PAGE  # the full pages once, the last one by each that finds no copy
+    assert read < 3 * PAGE + 4 * PAGE  # full pages once, the last page by each job
     h.check()
 
 
@@ -133,7 +133,7 @@ def test_pages_moved_together_when_idle_keep_their_contents() -> None:
 @pytest.mark.parametrize("speculate", [None, "ngram", "draft"])
 @pytest.mark.parametrize("seed", range(EPISODES))
 def test_random_jobs(speculate: str | None, seed: int) -> None:
-    """Prompts that begin, continue and cut into one another; cancels; few pages. The seed is in the test's name."""
+    """Random prompts with common parts, cancels and few pages give right answers. The test's name has the seed."""
     rng = random.Random(seed)
     logits = OracleLogits(VOCAB, eos_id=2, eos_every=rng.choice([0, 40, 150]), habit=rng.choice([0, 0.5, 0.9]))
     draft = OracleLogits(VOCAB, eos_id=2, eos_every=rng.choice([0, 100]), habit=logits.habit)
@@ -162,7 +162,7 @@ def test_random_jobs(speculate: str | None, seed: int) -> None:
 
 
 def random_prompt(h: Harness, rng: random.Random, texts: list[list[int]], context: int) -> tuple[list[int], int]:
-    """(ids, max_new_tokens): a text, or a part of one, or one with the answer that is coming to it."""
+    """Return (ids, max_new_tokens) of a text, a part of a text, or a text with a part of its answer."""
     ids = list(rng.choice(texts))
     kind = rng.random()
     if kind < 0.3:

@@ -1,8 +1,9 @@
-"""ExLlamaV2 0.3.2's traps, what defends against each, and which test fails without the defence.
+"""The traps of ExLlamaV2 0.3.2, the defence against each, and the test that fails without the defence.
 
-The package is archived: none of this will be mended there. Modules are in model_worker/engines, tests in tests/engines;
-those of loading (architectures, rope, splits, flash-attn, adapters, the CUDA build) are in test_load_errors and
-test_exllamav2_load*. P = test_exllamav2_pages, G = ..._generating, B = ..._batch, A = ..._answers, K = ..._kernels,
+The package is archived, so its faults will not be corrected. Modules are in model_worker/engines, tests in
+tests/engines. The traps of loading (architectures, rope, splits, flash-attn, adapters, the CUDA build) are tested in
+test_load_errors and test_exllamav2_load*.
+P = test_exllamav2_pages, G = ..._generating, B = ..._batch, A = ..._answers, K = ..._kernels,
 M = ..._mixture and ..._mixture_gpu, L = ..._limits and ..._limits_gpu, S = test_engine_suite.
 
 ================================================================  ==============================  ====================
@@ -81,7 +82,7 @@ PROMPT = list(range(40, 60))
 
 
 def scripted(h: Harness, ids: list[int]) -> "mock._patch[object]":
-    """The model wants these tokens behind PROMPT."""
+    """Return logits with which the model wants these tokens after PROMPT."""
 
     def logits(prefix: np.ndarray[object, np.dtype[np.int64]]) -> np.ndarray[object, np.dtype[np.float32]]:
         row = np.zeros(VOCAB, np.float32)

@@ -1,4 +1,4 @@
-"""Token healing: which prompts, limited to what, and what of the first token is new."""
+"""Token healing applies to the right prompts, allows the right tokens, and delivers the right part of the first one."""
 
 import random
 
@@ -56,7 +56,7 @@ def test_characters_in_several_tokens() -> None:
 
 @pytest.mark.parametrize("model", ["letters", "stories"])
 def test_any_prompt_of_a_model_that_is_shipped(model: str) -> None:
-    """Every allowed token's text, in place, begins with what the dropped one's was."""
+    """The text of every allowed token begins with the text of the dropped token."""
     tokenizer = Tokenizer(ModelDir(str(directory(model))))
     assert tokenizer.pieces is not None
     healer = Healer(tokenizer.pieces)

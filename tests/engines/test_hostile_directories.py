@@ -1,6 +1,6 @@
-"""Model directories that could harm their reader are refused in one line that names the fault.
+"""Model directories that could harm the worker are refused in one line that names the fault.
 
-Nothing in them is run, and nothing outside is read. Each is tried on both engines, in a process of its own
+No code in them is run, and no file outside is read. Each directory is tried on both engines, in another process
 (``hostile_directories``).
 """
 
@@ -26,15 +26,15 @@ from tests.serving import ROOT
 WITHIN = 200.0
 NOT_READ = {
     "exllamav2": {
-        "weights named elsewhere",  # a key that the package does not look for
-        "an adapter of a model elsewhere",  # a file likewise
+        "weights named elsewhere",  # the package does not read this key
+        "an adapter of a model elsewhere",  # the package does not read this file
         "code of the hub",
         "code of the hub, deeper",
-        "a model much larger than its weights",  # which its own load would say, and the arithmetic of memory before
+        "a model much larger than its weights",  # the estimate of memory, or its own load, would refuse it
     },
     "embedded": set[str](),
 }
-"""What is no harm to an engine, because it does not look at it: it may load."""
+"""Cases that an engine may load, since it does not read the hostile part."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_hostile_directories(reports: dict[str, dict[str, Any]], engine: str) ->
 
 
 def test_a_directory_of_hugging_faces_cache_is_taken(tmp_path: Path) -> None:
-    """Links to the blobs of the same repository are how it is made."""
+    """Such a directory consists of links to the blobs of the same repository."""
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "f00", tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -86,7 +86,7 @@ def test_a_directory_of_hugging_faces_cache_is_taken(tmp_path: Path) -> None:
     ids=["a pattern without end", "a word that there is not"],
 )
 def test_a_tokenizer_that_fails_costs_the_request(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """It is no Exception in the first case, and would end the worker."""
+    """The first case raises a BaseException that is no Exception, which would end the worker."""
     shutil.copytree(DEMO, tmp_path / "model")
     file = tmp_path / "model" / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None, **changes}))

@@ -49,7 +49,7 @@ def model(original: Path, tmp_path: Path) -> Path:
 
 
 def write_safetensors(file: Path, names: list[str], shapes: dict[str, list[int]] | None = None) -> None:
-    """A file whose tensors hold one number each, or zeros of these shapes."""
+    """Write a file with tensors of one number each, or of zeros in these shapes."""
     header, at = {}, 0
     for name in names:
         shape = (shapes or {}).get(name, [1])
@@ -137,7 +137,7 @@ def test_missing_tensors_are_not_made_up(model: Path) -> None:
 
 
 def test_missing_tensors_of_names_that_only_the_library_knows(model: Path) -> None:
-    """What a load itself finds."""
+    """The library finds the fault during the load."""
     write_model(model, "gpt2")
     edit_json(model / "config.json", n_inner=96)
     refused(lambda: load(model), "cannot be loaded|mismatched")
@@ -163,19 +163,19 @@ def test_quantized_weights(model: Path) -> None:
     ("rows", "groups", "size", "right"),
     [
         (256, 2, 128, True),
-        (256, 1, -1, True),  # one group, whatever its size
+        (256, 1, -1, True),  # one group of any size
         (11008, 86, 128, True),
-        (11008, 87, 128, False),  # a group more than there are rows for
-        (96, 2, 64, True),  # the last one is half as long
-        (192, 2, 96, False),  # would be computed as 128 and 64
+        (11008, 87, 128, False),  # one group more than the rows need
+        (96, 2, 64, True),  # the last group is half as long
+        (192, 2, 96, False),  # the package would compute with 128 and 64
         (4032, 42, 96, False),
-        (256, 16, 16, False),  # the kernels step by 32
+        (256, 16, 16, False),  # the kernels work in steps of 32
         (256, 16, None, False),
         (256, 2, 64, False),
     ],
 )
 def test_sizes_of_gptqs_groups(model: Path, rows: int, groups: int, size: int | None, right: bool) -> None:
-    """The package takes the least power of two that suits, without a look at the size that is declared."""
+    """The package takes the smallest power of two that suits, and does not read the declared size."""
     shapes = {"l.qweight": [rows // 8, 8], "l.scales": [groups, 8]}
     write_safetensors(model / "model.safetensors", list(shapes), shapes)
     (model / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": size}))
@@ -235,7 +235,7 @@ def test_chat_templates_that_cannot_be_read(model: Path) -> None:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    """A directory as ExLlamaV2 likes it."""
+    """Make a directory that ExLlamaV2 accepts."""
     write_tokenizer(tmp_path)
     write_safetensors(tmp_path / "model.safetensors", ["model.norm.weight"])
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5}))

@@ -1,5 +1,5 @@
-"""The JSON of a model's directory with anything in the place of anything: it loads as far as the files go, or is
-refused. Whatever else escaped would be taken for a fault of the engine, and the worker started again and again."""
+"""A model with random values anywhere in its JSON files either loads or is refused with a LoadError. Another exception
+would count as a fault of the engine, and the worker would be started again and again."""
 
 import json
 import os
@@ -41,7 +41,7 @@ MORE: list[tuple[str, Any]] = [
 
 
 def mutated(value: Any, chance: random.Random) -> Any:
-    """The value with something odd in one place of it."""
+    """Return the value with an odd value in one place."""
     if isinstance(value, dict) and value and chance.random() < 0.9:
         key = chance.choice(list(value))
         return {**value, key: mutated(value[key], chance)}

@@ -1,4 +1,4 @@
-"""The ways of computing paged attention against a reference in float64 that knows nothing of pages."""
+"""Each path of paged attention agrees with a reference in float64 that uses no pages."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ def test_random_pages_lengths_heads_windows_and_caps_with_sdpa(seed: int) -> Non
 
 
 def test_random_pages_lengths_heads_windows_and_caps_in_tritons_interpreter() -> None:
-    """In a process of its own: the interpreter is chosen before Triton is imported."""
+    """This runs in a process of its own, since Triton's interpreter must be chosen before Triton is imported."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     done = subprocess.run(
@@ -112,7 +112,7 @@ def test_what_a_step_shares_is_computed_once_and_not_kept_for_the_next(monkeypat
         if step < 2:
             lengths, table = torch.tensor([step + 1], dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)
         else:
-            lengths += 1  # as the package does between the steps of a draft
+            lengths += 1  # the package does this between the steps of a draft
         outputs += [
             flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, block_table=table, causal=True)
             for _layer in range(4)
@@ -170,7 +170,7 @@ def test_a_way_that_does_not_work_is_left_out_and_named(fault: str, monkeypatch:
 
 
 def test_the_stand_ins_are_what_exllamav2_looks_for() -> None:
-    """In a process of its own, since it replaces modules."""
+    """This runs in a process of its own, since it replaces modules."""
     program = """
 import inspect
 from model_worker.engines.paged import attention as paged_attention

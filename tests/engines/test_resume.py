@@ -1,6 +1,6 @@
-"""An answer that a former worker began goes on as if nothing had happened: the same ids, text, end and counts.
+"""A resumed answer has the same ids, text, end and counts as an undisturbed one.
 
-On half precision only what is decided is compared (greedy answers of the demo models, which lead by a margin).
+In half precision only greedy answers of the demo models are compared, since their tokens lead by a margin.
 """
 
 import re
@@ -70,7 +70,7 @@ def test_what_is_cached_of_the_answer_is_none_of_the_prompt(scene: Scene) -> Non
     engine, prompt = scene.engine, scene.long[0]
     whole = answer(scene.begun_by, prompt, 60)
     for done, reported in breaks_of(whole)[-2:]:
-        rest = answer(engine, prompt, 60, resumed_ids=tuple(whole.ids[:done]))  # behind what the cache still has
+        rest = answer(engine, prompt, 60, resumed_ids=tuple(whole.ids[:done]))  # the cache still has the answer
         assert (rest.ids, reported + rest.text) == (whole.ids[done:], whole.text)
         assert rest.finished is not None
         assert rest.finished.cached_tokens <= len(prompt)
@@ -121,8 +121,8 @@ def test_what_could_have_begun_a_stop_string_is_held_over_the_break_and_let_go(s
     whole = scene.check_breaks(prompt, stop=tuple(stops))
     assert whole.text == text
     assert "" in whole.deltas, "text was held at some break"
-    scene.check_breaks(prompt, stop=(text + "\x00",))  # all of it is held, to the end token
-    scene.check_breaks(prompt, 7, stop=(text + "\x00",))  # and to the last one
+    scene.check_breaks(prompt, stop=(text + "\x00",))  # all text is held until the end token
+    scene.check_breaks(prompt, 7, stop=(text + "\x00",))  # all text is held until the last token
 
 
 @pytest.mark.parametrize("size", [2, 6, 9])
@@ -141,12 +141,12 @@ def test_the_least_number_of_tokens_counts_those_before_the_break(scene: Scene) 
     plain = answer(engine, prompt)
     exact = len(plain.ids) - 1
     assert scene.check_breaks(prompt, min_new_tokens=exact).ids == plain.ids
-    stop = plain.text[1:3]  # looked for behind min_tokens only
+    stop = plain.text[1:3]  # the engine looks for it only after min_tokens
     looked_for = scene.check_breaks(prompt, stop=(stop,), min_new_tokens=exact // 2)
     assert len(looked_for.ids) > exact // 2
     latest = max(plain.ids[:-1], key=plain.ids.index)
     assert 2 < len(scene.check_breaks(prompt, stop_token_ids=(latest,)).ids) <= exact
-    if scene.decided:  # what follows where an end token was kept from being drawn leads by no margin
+    if scene.decided:  # after a suppressed end token, the next token has no margin
         later = scene.check_breaks(prompt, 80, min_new_tokens=exact + 8)
         assert len(later.ids) > exact + 8 or later.reason == "length"
 
@@ -174,7 +174,7 @@ def test_penalties_count_what_came_before_the_break(scene: Scene, options: dict[
 
 
 def test_penalties_of_the_break_are_the_answers_alone(scene: Scene) -> None:
-    """The first token is penalized behind a break, and the prompt's are not."""
+    """After a break, penalties count the answer's first token, but not the prompt's tokens."""
     engine, prompt = scene.engine, scene.prompts[1]
     sampling = greedy(presence_penalty=2.0, logit_bias={50: 40.0, 51: 39.0})
     assert answer(engine, [*prompt, 50, 51], 2, sampling).ids == [50, 51]

@@ -1,4 +1,4 @@
-"""The draws of the transformers engine, and what both engines make of frequency and presence penalty."""
+"""The transformers engine draws correctly, and both engines apply frequency and presence penalty alike."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
 
 
 class Draws:
-    """A sampler and how many tokens it has drawn."""
+    """A sampler, and the number of tokens so far."""
 
     def __init__(self, prompt: tuple[int, ...] = (0,), vocab: int = len(LOGITS), **fields: Any) -> None:
         self.sampler = Sampler(Job(1, prompt, 5000, SamplingParams(**fields)), vocab, eos_ids=(4,))
@@ -75,7 +75,7 @@ def test_plain_requests_are_left_to_the_batch() -> None:
 
 def test_repetition_penalty_counts_prompt_and_answer() -> None:
     drawing = sampler(prompt=(0,), temperature=0.0, repetition_penalty=4.0)
-    # 2.0 / 4 for the prompt's token, then 1.0 / 4 for the answer's, then the rest
+    # 2.0 / 4 for the prompt's token, then 1.0 / 4 for the answer's token, then the others
     assert [drawing.draw(LOGITS) for _ in range(3)] == [1, 0, 0]
 
 
@@ -148,7 +148,7 @@ def test_both_engines_penalize_alike(frequency: float, presence: float) -> None:
 
 @pytest.mark.parametrize("extreme", [3e38, -3e38, 0.0])
 def test_no_options_stop_the_process(extreme: float) -> None:
-    """An infinity or NaN that an option makes would raise in the draw, and end the process for everybody."""
+    """An infinity or NaN caused by an option would raise in the draw and end the process, with all its answers."""
     logits = torch.full((8,), -5.0)
     logits[3] = extreme
     for fields in ({"temperature": 10.0}, {"repetition_penalty": 1e-300}, {"presence_penalty": -2.0, "top_p": 0.5}):

@@ -1,4 +1,4 @@
-"""Text by the table of pieces: what the tokenizer decodes, and what the window of ids delivers, whatever the ids."""
+"""The table of pieces gives the text that the tokenizer decodes and that the window of ids delivers, for any ids."""
 
 import json
 import random
@@ -17,13 +17,13 @@ from model_worker.engines.token_pieces import NoPieces, read_pieces
 from model_worker.text import Detokenizer, PieceDetokenizer, Pieces
 from tools.demo_models import directory
 
-no_deadline = settings(deadline=None)  # a busy machine is no failure
+no_deadline = settings(deadline=None)  # a slow machine must not fail the test
 
 SPECIAL = "<|special|>"
 
 
 def byte_level() -> Tokenizer:
-    """Every byte, and tokens that begin and end inside of characters."""
+    """Return a tokenizer with every byte, and with tokens that begin and end inside characters."""
     characters = _byte_characters()
     texts = [" the", "é", " é", "🦊", "さ", "\ufffd", "\n\n", "a"]
     wholes = [text.encode() for text in texts]
@@ -35,13 +35,13 @@ def byte_level() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE({"".join(characters[b] for b in p): i for i, p in enumerate(pieces)}, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([SPECIAL])
-    # not written in byte-level's characters throughout, so they are their own UTF-8
+    # these contain characters outside the byte-level alphabet, so they stand for their own UTF-8
     tokenizer.add_tokens([AddedToken("é x", normalized=False), AddedToken("日本", normalized=False), "Ġadded"])
     return tokenizer
 
 
 def _byte_characters() -> list[str]:
-    """The library's own alphabet, in the order of bytes, read off its encoding of one byte each."""
+    """Return the library's own alphabet in the order of bytes, found by encoding each byte."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     encode = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
@@ -51,7 +51,7 @@ def _byte_characters() -> list[str]:
             table.update(zip(chr(code).encode(), encode(chr(code))[0][0], strict=True))
     for code in range(0x10000, 0x110000, 0x1000):
         table.update(zip(chr(code).encode(), encode(chr(code))[0][0], strict=True))
-    # the bytes that stand in no UTF-8
+    # the remaining bytes occur in no valid UTF-8
     return [table.get(byte, chr(byte)) for byte in range(256)]
 
 
@@ -98,7 +98,7 @@ def some_ids(draw: st.DrawFn, kind: str, max_size: int = 24) -> list[int]:
     table = TABLES[kind].table
     if not TABLES[kind].byte_runs:
         return draw(st.lists(st.integers(0, len(table) + 2), max_size=max_size))
-    # not the empty one: between bytes it is where the window, which is only held against the table here, errs
+    # no empty text: the window is wrong for it between bytes, and the table is not
     texts = st.sampled_from([i for i, piece in enumerate(table) if isinstance(piece, str) and piece])
     nothing = st.sampled_from([i for i, piece in enumerate(table) if piece is None] + [len(table) + 5])
     characters = st.text(st.sampled_from("aé さ🦊\n"), min_size=1, max_size=2).map(lambda text: text.encode())
@@ -121,7 +121,7 @@ def test_the_text_is_what_the_tokenizer_decodes(kind: str, data: st.DataObject) 
 @given(data=st.data())
 def test_behind_a_prompt_it_is_what_the_window_delivers(kind: str, data: st.DataObject) -> None:
     context, ids = data.draw(some_ids(kind)), data.draw(some_ids(kind))
-    if TABLES[kind].byte_runs:  # a space that begins a run of bytes is where the window errs: no tokenizer writes it so
+    if TABLES[kind].byte_runs:  # the window is wrong for a space that begins a run of bytes
         as_byte, as_text = (KINDS[kind].token_to_id(token) for token in ("<0x20>", "▁"))
         context, ids = ([as_text if i == as_byte else i for i in some] for some in (context, ids))
     assert by_table(kind, ids, context) == by_window(kind, ids, context)
@@ -151,7 +151,7 @@ def test_it_is_never_later_than_the_window(kind: str) -> None:
     ],
 )
 def test_a_broken_run_of_bytes_is_one_replacement_a_byte(pieces: list[str | bytes], text: str) -> None:
-    """As decoding has it, from the first byte on that belongs to no character: what is out stays out."""
+    """As in decoding, each byte from the first invalid one on becomes U+FFFD. Delivered text is not changed."""
     tokenizer = KINDS["sentencepiece"]
     ids: list[int] = []
     for piece in pieces:
@@ -203,7 +203,7 @@ def test_another_kind_of_decoder_has_no_pieces(decoder: object) -> None:
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 def test_a_table_that_reads_the_decoder_wrongly_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One wrong entry of the whole vocabulary is enough, wherever it is."""
+    """One wrong entry anywhere in the vocabulary is enough to refuse the table."""
     from model_worker.engines import token_pieces
 
     name = "_byte_level" if kind == "byte-level" else "_sentencepiece"

@@ -1,4 +1,4 @@
-"""The gateway's application in this process, on a real supervisor."""
+"""The gateway's application works in the test's process, with a real supervisor."""
 
 import asyncio
 from pathlib import Path

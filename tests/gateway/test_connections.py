@@ -1,4 +1,4 @@
-"""The limits of a connection: real sockets, and a small application behind uvicorn."""
+"""Connections keep within their limits. These tests use real sockets, uvicorn and a small application."""
 
 import json
 import socket
@@ -39,7 +39,7 @@ class Application:
 
 
 class Server:
-    """The application on a port of its own, on a thread of its own."""
+    """The application, served on a port of its own by a thread of its own."""
 
     def __init__(self) -> None:
         self.application = Application()
@@ -79,7 +79,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def rest(client: socket.socket) -> bytes:
-    """Return everything that comes until the server ends the connection. It resets one on which more comes."""
+    """Return everything that comes until the server ends the connection. A reset also counts as the end."""
     received = b""
     try:
         while piece := client.recv(1 << 16):
@@ -90,7 +90,7 @@ def rest(client: socket.socket) -> bytes:
 
 
 def refusal(answer: bytes) -> tuple[int, str]:
-    """Return the status and the code of an error, which is the whole answer."""
+    """Return the status and the error code of an answer that closes the connection."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"connection: close" in head
     error = json.loads(body)["error"]
@@ -104,7 +104,7 @@ def test_a_head_that_is_too_large_is_refused_in_one_piece_and_in_many(server: Se
     many = b"".join(b"x-%d: a\r\n" % number for number in range(HEAD_BYTES // 6))
     assert refusal(server.ask(HEAD + many + b"\r\n")) == (431, "too_large")
     assert refusal(server.ask(b"GET /" + b"a" * HEAD_BYTES + b" HTTP/1.1\r\n\r\n")) == (431, "too_large")
-    with server.connected() as client:  # a header without an end
+    with server.connected() as client:  # one header that never ends
         client.sendall(HEAD + long)
         feeder = threading.Thread(target=feed, args=(client, b"a" * 1000))
         feeder.start()
@@ -135,7 +135,7 @@ def test_a_head_that_does_not_come_in_time_is_refused(server: Server, monkeypatc
             received += client.recv(1 << 16)
         client.sendall(HEAD)
         assert refusal(rest(client)) == (408, "too_slow")
-    with server.connected() as client:  # a connection that is idle between two requests waits longer
+    with server.connected() as client:  # an idle connection between two requests may wait longer
         client.sendall(b"POST /stream HTTP/1.1\r\nhost: x\r\n\r\n")
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
         assert refusal(server.ask(HEAD)) == (408, "too_slow")

@@ -1,4 +1,4 @@
-"""Which web pages may use the gateway."""
+"""Only web pages of allowed origins may use the gateway."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ CHAT = "https://chat.example.org"
 
 
 def ask(method: str, **headers: str) -> httpx2.Response:
-    """Return the answer of an application behind the middleware. 404: the request went through to nothing."""
+    """Return the answer of an application without routes behind the middleware. 404: the middleware let it through."""
 
     async def answer(request: Request) -> Response:
         return PlainTextResponse("answer")

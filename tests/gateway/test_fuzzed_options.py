@@ -1,4 +1,4 @@
-"""Random options with hostile values at each endpoint with a body: no fault of the gateway, and no traceback."""
+"""Random options with hostile values at each endpoint cause no server error and no traceback."""
 
 import http.client
 import random

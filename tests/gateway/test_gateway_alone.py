@@ -1,4 +1,4 @@
-"""``modelctl gateway``: a gateway without a supervisor of its own, here for one that is reached over TCP."""
+"""``modelctl gateway`` serves a supervisor on another machine, here over TCP."""
 
 import http.client
 import json
@@ -37,7 +37,7 @@ def to(keyed: Keyed, key: str = "web") -> tuple[object, ...]:
 
 @contextmanager
 def gateway(*options: object, stderr: IO[bytes] | None = None) -> "Iterator[subprocess.Popen[bytes]]":
-    """A running gateway. At its end none of its processes may be left."""
+    """Run a gateway inside the context. At the end none of its processes may be left."""
     with subprocess.Popen(command(*options), cwd=ROOT, stderr=stderr) as process:
         family: list[psutil.Process] = []
         try:

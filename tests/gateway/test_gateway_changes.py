@@ -1,4 +1,4 @@
-"""Changes while a gateway serves: reloads, packages that are installed, certificates, logs, and hangs."""
+"""A serving gateway copes with reloads, newly installed packages, new certificates, moved logs, and hangs."""
 
 import http.client
 import json
@@ -45,7 +45,7 @@ def section(port: int, **keys: Any) -> dict[str, Any]:
 
 
 def reload(serving: Serving, gateway: dict[str, Any] | None) -> str:
-    """Reload with another section ``gateway``. Return what the command says."""
+    """Reload with another section ``gateway``. Return the output of the command."""
     serving.write_gateway(gateway)
     done = serving.modelctl("reload")
     assert done.returncode == 0, done.stderr
@@ -166,7 +166,7 @@ def test_the_log_is_kept_small(serving: Serving, port: int) -> None:
 
 
 def test_a_process_that_hangs_is_replaced(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second gateway of the supervisor, whose processes this process starts, watches and ends."""
+    """The test's process starts, watches and ends the processes of a second gateway."""
     monkeypatch.setattr(gateway_child, "HANG_S", 2.0)
     config = GatewayConfig(listen=Address("127.0.0.1", free_port()), auth="none")
     settings = GatewaySettings(runtime_dir=str(serving.runtime_dir), auth="none", parent=os.getpid())

@@ -1,4 +1,4 @@
-"""The gateway's processes: started by the supervisor, watched, started again, and ended with it."""
+"""The supervisor starts the gateway's processes, watches them, starts them again, and ends them when it ends."""
 
 import http.client
 import os
@@ -43,7 +43,7 @@ def test_a_killed_gateway_comes_back_and_its_requests_leave_the_engine(serving: 
             with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
                 stream.read()
     serving.wait_idle("m")
-    # The listening socket is the supervisor's, so nobody is refused meanwhile.
+    # The supervisor holds the listening socket, so no connection is refused meanwhile.
     assert ask(port, "/v1/completions", body)["choices"][0]["text"] == answer("hello", 5)
     now = described(serving)
     assert now["pids"] != [pid]
@@ -73,7 +73,7 @@ def test_several_processes_share_the_port(port: int) -> None:
 
 def test_a_port_that_is_taken_is_named_and_opened_when_it_is_free(port: int) -> None:
     with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # also one that would share it
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # a program that would share the port also counts
         other.bind(("127.0.0.1", port))
         other.listen()
         with Serving({"m": engine()}, gateway={"listen": port, "auth": "none"}) as serving:

@@ -1,4 +1,4 @@
-"""Which names in a Host header are the gateway's own."""
+"""The gateway accepts only its own names in a Host header."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ def test_the_host_is_without_port_and_brackets(header: str, host: str) -> None:
 
 
 def status(*hosts: str) -> int:
-    """Return the status of a request with these Host headers. 299: it went through."""
+    """Return the status of a request with these Host headers. 299: the check let it through."""
     found: list[int] = []
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:

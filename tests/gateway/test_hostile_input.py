@@ -1,4 +1,4 @@
-"""Hostile requests at a gateway with real workers. Each is refused, and a stream beside them does not notice."""
+"""A gateway with real workers refuses each hostile request, and a stream beside them is not affected."""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""Clients that people use reach the demo models over HTTP, and get the computed answers."""
+"""Common OpenAI clients reach the demo models over HTTP, and get the right answers."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from tools.demo_models.corpus import (
 )
 
 STORY, TOLD = STORIES_TEST_REQUESTS[1]
-"""A story with letters outside of ASCII."""
+"""A request and its story, with letters outside of ASCII."""
 SORT, SORTED = LETTERS_TEST_PROMPTS[0]
 
 
@@ -35,7 +35,7 @@ class Count(BaseModel):
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The base URL of a gateway that serves the demo models."""
+    """Serve the demo models through a gateway. Return its base URL."""
     demo = {"engine": "transformers", "gpu": "cpu", "max_batch_size": 32}
     models = {name: {"model_dir": f"demo:{name}", **demo} for name in ("letters", "stories")}
     port = free_port()

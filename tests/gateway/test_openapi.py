@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the gateway takes."""
+"""The OpenAPI document describes the requests that the gateway accepts."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The page without a browser: its files, sign-in, what a key may see and order, and what other sites cannot do."""
+"""The web page serves its files, signs users in, respects the rights of keys, and resists other sites (no browser)."""
 
 import http.client
 import json
@@ -20,7 +20,7 @@ RIGHTS = {"ops": "infer,status,admin", "watcher": "status", "guest": "infer"}
 
 
 class Page:
-    """A gateway with keys, as a browser without a screen sees it."""
+    """A gateway with keys, and the requests that a browser with the page would send."""
 
     def __init__(self, port: int, tokens: dict[str, str]) -> None:
         self.port, self.tokens = port, tokens

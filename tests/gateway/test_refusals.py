@@ -1,4 +1,4 @@
-"""What the gateway refuses: by name, in OpenAI's shape, and with a word on whether to try again."""
+"""The gateway's refusals name the field, have OpenAI's shape, and say whether to try again."""
 
 import http.client
 import json
@@ -179,7 +179,7 @@ def test_every_answer_has_an_id_of_its_own(port: int) -> None:
 
 def test_the_openai_package_raises_its_own_errors_and_does_not_try_again(port: int) -> None:
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=5, timeout=WITHIN) as client:
-        with pytest.raises(openai.InternalServerError, match="stopped") as caught:  # 503, which it would send again
+        with pytest.raises(openai.InternalServerError, match="stopped") as caught:  # a 503, which it would retry
             client.completions.create(model="stopped", prompt="x")
         assert caught.value.response.headers["x-should-retry"] == "false"
         assert caught.value.request.headers["x-stainless-retry-count"] == "0"
@@ -205,5 +205,5 @@ def test_every_code_has_a_status() -> None:
 def test_the_wait_is_told_in_whole_seconds(after_ms: int, after_s: str) -> None:
     response = error_response(WireError(ErrorCode.OVERLOADED, "x", retry_after_ms=after_ms))
     assert (response.status_code, response.headers["retry-after"]) == (429, after_s)
-    # An error that is final by its code says when a retry helps, if the GPU had no room for the model.
+    # Even an error with a final code tells when a retry helps, if the GPU had no room for the model.
     assert error_headers(WireError(ErrorCode.MODEL_FAILED, "x", retry_after_ms=after_ms))["x-should-retry"] == "true"

@@ -19,7 +19,7 @@ TOKENS = 20_000
 
 
 def stalled_reader(port: int, token: str) -> socket.socket:
-    """Return a connection that has asked for an endless stream, and reads nothing of it."""
+    """Return a connection that has asked for an endless stream and does not read it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so the kernel keeps little of the stream
     connection.connect(("127.0.0.1", port))

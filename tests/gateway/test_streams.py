@@ -1,4 +1,4 @@
-"""Streams that are silent, or that end before their time: the client's, the supervisor's, or an operator's doing."""
+"""Silent streams stay open, and streams that a client, the supervisor or an operator ends early end correctly."""
 
 import http.client
 import json
@@ -44,7 +44,7 @@ def post(port: int, body: dict[str, Any]) -> socket.socket:
 
 
 def read_until(connection: socket.socket, wanted: bytes) -> bytes:
-    """Return what arrives, up to the first text that holds ``wanted``."""
+    """Read until ``wanted`` has arrived, and return everything that has arrived."""
     got = b""
     while wanted not in got:
         part = connection.recv(65536)
@@ -81,7 +81,7 @@ def test_a_request_that_waits_is_kept_open_by_comments(serving: Serving, gateway
             assert b"data:" not in came
             queued = serving.status("m")["queued"]
             assert queued > 1
-            read_until(last, b": queued %d\n\n" % (queued - 1))  # those before it
+            read_until(last, b": queued %d\n\n" % (queued - 1))  # the number of requests before it
     serving.wait_idle("m")
 
 

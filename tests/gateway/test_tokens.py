@@ -1,4 +1,4 @@
-"""Tokens of HTTP clients, as the openai package and plain requests send them."""
+"""The gateway checks the tokens of HTTP clients, as the openai package and plain requests send them."""
 
 import http.client
 import json

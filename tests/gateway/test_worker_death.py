@@ -1,4 +1,4 @@
-"""A worker that dies in the middle of HTTP streams: the streams go on, and no token is missing or doubled."""
+"""When a worker dies in the middle of HTTP streams, the streams go on, and no token is missing or doubled."""
 
 import http.client
 import json
@@ -10,7 +10,7 @@ from tests.serving import WITHIN, Serving, engine
 
 STREAMS = 16
 TOKENS = 1000
-"""With 2 ms for each of them, the last stream is not near its end when the worker is killed."""
+"""Tokens of each stream: enough at 2 ms each that no stream is near its end when the worker is killed."""
 
 
 def test_streams_survive_a_worker_that_is_killed() -> None:

@@ -1,4 +1,4 @@
-"""Hostile chat templates, in processes of their own that are really stopped, starved and killed."""
+"""Hostile chat templates harm no other request. The rendering processes are really stopped, starved and killed."""
 
 import os
 import re
@@ -26,7 +26,7 @@ WITHIN = 120.0
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = "{% set ns = namespace(t='x' * 99999) %}{% for i in range(99) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}"
 EITHER = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
-"""A template that clients can make loop."""
+"""A template that loops if a message says so."""
 SAYS = "{{ messages[0].content }}"
 
 
@@ -41,7 +41,7 @@ def conversation(content: str, **fields: Any) -> dict[str, Any]:
 
 
 class Rendering:
-    """A renderer, and what came of its keys."""
+    """A renderer, and the outcome of each key."""
 
     def __init__(self, source: str, limit: int = 1 << 20) -> None:
         self.renderer = Renderer(ChatTemplate(source, {"bos_token": "<s>"}), limit)
@@ -67,7 +67,7 @@ class Rendering:
         wait_until(done, WITHIN, f"{keys} among {self.outcomes}")
 
     def at_work(self) -> int:
-        """The pid of a process that is rendering."""
+        """Wait until a process is rendering, and return its pid."""
 
         def busy() -> int | None:
             self.look()
@@ -88,7 +88,7 @@ def pids_of(renderer: Renderer) -> list[int]:
 
 @pytest.fixture
 def rendering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rendering]]:
-    # On a busy machine a template that loops takes longer than ten seconds to use up its second of processor time.
+    # On a busy machine, a looping template needs over ten seconds of wall time to use its second of processor time.
     monkeypatch.setattr(model_worker.rendering, "LEASE_S", WITHIN)
     made: list[Rendering] = []
 
@@ -146,22 +146,22 @@ def test_a_template_that_allocates_without_end_is_stopped(rendering: Callable[..
     one.ask(2, "fine")
     one.wait(1, 2)
     assert one.outcomes[2] == "fine"
-    # on a busy machine a second may be over before the memory is
+    # on a busy machine the second may be used up before the memory
     assert "more memory than it is given" in one.error(1).message or "takes longer" in one.error(1).message
     assert (one.error(1).code, one.error(1).field) == (ErrorCode.INVALID_REQUEST, "messages")
     assert one.looks > 20, "a look must not wait for the template"
 
 
 def processes(one: Rendering) -> list[psutil.Process]:
-    """The processes that render."""
-    with suppress(psutil.NoSuchProcess):  # one has ended meanwhile
+    """Return the processes of a renderer."""
+    with suppress(psutil.NoSuchProcess):  # a process has ended meanwhile
         return [p for p in map(psutil.Process, list(pids_of(one.renderer))) if is_alive(p)]
     return []
 
 
 def test_a_process_that_is_killed_costs_nobody_a_request(rendering: Callable[..., Rendering]) -> None:
     one = rendering(EITHER)
-    with Meddler(lambda: processes(one), signal.SIGKILL, most=1) as meddler:  # while it starts
+    with Meddler(lambda: processes(one), signal.SIGKILL, most=1) as meddler:  # killed while it starts
         one.ask(1, "fine")
         one.wait(1)
     assert len(meddler.met) == 1
@@ -171,8 +171,8 @@ def test_a_process_that_is_killed_costs_nobody_a_request(rendering: Callable[...
     os.kill(pid, signal.SIGKILL)
     one.wait(2, 3)
     assert one.outcomes[1] == one.outcomes[3] == "fine"
-    assert_takes_too_long(one.error(2))  # for the second that it took in the next process
-    idle = processes(one)  # more than one, if the conversations have waited for each other
+    assert_takes_too_long(one.error(2))  # it then used up its second in the next process
+    idle = processes(one)  # several, if conversations had to wait for each other
     for process in idle:
         process.kill()
     wait_until(lambda: not any(is_alive(process) for process in idle), WITHIN, "their ends")
@@ -382,7 +382,7 @@ time.sleep(60)
 
 
 def test_the_process_dies_with_its_worker() -> None:
-    # where the package is imported from need not stand in sys.path: an editable install has it found in another way
+    # the package must be found without PYTHONPATH: an editable install does not put the repository into sys.path
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     worker = subprocess.Popen(
         [sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT

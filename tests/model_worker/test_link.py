@@ -1,4 +1,4 @@
-"""The worker's frames: bounded, nothing lost between two of them."""
+"""The frames of a worker are bounded in size, and no event is lost between two frames."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ def test_one_event_larger_than_a_frame_should_be_goes_alone() -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_worker_says_nothing_to_another_user(runtime_dir: Path) -> None:
-    """The runtime directory may have been removed since the worker was started, and made again by somebody else."""
+    """After the worker's start, the runtime directory may have been removed, and made again by another user."""
     runtime_dir.chmod(0o777)
     code = (
         "import os, sys; from model_worker.link import SupervisorLink\n"

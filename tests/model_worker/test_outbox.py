@@ -1,5 +1,4 @@
-"""The compiled road of a step's events against the code in Python that it stands for: the same frames, whoever reads
-how much of them."""
+"""The compiled outbox and the Python reference make the same frames of a step's events, however fast the reader is."""
 
 import gc
 import time
@@ -31,11 +30,11 @@ from tests.deterministic_engine import DeterministicEngine
 pytestmark = needs_compiled
 MOST = 2**64 - 1
 OWN_IDS = {1: (1, 1), 2: (1, 2), 3: (300, 2**32), 4: (MOST, MOST), 5: (0, 1)}
-"""(channel, request) of the engine's jobs, by their numbers. The first never ends."""
+"""(channel, request) of each job of the engine, by the job's id. The first job never ends."""
 
 
 def beats(lease: ProgressLease) -> int:
-    """So far."""
+    """Return the number of beats so far."""
     return lease.words[0] >> 32
 
 
@@ -52,9 +51,9 @@ class Scripted(DeterministicEngine):
 
 
 class Road:
-    """A worker's loop with an outbox of its own, and who reads what leaves it. A context manager.
+    """A worker's loop with an outbox of its own, and the reader of its frames. A context manager.
 
-    room  messages that the pipe holds
+    room  number of messages that the pipe holds
     """
 
     def __init__(self, kind: Callable[..., Any], most_events: int, most_bytes: int, room: int = 0) -> None:
@@ -87,7 +86,7 @@ class Road:
         return []
 
     def flush(self) -> None:
-        # libzmq looks for what the reader has taken when it pleases, but always when it is asked this
+        # asking for ZMQ_EVENTS makes libzmq notice at once that the reader has taken messages
         self.socket.get(zmq.EVENTS)
         self.outbox.flush()
 
@@ -97,7 +96,7 @@ class Road:
     def run(self, steps: Sequence[Sequence[EngineEvent]]) -> None:
         self.socket.get(zmq.EVENTS)
         self.engine.script = [list(events) for events in steps]
-        self.engine.script[-1].append(Prefilling(1, 0, 1))  # so that no stretch goes on beyond it
+        self.engine.script[-1].append(Prefilling(1, 0, 1))  # ends the last stretch of events
         while self.engine.script:
             self.loop._turn()
 
@@ -168,7 +167,7 @@ OPERATIONS = st.lists(
 
 
 def living(steps: Sequence[Sequence[EngineEvent]], ended: set[int]) -> list[list[EngineEvent]]:
-    """Return the events without those behind a job's end."""
+    """Return the events without those that follow a job's end."""
     kept: list[list[EngineEvent]] = []
     for events in steps:
         kept.append([])
@@ -392,7 +391,7 @@ def test_input_is_seen_by_both() -> None:
 
 @pytest.fixture
 def traced() -> Iterator[Callable[[], int]]:
-    """Bytes in use of what Python allocates, C buffers included."""
+    """Return the bytes that Python has allocated, C buffers included."""
 
     def in_use() -> int:
         gc.collect()

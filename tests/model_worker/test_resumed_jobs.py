@@ -1,4 +1,4 @@
-"""Answers that another worker began: the loop uses the state that they carry."""
+"""The worker's loop resumes answers of other workers with the state that their jobs carry."""
 
 from struct import pack
 from typing import Any
@@ -78,7 +78,7 @@ def test_what_is_resumed_reaches_the_engine() -> None:
 
 
 class Timed(DeterministicEngine):
-    """An engine that reports 0.25 s for a prompt, and 0.5 s for the tokens behind it."""
+    """An engine that reports 0.25 s for a prompt and 0.5 s for the tokens after it."""
 
     def step(self) -> list[EngineEvent]:
         ids = [97] * (8 - len(self.pending[0].resumed_ids))

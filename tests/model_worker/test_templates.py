@@ -1,4 +1,4 @@
-"""Chat templates: what they are given, and what a client is told of one that fails."""
+"""Chat templates get the right variables, and a client gets a useful error if a template fails."""
 
 import time
 from typing import Any

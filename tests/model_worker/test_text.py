@@ -1,4 +1,4 @@
-"""Detokenizer and stop strings: the same text however it is cut, nothing lost, nothing of a stop string."""
+"""The text does not depend on how tokens are cut, no text is lost, and no part of a stop string is delivered."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, decoders, models
 from model_worker.stop_strings import StopMatcher, _shorter_matches
 from model_worker.text import Detokenizer, TextStream
 
-no_deadline = settings(deadline=None)  # a busy machine is no failure
+no_deadline = settings(deadline=None)  # a slow machine must not fail the test
 
 # byte-level: a token is some bytes, decoded together as UTF-8
 
 
 class Bytes:
-    """A tokenizer of the byte-level kind over arbitrary pieces; id -1 is a special token."""
+    """A byte-level tokenizer with arbitrary pieces. Id -1 is a special token."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces = pieces
@@ -30,7 +30,7 @@ class Bytes:
 
 @st.composite
 def cut_bytes(draw: st.DrawFn, data: st.SearchStrategy[bytes]) -> list[bytes]:
-    """Bytes cut into pieces at any place."""
+    """Return bytes that are cut into pieces at arbitrary places."""
     whole = draw(data)
     places = sorted(draw(st.sets(st.integers(0, len(whole)), max_size=40)) | {0, len(whole)})
     return [whole[a:b] for a, b in itertools.pairwise(places)]
@@ -142,7 +142,7 @@ stops = st.lists(st.text(st.sampled_from("ab\n"), max_size=4), max_size=3)
 
 
 def cut_at_stop(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The definition, slowly: the first place where some stop string has just ended."""
+    """Return the text before the first stop string that ends, by a slow search that follows the definition."""
     for end in range(len(text) + 1):
         starts = [end - len(s) for s in stops if s and text[:end].endswith(s)]
         if starts:
@@ -185,7 +185,7 @@ def test_text_is_held_exactly_as_far_as_a_stop_string_may_have_begun(stops: list
 
 
 def test_stop_strings_made_to_be_slow_are_not() -> None:
-    """Counted in characters compared, not in seconds."""
+    """The test counts compared characters instead of seconds."""
     compared = 0
 
     class Counted(str):
@@ -196,7 +196,7 @@ def test_stop_strings_made_to_be_slow_are_not() -> None:
 
     matcher = StopMatcher([Counted("a" * 250 + end) for end in "bcdefghijk"])
     _shorter_matches.cache_clear()
-    matcher.push("a")  # what is worked out once for each stop string
+    matcher.push("a")  # the matcher prepares each stop string once
     compared = 0
     for _ in range(300):
         matcher.push("aaa!")

@@ -1,4 +1,4 @@
-"""The worker renews its lease before each action that may take long, with that action's time."""
+"""The worker renews its progress lease before each action that may take long, with the time of that action."""
 
 import os
 from collections.abc import Sequence

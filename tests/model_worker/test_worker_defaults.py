@@ -1,4 +1,4 @@
-"""A model's sampling defaults and limits in a real worker, whose supervisor is this test."""
+"""A real worker applies its model's sampling defaults and limits. The test acts as the supervisor."""
 
 import json
 import os
@@ -46,7 +46,7 @@ class Worker:
         raise AssertionError(f"no {kind.__name__} within {WITHIN_S} s")
 
     def ask(self, request: int, **fields: Any) -> tuple[str, dict[str, Any]]:
-        """The text of an answer, and its last event's fields."""
+        """Return the text of an answer and the fields of its last event."""
         body = pack_body({"prompt": "p", **fields})
         self.router.send_multipart([b"w", encode(JobMessage(1, request, {}, body))])
         text = ""

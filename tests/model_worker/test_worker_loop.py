@@ -1,4 +1,4 @@
-"""The worker's loop with an engine that can be computed and a link that only remembers."""
+"""The worker's loop sends the right events, with a deterministic engine and a link that only records."""
 
 import select
 import time
@@ -21,8 +21,8 @@ EVERYTHING = frozenset(GenerateRequest.model_fields)
 
 
 class ScriptedLink:
-    """Hands out one batch of messages per turn; remembers what the loop sends. Ends the loop when the script ends and
-    ``done`` says so."""
+    """A link that delivers one batch of messages per turn and records what the loop sends. It ends the loop after the
+    script, when ``done`` returns true."""
 
     def __init__(self, *turns: Sequence[Message], done: Callable[["ScriptedLink"], bool] = lambda link: True) -> None:
         self.turns = list(turns)
@@ -182,7 +182,7 @@ def test_what_the_engine_does_not_offer_is_refused_by_name_unless_neutral() -> N
 
 
 class Remembers(DeterministicEngine):
-    """The jobs as they reached the engine; offers all that there is."""
+    """An engine that records its jobs and offers every request field."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -263,7 +263,7 @@ def test_guidance_that_is_not_offered_is_refused_before_anything_is_encoded() ->
 
 
 class Tells(DeterministicEngine):
-    """Log-probabilities with every token, and a draft that was taken."""
+    """An engine that reports log-probabilities with every token, and an accepted draft."""
 
     def step(self) -> list[EngineEvent]:
         self.steps += 1
@@ -308,7 +308,7 @@ def test_an_engine_that_lost_count_ends_the_process(event: EngineEvent) -> None:
 
 
 class HoldsBack(DeterministicEngine):
-    """Says nothing at first, then tokens without text, then text without tokens."""
+    """An engine that first reports nothing, then tokens without text, then text without tokens."""
 
     def step(self) -> list[EngineEvent]:
         self.steps += 1

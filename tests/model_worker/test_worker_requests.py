@@ -1,4 +1,4 @@
-"""The worker's loop with conversations, questions, defaults and limits."""
+"""The worker's loop handles conversations, queries, defaults and limits correctly."""
 
 from struct import pack
 from typing import Any

@@ -1,4 +1,4 @@
-"""The asyncio client against a real peer. What both clients share is tested with the blocking one."""
+"""The asyncio client works against a real peer. The tests of the blocking client cover the code that both share."""
 
 import asyncio
 import gc
@@ -46,7 +46,7 @@ async def connected(
 
 
 def echo(peer: ScriptedPeer, client: bytes, message: Message) -> None:
-    """Answers with the words of the prompt, and calls with what they asked."""
+    """Answer requests with the words of their prompts, and calls with their own parameters."""
     if isinstance(message, Generate):
         words = unpack_body(message.body)["prompt"].split()
         peer.send(client, accepted(message.request))
@@ -74,7 +74,7 @@ def test_a_stream_delivers_its_deltas_then_how_it_ended(runtime_dir: Path) -> No
 
 
 def test_200_streams_at_once_each_get_their_own_answer(runtime_dir: Path) -> None:
-    """Tasks that send while others receive: an edge of the descriptor that a send consumed must not be lost."""
+    """Tasks send while others receive. A send may consume an edge of the descriptor, which must lose no message."""
 
     async def ask(client: AsyncClient, number: int) -> str:
         prompt = " ".join(f"{number}:{i}" for i in range(20))

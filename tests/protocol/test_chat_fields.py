@@ -1,4 +1,4 @@
-"""Conversations as they come off the wire: what the chat template will see, and what is refused by name."""
+"""Received conversations reach the chat template correctly, and invalid ones are refused with the field's name."""
 
 from typing import Any
 

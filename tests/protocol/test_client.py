@@ -1,4 +1,4 @@
-"""The blocking client against a real peer: what it delivers, and what the peer sees of it."""
+"""The blocking client delivers the right answers and sends the right messages, against a real peer."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -95,7 +95,7 @@ def test_the_final_event_may_carry_text(runtime_dir: Path) -> None:
 
 
 def test_two_streams_read_in_turn_do_not_mix(runtime_dir: Path) -> None:
-    """The peer answers only when it has both, and puts events of both into every frame."""
+    """The peer answers only when it has both requests, and puts events of both into every frame."""
 
     def script(peer: ScriptedPeer, client: bytes, message: Message) -> None:
         if isinstance(message, Generate) and message.request == 2:
@@ -113,7 +113,7 @@ def test_two_streams_read_in_turn_do_not_mix(runtime_dir: Path) -> None:
 
 
 def test_credit_is_granted_as_events_are_taken(runtime_dir: Path) -> None:
-    """The peer sends a window and waits: only reading brings the rest."""
+    """The peer sends one window of events and waits. The rest comes only if the client reads."""
     script = CreditScript(total=100, window=8)
     with ScriptedPeer(runtime_dir / "front", script, window=8) as peer, Client(peer.endpoint) as client:
         unread, read = client.generate("letters", "1"), client.generate("letters", "2")
@@ -124,7 +124,7 @@ def test_credit_is_granted_as_events_are_taken(runtime_dir: Path) -> None:
 
 
 def test_credit_goes_on_for_what_nobody_reads_any_more(runtime_dir: Path) -> None:
-    """Else a supervisor that holds events back would hold the terminal one, too."""
+    """Without credit, a supervisor would hold the terminal event, too."""
     script = CreditScript(total=100, window=8)
     with ScriptedPeer(runtime_dir / "front", script, window=8) as peer, Client(peer.endpoint) as client:
         left = client.generate("letters", "1")

@@ -1,4 +1,4 @@
-"""The messages that ``generate``, ``choices`` and ``tokenize`` send, and their results."""
+"""``generate``, ``choices`` and ``tokenize`` send the right messages and return the right results."""
 
 import asyncio
 import gc
@@ -101,7 +101,7 @@ QUEUED, PREFILL = {"phase": "queued", "queue_position": 3}, {"phase": "prefill",
 
 
 def reporting(*reports: dict[str, Any]) -> Callable[[ScriptedPeer, bytes, Message], None]:
-    """Send each report when a CALL shows that the client has received the one before; then answer."""
+    """Send each report after a CALL has shown that the client received the one before. Then answer."""
 
     def script(peer: ScriptedPeer, client: bytes, message: Message) -> None:
         calls = len(peer.of(Call))
@@ -128,7 +128,7 @@ def test_progress_is_told_until_the_first_token(runtime_dir: Path) -> None:
 
         def hear(progress: Progress) -> None:
             heard.append(progress)
-            client.call("heard")  # the client may be used from within
+            client.call("heard")  # the callback may use the client
 
         assert client.complete("letters", "x", on_progress=hear).text == "a"
     assert heard == [Progress("queued", queue_position=3), Progress("prefill", done=256, total=1000)]
@@ -188,7 +188,7 @@ def test_what_progress_raises_leaves_the_stream(runtime_dir: Path) -> None:
 
 
 def in_turn(peer: ScriptedPeer, client: bytes, message: Message) -> None:
-    """Wait for three requests. Then send a token of each in every frame; request i ends after i tokens."""
+    """Wait for three requests. Then send a token of each in every frame. Request i ends after i tokens."""
     if isinstance(message, Generate) and message.request == 3:
         for request in (1, 2, 3):
             peer.send(client, accepted(request))
@@ -323,9 +323,9 @@ def test_choices_in_a_loop(runtime_dir: Path) -> None:
                 assert heard == []
         with ScriptedPeer(runtime_dir / "front", HoldingScript()) as peer:
             async with AsyncClient(peer.endpoint) as client:
-                peer.inject(peer.clients[0], Report(2, pack_body(QUEUED)))  # before its request: for nobody
+                peer.inject(peer.clients[0], Report(2, pack_body(QUEUED)))  # before its request
                 task = asyncio.create_task(client.choices("letters", "x", n=3).complete())
-                await asyncio.sleep(0)  # it begins: what never ran has nothing to leave when it is cancelled
+                await asyncio.sleep(0)  # let the task begin: a task that never ran leaves nothing when it is cancelled
                 while len(peer.of(Generate)) < 3:
                     await asyncio.sleep(0.001)
                 task.cancel()
@@ -354,7 +354,7 @@ def test_a_number_of_choices_that_is_wrong_is_named(runtime_dir: Path, n: Any) -
 
 
 def tokens(peer: ScriptedPeer, client: bytes, message: Message) -> None:
-    """A token is a character."""
+    """Count each character as a token."""
     if not isinstance(message, Call):
         return
     params = unpack_body(message.body)

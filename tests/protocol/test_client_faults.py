@@ -32,7 +32,7 @@ def test_no_supervisor(runtime_dir: Path) -> None:
     for _ in range(10):
         with pytest.raises(ConnectionLost, match=r"no supervisor is running here .*front.*serve --runtime-dir /.+`"):
             Client(runtime_dir=runtime_dir)
-    # A connection must not linger for messages that can never be sent. That would take five seconds each time.
+    # A connection must not linger for messages that can never be sent: that would take five seconds each time.
     assert time.monotonic() - start < 40
 
 
@@ -73,7 +73,7 @@ def test_a_supervisor_that_refuses_in_its_greeting(runtime_dir: Path) -> None:
 def test_a_killed_supervisor_ends_every_request_once_and_at_once(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client must see the end of the connection itself: the heartbeats are an hour apart here."""
+    """The client must notice the end of the connection itself, since its heartbeats are an hour apart here."""
     monkeypatch.setattr(transport, "IPC_HEARTBEAT_MS", (3_600_000, 3_600_000, 3_600_000))
     with peer_process(runtime_dir / "front") as process, Client(runtime_dir=runtime_dir) as client:
         streams = [client.generate("letters", str(i)) for i in range(3)]
@@ -101,7 +101,7 @@ def test_what_came_before_the_end_is_delivered_before_it_is_raised(runtime_dir: 
 
 
 def test_an_answer_that_is_complete_is_no_loss(runtime_dir: Path) -> None:
-    """The end of the connection is told before the last frames are read: those come first all the same."""
+    """libzmq reports the end of the connection before the last frames are read. The client reads those frames first."""
     peer = ScriptedPeer(runtime_dir / "front", answers(["a", "b", "c"]))
     with peer, Client(peer.endpoint) as client:
         stream = client.generate("letters", "x")
@@ -117,7 +117,7 @@ def test_an_answer_that_is_complete_is_no_loss(runtime_dir: Path) -> None:
 
 
 def test_a_supervisor_that_comes_back_is_not_this_sessions(runtime_dir: Path) -> None:
-    """What was asked of the first must not reach the second: a new connection has a new socket and a new session."""
+    """Messages for the first supervisor must not reach the second, so a new connection has a new socket and session."""
     with ScriptedPeer(runtime_dir / "front", HoldingScript()) as first:
         client = Client(first.endpoint)
         stream = client.generate("letters", "x")
@@ -153,7 +153,7 @@ def test_a_call_waits_no_longer_than_the_connection(runtime_dir: Path) -> None:
     ids=["gap", "repeated", "after terminal", "two ends", "no reason", "bad error", "bad text", "bad map"],
 )
 def test_a_stream_that_breaks_the_protocol_ends_alone(runtime_dir: Path, frames: list[Events], what: str) -> None:
-    """It ends with INTERNAL; the other stream goes on; what still comes of it is ignored."""
+    """The broken stream ends with INTERNAL, its later events are ignored, and the other stream goes on."""
 
     def script(peer: ScriptedPeer, client: bytes, message: Message) -> None:
         if isinstance(message, Generate) and message.request == 2:
@@ -175,7 +175,7 @@ def test_a_stream_that_breaks_the_protocol_ends_alone(runtime_dir: Path, frames:
 
 
 def test_a_frame_that_cannot_be_read_ends_the_connection(runtime_dir: Path) -> None:
-    """It may have held anybody's terminal event: nobody may wait for it for ever."""
+    """The frame may have held the terminal event of any request, and no request may wait for ever."""
     with ScriptedPeer(runtime_dir / "front", HoldingScript()) as peer, Client(peer.endpoint) as client:
         streams = [client.generate("letters", str(i)) for i in range(2)]
         assert [next(s).text for s in streams] == ["0 ", "0 "]
@@ -207,7 +207,7 @@ def test_a_request_refused_for_the_connection_as_a_whole_ends_all(runtime_dir: P
 
 
 def test_waiting_long_is_no_error_while_the_connection_lives(runtime_dir: Path) -> None:
-    """ACCEPTED, then nothing for several time-outs' worth of other requests, then the answer."""
+    """After ACCEPTED nothing comes for several times the time-out of other requests. Then the answer comes."""
     with ScriptedPeer(runtime_dir / "front", HoldingScript(first=0)) as peer, Client(peer.endpoint) as client:
         patient = client.generate("letters", "x")
         for _ in range(3):
@@ -240,7 +240,7 @@ def test_the_window_of_the_greeting_holds(runtime_dir: Path) -> None:
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Check that nothing of a closed client is left: no descriptor, and no thread of libzmq."""
+    """Check that a closed client leaves nothing: no descriptor, and no thread of libzmq."""
 
     def count(what: str) -> int:
         return len(os.listdir(f"/proc/self/{what}"))

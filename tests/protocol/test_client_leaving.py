@@ -1,4 +1,4 @@
-"""Every way of leaving a stream cancels its request: with exactly one CANCEL, and no event afterwards."""
+"""Every way of leaving a stream sends exactly one CANCEL, and the client delivers no event afterwards."""
 
 import gc
 import subprocess
@@ -122,7 +122,7 @@ def test_leaving_cancels_once(runtime_dir: Path, leave: Callable[[Client], objec
 
     with ScriptedPeer(runtime_dir / "front", script) as peer, Client(peer.endpoint) as client:
         kept = leave(client)
-        # a second request on the same connection is behind the CANCEL, and its answer behind the late events
+        # a second request on the same connection comes after the CANCEL, and its answer after the late events
         assert client.complete("letters", "y").text == "fine"
         assert peer.of(Cancel) == [Cancel(1)]
         session = client._connection.session
@@ -170,7 +170,7 @@ def test_the_reason_is_known_as_soon_as_the_loop_is_left(runtime_dir: Path) -> N
 
 
 def test_leaving_before_the_end_is_cancelled_even_if_the_end_had_come(runtime_dir: Path) -> None:
-    """The text that was read is not the whole answer, so "stop" would mislead."""
+    """The client has not read the whole answer, so "stop" would be misleading."""
     with ScriptedPeer(runtime_dir / "front", answers(["a", "b"])) as peer, Client(peer.endpoint) as client:
         for _ in (stream := client.generate("letters", "x")):
             pump_until(client, lambda: stream._state.ended, "the terminal event")
@@ -190,7 +190,7 @@ def test_a_stream_dropped_in_another_thread_is_cancelled_by_the_next_use(runtime
 
 
 def test_a_finalizer_in_the_midst_of_anything_disturbs_nothing(runtime_dir: Path) -> None:
-    """The collector may drop a stream between any two steps of receiving and sending; its CANCEL then waits."""
+    """The collector may drop a stream between any two steps of receiving and sending. Then its CANCEL has to wait."""
     victims: list[Stream] = []
 
     class DroppingSocket:
@@ -272,7 +272,7 @@ next(kept)
 
 @pytest.mark.parametrize("kind", ["Client", "AsyncClient"])
 def test_what_is_dropped_in_a_cycle_does_not_stop_the_garbage_collector(holding: ScriptedPeer, kind: str) -> None:
-    """It finalizes the parts of a cycle in any order: the context before the sockets, the sockets before a stream."""
+    """The collector may finalize the context before the sockets, and the sockets before a stream."""
     source = """
 import asyncio, gc, sys
 import modelctl

@@ -1,4 +1,4 @@
-"""One client, several threads: each gets what is its own, none waits for what came to another, none waits for ever."""
+"""Several threads can share one client: each gets its own messages, and none waits for ever."""
 
 import random
 import signal
@@ -34,7 +34,7 @@ from tests.protocol.scripted_peer import (
 
 
 class Threads:
-    """Runs things in threads, and what they raise in the test."""
+    """A set of threads whose exceptions are raised in the test."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -63,7 +63,7 @@ class Threads:
 
 @contextmanager
 def patient(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    """A client whose threads look only when they are told to, never by the way."""
+    """Make a client whose threads look for messages only when they are woken, and not after a while by themselves."""
     monkeypatch.setattr(shared_connection, "_LONGEST_WAIT_S", 300.0)
     with Client(endpoint) as client:
         client._connection._liveness.step = 300.0
@@ -88,7 +88,7 @@ def echo(peer: ScriptedPeer, client: bytes, message: Message) -> None:
 
 
 def test_each_of_many_threads_gets_its_own(runtime_dir: Path) -> None:
-    """Streams, choices, calls and streams that are left, in random order, all over one connection."""
+    """Threads use streams, choices, calls and abandoned streams in random order over one connection."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
 
@@ -132,7 +132,7 @@ def test_whoever_waited_for_all_leaves_it_to_another(runtime_dir: Path, monkeypa
         for i, stream in enumerate(streams):
             threads.start(lambda stream=stream: got.append(next(stream).text))
             wait_until(lambda i=i: waits(streams[i]), "the thread to wait")  # type: ignore[misc]
-        for i in (0, 2, 1, 3):  # the first is the one that waits for all
+        for i in (0, 2, 1, 3):  # the first thread waits for all
             peer.inject(peer.clients[0], events(delta(i + 1, 0, str(i))))
             wait_until(lambda i=i: str(i) in got, f"the delta of {i}")  # type: ignore[misc]
         threads.join()
@@ -206,7 +206,7 @@ def test_a_stream_dropped_by_one_thread_while_another_waits(runtime_dir: Path, m
 
 
 def test_what_is_left_while_the_lock_is_held_is_cancelled_when_it_is_free(runtime_dir: Path) -> None:
-    """By another thread; or by a finalizer or a signal handler, which interrupt whatever this thread is at."""
+    """Another thread may leave a stream, or a finalizer or signal handler that interrupts this thread."""
     with ScriptedPeer(runtime_dir / "front", HoldingScript(first=0)) as peer, Client(peer.endpoint) as client:
         dropped, cancelled = [client.generate("letters", "1")], client.generate("letters", "2")
         other = [client.generate("letters", "3")]
@@ -224,7 +224,7 @@ def test_what_is_left_while_the_lock_is_held_is_cancelled_when_it_is_free(runtim
 
 
 def test_a_signal_handler_may_cancel(runtime_dir: Path) -> None:
-    """Whatever it interrupts: a hundred of them, while a stream is read that ends by nothing else."""
+    """A hundred signals come at any point, while the thread reads a stream that only a cancel ends."""
 
     def endless(peer: ScriptedPeer, client: bytes, message: Message) -> None:
         if isinstance(message, Generate):
@@ -266,7 +266,7 @@ def test_one_thread_at_a_time_reads_a_stream(runtime_dir: Path) -> None:
     threads = Threads()
     with ScriptedPeer(runtime_dir / "front", HoldingScript(first=1)) as peer, Client(peer.endpoint) as client:
         stream = client.generate("letters", "x")
-        next(stream)  # else ACCEPTED would let the thread go for a moment, in which we could take its place
+        next(stream)  # without this, ACCEPTED would wake the thread for a moment, and this thread could take its place
         threads.start(stream.complete)
         wait_until(lambda: waits(stream), "the thread to wait")
         with pytest.raises(RuntimeError, match="one thread at a time"):
@@ -293,7 +293,7 @@ def test_threads_connect_anew_once_for_all(runtime_dir: Path) -> None:
 def test_threads_share_one_attempt_to_connect_where_nobody_listens(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads that find the connection lost before the attempt fails share its result: none of them tries again."""
+    """Threads that find the connection lost before the attempt fails share its result, and none of them tries again."""
     threads = Threads()
     with ScriptedPeer(runtime_dir / "front") as peer:
         client = Client(peer.endpoint, connect_timeout=0.5)

@@ -1,4 +1,4 @@
-"""Any bytes give a message or a FrameError, and never take much memory."""
+"""Decoding any bytes gives a message or a FrameError, and never takes much memory."""
 
 import struct
 import tracemalloc
@@ -44,7 +44,7 @@ EVENTS = st.lists(
 
 
 def try_to_decode(frame: bytes) -> Message | None:
-    """Do everything that is ever done with bytes from a socket. Anything but a FrameError is a bug."""
+    """Decode bytes from a socket in every way that the product does. Any exception other than FrameError is a bug."""
     refused = None
     try:
         kind_of(frame)
@@ -101,7 +101,7 @@ def test_mutated_frames(frame: bytes, data: st.DataObject) -> None:
                 del mutable[at:]
     message = try_to_decode(bytes(mutable))
     if message is not None:
-        # what was taken is a message: it can be said again, and means the same (NaN equals nothing, its bytes do)
+        # an accepted frame can be encoded again, and decodes to an equal message (compared as bytes, since NaN != NaN)
         assert encode(decode(encode(message), ALL)) == encode(message)
 
 
@@ -129,12 +129,12 @@ def test_events_come_back(events: list[tuple[int, int, int, list[int], str]], ch
 def test_events_are_read_alike_on_both_roads(
     events: list[tuple[int, int, int, list[int], str]], changes: list[tuple[int, int]]
 ) -> None:
-    """The supervisor's shorter one refuses what the other refuses, for the same reason."""
+    """The supervisor's shorter decoder refuses the same frames as the other one, for the same reasons."""
     packed = [pack_event(ids, {"text": text}) for *_, ids, text in events]
     index = [EventEntry(r, s, f, len(ids), len(p)) for (r, s, f, ids, _), p in zip(events, packed, strict=True)]
     frame = bytearray(encode(Events(1, 1, index, b"".join(packed))))
     for at, value in changes:
-        frame[at % (len(frame) - 3) + 3] = value  # behind what says that it is EVENTS
+        frame[at % (len(frame) - 3) + 3] = value  # after the bytes that say that it is EVENTS
     assert is_events(bytes(frame))
 
     def outcome(read: Callable[[bytes], Message]) -> object:
@@ -205,7 +205,7 @@ EVENTS_HEAD = b"\x96\x01\x12\x01\x01"
     ],
 )  # fmt: skip
 def test_a_mebibyte_of_small_things_costs_little(refused: Callable[[], object]) -> None:
-    """Unbounded, a mebibyte of empty maps becomes 72 MiB of objects."""
+    """Without a bound, a mebibyte of empty maps becomes 72 MiB of objects."""
     tracemalloc.start()
     try:
         with pytest.raises(FrameError) as raised:

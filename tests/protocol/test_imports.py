@@ -1,4 +1,4 @@
-"""The cost of importing the client: libzmq's and msgpack's modules, and little else."""
+"""Importing the client loads the modules of libzmq and msgpack, and little else."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The limits of silence: of the judge alone, and with a supervisor that hangs, is stopped, or is only slow."""
+"""Clients notice a supervisor that hangs or is stopped within the limits of silence, and wait for one that is slow."""
 
 import asyncio
 import signal
@@ -34,7 +34,7 @@ Wait = Callable[[Path], None]
 
 
 def watch(liveness: Liveness, start: float, end: float, *, waiting: bool = True) -> list[tuple[float, PeerState]]:
-    """Return its judgements other than ALIVE, asked ten times per second."""
+    """Check ten times per second. Return the times and states that were not ALIVE."""
     parts: list[tuple[float, PeerState]] = []
     for tenth in range(round(start * 10), round(end * 10) + 1):
         state = liveness.check(tenth / 10, waiting=waiting)
@@ -63,7 +63,7 @@ def test_silence_is_nothing_while_nothing_is_awaited() -> None:
 
 
 def test_who_did_not_look_cannot_tell() -> None:
-    """The program did something else for a minute: what came meanwhile may not have been taken in yet."""
+    """The program did something else for a minute, so messages that came meanwhile may not have been read yet."""
     liveness = Liveness(15.0, 0.0)
     assert watch(liveness, 0, 9) == [(5.0, PeerState.ASK)]
     assert watch(liveness, 69, 100) == [(74.0, PeerState.ASK), (84.0, PeerState.LOST)]
@@ -125,7 +125,7 @@ def on_a_loop(ask: Callable[[AsyncClient], Coroutine[Any, Any, object]]) -> Wait
     ids=["request", "call", "choices", "async request", "async call", "async choices"],
 )
 def test_a_supervisor_that_hangs_is_noticed(runtime_dir: Path, wait: Wait) -> None:
-    """Its connection is as alive as ever: libzmq answers the heartbeats, nobody answers PING."""
+    """The connection stays alive, since libzmq answers the heartbeats. But no PING is answered."""
     with ScriptedPeer(runtime_dir / "front", pong=False) as peer:
         start = time.monotonic()
         with pytest.raises(ConnectionLost, match=r"has not answered for 0.6 s: it hangs, or is stopped"):
@@ -143,7 +143,7 @@ def test_a_supervisor_that_hangs_is_noticed(runtime_dir: Path, wait: Wait) -> No
     ids=["blocking", "async"],
 )
 def test_a_stream_that_is_only_slow_is_waited_for(runtime_dir: Path, wait: Wait) -> None:
-    """Nothing of the request comes for several times what silence is borne, but PING is answered."""
+    """No event comes for several times the limit of silence, but the supervisor answers PING."""
 
     def script(peer: ScriptedPeer, client: bytes, message: Message) -> None:
         if isinstance(message, Ping) and len(peer.of(Ping)) == 8:
@@ -180,14 +180,14 @@ def test_a_supervisor_that_is_stopped_is_noticed_in_a_loop(runtime_dir: Path) ->
 
 
 def test_a_client_that_was_stopped_itself_loses_nothing(runtime_dir: Path) -> None:
-    """It looked away for longer than it bears silence; what came meanwhile is there all the same."""
+    """The client was stopped for longer than its limit of silence. Messages that came meanwhile are still delivered."""
     with (
         ScriptedPeer(runtime_dir / "front", HoldingScript()) as peer,
-        Client(peer.endpoint, silence=2.0) as client,  # long enough for a busy machine to answer the PING that follows
+        Client(peer.endpoint, silence=2.0) as client,  # enough for a busy machine to answer PING
     ):
         stream = client.generate("letters", "x")
         assert next(stream).text == "0 "
-        time.sleep(4.0)  # what is tested is the passing of time without a look
+        time.sleep(4.0)  # the time must really pass while the client does not look
         peer.inject(peer.clients[0], events(delta(1, 1, "there")))
         assert next(stream).text == "there"
 

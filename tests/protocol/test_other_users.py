@@ -1,4 +1,4 @@
-"""A client sends nothing to another user, however she has come to listen where the supervisor should."""
+"""A client sends nothing to another user, in whatever way that user came to listen at the supervisor's place."""
 
 import asyncio
 import os
@@ -24,13 +24,13 @@ REFUSED = f"uid {UID}, and not of yours"
 
 @pytest.fixture
 def place(runtime_dir: Path) -> Path:
-    """A folder that everybody may write to."""
+    """Make a directory that every user may write to."""
     runtime_dir.chmod(0o777)
     return runtime_dir
 
 
 def between_check_and_connect(client: Client | AsyncClient, act: Callable[[], object]) -> None:
-    """Have ``act`` called the next time that the client dials: after it has looked at the directory by name."""
+    """Call ``act`` the next time that the client connects, after the client has checked the directory by name."""
     dial: Callable[..., Any] = client._new_connection
 
     def dial_late(**how: Any) -> Any:
@@ -42,14 +42,14 @@ def between_check_and_connect(client: Client | AsyncClient, act: Callable[[], ob
 
 
 def flip(link: Path, target: str) -> None:
-    """Exchange a symbolic link in one step, as everybody who may write to its folder can."""
+    """Replace a symbolic link in one step, as every user who may write to its directory can."""
     new = link.with_name("new")
     new.symlink_to(target)
     new.rename(link)
 
 
 def blocking(runtime_dir: Path, supervisor: ScriptedPeer, act: Callable[[], object]) -> None:
-    """A client that was connected to its supervisor asks something after the supervisor has ended."""
+    """Ask with a client that was connected to a supervisor, after that supervisor has ended."""
     with Client(runtime_dir=runtime_dir, connect_timeout=PATIENCE_S) as client:
         supervisor.stop()
         until_lost(client)
@@ -86,7 +86,7 @@ def test_a_link_that_is_flipped_before_the_client_connects_again(place: Path, as
 def test_a_missing_directory_that_she_makes_while_the_client_tries_to_connect(
     place: Path, ask_again: Callable[..., None]
 ) -> None:
-    """The check passes, since nobody can listen there. The client tries again and again and finds her socket."""
+    """The check passes, since the directory is missing. The client tries again, and then finds the other's socket."""
     (place / "run").mkdir(mode=0o700)
     came: list[Stranger] = []
 
@@ -101,7 +101,7 @@ def test_a_missing_directory_that_she_makes_while_the_client_tries_to_connect(
 
 
 def test_the_first_connection(place: Path) -> None:
-    """As after a flipped link: the directory that was checked is ours, and she listens where the client connects."""
+    """After a link was replaced, the checked directory is the user's own, and the other user listens at the target."""
 
     async def ask() -> None:
         await AsyncClient(runtime_dir=place, timeout=PATIENCE_S).connect()
@@ -118,7 +118,7 @@ def test_the_first_connection(place: Path) -> None:
 
 
 def test_root_is_another_user_too(place: Path) -> None:
-    """The tests run as root, so here root listens, and another user asks."""
+    """The tests run as root, so root listens here, and another user asks."""
     code = (
         "import sys; from tests.protocol.stranger import UID, become; from modelctl import Client; become(UID)\n"
         "try: Client(f'ipc://{sys.argv[1]}/front', timeout=60).complete('letters', 'a secret')\n"

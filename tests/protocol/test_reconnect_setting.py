@@ -15,7 +15,7 @@ ANSWERS = [b"answer %d" % n for n in range(5)]
 
 @contextmanager
 def ended(directory: Path, interval: int, immediate: int) -> Iterator[zmq.Socket[bytes]]:
-    """A client's socket whose connection has ended after the answers had arrived, and before any was read."""
+    """Make a client's socket with a connection that has ended while its answers are unread."""
     endpoint = f"ipc://{directory}/answers"
     theirs: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     ours: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -31,7 +31,7 @@ def ended(directory: Path, interval: int, immediate: int) -> Iterator[zmq.Socket
         for answer in ANSWERS:
             router.send_multipart([who, answer])
         assert dealer.poll(10_000)
-        router.close(linger=-1)  # what was sent leaves before the end
+        router.close(linger=-1)  # sent frames leave before the connection ends
         theirs.term()
         assert monitor.poll(10_000), "the client was not told of the end"
         yield dealer

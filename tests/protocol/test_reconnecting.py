@@ -1,4 +1,4 @@
-"""A lost connection: what was asked over it ends, once; what is asked next goes over a new one."""
+"""Requests of a lost connection end once, and the next request uses a new connection."""
 
 import asyncio
 import errno
@@ -36,7 +36,7 @@ from tests.protocol.scripted_peer import (
 
 
 class Accepting:
-    """A listener that is no supervisor: it accepts and hangs up. When, tells how patient a client is."""
+    """A listener that accepts connections and closes them. ``at``: their times, which show a client's patience."""
 
     def __init__(self, path: Path) -> None:
         self._server = socket.socket(socket.AF_UNIX)
@@ -109,7 +109,7 @@ def test_a_supervisor_that_comes_back_late_is_found(runtime_dir: Path) -> None:
     texts: list[str] = []
     thread = threading.Thread(target=lambda: texts.append(client.complete("letters", "x").text))
     thread.start()
-    time.sleep(0.3)  # so long nobody is there: what is tested is that this does not matter
+    time.sleep(0.3)  # for this time no supervisor is there, which must not matter
     with ScriptedPeer(runtime_dir / "front", answers(["fine"])) as peer:
         thread.join(10)
         assert texts == ["fine"]
@@ -130,7 +130,7 @@ def test_a_try_that_begins_as_the_time_ends_does_not_hide_why_the_others_failed(
     shared = SharedConnection(f"ipc://{runtime_dir}/front", patience=60, redial=True)
     try:
         wait_until(lambda: bool(shared.pump() or shared._redial.failure), "the first try to fail")
-        shared._dial(shared._redial.give_up_at, [])  # the last one, that nothing is known of yet
+        shared._dial(shared._redial.give_up_at, [])  # the last attempt, which has no result yet
         shared._check_deadlines(shared._redial.give_up_at, [])
         with pytest.raises(ConnectionLost, match="no supervisor is running here"):
             shared.wait_welcome()
@@ -200,7 +200,7 @@ def test_a_supervisor_that_has_said_goodbye(runtime_dir: Path) -> None:
 
 
 def test_after_an_interrupt_the_client_is_of_use_again(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C between taking a frame and applying it: the frame is lost, so the connection is, and nothing else."""
+    """Ctrl-C between reading a frame and applying it loses the frame, and so the connection, but nothing else."""
     receive = ClientSession.receive
     interrupts: list[BaseException] = []
 
@@ -242,7 +242,7 @@ def test_in_a_loop_the_next_request_connects_anew(runtime_dir: Path) -> None:
             with pytest.raises(ConnectionLost):
                 await anext(stream)
         early = [asyncio.create_task(client.complete("letters", str(i))) for i in range(3)]
-        await asyncio.sleep(0.2)  # nobody is there yet
+        await asyncio.sleep(0.2)  # no supervisor is there yet
         with ScriptedPeer(runtime_dir / "front", answers(["fine"])) as peer:
             assert [(await task).text for task in early] == ["fine"] * 3
             assert (await client.complete("letters", "y")).text == "fine"
@@ -275,7 +275,7 @@ def test_in_a_loop_nobody_there_is_said_in_time(runtime_dir: Path) -> None:
 
 
 def test_in_a_loop_generate_does_not_wait_for_the_connection(runtime_dir: Path) -> None:
-    """If ``generate`` waited, it would wait for an hour, and this test would be stopped before."""
+    """If ``generate`` waited, it would wait for an hour, and the test would time out."""
 
     async def main() -> None:
         with ScriptedPeer(runtime_dir / "front") as peer:
@@ -323,7 +323,7 @@ def test_nothing_is_left_of_connections_that_were_lost(runtime_dir: Path) -> Non
 
 
 def test_where_no_socket_can_be_made_that_is_said(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Descriptors may run out in any process; they may be free again before the time is over."""
+    """A process may run out of descriptors, and have some again before the time is over."""
     tries = []
 
     def fail(*_: object) -> None:
@@ -342,7 +342,7 @@ def test_where_no_socket_can_be_made_that_is_said(runtime_dir: Path, monkeypatch
 
 @contextmanager
 def nobody_accepts() -> Iterator[str]:
-    """An address whose queue of newcomers is full: a connection to it is not refused, and never made."""
+    """Return an address whose accept queue is full. A connection to it is neither refused nor made."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as stack:
         for _ in range(8):
             filler = stack.enter_context(socket.socket())
@@ -353,7 +353,7 @@ def nobody_accepts() -> Iterator[str]:
 
 @pytest.mark.parametrize("kind", [SharedConnection, LoopConnection])
 def test_a_client_rests_while_its_connection_is_being_made(kind: type[SharedConnection] | type[LoopConnection]) -> None:
-    """The socket's descriptor is readable from the start. Left alone, it would keep the client busy until connected."""
+    """The socket's descriptor is readable from the start, and must not keep the client busy until it is connected."""
     pumped = 0
 
     async def connect(endpoint: str) -> None:

@@ -1,4 +1,4 @@
-"""Requests are refused by naming field, value and limit, and without repeating anybody's text."""
+"""A refusal of a request names the field, the value and the limit, and repeats no text of the request."""
 
 import json
 from typing import Any
@@ -345,6 +345,6 @@ def test_any_fields_make_a_request_or_a_request_error(fields: dict[str, Any]) ->
 
 
 def test_the_clients_know_the_names_of_all_options() -> None:
-    """``RequestOptions`` names them for editors. ``prompt`` is a parameter of its own, ``progress`` is no option."""
+    """``RequestOptions`` names all options for editors. ``prompt`` is a separate parameter, ``progress`` is none."""
     wire = {*GenerateRequest.model_fields, *ALIASES, *ROUTE_KEYS} - {"prompt", "progress"}
     assert {*RequestOptions.__annotations__} == wire

@@ -1,4 +1,4 @@
-"""A model's defaults and limits: what counts when, and what models.yaml may say."""
+"""A model's defaults and limits apply in the right order, and models.yaml accepts only valid ones."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The session alone: whatever order things happen in, every request ends exactly once and reads as it was sent."""
+"""In a session alone, every request ends exactly once and reads as it was sent, in any order of events."""
 
 from dataclasses import dataclass, field
 
@@ -28,7 +28,7 @@ def session_with_window() -> ClientSession:
 
 @dataclass
 class Reader:
-    """One request: what its peer has left to send, and what its reader got."""
+    """One request, with the events that its peer still has to send and those that its reader got."""
 
     state: StreamState
     to_send: list[Event]
@@ -100,7 +100,7 @@ def test_every_request_ends_exactly_once(data: st.DataObject) -> None:
 
 @given(st.integers(0, 40), st.integers(0, 40))
 def test_credit_never_runs_out_and_is_never_granted_ahead(arrive: int, taken: int) -> None:
-    """At every moment: granted = taken, less than half a window; so a peer with a window can always send on."""
+    """The client always owes less than half a window of credit for read events, so the peer can always send on."""
     session = session_with_window()
     state = session.generate("letters", {"prompt": "x"})
     session.outbox.clear()

@@ -1,4 +1,4 @@
-"""An address may take connections without a supervisor behind it, such as a tunnel's. The error does not blame keys."""
+"""If an address accepts connections but no supervisor answers, as with a tunnel, the error does not blame the key."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ TOLD = r"no supervisor listens at tcp://127\.0\.0\.1:\d+: the connection was tak
 
 @contextlib.contextmanager
 def listener(meet: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The endpoint of a TCP listener that does this with each connection, and keeps it open."""
+    """Run a TCP listener that calls ``meet`` for each connection and keeps it open. Return its endpoint."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken: list[socket.socket] = []
 
@@ -64,7 +64,7 @@ def test_whoever_does_not_greet_is_no_supervisor(meet: Callable[[socket.socket],
 
 
 def test_whoever_says_nothing_may_be_a_supervisor_that_is_busy() -> None:
-    """libzmq gives up a handshake after 3 s. It is tried again as long as there is patience."""
+    """libzmq gives up a handshake after 3 s. The client tries again until its own time-out."""
     with listener(is_silent) as endpoint, pytest.raises(ConnectionLost, match=r"did not answer within 4 s|too busy"):
         Client(endpoint, timeout=4)
 

@@ -1,4 +1,4 @@
-"""The vectors that a client in another language can be held against hold for this one."""
+"""The test vectors, which clients in other languages can be checked with, hold for this implementation."""
 
 import json
 from typing import Any
@@ -44,7 +44,7 @@ def test_valid(vector: dict[str, Any]) -> None:
 
 
 def as_doubles(value: Any) -> Any:
-    """Return the fields as a reader understands them whose every JSON number is a double."""
+    """Return the fields as a JSON reader sees them that reads every number as a double."""
     if isinstance(value, float):
         assert value.is_integer(), "a float without a mark"
         return int(value)
