@@ -16,7 +16,7 @@ from typing import Any, Self, Unpack
 from protocol.client.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
 from protocol.client.async_streams import AsyncChoices, AsyncStream
 from protocol.client.client_key import ClientKey
-from protocol.client.connection import check_can_generate, check_welcomed
+from protocol.client.connection import CANNOT_CONNECT, check_can_generate, check_welcomed
 from protocol.client.liveness import DEFAULT_SILENCE_S
 from protocol.client.loop_connection import LoopConnection
 from protocol.client.request_builder import (
@@ -67,18 +67,24 @@ class AsyncClient:
         """
         if self._connected is not None:
             raise RuntimeError("this client was connected before: make a new one")
-        self._connected = connection = self._new_connection(patience=self.timeout)
         try:
+            self._connected = connection = self._new_connection(patience=self.timeout)
             connection.pump()
             while not check_welcomed(connection):
                 await connection.wait_change()
+        except CANNOT_CONNECT as e:
+            await self.close()
+            raise e.with_traceback(None) from None
         except BaseException:
             await self.close()
             raise
         return self
 
     async def __aenter__(self) -> Self:
-        return await self.connect()
+        try:
+            return await self.connect()
+        except CANNOT_CONNECT as e:
+            raise e.with_traceback(None) from None
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -31,6 +31,11 @@ PROBE_LOOK_S: Final = 0.01
 """Seconds between two looks at the probe of a listener with which the handshake failed."""
 
 
+CANNOT_CONNECT: Final = (WireError, ValueError)
+"""The errors that a client raises if it cannot connect. Their messages say why, so the clients raise them without the
+frames below the public method: a program's author learns nothing from those."""
+
+
 class Connection:
     """A connection of a client. The constructor does not connect: the first ``pump`` does.
 

@@ -22,7 +22,7 @@ from typing import Any, Self, Unpack
 
 from protocol.client.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
 from protocol.client.client_key import ClientKey
-from protocol.client.connection import check_can_generate
+from protocol.client.connection import CANNOT_CONNECT, check_can_generate
 from protocol.client.liveness import DEFAULT_SILENCE_S
 from protocol.client.request_builder import (
     choice_requests,
@@ -90,7 +90,10 @@ class Client:
         self._new_connection: Callable[..., SharedConnection] = lambda **how: SharedConnection(
             endpoint, runtime_dir=runtime_dir, admin=admin, key=key, silence=silence, **how
         )
-        self._connection = self._connect(patience=timeout)
+        try:
+            self._connection = self._connect(patience=timeout)
+        except CANNOT_CONNECT as e:
+            raise e.with_traceback(None) from None
 
     def __enter__(self) -> Self:
         return self
