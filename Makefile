@@ -1,14 +1,7 @@
-# make demo    two small models served end to end on the CPU (no GPU needed)
-# make test    the whole test suite
-# make serve   leave a supervisor with the demo models running (modelctl shutdown ends it)
-# make lint    ruff, strict types, import direction
-# make docs    the documentation site, in site/; a dead link, or a page that nothing links to, is an error
-# make test-clients   the npm package openai under Node against the gateway; needs Node 20 and npm, no GPU
-# make test-fuzz-http   requests drawn from the gateway's OpenAPI document for FUZZ_SECONDS=60; needs no GPU
-# make test-browser   the gateway's page in a real browser: Debian's chromium (apt-get install chromium), no GPU
-# make test-install   pip install . into empty environments, without the engines' packages: clients work from there
+# `make help` lists what can be made.
 #
-# Each makes its own environment in .venv first, and says before it downloads how much that is. Variables:
+# Each makes its own environment in .venv first, and says before it downloads how much that is. Variables,
+# which `make help` shows, too:
 #   PYTHON=python3.12    which Python makes the environment (3.11 to 3.13)
 #   TORCH_INDEX=URL      package index for torch alone. PyPI's torch for Linux is a CUDA build of several GB; without a
 #                        GPU, https://download.pytorch.org/whl/cpu is enough; for another CUDA version see pytorch.org
@@ -27,43 +20,46 @@ BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-clients test-browser test-fuzz-http test-install serve lint docs bench clean
+.PHONY: demo test test-clients test-browser test-fuzz-http test-install serve lint docs bench clean help
 
-demo: $(VENV)/.run
+demo: $(VENV)/.run ## two small models served end to end on the CPU, then stopped again; no GPU needed
 	$(BIN)/python examples/demo.py
 
-serve: $(VENV)/.run
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2} /^#   / {v = v "\n" substr($$0, 2)} END {print v}' Makefile
+
+serve: $(VENV)/.run ## leave a supervisor with the demo models running; `modelctl shutdown` ends it
 	$(BIN)/modelctl serve --detach --config models.yaml
 	@echo "Now: $(BIN)/modelctl ps | status | run letters 'sort: d b a c ->' | stop stories | shutdown"
 
-test: $(VENV)/.test
+test: $(VENV)/.test ## the whole test suite
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-install: $(VENV)/.test
+test-install: $(VENV)/.test ## pip install . into empty environments, without the engines' packages: clients work from there
 	$(BIN)/python -m pytest -s tests/plain_installation.py
 
-test-clients: $(VENV)/.test
+test-clients: $(VENV)/.test ## the npm package openai under Node against the gateway; needs Node 20 and npm, no GPU
 	npm install --no-audit --no-fund --silent --prefix $(VENV)/node openai@7.57.0
 	$(BIN)/python -m pytest tests/npm_openai.py
 
-test-fuzz-http: $(VENV)/.test
+test-fuzz-http: $(VENV)/.test ## requests drawn from the gateway's OpenAPI document for FUZZ_SECONDS=60; needs no GPU
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt schemathesis
 	$(BIN)/python -m pytest -s tests/fuzz_http.py
 
-test-browser: $(VENV)/.test
+test-browser: $(VENV)/.test ## the gateway's page in a real browser: Debian's chromium (apt-get install chromium), no GPU
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt playwright
 	$(BIN)/python -m pytest tests/page_in_browser.py
 
-lint: $(VENV)/.test
+lint: $(VENV)/.test ## ruff, strict types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(VENV)/.docs
+docs: $(VENV)/.docs ## the documentation site, in site/; a dead link, or a page that nothing links to, is an error
 	$(BIN)/python -m tools.docs --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict # with --quiet, no warning would count
 
-bench: $(VENV)/.test
+bench: $(VENV)/.test ## the speed of serving the demo models, as in benchmarks/serving.py
 	$(BIN)/python -m benchmarks.serving
 
 # TORCH_INDEX lacks many versions of what torch needs, also those that constraints.txt asks for. So torch alone comes from
@@ -91,5 +87,5 @@ $(VENV)/.docs: pyproject.toml setup.py constraints.txt tools/make_venv.py $(COMP
 	$(PIP) -r $(VENV)/docs.txt
 	touch $@
 
-clean:
+clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist site *.egg-info

@@ -122,7 +122,7 @@ def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
         reasons = [f"{_printable(path)}: {why}" for path, why in left_out.items()]
         message = "none of them can be loaded" if reasons else "a model's directory has config.json and *.safetensors"
         raise CommandFailure(exit_codes.CONFIG, "no_models", f"no model found in {root}: {message}", *reasons)
-    if len(entries) > 1:  # together they may not fit, so each is loaded by its first request
+    if len(entries) > 1:  # the file says why, see _LAZY
         for entry in entries:
             entry.keys["lazy"] = True
     return entries, left_out
@@ -179,8 +179,15 @@ def _has_gpu() -> bool:
 
 _COMMENTS = {
     "max_seq_len": "tokens of context; the model has more, which take more memory",
-    "lazy": "loaded by its first request; without this line, loaded when the supervisor starts",
+    "lazy": "loaded by its first request; without this line, when the supervisor starts",
 }
+_LAZY = """\
+# All models are lazy, because together they may not fit into memory: the first request to a model loads it, and a model
+# that is idle makes room for another one on its GPU. Remove the line `lazy: true` of a model that has to be ready at
+# once. `modelctl plan` then shows what fits. `ttl: 10m` unloads a lazy model that had no request for ten minutes."""
+_NOT_LAZY = """\
+# The model is loaded when the supervisor starts, because it is the only one. With the line `lazy: true` its first
+# request loads it."""
 
 
 def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str]) -> str:
@@ -190,6 +197,8 @@ def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str]
     lines = [
         f"# Written by `modelctl init {_printable(str(directory))}`. `modelctl check` says what is wrong with it.",
         "# `modelctl init` in an empty directory writes a sample that explains every key.",
+        "#",
+        _LAZY if any("lazy" in entry.keys for entry in entries) else _NOT_LAZY,
         "",
         "models:",
     ]

@@ -171,19 +171,39 @@ def _lines(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> list[str]:
         lines.append("")
     started = [o for o in outcomes if o.candidate.autostart]
     lines += [f"{o.candidate.worker}: {_in_words(o)}" for o in outcomes if _in_words(o)]
-    misfits = sum(o.why_not is not None for o in started)
-    count = len(started)
     broken = sum(bool(o.candidate.estimated.faults) for o in started)
     why = f"; {broken} cannot be loaded, and the tables do not count them" if broken else ""
-    message = f"{misfits} of {count} workers would not start{why}" if misfits else f"all {count} workers would start"
-    lines.append(message)
+    lines.append(f"{_how_many_start(started)}{why}")
+    later = [o for o in outcomes if not o.candidate.autostart]
+    lines += _listed("started by the first request (lazy)", [o for o in later if o.candidate.spec.config.lazy])
+    lines += _listed("started by `modelctl start` only", [o for o in later if not o.candidate.spec.config.lazy])
     return lines
+
+
+def _how_many_start(started: "Sequence[Outcome]") -> str:
+    """Return how many of the workers that start with the supervisor find room."""
+    count, misfits = len(started), sum(o.why_not is not None for o in started)
+    if not count:
+        return "no worker starts with the supervisor"
+    if count == 1:
+        return "1 worker would not start" if misfits else "1 worker would start"
+    return f"{misfits} of {count} workers would not start" if misfits else f"all {count} workers would start"
+
+
+def _listed(how: str, outcomes: "Sequence[Outcome]") -> list[str]:
+    """Return a line that names workers that do not start with the supervisor; no line if there are none."""
+    if not outcomes:
+        return []
+    misfits = [o.candidate.worker for o in outcomes if o.why_not is not None]
+    names = ", ".join(o.candidate.worker for o in outcomes)
+    return [f"{how}: {names}" + (f"; would not start: {', '.join(misfits)}" if misfits else "")]
 
 
 def _in_words(outcome: "Outcome") -> str | None:
     """Return the information about a worker that the tables do not show; None if there is none."""
     candidate = outcome.candidate
-    later = "" if candidate.autostart else "does not start with the supervisor; "
+    when = "lazy" if candidate.spec.config.lazy else "does not start with the supervisor"
+    later = "" if candidate.autostart else f"{when}; "
     if outcome.why_not is not None:
         return f"{later}would not start: {outcome.why_not}"
     if outcome.placed is None:

@@ -85,6 +85,20 @@ def test_a_single_model_starts_with_the_supervisor(models: Path, place: Path) ->
     assert written(place) == {"stories": entry}
 
 
+def test_the_file_says_why_its_models_are_lazy_or_not(models: Path, place: Path) -> None:
+    assert modelctl("init", models, cwd=place).returncode == 0
+    several = (place / "models.yaml").read_text()
+    assert "# All models are lazy, because together they may not fit into memory" in several
+    assert "Remove the line `lazy: true` of a model" in several
+    assert modelctl("init", "--force", models / "people", cwd=place).returncode == 0
+    one = (place / "models.yaml").read_text()
+    assert (
+        "# The model is loaded when the supervisor starts, because it is the only one. With the line `lazy: true`"
+        in one
+    )
+    assert "All models are lazy" not in one
+
+
 def test_names_that_mean_something_else_in_yaml_are_quoted(models: Path, place: Path) -> None:
     for name in ("2026-11-22", "null", "on", "12"):
         shutil.copytree(STORIES, place / "odd" / name)

@@ -84,3 +84,41 @@ def test_a_file_that_is_wrong_is_refused_with_its_lines(tmp_path: Path) -> None:
     assert done.returncode == CONFIG
     assert "models.a.vram: is for a model on a GPU" in done.stderr
     assert "models.b.vram: has 3 values for 2 GPUs" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("models", "code", "says"),
+    [
+        ({"a": {}}, 0, ["a: on the CPU", "1 worker would start"]),
+        ({"a": {"gpu": 0, "vram": "30GiB"}}, NO_ROOM, ["1 worker would not start"]),
+        (
+            {"a": {"lazy": True}, "b": {"lazy": True, "gpu": 0, "vram": "30GiB"}},
+            0,
+            [
+                "a: lazy; on the CPU",
+                "no worker starts with the supervisor",
+                "started by the first request (lazy): a, b; would not start: b",
+            ],
+        ),
+        (
+            {"a": {}, "b": {}, "c": {"lazy": True, "gpu": 0, "vram": "20GiB"}, "d": {"autostart": False}},
+            0,
+            [
+                "c: lazy; needs 20.0 GiB (vram in models.yaml), would fit beside the others on GPU 0",
+                "d: does not start with the supervisor; on the CPU",
+                "all 2 workers would start",
+                "started by the first request (lazy): c",
+                "started by `modelctl start` only: d",
+            ],
+        ),
+        ({"a": {"lazy": True, "autostart": True}}, 0, ["a: on the CPU", "1 worker would start"]),
+    ],
+)
+def test_a_plan_says_what_starts_when(
+    tmp_path: Path, models: dict[str, dict[str, object]], code: int, says: list[str]
+) -> None:
+    done = modelctl("plan", write(tmp_path, models), "--gpus", "24G", "--runtime-dir", tmp_path)
+    assert done.returncode == code, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line in says] == says
+    assert not any("0 workers" in line or "1 workers" in line or "1 of 1" in line for line in lines)
