@@ -1,4 +1,4 @@
-"""Constraints that take long to compile, beside other requests: through client, supervisor, worker, and its helper."""
+"""Constraints that take long to compile do not delay other requests, with real clients, supervisors and workers."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ from tests.serving import Serving, is_alive, is_helper, wait_until
 PROMPT = "sort: d b a c ->"
 MODEL = {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu", "max_batch_size": 2}
 MOST_JOBS = 4
-"""Jobs that such a worker has at once."""
+"""Number of jobs that such a worker has at once."""
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,12 @@ def client(serving: Serving) -> Iterator[Client]:
 
 
 def costly(number: int) -> dict[str, Any]:
-    """A schema that is refused after a second of computing, and that no other one is like."""
+    """Return a unique schema that is refused after a second of computing."""
     return {"type": "integer", "multipleOf": 1_000_003 + number}
 
 
 def helper(serving: Serving) -> psutil.Process:
-    """The worker's process that tries constraints."""
+    """Return the worker's process that tries constraints."""
     children = serving.worker("letters").children()
     return next(p for p in children if is_alive(p) and is_helper(p, "constraint child", "constraint_child"))
 
@@ -63,13 +63,13 @@ def errors(serving: Serving) -> int:
 
 
 def test_a_known_regex_and_plain_requests_go_on_beside_unknown_schemas(serving: Serving, client: Client) -> None:
-    """Twenty schemas of a second each, in a worker that takes four jobs at once."""
+    """A worker that takes four jobs at once gets twenty schemas of a second each."""
     regex = "[a-f]{3}-[0-9]{2}"
     client.complete("letters", PROMPT, regex=regex)
     plain = client.complete("letters", PROMPT, temperature=0, max_tokens=20).text
     before = errors(serving)
     with serving.client() as hog:
-        # Nothing is tried until it goes on, or until it is replaced after ten seconds.
+        # No constraint is tried until the helper is resumed, or until it is replaced after ten seconds.
         stopped = helper(serving)
         stopped.suspend()
         streams = [hog.generate("letters", PROMPT, json_schema=costly(number)) for number in range(20)]
@@ -99,7 +99,7 @@ def test_a_known_regex_and_plain_requests_go_on_beside_unknown_schemas(serving: 
 def test_an_operator_cancels_a_parked_request(serving: Serving, client: Client) -> None:
     client.complete("letters", PROMPT, choice=["before"])
     stopped = helper(serving)
-    stopped.suspend()  # nothing is compiled until it goes on, or until it is replaced after ten seconds
+    stopped.suspend()  # the helper compiles nothing until it is resumed, or replaced after ten seconds
     stream = client.generate("letters", PROMPT, regex="[a-f]{7}")
     with serving.client(admin=True) as operator:
 
@@ -168,7 +168,7 @@ def test_requests_that_wait_for_their_constraints_survive_the_worker(serving: Se
 
 
 def test_a_key_pays_for_what_is_compiled_for_it(keyed: Keyed, serving: Serving) -> None:
-    """A thousand tokens for a second of computing, though its prompts are short and it never gets an answer."""
+    """A key pays a thousand tokens for a second of computing, although its prompts are short and get no answer."""
     keyed.new("hog", tokens_per_minute=2000, max_in_flight=4)
     codes = []
     with keyed.client("hog") as hog, keyed.client("known") as other:

@@ -1,4 +1,4 @@
-"""The whole product on the embedded engine: the shipped models, real processes, answers that can be checked."""
+"""The whole product gives the right answers of the shipped models on the embedded engine, with real processes."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def serving() -> Iterator[Serving]:
         name: {"model_dir": f"demo:{name}", "engine": "transformers", "gpu": "cpu", "max_batch_size": 32}
         for name in ("letters", "stories")
     }
-    # loading means importing torch, which takes long where the disk is cold
+    # a load imports torch, which takes long if the files are not in the page cache
     with Serving(models, wait=False) as serving:
         for name in models:
             serving.wait_state(name, "ready", within=90)
@@ -136,7 +136,7 @@ def test_streams_of_a_killed_worker_go_on_and_others_notice_nothing(serving: Ser
         os.kill(pid, signal.SIGKILL)
         parts += [delta.text for delta in other]
         assert "".join(parts) == LONG_ANSWER
-        # they wait while the model loads again
+        # the streams wait while the model loads again
         for stream, (_, answer) in zip(doomed, STORIES, strict=False):
             assert stream.complete().text == answer
             assert stream.usage["resumes"] == 1
@@ -179,7 +179,7 @@ def test_what_a_request_may_ask_for_comes_through(serving: Serving) -> None:
 
 
 def test_killing_the_supervisor_leaves_nothing(serving: Serving) -> None:
-    """Last in this file: it ends the supervisor that the others share."""
+    """This test must be the last in this file, since it ends the supervisor that all tests share."""
     processes = serving.processes()
     assert len(processes) >= 4
     serving.kill()

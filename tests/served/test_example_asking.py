@@ -1,4 +1,4 @@
-"""``examples/asking.py`` works as it says, with the shipped models."""
+"""``examples/asking.py`` works with the shipped models as its text says."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ def test_the_example_runs() -> None:
         name: {"model_dir": f"demo:{name}", "engine": "transformers", "gpu": "cpu", "max_batch_size": 32}
         for name in ("letters", "stories")
     }
-    # loading means importing torch, which takes long where the disk is cold
+    # a load imports torch, which takes long if the files are not in the page cache
     with Serving(models, wait=False) as serving:
         for name in models:
             serving.wait_state(name, "ready", within=90)

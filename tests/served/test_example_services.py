@@ -1,4 +1,4 @@
-"""The two web services of ``examples/`` stream answers of the shipped models, several at once."""
+"""The two web services of ``examples/`` stream several answers of the shipped models at once."""
 
 import http.client
 import subprocess
@@ -22,7 +22,7 @@ DEMO = {"model_dir": "demo:stories", "engine": "transformers", "gpu": "cpu", "ma
 
 @contextmanager
 def service(command: Sequence[str], environment: dict[str, str]) -> Iterator[int]:
-    """Run a service, and give its port once it answers."""
+    """Run a service, and yield its port when the service answers."""
     port = free_port()
     with subprocess.Popen([sys.executable, *command, str(port)], cwd=ROOT, env=environment) as process:
         try:
@@ -51,7 +51,7 @@ def ask(port: int, path: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Serving]:
     with Serving({"stories": DEMO}, wait=False) as serving:
-        serving.wait_state("stories", "ready", within=90)  # the import of torch takes long where the disk is cold
+        serving.wait_state("stories", "ready", within=90)  # importing torch can take long
         yield serving
 
 

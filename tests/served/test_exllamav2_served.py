@@ -1,4 +1,4 @@
-"""Two models on ExLlamaV2, pinned to a GPU, end to end. Needs a CUDA device: ``pytest -m gpu tests/served``."""
+"""Two models on ExLlamaV2, pinned to a GPU, work end to end. Needs a CUDA device: ``pytest -m gpu tests/served``."""
 
 import importlib.util
 import os
@@ -89,7 +89,7 @@ def test_a_killed_worker_gives_its_memory_back_and_comes_back(serving: Serving) 
 
 
 def test_stop_gives_the_gpu_memory_back(serving: Serving) -> None:
-    """Looks at the model's own process: others may come and go on the box meanwhile."""
+    """The test looks only at the model's own process, since other processes may come and go on the GPU."""
     pid = serving.status("stories")["pid"]
     before = gpu_memory_by_pid()
     print(f"held on the GPU: {before}")

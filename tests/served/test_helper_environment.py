@@ -1,4 +1,4 @@
-"""Helper processes read hostile input, so they must not hold what the user's shell exports."""
+"""Helper processes read hostile input, so their environment must not contain variables of the user's shell."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Answers of real models that go on in another worker are, byte for byte, those of one that was not disturbed."""
+"""Resumed answers of real models equal undisturbed answers, byte for byte."""
 
 import asyncio
 import os
@@ -64,7 +64,7 @@ async def disturbed(serving: Serving, model: str, pid: int, **fields: Any) -> li
 
 @pytest.mark.parametrize("worker", ["letters:1", "letters:2", "stories"])
 def test_the_whole_text_is_the_models(serving: Serving, worker: str) -> None:
-    """In a replica at once, or in the successor of the only one."""
+    """The answer resumes in another replica at once, or in the successor of the only worker."""
     model = worker.partition(":")[0]
     answers = asyncio.run(disturbed(serving, model, serving.wait_state(worker, "ready", LOAD_S)["pid"]))
     assert [text for text, _ in answers] == [answer for _, answer in QUESTIONS[model]]
@@ -74,7 +74,7 @@ def test_the_whole_text_is_the_models(serving: Serving, worker: str) -> None:
 
 
 def test_seeded_draws_and_penalties_go_on_too(serving: Serving) -> None:
-    """With a temperature that leaves the demo models certain, but takes a draw for each token."""
+    """The temperature does not change the demo models' answers, but needs a draw for each token."""
     fields = {"temperature": 0.2, "seed": 7, "frequency_penalty": 0.01, "repetition_penalty": 1.01}
     calm = asyncio.run(ask(serving.runtime_dir, "letters", asyncio.Event(), **fields))
     pid = serving.wait_state("letters:1", "ready", LOAD_S)["pid"]

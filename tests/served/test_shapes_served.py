@@ -1,4 +1,4 @@
-"""Answers of a given shape through the whole product: client, supervisor, worker, and the worker's own child."""
+"""Constrained answers work through the whole product: client, supervisor, worker, and the worker's helper process."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def test_refused_by_name(client: Client) -> None:
 
 
 def refusal_of(client: Client, kind: str, what: object) -> str | None:
-    """The field that is refused; None if an answer came."""
+    """Return the name of the refused field, or None if an answer came."""
     try:
         client.complete("letters", PROMPT, max_tokens=3, **{kind: what})
     except WireError as e:

@@ -1,4 +1,4 @@
-"""The choice of connections that are ended when more messages arrive than can be handled."""
+"""When more messages arrive than the supervisor can handle, it ends the right connections."""
 
 import socket
 
@@ -95,7 +95,7 @@ def test_nobody_is_suspected_of_gathering_while_memory_does_not_grow() -> None:
 
 @pytest.mark.parametrize(("unread", "ended"), [(0, False), (UNREAD - 1, False), (UNREAD, True)])
 def test_only_a_connection_with_a_backlog_is_suspected_when_memory_has_grown(unread: int, ended: bool) -> None:
-    """A small request that libzmq has not read yet is no sign of a flood: on a busy machine that takes long."""
+    """A small request that libzmq has not read yet is no sign of a flood. On a busy machine reading takes long."""
     gathering = Gathering()
     client, ours = socket.socketpair()
     with client, ours:
@@ -108,7 +108,7 @@ def test_only_a_connection_with_a_backlog_is_suspected_when_memory_has_grown(unr
 
 
 def test_a_client_whose_messages_libzmq_has_no_time_to_read_is_not_ended() -> None:
-    """libzmq gathers nothing while it has no processor. Messages that it read before may make the process grow."""
+    """libzmq reads nothing while it gets no processor time. Messages that it read before may make the process grow."""
     gathering = Gathering()
     client, ours = socket.socketpair()
     with client, ours:

@@ -1,4 +1,4 @@
-"""The sockets' bookkeeping: who is connected, and who has left."""
+"""The client port knows which clients are connected and which have left."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def host(runtime_dir: Path) -> Iterator[PortHost]:
 
 
 def hear(host: PortHost, client: RawClient) -> Message:
-    """The next message for a client."""
+    """Return the next message for a client."""
     wait_until(lambda: host.turn() and client.socket.poll(0))
     return client.receive()
 
@@ -48,17 +48,17 @@ def test_a_connection_is_known_until_it_ends(host: PortHost) -> None:
 
 
 def test_who_has_left_before_its_first_word_is_read_does_not_stay(host: PortHost) -> None:
-    """Its end is told before it is known that it is there, and is not told again. Nothing is sent to it here: that
-    would fail, but not in the moment until libzmq has taken its queue away."""
+    """libzmq reports the end of the connection before its first message, and only once. The port cannot find out by
+    sending: a send would fail only after libzmq has removed the connection's queue."""
     with RawClient(host.directory) as client:
-        # with ZAP the handshake waits for our answer; behind it HELLO arrives, which nobody reads
+        # the handshake waits for the answer by ZAP; then HELLO arrives, and is not read yet
         wait_until(lambda: host.admit() and host.port.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
         client.send(Ping(1))
     wait_until(lambda: host.port.read_monitor() is False and host.port.counters.disconnected)
     assert not list(host.port.receive())
     assert not host.port.connections_by_channel
     assert not host.port.take_gone()
-    with RawClient(host.directory) as client:  # whatever descriptor it gets
+    with RawClient(host.directory) as client:  # it may get the same descriptor
         wait_until(lambda: host.turn() and client.socket.poll(0))
         assert isinstance(client.receive(), Welcome)
         assert len(host.port.connections_by_channel) == 1
@@ -88,7 +88,7 @@ sys.stdin.readline()
 
 
 def test_last_words_do_not_evict_the_next_owner_of_the_descriptor(host: PortHost) -> None:
-    """A connection ends with frames unread, the next one gets its descriptor, and then the frames are read."""
+    """A connection ends with unread frames. The next one gets its descriptor. Only then are the frames read."""
     with subprocess.Popen(
         [sys.executable, "-c", SENDS_AND_LEAVES, str(host.directory)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -109,10 +109,10 @@ def test_last_words_do_not_evict_the_next_owner_of_the_descriptor(host: PortHost
         go_on.flush()
         wait_until(lambda: host.admit() and reported.readline() == b"sent\n")
         wait_until(lambda: (host.admit() and host.port.read_monitor()) or host.port.counters.accepted == 2)
-        # What the second sent is on its way, which cannot be seen without reading it; polling makes libzmq take it in.
+        # The second client's frame is on its way. Polling makes libzmq take it in without reading it.
         settled = time.monotonic() + 0.3
         wait_until(lambda: host.admit() and host.port.socket.poll(0) and time.monotonic() > settled)
-        # only now does the busy supervisor look at what came
+        # only now does the busy supervisor read
         wait_until(lambda: host.turn() and any(m == Ping(100) for _, m in host.received))
         second = next(c for c, m in host.received if m == Ping(100))
         assert second.greeted
@@ -170,7 +170,7 @@ def test_a_second_hello_is_answered_by_an_error(host: PortHost) -> None:
 
 
 def test_an_error_never_names_a_request_that_goes_on(host: PortHost) -> None:
-    """Clients end what an ERROR names. Here 7 is the number of a request in flight, and 8 is free."""
+    """Clients end the request that an ERROR names. Here 7 is the number of a request in flight, and 8 is free."""
     host.unfinished.add(7)
     with RawClient(host.directory) as client:
         assert isinstance(hear(host, client), Welcome)
@@ -203,7 +203,7 @@ def test_a_message_of_several_frames_is_refused_whole(host: PortHost) -> None:
 
 
 class PartFrom:
-    """A received part, as far as entering a connection looks at it."""
+    """A received part with the fields that the port reads when it enters a connection."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

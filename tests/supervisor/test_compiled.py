@@ -1,4 +1,4 @@
-"""Compiled modules are used only if they fit together, for example if some are left from an earlier build."""
+"""Compiled modules are used only if they fit together. Some may be left from an earlier build."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from supervisor.compiled_modules import MODULES
 
 @pytest.fixture
 def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Let these be what is imported, or raised, for what is compiled; everything else is up to date."""
+    """Return a function that sets what importing compiled modules gives or raises. Other modules are up to date."""
     monkeypatch.delenv(SWITCH, raising=False)
 
     def put(found: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ def used() -> set[str]:
 
 
 def test_nothing_is_used_of_which_a_part_is_of_another_build(imports: Callable[[dict[str, Any]], None]) -> None:
-    """The relay writes to fields of ``FastPath``, whose places another build has elsewhere."""
+    """The relay writes to fields of ``FastPath``, which another build has at other offsets."""
     imports({"supervisor.requests.fast_path": SimpleNamespace(SOURCES=6)})
     assert used() == {"protocol.process.libzmq", "model_worker.outbox"}
     assert "fast_path" in load_compiled("supervisor.ports.relay")[1]
@@ -63,7 +63,7 @@ def test_nothing_is_used_of_which_a_part_is_of_another_build(imports: Callable[[
 def test_what_does_not_fit_what_it_needs_is_not_used(
     imports: Callable[[dict[str, Any]], None], raised: Exception
 ) -> None:
-    """An old relay beside new modules: Cython finds out while it is imported, and that must not end the process."""
+    """Cython detects an old relay beside new modules during the import, and that must not end the process."""
     imports({"supervisor.ports.relay": raised})
     assert used() == set(MODULES) - {"supervisor.ports.relay"}
     assert str(raised) in load_compiled("supervisor.ports.relay")[1]

@@ -1,4 +1,4 @@
-"""models.yaml: what is refused, and in which words."""
+"""Faults of models.yaml are refused in clear words."""
 
 import re
 from pathlib import Path
@@ -325,7 +325,7 @@ def test_what_exllamav2_cannot_do_together(tmp_path: Path, keys: dict[str, Any],
 
 
 def test_every_key_is_documented() -> None:
-    """The file that is shipped shows, or comments on, every key of a model and of the sections beside ``models``."""
+    """The shipped models.yaml shows or mentions every key of a model and of the sections beside ``models``."""
     text = (ROOT / "models.yaml").read_text()
     classes = (ModelConfig, SupervisorConfig, GatewayConfig)
     keys = [key for each in classes for key in each.__dataclass_fields__]

@@ -1,4 +1,4 @@
-"""The section ``gateway`` of models.yaml."""
+"""The section ``gateway`` of models.yaml is checked and read correctly."""
 
 from pathlib import Path
 from typing import Any

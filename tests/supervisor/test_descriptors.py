@@ -1,4 +1,4 @@
-"""The budget of descriptors where there are none left: counting them takes one, too."""
+"""The budget of descriptors works even if none is left, although counting them takes one, too."""
 
 import errno
 import logging
@@ -76,7 +76,7 @@ def test_what_is_needed_leaves_room_for_clients(workers: int, ports: int) -> Non
 
 
 class Counted(DescriptorBudget):
-    """A counter that says that ``used`` descriptors are in use."""
+    """A counter that reports ``used`` descriptors in use."""
 
     used = 0
 

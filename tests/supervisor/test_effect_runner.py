@@ -16,9 +16,9 @@ REVOKED = WireError(ErrorCode.UNAUTHORIZED, "this key was revoked")
 
 
 class Box:
-    """What an EffectRunner acts on. ``done``: what happened, in order. ``then``: what else happens at such a moment.
+    """The objects that an EffectRunner acts on. ``done``: the actions, in order. ``then``: actions that one causes.
 
-    Fails if the runner runs while it runs.
+    A runner that is called while it runs fails the test.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Box:
 
 
 def test_what_an_effect_causes_comes_behind_what_was_decided_before() -> None:
-    """A start unloads another model, and that moves its requests: all this was decided after JOB."""
+    """A start unloads another model, which moves that model's requests. All these effects come after JOB."""
     box = Box()
     box.then["wake", "m"] = lambda: box.queue.add([WorkerChanged(), ToWorker("w", 1, b"MOVED"), Wake("other")])
     done = box.run(ToClient(1, b"ACCEPTED"), Wake("m"), ToWorker("w", 1, b"JOB"))
@@ -95,7 +95,7 @@ def test_a_client_that_was_gone_before_has_its_requests_ended_without_an_effect(
 
 
 def test_a_frame_for_a_process_that_has_ended_does_not_reach_its_successor() -> None:
-    """The successor has not connected. To send to it would fail, and it would be killed for that."""
+    """The successor has not connected yet. Sending to it would fail, and the successor would be killed for that."""
     box = Box()
     box.replica.generation, box.replica.routing_id, box.is_connected = 2, b"W2", False
     assert box.run(ToWorker("w", 1, b"CANCEL"), ToWorker("removed", 1, b"CANCEL")) == []
@@ -113,7 +113,7 @@ def test_a_connection_ends_after_its_requests() -> None:
 
 
 def test_only_the_loop_can_carry_effects_out() -> None:
-    """Whatever is called on the way has no way to begin again: it knows the queue, and only adds to it."""
+    """Code that an effect calls cannot run effects itself: it knows only the queue, and adds to it."""
     for path in sorted((ROOT / "supervisor").rglob("*.py")):
         if path.relative_to(ROOT) in (Path("supervisor/loop.py"), Path("supervisor/effect_runner.py")):
             continue
@@ -122,7 +122,7 @@ def test_only_the_loop_can_carry_effects_out() -> None:
 
 
 def test_the_loop_wires_nothing_after_construction() -> None:
-    """An object gets what it needs when it is made: no line sets an attribute of an attribute of the loop."""
+    """Objects get their dependencies when they are made: no line sets an attribute of an attribute of the loop."""
     for node in ast.walk(ast.parse((ROOT / "supervisor/loop.py").read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             assert isinstance(node.value, ast.Name), ast.unparse(node)

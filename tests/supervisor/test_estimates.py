@@ -1,4 +1,4 @@
-"""Estimates of models' memory, from a real process that reads their directories."""
+"""A real process reads models' directories and estimates their memory correctly."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def spec(directory: Path | str, engine: str = "exllamav2") -> EngineSpec:
 
 
 def with_header(directory: Path, header: bytes) -> Path:
-    """The demo model with other weights."""
+    """Make the demo model with other weights."""
     shutil.copytree(DEMO, directory)
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     return directory
@@ -53,7 +53,7 @@ def test_answers_are_the_engines_own_and_errors_are_lines(tmp_path: Path) -> Non
 
 
 class Asking:
-    """An Estimator in a loop of its own."""
+    """An Estimator with a loop of its own."""
 
     def __init__(self) -> None:
         self.timers = Timers()
@@ -72,7 +72,7 @@ class Asking:
 
 @pytest.fixture
 def hanging(tmp_path: Path) -> Iterator[Path]:
-    """A model's directory that takes for ever to read."""
+    """Make a model's directory that takes for ever to read."""
     shutil.copytree(DEMO, tmp_path / "hanging")
     with hanging_file(tmp_path / "hanging" / "model.safetensors"):
         yield tmp_path / "hanging"
@@ -100,7 +100,7 @@ def test_a_question_that_is_forgotten_is_not_answered(hanging: Path) -> None:
     assert asking.estimator.forget("m")
     assert not asking.estimator.forget("m")
     wait_until(lambda: asking.turn() or not asking.estimator._by_pidfd, 30)
-    # and one that is killed by somebody else says so
+    # a reader that is killed from outside gives an error that says so
     asking.estimator.ask("m", Question(spec(hanging)), asking.message.append)
     os.kill(next(iter(asking.estimator._by_pidfd.values())).process.pid, signal.SIGKILL)
     (reported,) = wait_until(asking.turn, 30)

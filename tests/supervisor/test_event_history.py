@@ -1,4 +1,4 @@
-"""The history of events: numbers without gaps, a bounded memory, and one place for each fact."""
+"""The history of events has numbers without gaps and a bounded memory, and states each fact once."""
 
 import logging
 from typing import Any
@@ -9,7 +9,7 @@ from supervisor.event_history import KEPT, MOST_CHARACTERS, EventHistory, EventK
 
 
 def recorder(kept: int = KEPT) -> tuple[logging.Logger, EventHistory]:
-    """Return a logger of its own, and the history of its events."""
+    """Return a new logger and the history of its events."""
     log, history = logging.Logger("events"), EventHistory(kept)
     log.addHandler(history)
     return log, history

@@ -1,4 +1,4 @@
-"""The choice of models that make room: the cheapest idle set, never a busy one."""
+"""Eviction chooses the cheapest set of idle models, and never a busy one."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The order of requests: fair between clients, weighted by priority, and no client starves."""
+"""The queue is fair between clients, weights requests by priority, and starves no client."""
 
 from supervisor.requests.fair_queue import FairQueue
 from supervisor.requests.in_flight import InFlight
@@ -15,7 +15,7 @@ def push(line: FairQueue, channel: int, number: int, *, priority: str = "normal"
 
 
 def drain(line: FairQueue, answer: int = 100) -> list[tuple[int, int]]:
-    """Return (channel, number) in the order of service. Each answer is so many tokens long."""
+    """Return (channel, number) in the order of service. ``answer``: the tokens of each answer."""
     order = []
     while line:
         request = line.pop()
@@ -76,7 +76,7 @@ def test_priorities_share_by_weight_and_none_starves() -> None:
     for number in range(400):
         for channel, priority in (1, "interactive"), (2, "normal"), (3, "batch"):
             push(line, channel, number, priority=priority)
-    first = [line.pop() for _ in range(210)]  # prompts alone are charged: the answers cost nothing here
+    first = [line.pop() for _ in range(210)]  # only prompts are charged here
     counts = [sum(request.channel == channel for request in first) for channel in (1, 2, 3)]
     assert counts[0] > 3 * counts[1] > 6 * counts[2] > 0
 
@@ -115,7 +115,7 @@ def test_positions_count_turns() -> None:
 
 
 def test_newcomers_do_not_keep_out_who_stays() -> None:
-    """Each comes with one request and leaves: they share with the one that stays, and do not all go first."""
+    """Each newcomer sends one request and leaves. Newcomers share with the client that stays, and cannot starve it."""
     line = FairQueue()
     for number in range(50):
         push(line, 1, number)
@@ -144,7 +144,7 @@ def test_who_comes_and_leaves_is_forgotten() -> None:
 
 
 def test_clients_that_cancel_while_no_request_is_served_cost_the_others_nothing() -> None:
-    """Their accounts stayed in the heap, and each place in the queue took time for all of them."""
+    """Regression: their accounts stayed in the heap, and computing a place in the queue took time for all of them."""
     line = FairQueue()
     kept = [push(line, client, 1) for client in range(1, 21)]
     for client in range(100, 5100):

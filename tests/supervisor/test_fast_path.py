@@ -1,4 +1,4 @@
-"""The compiled fast path against its reference in Python: the same frames to two schedulers.
+"""The compiled fast path and the Python reference decide alike. Two schedulers get the same frames.
 
 A failure prints the seed; TEST_SEED repeats it.
 """
@@ -53,7 +53,7 @@ def state(scheduler: Scheduler) -> Any:
 
 
 def plain(scheduler: Scheduler, frame: bytes) -> list[Effect] | str:
-    """Return the decision of the Python code about a frame that begins as EVENTS do."""
+    """Return the decision of the Python reference about a frame that begins like EVENTS."""
     try:
         return scheduler.events("m", frame, decode_events(frame), NOW)
     except FrameError as e:
@@ -66,7 +66,7 @@ def fast_or_plain(fast_path: Any, scheduler: Scheduler, frame: bytes) -> tuple[b
 
 
 def must_be_fast(scheduler: Scheduler, frame: bytes) -> bool:
-    """Whether the reference passes a frame whole that has at most one event of each request, and no terminal event."""
+    """Return whether the reference relays the frame whole, with at most one event of each request and no end."""
     worker_slot = scheduler.worker_slot("m")
     assert worker_slot is not None
     try:
@@ -85,7 +85,7 @@ def a_fast_path() -> Any:
 
 
 def a_frame(chance: random.Random, scheduler: Scheduler) -> bytes:
-    """Mostly what a worker sends; one thing about it may be wrong, or out of the ordinary."""
+    """Return a frame as a worker sends it, in which one thing may be wrong or unusual."""
     channel = chance.choice(CHANNELS)
     numbers = chance.sample(range(1, STREAMS + 1), chance.choice((1, 1, 1, 2, 5, 16, 20)))
     index, body = [], b""
@@ -165,7 +165,7 @@ def test_it_believes_no_frame_that_python_does_not() -> None:
 
 
 def test_a_frame_cut_anywhere_does_not_take_the_fast_path() -> None:
-    """Nothing is read behind its end: each length is a buffer of its own, which a sanitizer watches the end of."""
+    """The fast path reads nothing beyond a frame's end. Each frame has a buffer of its own for a sanitizer."""
     scheduler, fast_path = a_scheduler(), a_fast_path()
     event = pack_event([7], {"text": "x" * 300})
     index = [EventEntry(request, 0, 0, 1, len(event)) for request in range(1, 18)]

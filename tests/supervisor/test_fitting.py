@@ -1,4 +1,4 @@
-"""Plain data made into dataclasses: strictly, and with everything told that does not fit."""
+"""Plain data becomes dataclasses strictly, and the error names everything that does not fit."""
 
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal

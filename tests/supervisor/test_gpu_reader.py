@@ -1,4 +1,4 @@
-"""The process that asks NVML: when it is asked, what is believed of its answers, and what becomes of the real one."""
+"""The supervisor asks its NVML process at the right times, checks its answers, and replaces it if needed."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ def test_nobody_waits_a_second_time_until_the_driver_is_quick_again() -> None:
     assert asked.next(1002.0) is BreakerState.HALF_OPEN
     asked.asked(BreakerState.HALF_OPEN)
     assert asked.next(1002.0) is BreakerState.OPEN
-    asked.answered(0.3, 1002.5)  # within the time, but not by much
+    asked.answered(0.3, 1002.5)  # only just within the time
     assert [asked.next(at) for at in (1004.4, 1004.5)] == [BreakerState.OPEN, BreakerState.HALF_OPEN]
     asked.asked(BreakerState.HALF_OPEN)
     asked.answered(0.02, 1005.0)
@@ -170,7 +170,7 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
 
 @pytest.fixture
 def reader(box: Box) -> Iterator[GpuReader]:
-    """Return a reader that waits for an answer as long as a busy machine may take."""
+    """Make a reader that waits for an answer as long as a busy machine may take."""
     reader = GpuReader(logging.getLogger("reader"), timeout_s=60.0, start_s=60.0)
     yield reader
     reader.close()
@@ -182,7 +182,7 @@ def processes() -> list[psutil.Process]:
 
 
 def comes(reader: GpuReader) -> list[Gpu]:
-    """A reading, as soon as there is one."""
+    """Wait for a reading and return it."""
 
     def now() -> list[Gpu] | None:
         try:
@@ -216,7 +216,7 @@ def test_it_reads_what_is_asked_for(reader: GpuReader, box: Box) -> None:
 
 
 def ahead(reader: GpuReader) -> list[Gpu]:
-    """The reading that was asked for ahead, as soon as it has come."""
+    """Wait for the reading that was asked for ahead, and return it."""
     begun = time.monotonic()
     asked, gpus = wait_until(reader.read_ahead, what="an answer")
     assert asked < time.monotonic()
@@ -281,7 +281,7 @@ def test_a_driver_that_hangs_is_waited_for_once(box: Box, monkeypatch: pytest.Mo
         with pytest.raises(GpusLate):
             reader.read()
     assert time.monotonic() - begun < 20 * circuit_breaker.TIMEOUT_S, "of 200 that would each have taken so long"
-    # its answer is old when it comes at last: what was so meanwhile is not told
+    # the late answer is outdated when it comes, so it is not used
     box.driver(hangs=None)
     child = reader._child
     assert child is not None

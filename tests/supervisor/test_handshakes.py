@@ -1,4 +1,4 @@
-"""The limit on a key's connections over time."""
+"""A key can make only so many connections over time."""
 
 from supervisor.keys.handshakes import AT_ONCE, PER_S, Handshakes
 

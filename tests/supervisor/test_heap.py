@@ -1,4 +1,4 @@
-"""Memory that was needed once is given back."""
+"""Memory that was needed for a short time is given back to the system."""
 
 import platform
 import subprocess

@@ -1,4 +1,4 @@
-"""Held events come out as they went in, whatever the order of adding and taking."""
+"""Held events come out in the order in which they went in, however adding and taking alternate."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""The directory of keys, and the list of keys that a running supervisor has read from it."""
+"""The directory of keys is written safely, and a running supervisor reads its list of keys correctly."""
 
 import hashlib
 import json
@@ -172,7 +172,7 @@ def test_a_directory_that_everybody_can_exchange_is_not_used(tmp_path: Path) -> 
     shared.chmod(0o777)
     with pytest.raises(KeysProblem, match=f"run `chmod o-w {shared}`"):
         check_opening("tcp://127.0.0.1:5570", store.directory)
-    shared.chmod(0o1777)  # as /tmp is: nobody can rename what is another's
+    shared.chmod(0o1777)  # like /tmp: only the owner of a file can rename it
     check_opening("tcp://127.0.0.1:5570", store.directory)
 
 

@@ -1,4 +1,4 @@
-"""Keys as far as files and arithmetic go: rights, limits, the list, the directory, endpoints."""
+"""Rights, limits, lists and endpoints of keys are parsed and checked correctly."""
 
 import random
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from supervisor.keys.store import KeyStore
 from supervisor.keys.unfinished import CLEAR_AT, Unfinished
 
 PUBLIC = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
-"""Of RFC 26."""
+"""The public key of the example in ZeroMQ's RFC 26."""
 INFER = frozenset({Right.INFER})
 TOKEN_ID = "5f" * 32
 
@@ -129,7 +129,7 @@ def test_requests_in_flight() -> None:
 
 @dataclass(eq=False)
 class Answered:
-    """What ``Unfinished`` has to know of a request."""
+    """A request with the fields that ``Unfinished`` reads."""
 
     tokens: int = 0
 
@@ -169,10 +169,10 @@ def test_each_token_is_taken_once_whether_its_request_has_ended_or_not() -> None
 def test_tokens_a_minute() -> None:
     allowance = Allowance(Identity("k", PUBLIC, INFER, tokens_per_minute=600), 100.0)
     allowance.check(0, 100.0)
-    allowance.charge(1600, 100.0)  # an answer that nobody could foretell: a debt of 1000
+    allowance.charge(1600, 100.0)  # a longer answer than expected: a debt of 1000
     with pytest.raises(WireError) as raised:
         allowance.check(0, 100.0)
-    assert raised.value.retry_after_ms == 100_100  # ten tokens a second, to have one
+    assert raised.value.retry_after_ms == 100_100  # ten tokens a second, until one is there
     with pytest.raises(WireError):
         allowance.check(0, 200.0)
     allowance.check(0, 200.2)
@@ -352,7 +352,7 @@ def test_every_key_is_read_as_it_was_made() -> None:
 def test_a_list_with_anything_wrong_in_it_is_none(text: str) -> None:
     with pytest.raises(KeysProblem) as raised:
         parse_clients(text)
-    str(raised.value).encode()  # it goes to logs and terminals
+    str(raised.value).encode()  # it is written to logs and terminals
 
 
 @pytest.mark.parametrize("name", ["", "-a", "A", "a/b", "..", "a" * 65, "a\n", "ü"])

@@ -1,4 +1,4 @@
-"""Placement while the driver hangs: no model is placed for a while, and then only models that are pinned to a GPU."""
+"""While the driver hangs no model is placed for a while, and then only models that are pinned to a GPU."""
 
 import logging
 import time
@@ -28,13 +28,13 @@ from tests.serving import ROOT, wait_until
 
 
 class Process:
-    """A process that was never started: this test is about the decisions before that."""
+    """A process that was never started, since these tests check decisions only."""
 
     pid = 4_000_000
 
 
 class Placing:
-    """Starts in a loop of their own, beside a process that asks the stand-in. Nothing is launched."""
+    """A ``Starts`` with a loop of its own and a process that asks the NVML stand-in. It launches nothing."""
 
     def __init__(self, directory: Path) -> None:
         self._timers = Timers()
@@ -64,12 +64,12 @@ class Placing:
         return self._starts.cancel(self._registry.replicas[name])
 
     def start(self, spec: WorkerSpec) -> Process:
-        """What the starts ask of the launcher."""
+        """Record a start instead of launching a process."""
         self.placed.append((spec.engine.model, spec.visible_devices))
         return Process()
 
     def unload(self, worker: str, cause: str) -> None:
-        """What the starts ask of the fleet."""
+        """Fail, since no model may be unloaded."""
         raise AssertionError(f"{worker} is unloaded: {cause}")
 
     def not_started(self, replica: Replica, report: ExitReport) -> None:
@@ -91,7 +91,7 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
 
 @pytest.fixture
 def placing(box: Box, tmp_path: Path) -> Iterator[Placing]:
-    """Return a placement whose driver hangs after one reading."""
+    """Make a placement whose driver hangs after one reading."""
     placing = Placing(tmp_path)
     placing.watch("first", 0)
     wait_until(placing.vram.reading)
@@ -109,7 +109,7 @@ def test_they_wait_and_the_pinned_go_first(placing: Placing, box: Box, monkeypat
         placing.turn()
     assert (placing.placed, placing.refused) == ([], {})
     assert placing.vram.late
-    box.becomes([12, 11])  # what it is when it answers
+    box.becomes([12, 11])  # the box that the driver then reports
     box.driver(hangs=None)
     wait_until(lambda: placing.turn() or len(placing.placed) == 2)
     assert placing.placed == [("pinned", "0"), ("auto", "GPU-1a2b3c4d-0000")]
@@ -138,7 +138,7 @@ def test_whoever_asks_for_the_status_again_and_again_waits_for_no_reading(
 ) -> None:
     monkeypatch.setattr(vram_module, "FRESH_S", 0.0)
     monkeypatch.setattr(vram_module, "AHEAD_S", 3600.0)
-    for _ in range(50):  # a reading that waited would have given up, and there would be no GPUs
+    for _ in range(50):  # a query that waited would give up and show no GPUs
         assert len(placing.vram.describe_gpus(None)) == 2
     assert placing.vram.trouble is None
     box.becomes([12, 11])
@@ -171,7 +171,7 @@ def test_a_start_that_waits_is_cancelled_once_and_places_nothing_later(placing: 
 def test_a_driver_that_is_opened_while_others_are_served_is_not_waited_for(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reload has brought the first model on a GPU: every token of the others would wait as long."""
+    """A reload has brought the first model on a GPU. Tokens of other models must not wait for the driver."""
     monkeypatch.setattr(vram_module, "START_S", 20.0)
     box.driver(hangs=True)
     vram = Vram(Timers(), logging.getLogger("vram"))

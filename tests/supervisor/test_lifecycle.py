@@ -1,4 +1,4 @@
-"""The table of a model's life: complete, without dead ends, and honest about what it does not know."""
+"""The table of life cycle transitions is complete and has no dead ends."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_every_pair_has_a_row_or_raises_with_the_story(state: WorkerState, event
 
 
 def test_orders_are_legal_in_every_state() -> None:
-    """An operator may ask for anything at any time."""
+    """An operator may give any order at any time."""
     for state in S:
         for order in (E.START, E.STOP, E.STOP_NOW):
             assert (state, order) in TRANSITIONS
@@ -85,7 +85,7 @@ def test_what_leaves_a_process_ends_its_requests() -> None:
 
 
 def test_requests_never_wait_for_a_model_that_will_not_come() -> None:
-    """Where a model is, or goes, without another try, waiting requests are ended and new ones refused before."""
+    """If a model will not be tried again, waiting requests are ended and new ones are refused before."""
     takes_new = {S.STARTING, S.LOADING, S.READY, S.BACKOFF, S.UNLOADED}
     for (before, event), (after, effects) in TRANSITIONS.items():
         if event is E.UNLOAD:
@@ -111,7 +111,7 @@ def test_a_process_is_spawned_only_where_there_is_none() -> None:
 
 
 def test_only_an_operator_ends_failed() -> None:
-    """Or the fleet, for a model that lacked room only."""
+    """The fleet may also do so, for a model that only lacked room."""
     assert {event for (state, event) in TRANSITIONS if state is S.FAILED} == {E.START, E.STOP, E.STOP_NOW, E.ON_DEMAND}
     assert X.FORGIVE in TRANSITIONS[S.FAILED, E.START][1]
 

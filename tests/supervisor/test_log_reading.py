@@ -1,4 +1,4 @@
-"""Logs are read in bounded pieces, and nothing is lost or repeated between two of them."""
+"""Logs are read in bounded pieces, and no line is lost or repeated between two pieces."""
 
 import os
 import random

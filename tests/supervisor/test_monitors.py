@@ -1,4 +1,4 @@
-"""libzmq may be at most ``UNSEEN`` events ahead of a thread that does not look at monitors. Then it waits."""
+"""libzmq waits when it is ``UNSEEN`` monitor events ahead of a thread that does not read them."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Find the processes that a former supervisor has left behind, among made-up processes and real ones of others."""
+"""A supervisor finds the processes that a former supervisor left behind, and no other processes."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Requests whose constraints are being compiled hold no slot, come back to their place, and pay for it."""
+"""Requests with constraints that are being compiled hold no slot, return to their place, and pay for the compiling."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.supervisor.test_scheduler import DOWN, FINISHED, GONE, NOW, deliver, 
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    """One model ``m`` with a worker of generation 1 that takes two jobs."""
+    """Return a scheduler with one model ``m``, and a worker of generation 1 that takes two jobs."""
     made = Scheduler(window=4)
     made.add_model("m", QueueLimits(20, 10_000))
     made.add_worker("m", "m", DOWN)
@@ -29,7 +29,7 @@ def ask(scheduler: Scheduler, channel: int, request: int, **route: Any) -> list[
 
 
 def jobs(effects: list[Effect]) -> list[tuple[int, int]]:
-    """The jobs that workers are given."""
+    """Return the jobs that workers are given."""
     return [(m.channel, m.request) for _, m in messages(effects) if isinstance(m, JobMessage)]
 
 
@@ -41,7 +41,7 @@ def test_a_parked_request_holds_no_slot(scheduler: Scheduler) -> None:
     for request in range(1, 9):
         ask(scheduler, 5, request)
     given = [(5, 1), (5, 2)]
-    for key in given:  # each goes back as soon as it came, and the next one is given out
+    for key in given:  # the worker parks each job at once, and the next one is given out
         given += jobs(scheduler.parked("m", key, NOW))
     assert given == [(5, request) for request in range(1, 9)]
     assert scheduler.counts("m") == (0, 8)
@@ -61,11 +61,11 @@ def test_a_request_comes_back_before_those_of_its_client_that_came_later(schedul
 
 
 def test_whoever_causes_a_compilation_pays_for_it(scheduler: Scheduler) -> None:
-    """The client that has had a second of compiling goes behind the other one for a thousand tokens."""
+    """A client with a second of compiling is served after the other client for a thousand tokens."""
     ask(scheduler, 5, 1)
     scheduler.parked("m", (5, 1), NOW)
     for client in (6, 7):
-        ask(scheduler, client, 1)  # both slots are taken
+        ask(scheduler, client, 1)  # this takes the last slot
     for request in range(2, 5):
         ask(scheduler, 5, request)
         ask(scheduler, 6, request)
@@ -147,7 +147,7 @@ def test_a_request_goes_back_to_the_worker_that_has_compiled_for_it() -> None:
     made.parked(first, (5, 1), NOW)
     ((again, job),) = messages(made.compiled(first, (5, 1), 5, 3, NOW))
     assert (again, isinstance(job, JobMessage)) == (first, True)
-    # it is full the next time: the other worker compiles the constraint once more, and then keeps the job
+    # if that worker is full, the other worker compiles the constraint again and then keeps the job
     made.parked(first, (5, 1), NOW)
     busy = 0
     while len(made._table.queues["m"].worker_slots[first].running) < 2:

@@ -1,4 +1,4 @@
-"""Requests of one key through several connections: one turn in the queue, one share, one end."""
+"""Requests of one key through several connections have one turn in the queue, one share and one end."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def ends(effects: list[Effect]) -> list[tuple[int, int, str]]:
 
 
 def served(scheduler: Scheduler, running: tuple[int, int], tokens: int = 50) -> tuple[int, int] | None:
-    """End a running request after so many tokens. Return the one that the worker is given next."""
+    """End a running request after ``tokens`` tokens. Return the request that the worker is given next."""
     channel, request = running
     for seq in range(tokens - 1):
         deliver(scheduler, frame(channel, (request, seq, 0)))
@@ -53,7 +53,7 @@ def served(scheduler: Scheduler, running: tuple[int, int], tokens: int = 50) -> 
 
 
 def test_a_key_with_many_connections_has_one_share(scheduler: Scheduler) -> None:
-    """Before, each connection had a share: four connections of one key got four fifths."""
+    """Regression: each connection had a share, so four connections of one key got four fifths."""
     ask(scheduler, 1, 1, KEY)
     for number in range(2, 12):
         for channel in (1, 2, 3, 4):
@@ -82,7 +82,7 @@ def test_all_requests_of_a_key_end_wherever_they_are(scheduler: Scheduler) -> No
     ask(scheduler, 1, 1, KEY)  # runs
     ask(scheduler, 1, 2, OTHER_KEY)
     ask(scheduler, 2, 1, KEY)
-    ask(scheduler, 3, 7)  # of no key
+    ask(scheduler, 3, 7)  # this request has no key
     assert sorted(ends(scheduler.reject_party(KEY, REVOKED, NOW))) == [(1, 1, "unauthorized"), (2, 1, "unauthorized")]
     assert scheduler.unfinished.count_by_party() == {OTHER_KEY: 1, 3: 1}
     assert ends(scheduler.reject_party(KEY, REVOKED, NOW)) == [], "one end each"
@@ -129,7 +129,7 @@ def test_questions_of_one_key_leave_room_for_those_of_another_on_the_same_connec
 
 
 def test_held_events_of_one_key_cost_no_stream_of_another_key() -> None:
-    """Streams of many keys share a gateway's connection. Before, its limit ended any stream that held an event."""
+    """Streams of many keys share a gateway's connection. Regression: its limit ended any stream with a held event."""
     window = 4
     scheduler = Scheduler(window=window, holds=SendBufferLimits(of_stream=300, of_party=1000, of_all=2000))
     scheduler.add_model("m", QueueLimits(1000, 1_000_000))
@@ -151,7 +151,7 @@ def test_held_events_of_one_key_cost_no_stream_of_another_key() -> None:
             if request not in dict(cut):
                 deliver_next(request, seq)
                 stalled[request] += 1
-        for event in range(window + 1):  # one more than it has credit for, so it holds an event for a moment
+        for event in range(window + 1):  # one event more than the credit, so one is held for a moment
             deliver_next(good, turn * (window + 1) + event)
         for events in (window, 1):
             scheduler.credit(7, good, events, NOW)

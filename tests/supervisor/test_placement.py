@@ -1,4 +1,4 @@
-"""Decisions about the places of workers, on machines that are data."""
+"""Placement decides correctly on boxes that are given as data."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def gib(size: float) -> int:
 
 
 def whole(size: float) -> dict[int, Needs]:
-    """Needs of so many GiB in all, context included, on one GPU or two."""
+    """Return needs of ``size`` GiB in all, CUDA context included, on one GPU or two."""
     return {count: Needs(declared=(gib(size),)) for count in (1, 2)}
 
 
@@ -57,7 +57,7 @@ def test_auto_takes_the_gpu_with_most_room() -> None:
 def test_on_a_recorded_box_the_drivers_own_share_is_not_free() -> None:
     box = read_box("two-h200s")
     ours: list[Holding] = []
-    for number in range(8):  # 140 GiB each: four models of 30 fit on either, in turns
+    for number in range(8):  # 140 GiB each: four models of 30 GiB fit on each GPU
         (gpu,) = placed(AUTO, whole(30), rooms(box, ours))
         assert gpu == number % 2
         ours.append(loading(str(number), 30, gpu))
@@ -89,17 +89,17 @@ def test_auto_counts_what_is_about_to_load() -> None:
 
 
 def test_a_reservation_counts_once() -> None:
-    """What a worker that loads holds already is taken off what it is about to hold."""
+    """Memory that a loading worker already holds is subtracted from its reservation."""
     box = read_box("two-sizes", gpu2={77: gib(12)})
     (*_, before, _) = rooms(BOX, [loading("a", 30, 2, pid=77)])
     (*_, during, _) = rooms(box, [loading("a", 30, 2, pid=77)])
     assert before.bytes == during.bytes
     assert (during.ours, during.coming) == ({"a": gib(12)}, {"a": gib(18)})
-    # more than was reckoned is what it is
+    # a worker that holds more than its estimate counts with the memory that it holds
     full = read_box("two-sizes", gpu2={77: gib(31)})
     (*_, beyond, _) = rooms(full, [loading("a", 30, 2, pid=77)])
     assert (beyond.bytes, beyond.coming) == (full[2].free, {})
-    # and one that is ready is only measured
+    # a ready worker counts with its measured memory only
     ready = Holding("a", 77, {2: gib(30)}, loading=False)
     assert rooms(box, [ready])[2].bytes == box[2].free
 
@@ -149,7 +149,7 @@ def test_what_our_workers_hold_in_another_pid_namespace_is_what_was_reckoned() -
         (pinned("GPU-b7d2e8a4"), None, "GPU-b7d2e8a4 means several GPUs, 1 (GPU-b7d2e8a4-13c6-4f5a-a9d0-77e0c0de0002)"),
         (pinned("2", "GPU-b7d2e8a4-5e21"), None, "gpu names GPU 2 twice"),
         (pinned("1"), "0,2", "CUDA_VISIBLE_DEVICES=0,2 of the supervisor does not leave GPU 1: it leaves 0, 2"),
-        (pinned("2"), "0,9,2", "does not leave GPU 2: it leaves 0"),  # CUDA stops at the first that is none
+        (pinned("2"), "0,9,2", "does not leave GPU 2: it leaves 0"),  # CUDA stops at the first invalid index
         (pinned("0"), "", "does not leave GPU 0: it leaves none"),
         (pinned("0"), "MIG-1234", "names a MIG instance, which is not supported"),
         (AUTO, "-1", "gpu: auto: CUDA_VISIBLE_DEVICES=-1 of the supervisor leaves no GPU"),
@@ -160,12 +160,12 @@ def test_gpus_that_cannot_be_had(gpu_request: GpuRequest, outer: str | None, say
 
 
 def test_the_outer_limit_counts_as_nvidia_smi_does() -> None:
-    """Not as CUDA counts what it leaves: a pin to 1 under CUDA_VISIBLE_DEVICES=1,3 is nvidia-smi's 1."""
+    """A pin to 1 under CUDA_VISIBLE_DEVICES=1,3 means nvidia-smi's GPU 1, and not the second visible GPU."""
     assert placed(pinned("1"), whole(1), rooms(BOX, []), "3,1") == [1]
     assert placed(AUTO, whole(1), rooms(BOX, []), f"0, {BOX[1].uuid.upper()[:20]}") == [0]
     verdict = place(AUTO, whole(1), rooms(BOX, []), "1,3")
     assert isinstance(verdict, Placed)
-    assert verdict.devices == BOX[3].uuid  # an index would be counted among those left
+    assert verdict.devices == BOX[3].uuid  # CUDA would count an index among the visible GPUs only
 
 
 def test_a_gpu_in_mig_mode_is_refused_by_name() -> None:
@@ -208,7 +208,7 @@ def test_layers_fill_one_gpu_after_the_other() -> None:
     assert sum(parts_on(NEEDS, first, 0, 2).values()) == pytest.approx(first, abs=4)
     assert parts_on(NEEDS, second, 1, 2)["workspace"] > NEEDS.per_gpu
     assert divide(NEEDS, [gib(24), gib(24)], Split(reserve=(4 * GIB, 0)))[0] == gib(19.75)
-    # what is held back while it loads has to be there, on the last one too
+    # memory that is reserved for the load must be free on the last GPU, too
     tight = divide(NEEDS, [gib(21), gib(21)], Split())
     assert sum(tight) > NEEDS.total(2)
     assert tight[1] > gib(21)
@@ -253,7 +253,7 @@ SIZE = st.integers(0, 60).map(lambda size: size * GIB // 2)
 def test_nothing_is_promised_twice(
     sizes: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int, bool, list[int]]], limit: Limit | None
 ) -> None:
-    """However many start at once: all that is placed on a GPU fits into what is free there, and under its limit."""
+    """However many workers start at once, all that are placed on a GPU fit into its free memory and its limit."""
     box = [
         Gpu(i, f"GPU-{i}a2b3c4d", total * GIB, total * GIB * used // 100, total * GIB - total * GIB * used // 100)
         for i, (total, used) in enumerate(sizes)
@@ -302,8 +302,8 @@ def test_limits() -> None:
 def test_a_worker_keeps_to_the_cpus_next_to_its_gpus() -> None:
     every = range(64)
     assert ranges(near_cpus(BOX[:1], every)) == "0-15,32-47"
-    assert near_cpus([BOX[0], BOX[2]], every) == ()  # on both sockets: all there are
+    assert near_cpus([BOX[0], BOX[2]], every) == ()  # GPUs on both sockets: every CPU is near
     assert near_cpus(BOX[2:3], range(18)) == (16, 17)
-    assert near_cpus(BOX[2:3], range(16)) == ()  # the supervisor itself may use none of them
+    assert near_cpus(BOX[2:3], range(16)) == ()  # the supervisor may use none of the near CPUs
     assert near_cpus([], every) == near_cpus([Gpu(0, "GPU-x", 1, 0, 1)], every) == ()
     assert (ranges([]), ranges([3]), ranges([5, 1, 2])) == ("", "3", "1-2,5")

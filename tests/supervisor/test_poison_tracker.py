@@ -1,4 +1,4 @@
-"""The memory of requests whose worker died, and its duration."""
+"""The tracker remembers suspect requests for the right time."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from supervisor.requests.poison import PoisonPolicy, PoisonTracker, Suspicion
 
 
 def count(tracker: PoisonTracker, body: bytes, now: float, model: str = "m") -> int | None:
-    """Strikes of a payload; None for one under no suspicion."""
+    """Return the strikes of a payload, or None if it is no suspect."""
     found = tracker.find(model, body, now)
     return None if found is None else found.strikes
 

@@ -1,7 +1,7 @@
-"""Which requests are tried after the death of a worker, how long others wait for that, and which request is found.
+"""After the death of a worker suspects are tried fairly, others wait only briefly, and the culprit is found.
 
-The scheduler is driven by workers in their simplest form: in a step each job that has a slot gets one event, and a
-poisonous job ends its worker instead of giving its event of some number.
+Simple workers drive the scheduler. In a step each job with a slot gets one event. A poisonous job kills its worker in
+place of one of its events.
 """
 
 from collections import Counter
@@ -23,17 +23,17 @@ GONE = WireError(ErrorCode.WORKER_DIED, "gone")
 DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
 SLOTS, SLACK = 32, 2
 TOKENS = 120
-"""Events of a whole answer."""
+"""Number of events of a whole answer."""
 POISON: Key = (1, 1000)
 
 
 class Box:
     """One model with its workers, and one client.
 
-    events   by request, how many it has
-    deaths   of workers
-    kills    by request, the number of the event in whose place its worker dies
-    reading  by request, the steps that its prompt takes in a worker, 1 where it is not named
+    events   number of events so far, by request
+    deaths   number of deaths of workers
+    kills    number of the event in whose place the worker dies, by request
+    reading  steps that the prompt takes in a worker, by request; 1 for requests that are not named
     """
 
     def __init__(self, workers: int = 1, *, batch_size: int = SLOTS, limit: int = 2, window: int = 10_000) -> None:
@@ -65,7 +65,7 @@ class Box:
     def ask(self, *requests: int, prefix: str = "prompt", **route: object) -> None:
         for request in requests:
             body = f"{prefix} {request}".encode()
-            given = {"affinity": str(request), **route}  # else all would go to the same worker
+            given = {"affinity": str(request), **route}  # without it, all would go to one worker
             self.perform(self.scheduler.submit(1, Generate(request, "m", given, body), self.now))
 
     def perform(self, effects: list[Effect]) -> None:
@@ -81,7 +81,7 @@ class Box:
         return {(1, request): heard.end for request, heard in self.client.heard.items() if heard.ends}
 
     def step(self, name: str = "m:1") -> None:
-        """One step of a worker. A worker that dies is replaced at once."""
+        """Run one step of a worker. A worker that dies is replaced at once."""
         worker = self.workers[name]
         self.steps += 1
         self.now += 0.01
@@ -123,7 +123,7 @@ class Box:
         raise AssertionError(f"not within {within} steps: {self.scheduler.counts('m')} are left")
 
     def steps_until_all_have_more(self, keys: list[Key], within: int) -> int:
-        """Return the number of steps until each of these has an event that it has not now."""
+        """Return the number of steps until each of these requests has another event."""
         before = dict(self.events)
         for step in range(within):
             if all(self.events[key] > before.get(key, 0) for key in keys):
@@ -142,7 +142,7 @@ class Box:
 
 
 def full(workers: int = 1, **settings: int) -> tuple[Box, list[Key]]:
-    """All slots of all workers are taken by requests that have ten events each."""
+    """Return a box with requests of ten events each in all slots of all workers."""
     box = Box(workers, **settings)
     numbers = range(1, workers * box.batch_size + 1)
     box.ask(*numbers)
@@ -152,7 +152,7 @@ def full(workers: int = 1, **settings: int) -> tuple[Box, list[Key]]:
 
 
 def test_after_a_death_no_stream_waits_for_the_answers_of_others() -> None:
-    """All stream again after a few steps for each handful of suspects. One alone at a time would take 3,500 steps."""
+    """All stream again after a few steps per group of suspects. Trying them one by one would take 3,500 steps."""
     box, keys = full()
     box.die()
     rounds = -(-SLOTS // isqrt(SLOTS))
@@ -177,7 +177,7 @@ def test_only_a_few_are_on_probation_at_once() -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_request_that_kills_every_worker_is_found_by_its_third_death(place: int, resume: bool, workers: int) -> None:
     box, keys = full(workers)
-    # as many as there are slots, the poisonous one among them
+    # one request for each slot, the poisonous one among them
     leaving = keys.pop()
     box.perform(box.scheduler.cancel(*leaving, box.now))
     box.run(1)
@@ -189,7 +189,7 @@ def test_a_request_that_kills_every_worker_is_found_by_its_third_death(place: in
             break
         box.run(1)
         if box.ended.get((1, attempt)) == "worker_died":
-            attempt += 1  # the same payload: see ``ask``
+            attempt += 1  # with the same payload, as ``ask`` shows
             box.perform(box.scheduler.submit(1, Generate(attempt, "m", {"resume": False}, b"poison 1000"), box.now))
     assert box.deaths <= 3
     if resume:
@@ -202,7 +202,7 @@ def test_a_request_that_kills_every_worker_is_found_by_its_third_death(place: in
 
 @pytest.mark.parametrize("steps", range(0, 60, 3))
 def test_an_innocent_request_that_is_unlucky_once_is_not_refused(steps: int) -> None:
-    """An operator's SIGKILL, and another one a moment later."""
+    """An operator kills the worker, and kills the next one a moment later."""
     box, keys = full()
     box.die()
     box.run(steps)
@@ -212,7 +212,7 @@ def test_an_innocent_request_that_is_unlucky_once_is_not_refused(steps: int) -> 
 
 
 def test_a_worker_that_dies_whatever_it_computes_does_not_poison_what_was_not_tried_alone() -> None:
-    """Say, because of its GPU. Until the model is given up, each death strikes a few."""
+    """The cause may be the GPU. Until the model is given up, each death strikes a few requests."""
     box, keys = full()
     for _ in range(5):
         box.die()
@@ -268,7 +268,7 @@ def test_new_requests_are_served_while_suspects_are_tried_and_are_not_struck() -
     for key in keys[8:]:
         box.perform(box.scheduler.cancel(*key, box.now))
     box.run(1)
-    box.die()  # of 8 suspects, 2 at a time
+    box.die()  # 8 suspects, tried 2 at a time
     box.ask(101, 102)
     box.run(1)
     assert box.events[1, 101] == box.events[1, 102] == 1, "there is room for all"
@@ -304,7 +304,7 @@ def test_a_new_request_that_kills_while_suspects_are_tried_is_found() -> None:
 
 def test_a_long_prompt_delays_nobody_but_itself() -> None:
     box = Box()
-    long = [(1, number) for number in range(1, 8)]  # more than are on probation at once
+    long = [(1, number) for number in range(1, 8)]  # more than can be on probation at once
     short = [(1, number) for number in range(8, SLOTS + 1)]
     box.ask(*(number for _, number in long), prefix="x" * 5000)
     box.ask(*(number for _, number in short))
@@ -343,12 +343,12 @@ def test_one_worker_is_kept_for_a_suspect_that_must_be_alone_and_the_others_take
     (name,) = [name for name in box.names if box.scheduler.work(name)[0]]
     box.run(1)
     box.reading = {(1, number): 10 for number in (11, 12)}
-    box.ask(11, 12)  # one on each
+    box.ask(11, 12)  # one request on each worker
     box.run(1)
     box.perform(box.scheduler.cancel(1, 11, box.now))
     box.perform(box.scheduler.cancel(1, 12, box.now))
     box.run(1)
-    box.die(name)  # of request 1, which is to blame
+    box.die(name)  # request 1 is to blame
     assert box.strikes(1) == 1
     box.run(1)
     assert box.on_probation(box.names[0]) + box.on_probation(box.names[1]) == [(1, 1)], "it found a worker for itself"
@@ -380,7 +380,7 @@ def test_a_suspect_that_must_be_alone_comes_to_a_worker_although_new_requests_ke
     box.ask(1)
     box.run(1)
     box.die()
-    box.perform(box.scheduler.cancel(1, 1, box.now))  # its payload is remembered
+    box.perform(box.scheduler.cancel(1, 1, box.now))  # the tracker still remembers its payload
     box.run(1)
     box.ask(11, 12)
     box.run(1)
@@ -425,7 +425,7 @@ def test_one_that_is_given_up_on_probation_is_blamed_all_the_same() -> None:
 def test_a_suspect_that_ends_on_probation_makes_room_for_the_next() -> None:
     box, keys = full()
     box.run(TOKENS - 11)
-    box.die()  # all of them have one event to go
+    box.die()  # each request lacks one event
     box.run_until_all_ended(within=20)
     assert {box.ended[key] for key in keys} == {"worker's own"}
 
@@ -471,7 +471,7 @@ def test_each_of_several_workers_tries_suspects() -> None:
 
 
 def test_a_request_that_waits_in_the_worker_is_not_on_probation() -> None:
-    """More requests than slots: the rest waits here, since it would be blamed for what others do."""
+    """Requests beyond the slots wait in the supervisor, since in the worker they would be blamed for other requests."""
     box, _ = full()
     box.ask(101, 102)
     box.die()
@@ -495,7 +495,7 @@ def test_with_a_limit_of_one_each_suspect_is_tried_alone() -> None:
 
 
 def test_the_last_strike_is_not_for_one_of_several() -> None:
-    """A reload lowers the limit while suspects are tried together, each of which has one strike less than that."""
+    """A reload lowers the limit while suspects are tried together. Each of them lacks one strike to the new limit."""
     box, _ = full(limit=3)
     box.die()
     box.run(1)
@@ -514,7 +514,7 @@ def test_the_last_strike_is_not_for_one_of_several() -> None:
 
 
 def test_a_death_while_another_request_is_new_makes_nobody_poisoned() -> None:
-    """A request that is sent again is far from where the worker died, and is not kept alone until it gets there."""
+    """A repeated request has not reached the point of the death yet, and is not kept alone until then."""
     box = Box()
     box.kills = {(1, 1): 50, (1, 2): 50}
     body = b"kills at its fiftieth event"

@@ -1,4 +1,4 @@
-"""Clients are asked for a sign of life each once a round, in parts of even size."""
+"""The supervisor asks each client for a sign of life once a round, in groups of even size."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from supervisor.ports.probes import PARTS, Probes
 @pytest.mark.parametrize("count", [0, 1, PARTS - 1, PARTS, PARTS + 1, 207, 3000])
 def test_a_round_asks_everybody_once_in_even_parts(count: int) -> None:
     probes = Probes()
-    for first in (1, 10_000):  # two rounds, of other connections
+    for first in (1, 10_000):  # two rounds with different connections
         there = set(range(first, first + count))
         parts = [probes.next(lambda there=there: there) for _ in range(PARTS)]
         asked = [channel for part in parts for channel in part]

@@ -1,5 +1,5 @@
-"""The bare loop misses nothing: neither of the sockets that it asks in each turn, nor of those that tell by their
-descriptor, which is edge-triggered and may have told too early."""
+"""The bare loop misses no message of the sockets that it polls in each turn, nor of the sockets that wake it by their
+descriptor. That descriptor is edge-triggered, so its edge may come too early."""
 
 import os
 import random
@@ -21,7 +21,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 class Pair:
-    """A socket that a reactor watches, and the other end of it. ``got``: what the handler read."""
+    """A socket that a reactor watches, and its peer. ``got``: the number of messages that the handler read."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], reactor: Reactor, number: int, *, busy: bool) -> None:
         self.socket, self.peer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
@@ -59,7 +59,7 @@ def test_nothing_is_missed_whoever_used_a_socket_meanwhile(context: zmq.Context[
             number = draw.randrange(4)
             pairs[number].peer.send(b"x")
             sent[number] += 1
-        if draw.random() < 0.3:  # a send may take in that something has come, without reading it
+        if draw.random() < 0.3:  # a send may consume the edge of a message without reading it
             used = draw.choice(pairs)
             used.socket.send_multipart([used.peer_id, b"y"])
             used.socket.get(zmq.EVENTS)
@@ -74,7 +74,7 @@ def test_nothing_is_missed_whoever_used_a_socket_meanwhile(context: zmq.Context[
             reactor.turn()
             awaited = [pair.got for pair in pairs] != sent or len(read) != written
             if draw.random() < 0.5:
-                break  # some is left for later turns
+                break  # leave messages for later turns
     while [pair.got for pair in pairs] != sent or len(read) != written:
         begun = time.monotonic()
         reactor.timers.at(begun + WITHIN, lambda: None)

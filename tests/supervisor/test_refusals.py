@@ -1,4 +1,4 @@
-"""The malformed frames among the vectors are refused as the vectors say."""
+"""Malformed frames of the test vectors are refused as the vectors say."""
 
 from typing import Any
 

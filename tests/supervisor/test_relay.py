@@ -1,4 +1,4 @@
-"""The relay's use of sockets. Its decisions are tested in test_fast_path."""
+"""The relay uses its sockets correctly. test_fast_path tests its decisions."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ class Between:
         return writer.frame(1, 1, [EventEntry(7, self.seq - 1, int(flags), 1, len(event))], event)
 
     def unusual(self, until: Callable[[list[Any]], bool]) -> list[tuple[bytes, bytes | None]]:
-        """Return the frames that the relay hands over, until there are enough."""
+        """Wait for frames that the relay hands over, and return them when there are enough."""
         handed: list[tuple[bytes, bytes | None]] = []
         while not until(handed):
             self.wait()
@@ -75,7 +75,7 @@ class Between:
         return handed
 
     def wait(self) -> None:
-        """Until something can be received; who connects is admitted."""
+        """Wait until a message can be received. Admit new connections meanwhile."""
         poller = zmq.Poller()
         poller.register(self.port.socket, zmq.POLLIN)
         poller.register(self.zap.socket, zmq.POLLIN)
@@ -87,9 +87,9 @@ class Between:
                 return
 
     def probe_for_ever(self) -> None:
-        """Until libzmq knows that the client has gone."""
+        """Send to the client until libzmq raises because the client has gone."""
         while True:
-            with suppress(zmq.Again):  # the probes fill the pipe, where that takes longer
+            with suppress(zmq.Again):  # the probes may fill the pipe before
                 self.front.send_multipart([self.connection.routing_id, b"probe"], zmq.NOBLOCK)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ USER = Identity("user", "key of user", frozenset({Right.INFER}))
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    """One model ``m`` with a worker of generation 1 that takes two jobs. A stream may be four events ahead."""
+    """Return a scheduler with model ``m``, a worker of generation 1 with two jobs, and a window of four events."""
     made = Scheduler(window=4)
     made.add_model("m", QueueLimits(1000, 1_000_000))
     made.add_worker("m", "m", DOWN)

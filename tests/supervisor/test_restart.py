@@ -1,4 +1,4 @@
-"""The decisions to start a worker again, and to give up."""
+"""The restart policy decides correctly when to start a worker again and when to give up."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ def test_at_once_then_doubling_then_given_up() -> None:
 
 
 def test_uptime_does_not_matter_only_the_window_does() -> None:
-    """One crash every 14 s is five in a window; one every 16 s is not, and may go on for ever."""
+    """One crash every 14 s is five in a window. One every 16 s is fewer, and may go on for ever."""
     history = RestartHistory(POLICY)
     assert [history.failed(14.0 * n, 0.0) for n in range(5)][-1] is None
     history = RestartHistory(POLICY)

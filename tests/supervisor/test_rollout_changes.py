@@ -1,4 +1,4 @@
-"""The changes that a new models.yaml means for each model."""
+"""A new models.yaml leads to the right changes of each model."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The private directory: who may have it, and one at a time."""
+"""The runtime directory is private to one user, and one supervisor uses it at a time."""
 
 import os
 import stat
@@ -84,7 +84,7 @@ def test_a_symlink_is_refused_even_to_a_private_directory(tmp_path: Path) -> Non
 
 
 def test_a_lock_that_is_a_symlink_is_not_followed(tmp_path: Path) -> None:
-    """Whoever could put it there would have the supervisor truncate any file of its user."""
+    """An attacker who made such a link could have the supervisor truncate any file of its user."""
     (tmp_path / "run").mkdir(mode=0o700)
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "run" / "lock").symlink_to(tmp_path / "precious")
@@ -105,7 +105,7 @@ only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a di
 
 @only_root
 def test_a_parent_of_another_users_is_refused(tmp_path: Path) -> None:
-    """Its owner can rename what is in it, at any time, and put something else there."""
+    """The parent's owner could rename the directory at any time and put another one in its place."""
     (tmp_path / "hers").mkdir()
     os.chown(tmp_path / "hers", 65534, 65534)
     with pytest.raises(RuntimeDirError, match=f"reached through {tmp_path / 'hers'}, which belongs to uid 65534"):

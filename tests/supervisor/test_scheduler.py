@@ -1,4 +1,4 @@
-"""The scheduler's rules one by one; test_scheduler_machine has them all at once."""
+"""The scheduler follows each of its rules. test_scheduler_machine tests them all together."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ FINISHED, ERROR = EventFlag.FINISHED, EventFlag.ERROR
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    """One model ``m`` with a worker of generation 1 that takes two jobs; a queue of three."""
+    """Return a scheduler with model ``m``, a queue of three, and a worker of generation 1 that takes two jobs."""
     return make(Scheduler(window=WINDOW))
 
 
@@ -66,7 +66,7 @@ def submit(scheduler: Scheduler, channel: int, *requests: int) -> None:
 
 
 def frame(channel: int, *events: tuple[int, int, int], generation: int = 1) -> bytes:
-    """EVENTS with (request, seq, flags) each, one token an event."""
+    """Return an EVENTS frame with (request, seq, flags) of each event, and one token in each."""
     packed = [pack_event([7], {"text": "x"}) for _ in events]
     index = [EventEntry(r, seq, int(flags), 1, len(p)) for (r, seq, flags), p in zip(events, packed, strict=True)]
     return encode(Events(channel, generation, index, b"".join(packed)))
@@ -122,7 +122,7 @@ def pings(effects: list[Effect]) -> list[int]:
 
 @pytest.mark.parametrize("streams", [1, 2])
 def test_credit_granted_in_advance_is_used_by_a_client_that_reads(scheduler: Scheduler, streams: int) -> None:
-    """As fast as the worker brings events: nothing is held."""
+    """The client reads as fast as the worker sends, so no event is held."""
     submit(scheduler, 5, *range(1, streams + 1))
     windows = 5 * MOST_UNREAD
     for request in range(1, streams + 1):
@@ -139,7 +139,7 @@ def test_credit_granted_in_advance_is_used_by_a_client_that_reads(scheduler: Sch
 
 
 def test_credit_granted_in_advance_is_used_up_to_a_bound_by_a_client_that_does_not_read(scheduler: Scheduler) -> None:
-    """Whatever is sent beyond, libzmq would keep: 92,000 events of 30 streams that were granted 12 windows each."""
+    """Events beyond the bound would pile up in libzmq: 92,000 events for 30 streams with 12 windows of credit each."""
     submit(scheduler, 5, 1, 2)
     windows = 2 * MOST_UNREAD
     for request in (1, 2):
@@ -152,7 +152,7 @@ def test_credit_granted_in_advance_is_used_up_to_a_bound_by_a_client_that_does_n
         asked += pings(effects)
     assert len(sent) == (2 + MOST_UNREAD) * WINDOW
     assert len(asked) == 1, "one PING at a time"
-    # one answer after the other shows that it reads, and everything comes in order
+    # each complete answer shows that the client reads, and everything comes in order
     assert not sent_to(scheduler.pong(5, asked[0] + 1, NOW), 5), "to a PING that was not sent"
     while asked:
         effects = scheduler.pong(5, asked.pop(), NOW)
@@ -263,7 +263,7 @@ def test_slow_consumers_are_cut_off_by_memory_of_stream_and_of_connection() -> N
     scheduler = make(Scheduler(window=WINDOW, holds=SendBufferLimits(of_stream=300, of_party=400)))
 
     def until_cut(channel: int, request: int, cut: int) -> int:
-        """Let events of a request come until request ``cut`` is ended. Return how many came before."""
+        """Deliver events of a request until request ``cut`` is ended. Return how many were delivered before."""
         for seq in range(100):
             effects = deliver(scheduler, frame(channel, (request, seq, 0)))
             if errors := [event for event in sent_to(effects, channel) if event[2] & ERROR]:
@@ -279,7 +279,7 @@ def test_slow_consumers_are_cut_off_by_memory_of_stream_and_of_connection() -> N
     submit(scheduler, 5, 2)
     for seq in range(alone - 1):
         deliver(scheduler, frame(5, (2, seq, 0)))
-    deliver(scheduler, frame(5, (2, alone - 1, FINISHED)))  # finished, and held in full
+    deliver(scheduler, frame(5, (2, alone - 1, FINISHED)))  # finished, with all events held
     submit(scheduler, 5, 3)
     assert until_cut(5, 3, cut=2) < alone, "of the streams of a connection the one that holds most is ended"
     submit(scheduler, 6, 1)
@@ -323,7 +323,7 @@ def test_every_key_of_the_route_has_a_check() -> None:
 
 
 def test_a_refusal_does_not_keep_what_it_refused(scheduler: Scheduler) -> None:
-    """An exception object that is raised for every request would keep the frames, and the bodies, of all of them."""
+    """One exception object that is raised for every request would keep the frames and bodies of all of them alive."""
     down, leaving = WireError(ErrorCode.MODEL_NOT_RUNNING, "down"), WireError(ErrorCode.DRAINING, "leaving")
     scheduler.refuse_new("m", down, NOW)
     for refused in down, leaving:
@@ -350,7 +350,7 @@ def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:
 def test_retry_after_is_when_what_waits_now_will_have_been_started(scheduler: Scheduler) -> None:
     submit(scheduler, 5, 1, 2)
     raw = frame(5, (1, 0, FINISHED))
-    scheduler.events("m", raw, decoded(raw), NOW + 4)  # it took 4 s
+    scheduler.events("m", raw, decoded(raw), NOW + 4)  # the request took 4 s
     submit(scheduler, 5, 3, 4, 5, 6)
     ((_, error),) = messages(scheduler.submit(5, Generate(7, "m", {}, b""), NOW))
     assert isinstance(error, Error)
@@ -418,7 +418,7 @@ def test_who_cancels_or_leaves_is_struck_all_the_same(scheduler: Scheduler) -> N
 def test_copies_of_a_suspect_wait_for_their_turn(scheduler: Scheduler) -> None:
     submit(scheduler, 5, 1)
     crash(scheduler, 2)
-    submit(scheduler, 5, 2, 3)  # copies of the suspect, which runs alone
+    submit(scheduler, 5, 2, 3)  # copies of the suspect, while it runs alone
     scheduler.submit(6, Generate(1, "m", {}, b"innocent"), NOW)
     started = messages(deliver(scheduler, frame(5, (1, 0, EventFlag.ERROR), generation=2)))
     while ("m", JobMessage(6, 1, {"queue_ms": 0.0}, b"innocent")) not in started:
@@ -428,7 +428,7 @@ def test_copies_of_a_suspect_wait_for_their_turn(scheduler: Scheduler) -> None:
 
 
 def test_an_unconfirmed_cancel_is_answered_in_a_second(scheduler: Scheduler) -> None:
-    """A stopped worker cannot confirm it."""
+    """A stopped worker cannot confirm a cancel."""
     submit(scheduler, 5, 1)
     deliver(scheduler, frame(5, (1, 0, 0)))
     scheduler.cancel(5, 1, NOW)
@@ -460,7 +460,7 @@ def test_one_worker_is_kept_for_a_suspect_that_must_be_alone_and_the_other_goes_
         scheduler.accept_new(worker)
         scheduler.open(worker, 1, 2, NOW)
     submit(scheduler, 5, 1)
-    scheduler.worker_gone("m:1", GONE, NOW)  # a strike; it goes on in the other, and is cancelled there
+    scheduler.worker_gone("m:1", GONE, NOW)  # a strike; the request resumes in the other worker, and is cancelled there
     scheduler.open("m:1", 2, 2, NOW)
     scheduler.cancel(5, 1, NOW)
     events = scheduler.events("m:2", raw := frame(5, (1, 0, FINISHED)), decoded(raw), NOW)
@@ -469,7 +469,7 @@ def test_one_worker_is_kept_for_a_suspect_that_must_be_alone_and_the_other_goes_
         scheduler.submit(channel, Generate(1, "m", {"affinity": str(channel)}, b"long"), NOW)
         assert scheduler.counts("m") == (number + 1, 0)
     assert scheduler.work("m:1")[0] == scheduler.work("m:2")[0] == 1
-    submit(scheduler, 5, 2)  # the suspect again: both workers have a request that is new to them
+    submit(scheduler, 5, 2)  # the suspect again; both workers have a new request
 
     def next_goes_to(request: int, now: float) -> str:
         message = Generate(request, "m", {"affinity": f"short {request}"}, b"short")
@@ -505,7 +505,7 @@ def test_a_sleeping_model_is_woken_for_what_waits() -> None:
     assert scheduler.report_loading("m", "loading", 1, 2) == [], "nobody has asked for reports"
     scheduler.rest("m:2", 0.0)
     assert [type(effect) for effect in scheduler.open("m:1", 1, 8, 1.0)] == [ToWorker, ToWorker]
-    # sent to sleep while a request was on its way
+    # the model is unloaded while a request is on its way
     scheduler.pause("m:1", 2.0)
     late = scheduler.submit(1, Generate(3, "m", {}, b""), 2.0)
     assert Wake("m") not in late, "first the old process has to be gone"

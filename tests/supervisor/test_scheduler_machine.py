@@ -1,5 +1,5 @@
-"""The scheduler against a model of its peers, in random orders: resuming, every bound, and invariant 1, invariant 2 and
-invariant 4 in docs/invariants.md.
+"""The scheduler resumes requests and keeps its bounds and invariants 1, 2 and 4 of docs/invariants.md, in random orders
+of events.
 
 A failure prints the seed; TEST_SEED repeats it.
 """
@@ -36,7 +36,7 @@ DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
 TERMINALS = (EventFlag.FINISHED, EventFlag.ERROR)
 compiled = find("supervisor.requests.fast_path")
 FAST_PATH = None if compiled is None else compiled.FastPath()
-"""It decides of every second frame, if it is there."""
+"""The compiled fast path, which decides about every second frame; None if it is not built."""
 steps = Counter[str]()
 pick = st.integers(0, 10**6)
 seldom = st.sampled_from([False, False, False, True])
@@ -64,7 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(window=WINDOW, holds=HOLDS, strikes=STRIKES)
         self.clients: list[FakeClient] = []
         self.workers: dict[str, FakeWorker | None] = dict.fromkeys(WORKERS)
-        self.late: list[tuple[str, bytes]] = []  # frames of former generations that are still on their way
+        self.late: list[tuple[str, bytes]] = []  # frames of former generations that are still under way
         self.generations = Counter[str]()
         self.delivered = 0
         self.accepting = dict.fromkeys(WORKERS, False)
@@ -123,7 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def grant(self, n: int, request: int, events: int) -> None:
         client = self.client(n)
         if client is not None:
-            if client.pinged:  # not a step of its own, which would make all others rarer
+            if client.pinged:  # as a rule of its own it would make all others rarer
                 self.perform(self.scheduler.pong(client.channel, client.pinged.popleft(), self.now))
             if request in client.heard:
                 client.heard[request].granted += min(events, WINDOW)
@@ -200,7 +200,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(worker=a_worker, n=pick, seq=st.integers(0, 9), end=st.sampled_from([0, EventFlag.FINISHED]))
     def say_nonsense(self, worker: str, n: int, seq: int, end: int) -> None:
-        """A worker that goes on about a job behind its end, or about one it never had."""
+        """Let a worker send events of a job that has ended, or of a job that it never had."""
         process = self.workers[worker]
         if process is None:
             return
@@ -213,7 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(worker=a_worker, padding=st.integers(0, LONGEST_EVENT - 60), rounds=st.integers(1, 4))
     def flow(self, worker: str, padding: int, rounds: int) -> None:
-        """All is well for a while: a token for each job in each step."""
+        """Let all go well for a while: each job gets a token in each step."""
         for _ in range(rounds):
             process = self.workers[worker]
             if process is not None:
@@ -273,7 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not really:
             return
         process, self.workers[worker] = self.workers[worker], None
-        if for_good:  # as the fleet does it: no more requests, then what becomes of those it had
+        if for_good:  # as the fleet does: refuse new requests first, and then end those that it had
             self.accepting[worker] = False
             self.perform(self.scheduler.refuse_new(worker, DOWN, self.now))
         if process is not None:
@@ -285,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.perform(self.scheduler.end_waiting(worker, DOWN))
 
     def _gone(self, worker: str, struck: bool) -> None:
-        """Tell the scheduler, and see that nobody becomes poisoned by what may have been another's doing."""
+        """Report the death to the scheduler. Check that no request becomes poisoned that may be innocent."""
         model = WORKERS[worker]
         running = self.scheduler._table.slot_of(worker).running
         events = {key: request.next_seq - request.begun for key, request in running.items()}
@@ -304,7 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(worker=a_worker)
     def crash(self, worker: str) -> None:
-        """While it computes, and it is up again at once."""
+        """Let a worker die while it computes, and start it again at once."""
         if self.scheduler.work(worker)[0]:
             self.die(worker, True, False, True)
             self.ready(worker, 2)
@@ -338,7 +338,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for worker, worker_slot in queue.worker_slots.items():
                 process = self.workers[worker]
                 assert len(worker_slot.running) <= (process.capacity if process else 0)
-                # of one that was given up, the events that were held do not count any more
+                # held events of a stream that was given up do not count any more
                 running = [request for request in worker_slot.running.values() if request.phase is RequestPhase.RUNNING]
                 newcomers = [request for request in running if request.is_new]
                 assert len(newcomers) < 2 or not any(r.alone for r in newcomers), "one that must be alone is not"
@@ -390,10 +390,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sum(of_party.values()) == credit_control.held_bytes <= HOLDS.of_all + most
 
     def teardown(self) -> None:
-        """Let everything that is on its way arrive, and workers finish what is wanted: nothing may be left."""
+        """Deliver all frames that are under way, and let workers finish their jobs. Nothing may be left then."""
         for worker, process in self.workers.items():
             if process is None and self.accepting[worker]:
-                self.ready(worker, 2)  # what waits to go on has somewhere to
+                self.ready(worker, 2)  # requests that wait to resume need a worker
         for _ in range(200):
             for client in self.clients:
                 while client.connected and client.pinged:
@@ -465,7 +465,7 @@ def test_every_request_ends_once_whatever_happens() -> None:
         "compiled",
     )
     reported += ("fast path",) if FAST_PATH is not None else ()
-    for again in range(10):  # a seed in some hundred never gets to the rarest of these
+    for again in range(10):  # one seed in some hundred misses the rarest steps
         print(f"TEST_SEED={SEED + again}")
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
             seed(SEED + again)(SchedulerMachine),

@@ -1,4 +1,4 @@
-"""A message that is shown, for example in the traceback of a fault, reveals no prompt and no answer."""
+"""The text of a message object, for example in a traceback, reveals no prompt and no answer."""
 
 from protocol.codec import pack_body
 from protocol.messages import MESSAGE_CLASSES, Generate

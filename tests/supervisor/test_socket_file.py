@@ -1,4 +1,4 @@
-"""A bound socket's file: hidden, shown, lost and made again, while the connections that exist go on."""
+"""A bound socket's file can be hidden, shown, lost and made again without disturbing existing connections."""
 
 from collections.abc import Iterator
 from pathlib import Path

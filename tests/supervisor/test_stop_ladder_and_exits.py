@@ -1,4 +1,4 @@
-"""The plan of a stop, and what an exit meant."""
+"""The stop ladder has the right rungs, and exits of workers are diagnosed correctly."""
 
 import signal
 from pathlib import Path
@@ -166,7 +166,7 @@ def test_the_cause_of_an_exception_counts_but_not_one_that_was_dealt_with() -> N
 
 
 def test_words_in_a_message_do_not_make_it_out_of_memory() -> None:
-    """Only the class, or the wording of an allocator, does."""
+    """Only the class of an exception or an allocator's own wording means out of memory."""
     for line in ("ValueError: no MemoryError here", "KeyError: 'OutOfMemoryError'", "MemoryErrorLikeThing: x"):
         report = classify(EXIT_ENGINE_FAULT, asked=False, log_tail=[*FRAMES, line])
         assert (report.reason, report.message) == ("engine fault", line)
@@ -188,7 +188,7 @@ def test_an_abort_is_told_by_what_cpp_said_before_it() -> None:
     assert "illegal memory access" in report.message
     bad_alloc = ["terminate called after throwing an instance of 'std::bad_alloc'", "  what():  std::bad_alloc"]
     assert classify(-signal.SIGABRT, asked=False, log_tail=[*bad_alloc, *ABORTED]).reason == "out of memory"
-    # what a former worker said is not this one's
+    # lines of a former worker do not count
     later = [TERMINATE, *error, *ABORTED, "free(): invalid pointer", *ABORTED]
     report = classify(-signal.SIGABRT, asked=False, log_tail=later)
     assert (report.reason, report.message) == ("signal", "ended by SIGABRT")
@@ -232,12 +232,12 @@ def test_cancelled_timers_are_not_waited_for() -> None:
     early.cancel()
     assert timers.wait_s(0.0) == 5.0
     due = timers.due(9.0)
-    late.cancel()  # between becoming due and being run
+    late.cancel()  # cancelled after it became due, and before it is run
     assert [timer.cancelled for timer in due] == [True]
 
 
 def test_cancelled_timers_do_not_pile_up() -> None:
-    """A request that may take a day, and many whose time is over sooner: each of these puts off the day's timer."""
+    """A request may take a day, and each of many shorter requests replaces its timer."""
     timers, ran = Timers(), []
     for second in range(5000):
         day = timers.at(86_400.0, lambda: ran.append("day"))
@@ -268,7 +268,7 @@ def test_a_hung_worker_is_told_apart_from_one_killed_for_nonsense() -> None:
     assert (report.reason, report.message, report.retry) == ("hung", why, True)
     report = classify(-signal.SIGKILL, asked=False, log_tail=[], killed=("killed", "it cannot be reached"))
     assert (report.reason, report.message) == ("killed", "killed by the supervisor: it cannot be reached")
-    # it had been told to stop, and was found hung on the way
+    # the worker had been told to stop, and then hung
     report = classify(-signal.SIGKILL, asked=True, log_tail=["x"], killed=("hung", why))
     assert (report.reason, report.message, report.lines) == ("asked", f"stopped; it was killed: {why}", ())
 
@@ -293,7 +293,7 @@ STACKS = [
 def test_of_stacks_the_innermost_calls_of_the_main_thread_are_kept() -> None:
     report = classify(-signal.SIGKILL, asked=False, log_tail=["loading", *STACKS], killed=("hung", "hung"))
     assert report.lines == tuple(STACKS[3 : 3 + MAX_LINES])
-    # something was written after them: that is nearer to the end
+    # a line after the stacks is nearer to the end, so it is kept
     report = classify(1, asked=False, log_tail=[*STACKS, "and then it went on"])
     assert report.lines[-1] == "and then it went on"
 
@@ -308,5 +308,5 @@ def test_the_log_of_a_former_worker_is_not_read_as_this_ones(tmp_path: Path) -> 
         log.write("one\ntwo\n")
     assert logs.tail(path, since=begin) == ["one", "two"]
     assert logs.tail(path, size=4, since=begin) == ["two"]
-    path.write_text("cut\n")  # by whoever tidies logs up
+    path.write_text("cut\n")  # as a program that tidies logs does
     assert logs.tail(path, since=begin) == ["cut"]

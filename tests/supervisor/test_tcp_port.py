@@ -1,4 +1,4 @@
-"""The handling of connections by the port over TCP, in one process; and the admission over ipc."""
+"""The port over TCP handles connections correctly, in one process, and the port over ipc admits the right users."""
 
 import ctypes
 import logging
@@ -43,7 +43,7 @@ from tests.supervisor.port_host import LOG, LoopWithPort, holds_none
 
 
 class TcpHost(LoopWithPort):
-    """A host of the port over TCP, for the key of one client."""
+    """A loop around the port over TCP, with the key of one client."""
 
     def __init__(self, directory: Path, address: str = "127.0.0.1") -> None:
         self.store = KeyStore(directory / "keys")
@@ -80,7 +80,7 @@ class TcpHost(LoopWithPort):
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn looks each time, and HELLO_S is counted in looks."""
+    """Make HELLO_S very long: the port counts it in looks, and each turn of these tests looks."""
     monkeypatch.setattr("supervisor.ports.tcp_listener.HELLO_S", 1e6)
 
 
@@ -141,7 +141,7 @@ def test_one_connection_is_cut_off_and_told_why(host: TcpHost) -> None:
         wait_until(lambda: host.turn() and client.socket.poll(0))
         client.receive()
         assert [error["message"] for _, error in client.errors] == ["told why"]
-        client.send(Ping(1))  # it does not mind
+        client.send(Ping(1))  # the client ignores the warning
         wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
         assert host.gone == [first.channel]
         assert host.connections() == [second]
@@ -177,7 +177,7 @@ def test_a_port_that_is_taken(host: TcpHost) -> None:
 
 @contextmanager
 def forger(host: TcpHost, number: int) -> Iterator["zmq.Socket[bytes]"]:
-    """A connection with a key whose routing id looks like one of libzmq's own."""
+    """Make a connection with a valid key and a routing id that looks like one of libzmq's own."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
@@ -203,11 +203,11 @@ def is_free(host: TcpHost, number: int) -> bool:
 
 
 def test_a_chosen_name_that_looks_like_libzmqs_own_is_cut_off(host: TcpHost) -> None:
-    """Left alone, it would end the process as soon as libzmq's numbers come to it (an assertion in libzmq 4.3.5)."""
+    """Otherwise libzmq 4.3.5 would abort the process by an assertion when its own numbers reach that id."""
     with host.greet() as client:
         (connection,) = host.connections()
         number = int.from_bytes(connection.routing_id[1:], "big")
-        for _ in range(20):  # who shakes no hands is given no number
+        for _ in range(20):  # connections without a handshake get no number
             socket.create_connection(("127.0.0.1", host.number)).close()
         wait_until(lambda: host.turn() and host.port.counters.disconnected >= 20)
         for ahead in (3, 10, 1000, 1 << 31):
@@ -218,13 +218,13 @@ def test_a_chosen_name_that_looks_like_libzmqs_own_is_cut_off(host: TcpHost) -> 
                 wait_until(lambda left=left: host.turn() and host.port.counters.disconnected == left + 1)  # type: ignore[misc]
                 assert not dealer.poll(0)
         assert host.connections() == [connection]
-        with host.greet() as other:  # whose number is the next
+        with host.greet() as other:  # this client gets the next number
             assert host.is_answered(other, 1)
         assert host.is_answered(client, 2)
 
 
 def test_whoever_says_nothing_is_cut_off(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chosen name shows with the first message, and what has none is no client; the next number is free again."""
+    """The port sees a chosen routing id only with the first message. A connection without one is cut off in the end."""
     with host.greet() as client:
         (connection,) = host.connections()
         monkeypatch.setattr("supervisor.ports.tcp_listener.HELLO_S", 5.0)
@@ -241,7 +241,7 @@ def test_whoever_says_nothing_is_cut_off(host: TcpHost, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("limit", ["MAX_BEHIND", "MAX_BEHIND_OF_KEY"])
 def test_whoever_does_not_read_is_cut_off(host: TcpHost, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    """libzmq would keep 100,000 frames for it, each of up to 3 MiB."""
+    """libzmq would keep 100,000 frames of up to 3 MiB each for such a client."""
     monkeypatch.setattr(f"supervisor.ports.tcp_listener.{limit}", 8 << 20)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with host.greet() as reader, context.socket(zmq.DEALER) as deaf:
@@ -256,7 +256,7 @@ def test_whoever_does_not_read_is_cut_off(host: TcpHost, monkeypatch: pytest.Mon
         deaf.send(encode(Hello(pack_body({}))))
         wait_until(lambda: host.turn() and len(host.connections()) == 2)
         (bad,) = (connection for connection in host.connections() if connection is not good)
-        for number in range(40):  # 20 MiB for each of them
+        for number in range(40):  # 20 MiB for each client
             assert host.port.send(bad.channel, encode(Pong(number)) + bytes(1 << 19))
             host.port.send(good.channel, encode(Pong(number)) + bytes(1 << 19))
             wait_until(lambda: host.turn() and reader.socket.poll(0))
@@ -271,11 +271,11 @@ def test_whoever_does_not_read_is_cut_off(host: TcpHost, monkeypatch: pytest.Mon
 
 
 def test_whoever_is_too_far_ahead_is_cut_off(host: TcpHost) -> None:
-    """There is no mark at which libzmq would stop reading: it aborts if such a connection ends at the wrong time."""
+    """libzmq has no high water mark here, since with one it may abort when a connection ends at the wrong time."""
     assert host.port.socket.get(zmq.RCVHWM) == 0
     question = encode(Call(1, "tokenize", pack_body({"prompt": bytes(1 << 19)})))
     with host.greet() as client, host.greet() as other:
-        for _ in range(32):  # as many bytes as below, but they are handled
+        for _ in range(32):  # as many bytes as below, but the port handles them
             client.socket.send(question)
             wait_until(lambda: host.turn() and isinstance(host.received[-1][1], Call))
             host.received[:] = [(host.connections()[0], Ping(0))]
@@ -295,7 +295,7 @@ def test_whoever_is_too_far_ahead_is_cut_off(host: TcpHost) -> None:
 
 
 def test_nobody_knows_the_numbers(host: TcpHost, runtime_dir: Path) -> None:
-    """Without a seed they are the same in every process."""
+    """Without a random seed, libzmq's numbers would be equal in every process."""
     firsts = set()
     for number in range(3):
         ctypes.CDLL(None).srand(1)
@@ -334,7 +334,7 @@ def test_a_key_that_connects_too_often_is_told_so_and_keeps_nobody_out(
 
 
 def test_connections_that_show_no_key_keep_nobody_out(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a handshake takes 3 s, and a descriptor: of too many, those end that have had the most time."""
+    """An unfinished handshake holds a descriptor for up to 3 s. If there are too many, the oldest are ended."""
     monkeypatch.setattr(TcpListener, "most_strangers", 8)
     with host.greet() as client:
         strangers = [socket.create_connection(("127.0.0.1", host.number)) for _ in range(40)]
@@ -352,7 +352,7 @@ def test_connections_that_show_no_key_keep_nobody_out(host: TcpHost, monkeypatch
 
 
 def test_another_user_is_not_admitted_over_ipc(runtime_dir: Path) -> None:
-    """The kernel says whose process it is; here the supervisor's user is somebody else than we."""
+    """The kernel tells the uid of the peer. Here the supervisor expects a uid other than the test's."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     zap = ZapHandler(context, os.getuid() + 1)
     port, _ = open_ipc_port(context, f"ipc://{runtime_dir}/front", 64, holds_none, LOG)
@@ -386,7 +386,7 @@ with socket.socket(socket.AF_UNIX) as peer:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
 def test_another_user_cannot_even_reach_the_socket(runtime_dir: Path) -> None:
-    """Two doors: the directory (0700), and, were it open, the file (0600)."""
+    """The directory (0700) keeps other users out, and if it were open, the socket file (0600) would."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     zap = ZapHandler(context, os.getuid())
     port, _ = open_ipc_port(context, f"ipc://{runtime_dir}/front", 64, holds_none, LOG)

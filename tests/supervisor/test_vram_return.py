@@ -1,4 +1,4 @@
-"""Dead workers' VRAM, on readings of a recorded box: what is awaited, what comes back, what is given up."""
+"""The supervisor waits for the VRAM of dead workers, notices when it is back, and gives up waiting in time."""
 
 from supervisor.placement.gpus import Gpu
 from supervisor.placement.vram_return import VramReturns
@@ -7,7 +7,7 @@ GIB = 1 << 30
 
 
 def box(**held: dict[int, int | None]) -> list[Gpu]:
-    """Two GPUs of 80 GiB; g0 and g1: pid → bytes."""
+    """Return two GPUs of 80 GiB. g0 and g1: pid → bytes."""
     return [Gpu(index, f"GPU-{index}a2b3c4d", 80 * GIB, GIB, 79 * GIB, held.get(f"g{index}", {})) for index in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""The distinction of hung and slow workers, from readings and times; and the page that is read."""
+"""Hung workers are told from slow ones by readings and times, and the page of the progress lease is read correctly."""
 
 import mmap
 import os
@@ -29,7 +29,7 @@ def reading(count: int, lease_s: float = 2.0, phase: WorkerPhase = WorkerPhase.S
 
 
 def checks_of(detector: HangDetector, found: Reading, seconds: float) -> list[HangVerdict]:
-    """The verdicts of this many seconds of looks that find the same."""
+    """Return the verdicts of ``seconds`` seconds of checks with the same reading."""
     return [detector.check(found, CHECK_S) for _ in range(round(seconds / CHECK_S))]
 
 
@@ -83,10 +83,10 @@ def test_a_clock_that_goes_back_counts_nothing() -> None:
 
 @pytest.mark.parametrize("pause", [0.5, 5.0, 86400.0])
 def test_a_supervisor_that_was_paused_kills_nobody(pause: float) -> None:
-    """The workers ran on, or were paused too: either way they beat soon after."""
+    """The workers either ran on or were paused too. In both cases they make progress soon after."""
     detector, clock, now = HangDetector(reading(1, 1.0)), CheckClock(), 100.0
     clock.passed(now)
-    for _ in range(6):  # paused in the middle of a lease
+    for _ in range(6):  # the pauses are in the middle of a lease
         now += CHECK_S
         assert detector.check(reading(1, 1.0), clock.passed(now)) is HangVerdict.FINE
     now += pause
@@ -98,7 +98,7 @@ def test_a_supervisor_that_was_paused_kills_nobody(pause: float) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.data(), st.floats(0.5, 20))
 def test_never_before_the_lease_is_over_and_always_within_two_seconds_of_it(data: st.DataObject, lease: float) -> None:
-    """Whatever the looks' lateness, within the half that a busy supervisor may have."""
+    """This holds for checks that come up to twice as late as planned, as on a busy machine."""
     lease = round(lease, 3)
     gaps = data.draw(st.lists(st.floats(CHECK_S, 2 * CHECK_S), min_size=300, max_size=300))
     detector, clock, now = HangDetector(reading(1, lease)), CheckClock(), 0.0

@@ -1,4 +1,4 @@
-"""The desired state of a worker: who wins, what follows when a process has ended, and whether requests wait."""
+"""The desired state decides whether a worker is started again and whether requests wait."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def ended(worker: WorkerLife, report: ExitReport, *, blames_request: bool = Fals
 
 
 def test_a_worker_that_was_never_started_is_stopped_since_it_was_made() -> None:
-    """Counted from 0, it would be stopped since the machine was switched on."""
+    """With a start time of 0, the worker would count as stopped since the machine was switched on."""
     assert (life().since, life().state, life().desired) == (100.0, WorkerState.STOPPED, Desired.DOWN)
 
 

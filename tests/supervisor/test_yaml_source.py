@@ -1,4 +1,4 @@
-"""Any bytes give data with the lines of its keys, or one ConfigError; never another exception, and never a bomb."""
+"""Any bytes give data with the lines of its keys, or one ConfigError, and never take much time or memory."""
 
 import os
 import resource
@@ -97,7 +97,7 @@ ALIAS_BOMB = "a: &a [x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n"
 
 
 def merge_bomb(level: int) -> str:
-    """Every level is defined inside the next, so that the largest is asked for first."""
+    """Return a YAML bomb in which every level is defined inside the next, so that the largest is expanded first."""
     if level == 0:
         return "&a {x: 1}"
     former = LEVELS[level - 1]
@@ -106,7 +106,7 @@ def merge_bomb(level: int) -> str:
 
 @pytest.mark.parametrize("bomb", [ALIAS_BOMB, f"models: {merge_bomb(19)}"], ids=["aliases", "merges"])
 def test_bombs(tmp_path: Path, bomb: str) -> None:
-    """In a process with little memory: nine to the power of nineteen values must not be attempted."""
+    """A process with little memory must refuse the bomb, which would expand to nine to the power of nineteen values."""
     (tmp_path / "models.yaml").write_text(bomb)
     code = (
         "import sys; from supervisor.yaml_source import *\n"
@@ -147,7 +147,7 @@ def test_tags_of_python_run_nothing(tmp_path: Path, tag: str) -> None:
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
-    """A running supervisor reads it on its only thread."""
+    """A running supervisor reads the file on its only thread, so reading must not block."""
     os.mkfifo(tmp_path / "models.yaml")
     for path in (tmp_path / "models.yaml", Path("/dev/zero")):
         with pytest.raises(ConfigError, match="no regular file"):
