@@ -1,4 +1,4 @@
-"""The directions in which packages may import each other, read from the source of every module."""
+"""Packages import each other only in the allowed directions, according to the source of every module."""
 
 import ast
 import re
@@ -15,12 +15,12 @@ from protocol.questions import QUESTIONS
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("modelctl", "protocol", "model_worker", "supervisor", "gateway")
 ROOMS = ("keys", "requests", "ports", "workers", "placement", "fleet")
-"""Of supervisor, in the order in which they may import one another: each only those before it."""
+"""The subpackages of supervisor. Each may import only those before it."""
 LOOP = (
     *("loop", "calls", "client_messages", "worker_frames"),
     *("effect_runner", "deadline_timer", "shutdown", "supervisor_status"),
 )
-"""Modules of supervisor that bring the rooms together, so no room imports them."""
+"""Modules of supervisor that connect the rooms, so no room imports them."""
 DECISIONS = (
     *(
         f"requests/{path.name}"
@@ -34,7 +34,7 @@ DECISIONS = (
     *(f"placement/{name}.py" for name in ("policy", "gpu_shares", "sizes", "affinity", "eviction", "vram_return")),
     *(f"placement/{name}.py" for name in ("gpus", "circuit_breaker")),
 )
-"""Modules of supervisor that decide: no sockets, no clock, no processes."""
+"""Modules of supervisor that only decide. They use no sockets, no clock and no processes."""
 
 
 def modules(package: str) -> list[Path]:
@@ -42,7 +42,7 @@ def modules(package: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every imported module name in a file, also inside functions."""
+    """Return every imported module name in a file, also inside functions."""
     if path.suffix == ".pyx":
         yield from re.findall(r"^\s*(?:from|c?import)\s+([\w.]+)", path.read_text(), re.MULTILINE)
         return
@@ -55,14 +55,14 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def sources(package: str) -> list[Path]:
-    """Every file that is compiled or interpreted, also stubs and declarations."""
+    """Return every source file, including stubs and declarations."""
     return sorted(path for path in (ROOT / package).rglob("*.p*") if path.suffix in (".py", ".pyi", ".pyx", ".pxd"))
 
 
 def mentions(path: Path, package: str) -> Iterator[str]:
-    """Every module or file of a package that a file names: in an import, a string, a path, a comment or a docstring.
+    """Yield every module or file of a package that a file names: in an import, string, path, comment or docstring.
 
-    ``supervisor.stall`` is no module of supervisor, but a key of models.yaml.
+    ``supervisor.stall`` is not a module of supervisor, but a key of models.yaml.
     """
     text = path.read_text()
     for name, inside in re.findall(rf"\b({package}[./](\w+))", text):
@@ -87,7 +87,7 @@ def test_protocol_names_no_module_of_the_other_packages(path: Path) -> None:
 
 
 def test_the_rooms_of_protocol_import_in_one_direction() -> None:
-    """The contract imports no room, and what processes share does not import the client."""
+    """The modules of the contract import no room, and ``protocol.process`` does not import ``protocol.client``."""
     allowed = {"": set(), "process": {"process"}, "client": {"process", "client"}}
     for room, others in allowed.items():
         for path in modules("protocol"):
@@ -98,7 +98,7 @@ def test_the_rooms_of_protocol_import_in_one_direction() -> None:
 
 @pytest.mark.parametrize("path", [p for package in PACKAGES[1:] for p in modules(package)], ids=str)
 def test_nothing_inside_imports_the_public_names(path: Path) -> None:
-    """They are for programs. A package that imported them would import what imports it."""
+    """``modelctl`` is for users' programs. It imports these packages, so an import of it would be circular."""
     assert "modelctl" not in {top(name) for name in imports(path)}
 
 
@@ -107,7 +107,7 @@ def test_the_public_names_come_from_the_protocol() -> None:
         assert {
             name for name in imports(path) if top(name) not in sys.stdlib_module_names and top(name) != "protocol"
         } == {
-            "supervisor.cli"  # the command
+            "supervisor.cli"  # for the command
         }
 
 
@@ -136,7 +136,7 @@ def test_rooms_import_in_one_direction(room: str) -> None:
 
 
 def test_the_supervisor_names_modules_of_the_worker_in_one_file() -> None:
-    """As an import, as a program for ``python -m``, as a path, and in prose."""
+    """Imports, programs for ``python -m``, paths and prose all count."""
     naming = {
         path.relative_to(ROOT / "supervisor").as_posix()
         for path in sources("supervisor")
@@ -158,7 +158,7 @@ def test_the_gateway_is_a_client_and_nothing_else() -> None:
 
 
 def test_a_process_of_its_own_asks_nvml() -> None:
-    """The driver may hang, and takes 22 MB: neither is the supervisor's, nor are our packages that process's."""
+    """The driver may hang and takes 22 MB, so only the child imports NVML. The child imports none of our packages."""
     found = {path: {top(name) for name in imports(path)} for path in modules("supervisor")}
     child = ROOT / "supervisor/placement/nvml_child.py"
     assert [path for path, names in found.items() if "pynvml" in names] == [child]
@@ -180,10 +180,10 @@ def test_nothing_unpickles(path: Path) -> None:
     text = path.read_text()
     assert "recv_pyobj" not in text
     assert "send_pyobj" not in text
-    # what unpickles without saying so
+    # functions that unpickle without the word in their names
     hidden = ["torch.load", "allow_pickle", "unsafe_load", "full_load", "yaml.load"]
     if "multiprocessing" in {top(name) for name in imports(path)}:
-        hidden += [".recv(", ".send(", " Queue(", ".Queue(", "Manager("]  # of its pipes; bytes are sent with others
+        hidden += [".recv(", ".send(", " Queue(", ".Queue(", "Manager("]  # of pipes; bytes use other methods
     assert not [word for word in hidden if word in text]
     if path.suffix == ".pyx":
         assert not re.search(r"(?<![\w.])(eval|exec)\(", text)
@@ -194,15 +194,15 @@ def test_nothing_unpickles(path: Path) -> None:
 
 
 def test_the_console_script_imports_nothing_at_module_level() -> None:
-    """A spawned worker imports the script's module again, before its devices are pinned."""
+    """A spawned worker imports the script's module again before its devices are pinned."""
     for path in (ROOT / "modelctl/__init__.py", ROOT / "supervisor/cli/__init__.py", ROOT / "supervisor/__init__.py"):
         body = ast.parse(path.read_text()).body
         assert not [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))], path
 
 
 def test_the_supervisor_starts_without_what_it_may_never_need() -> None:
-    """The first token after `modelctl serve` waits for its imports: requests are checked by workers, asyncio is for
-    clients, NVML for models on GPUs."""
+    """Imports delay the first token after `modelctl serve`. Workers check requests, asyncio is for clients, and NVML is
+    for models on GPUs."""
     source = """
 import sys
 import supervisor.cli.root, supervisor.cli.serve, supervisor.loop

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it runs outside the tree. Built and installed for real."""
+"""The wheel has the right files and runs outside the repository. These tests build and install it."""
 
 import os
 import runpy
@@ -48,14 +48,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """bin directory of an environment that holds the wheel, and our own environment's packages but not our tree."""
+    """Install the wheel into an environment that also sees the packages of this one, but not the repository. Return its
+    bin directory."""
     home = tmp_path_factory.mktemp("env")
     venv.create(home, with_pip=False, symlinks=True)
     python = home / "bin" / "python"
     command = ["-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "-q", str(wheel)]
     subprocess.run([sys.executable, *command], check=True)
     (site,) = (home / "lib").glob("python*/site-packages")
-    # A .pth inside a directory that a .pth names is not read: the editable install of the tree stays out.
+    # Python reads no .pth file in a directory that another .pth names, so the editable install is not found.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return home / "bin"
 
@@ -77,7 +78,7 @@ def test_the_wheel_holds_the_packages_the_demo_models_the_sample_and_the_licence
 
 @pytest.mark.skipif(os.environ.get(SWITCH) == "0", reason=f"switched off by {SWITCH}=0")
 def test_what_can_be_compiled_is_here_and_in_the_wheel(wheel: Path) -> None:
-    """It is optional where no compiler is; with one, its tests would be skipped for a mistake of ours."""
+    """Compiled modules are optional without a compiler. With one, a mistake must not let their tests be skipped."""
     if shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("no compiler, or no Python.h: what can be compiled is not")
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -89,8 +90,8 @@ def test_what_can_be_compiled_is_here_and_in_the_wheel(wheel: Path) -> None:
 def test_what_is_compiled_is_built_anew_where_a_source_of_any_of_it_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each module holds the checksum of its sources and of those that it needs. If setuptools left an old module in a
-    tree that was built before, that module would never be used again."""
+    """Each module contains the checksum of its sources and of those that it needs. If setuptools kept an old module in
+    a tree that was built before, that module would never be used again."""
     built: list[Any] = []
     build = ModuleType("Cython.Build")
     build.cythonize = lambda extensions, **_: extensions  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The package ``modelctl``: what it offers, what it costs, and what it says if another file has the name of its own."""
+"""The package ``modelctl`` offers the right names, imports fast, and explains files that hide its packages."""
 
 import ast
 import subprocess
@@ -14,7 +14,7 @@ FACE = ROOT / "modelctl"
 
 
 def run(script: Path, *arguments: str, python_path: str = str(ROOT)) -> "subprocess.CompletedProcess[str]":
-    """Run a program that lies in a directory of its own."""
+    """Run a program from a directory of its own."""
     return subprocess.run(
         [sys.executable, str(script), *arguments],
         cwd=script.parent,
@@ -35,7 +35,7 @@ def test_every_public_name_is_there_and_no_other_module() -> None:
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    """They read the imports that are never run."""
+    """Type checkers read the imports that are never run."""
     (branch,) = [node for node in ast.parse((FACE / "__init__.py").read_text()).body if isinstance(node, ast.If)]
     imported = {
         alias.name: node.module for node in branch.body if isinstance(node, ast.ImportFrom) for alias in node.names
@@ -99,7 +99,7 @@ def test_clients_work_beside_files_that_hide_only_what_they_do_not_need(tmp_path
 
 @pytest.mark.parametrize("name", ["protocol", "model_worker", "supervisor"])
 def test_the_command_names_what_hides_its_packages(tmp_path: Path, name: str) -> None:
-    """``modelctl`` itself does not look into the present directory, but PYTHONPATH may name it."""
+    """``modelctl`` does not import from the current directory, but PYTHONPATH may name that directory."""
     (tmp_path / f"{name}.py").write_text("raise SystemExit('it was run')")
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "modelctl-command"

@@ -1,7 +1,7 @@
-"""Each test file stands in the directory of what it tests: what it imports decides.
+"""Each test file is in the directory of the package that it tests. Its imports decide which one that is.
 
-A line of a program that a test hands to another process counts as an import, too. Files beside this one concern the
-whole repository.
+An import in a program that a test passes to another process counts, too. Test files beside this one concern the whole
+repository.
 """
 
 import re
@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 SERVES = frozenset(
     {"tests.serving.Serving", "tests.conftest.Serve", "tests.keyed", "tests.fuzzing.live", "tests.chaos"}
 )
-"""What starts a whole supervisor."""
+"""Modules that start a whole supervisor."""
 ROOMS = {
     "protocol": ({"protocol", "modelctl"}, {"supervisor", "model_worker", "tools", "benchmarks", *SERVES}),
     "model_worker": (
@@ -31,12 +31,12 @@ ROOMS = {
     "gateway": ({"gateway", *SERVES}, {"supervisor.cli", "tools.docs", "benchmarks"}),
     "benchmarks": ({"benchmarks"}, {"supervisor", "tools.docs", *SERVES}),
 }
-"""For each directory: of what each of its files imports at least one thing (None: of nothing), and of what nothing."""
+"""For each directory, the packages of which each file imports at least one (None: no rule), and those it must not."""
 _IMPORT = re.compile(r"^\s*from ([\w.]+) import (\([^)]*\)|[^\n#]*)|^\s*import ([\w., ]+)", re.MULTILINE)
 
 
 def imported(text: str) -> set[str]:
-    """Return what a text imports: modules, and the names that it takes from them."""
+    """Return the imports of a text: modules, and the names that it takes from them."""
     found = set()
     for module, names, modules in _IMPORT.findall(text):
         found |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))} if module else set()
@@ -45,7 +45,7 @@ def imported(text: str) -> set[str]:
 
 
 def of(names: set[str], packages: "set[str] | frozenset[str]") -> set[str]:
-    """Return those of the names that are these packages, or in them."""
+    """Return the names that are one of these packages or inside one of them."""
     return {name for name in names if any(name == package or name.startswith(f"{package}.") for package in packages)}
 
 

@@ -1,4 +1,4 @@
-"""Questions to a worker: tokens of a text and text of tokens; and the effect of defaults and limits on requests."""
+"""A worker answers queries about tokens and texts, and a model's defaults and limits apply to its requests."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def test_wrong_questions_are_answered_with_what_is_wrong(
 
 
 def test_who_asked_a_worker_that_died_is_told(serve: Serve) -> None:
-    """The worker is stopped, so that it cannot answer before it is killed."""
+    """The test stops the worker first, so that it cannot answer before it is killed."""
     serving = serve({"a": engine()})
     worker = serving.worker("a")
     with RawClient(serving.runtime_dir) as client:
@@ -80,7 +80,7 @@ def test_defaults_and_limits_of_a_model(serve: Serve) -> None:
 
 
 def test_a_question_that_grows_when_it_is_packed_anew_costs_nobody_a_worker(serve: Serve) -> None:
-    """Floats of 4 bytes become 8: what was small enough for the front is too large for the worker."""
+    """Floats of 4 bytes become 8 bytes, so a query that fits the front socket can be too large for the worker."""
     serving = serve({"a": engine()})
     pid = serving.status("a")["pid"]
     floats = b"\xdd" + (700_000).to_bytes(4, "big") + b"\xca\x3f\x80\x00\x00" * 700_000

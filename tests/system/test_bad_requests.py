@@ -1,4 +1,4 @@
-"""A client's mistakes are answered with the field, its value and its limit, and do not affect other clients."""
+"""The error for a client's mistake names the field, its value and its limit. Other clients are not affected."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,8 @@
-"""A thousand requests of all kinds on a machine that others keep busy: each ends as is documented for what happened.
+"""On a busy machine each of a thousand requests of all kinds ends as documented.
 
 Beside the requests three processes compute without end, a worker is killed again and again, and clients come and go
-over ipc and TCP. Load alone must end no request: a slow machine is no lost connection, no wrong key, and no constraint
-that cannot be compiled.
+over ipc and TCP. Load alone must end no request: a slow machine must not look like a lost connection, a wrong key or a
+constraint that cannot be compiled.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from tests.serving import WITHIN, engine
 REQUESTS = 1000
 BUSY_LOOPS = 3
 AT_ONCE = 48
-"""Requests that are under way together."""
+"""Number of requests that are under way together."""
 KILL_EVERY = 100
-"""Requests between two deaths of a worker."""
+"""Number of requests between two deaths of a worker."""
 HANGS_S = 4 * WITHIN
-"""After which a request that has not ended is said to hang. The longest take seconds."""
+"""Seconds after which an unfinished request counts as hung. The longest requests take seconds."""
 ENDLESS = 1_000_000
 EMBEDDED = {"engine": "transformers", "gpu": "cpu", "max_batch_size": 16}
 MODELS = {
@@ -46,7 +46,7 @@ LENIENT = {
 
 
 class Clients:
-    """The clients of this process: two that all requests share, and others for one request. ``number`` names a
+    """The clients of this process: two that all requests share, and others for single requests. ``number`` is that of a
     request."""
 
     def __init__(self, keyed: Keyed, near: AsyncClient, far: AsyncClient) -> None:
@@ -111,7 +111,7 @@ class Clients:
         return (await self.near.complete("stories", messages=messages, max_tokens=8)).finish_reason
 
     async def shaped(self, number: int) -> str:
-        """Send a request with a regular expression that no request had before."""
+        """Send a request with a regular expression that no request has used before."""
         wanted = f"[a-c]{{{1 + number % 5}}} {number}"
         done = await self.far.complete("letters", "sort: c b a ->", regex=wanted, max_tokens=40)
         return done.finish_reason if done.text.endswith(f" {number}") else f"another answer: {done.text!r}"
@@ -125,7 +125,7 @@ class Clients:
 
 
 async def right(client: AsyncClient, model: str, number: int, tokens: int, **options: object) -> str:
-    """Return how a request ended whose answer is known."""
+    """Send a request with a known answer. Return its finish reason, or a description of a wrong answer."""
     prompt = f"request {number}"
     done = await client.complete(model, prompt, max_tokens=tokens, **options)
     return done.finish_reason if done.text == answer(prompt, tokens) else f"another answer: {done.text!r}"
@@ -151,7 +151,7 @@ DOCUMENTED: dict[Callable[[Clients, int], Awaitable[str]], set[str]] = {
     Clients.no_shape: {"invalid_request"},
     Clients.tokenized: {"tokenized"},
 }
-"""What each kind of request may end with."""
+"""The ends that each kind of request may have."""
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def busy_loops() -> Iterator[None]:
 
 
 async def load(keyed: Keyed, chance: random.Random) -> dict[str, Counter[str]]:
-    """Kind of request → how they ended, with the error's message where that is not documented."""
+    """Run all requests. Return the counts of their ends by kind; an undocumented error counts by its message."""
     report: dict[str, Counter[str]] = {kind.__name__: Counter() for kind in DOCUMENTED}
     kinds = chance.choices(list(DOCUMENTED), k=REQUESTS)
     places = asyncio.Semaphore(AT_ONCE)

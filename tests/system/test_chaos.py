@@ -1,6 +1,6 @@
-"""Inflict random faults at random times, and check the invariants, see ``tests.chaos``. ``test_chaos_on`` goes on.
+"""The invariants hold under random faults at random times (``tests.chaos``). ``test_chaos_on`` runs the second half.
 
-TEST_SEED repeats the choices of a run; CHAOS_EPISODES says how many there are in each half.
+TEST_SEED repeats the choices of a run. CHAOS_EPISODES is the number of episodes in each half.
 """
 
 import pytest

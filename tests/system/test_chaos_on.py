@@ -1,4 +1,4 @@
-"""The second half of ``test_chaos``; and where a supervisor breaks an invariant, that is found."""
+"""The second half of ``test_chaos`` passes, and the chaos run finds supervisors that break an invariant."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.chaos.halves import EPISODES, chaos, run_half
 from tests.chaos.mutants import CAUGHT_BY, MUTANTS, PATIENCE_S, PROOF_SEED
 
 QUICK = ("repeat tokens", "tell prompts")
-"""Those that are tried here; all are by ``python -m tests.chaos.mutants``."""
+"""The mutants that are tried here. ``python -m tests.chaos.mutants`` tries all of them."""
 
 
 @pytest.mark.timeout(900)

@@ -1,4 +1,4 @@
-"""Chats through real workers: also where the template, or what clients put into it, is hostile."""
+"""Chats work through real workers, also if the template or the messages in it are hostile."""
 
 import signal
 import statistics
@@ -39,7 +39,7 @@ def said(content: str) -> list[dict[str, Any]]:
 
 
 def renderers(serving: Serving) -> list[psutil.Process]:
-    """The worker's rendering processes."""
+    """Return the worker's rendering processes."""
     return [child for child in serving.worker("m").children() if is_alive(child)]
 
 
@@ -56,7 +56,7 @@ def test_streams_go_on_beside_hostile_chats(serving: Serving, client: Client) ->
     assert sum(gap >= 0.9 for gap in gaps) <= 1, "as long as a render may take, more often than a machine hiccups"
     with serving.client() as other:
         assert other.complete("m", messages=said("fine"), max_tokens=9).text == answer("fine", 9)
-    for one in hostile:  # on a busy machine a second may be over before the memory is
+    for one in hostile:  # the second may be used up before the memory
         with pytest.raises(WireError, match=r"takes longer than 1 s|more memory than it is given") as caught:
             one.complete()
         assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "messages")
@@ -64,13 +64,13 @@ def test_streams_go_on_beside_hostile_chats(serving: Serving, client: Client) ->
 
 
 def test_a_killed_renderer_costs_its_own_request_only(serving: Serving, client: Client) -> None:
-    """The request fails only if its renderer is killed twice, because a chat is rendered once more."""
+    """A chat whose renderer is killed is rendered once more, so the request fails only after two kills."""
     worker = serving.worker("m").pid
     stream = client.generate("m", "beside", max_tokens=300)
     with Meddler(lambda: renderers(serving), signal.SIGKILL, most=99) as meddler:
 
         def fails() -> WireError | None:
-            """The second of a chat that loops may be over before it is killed. Then it was not killed twice."""
+            """Return the error of a chat whose renderer was killed twice, or None if its time was over before."""
             with pytest.raises(WireError, match=r"was ended by signal 9|takes longer") as caught:
                 client.complete("m", messages=said("loop"))
             return caught.value if caught.value.code is ErrorCode.HELPER_FAILED else None

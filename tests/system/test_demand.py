@@ -1,4 +1,4 @@
-"""Models that the first request starts, that leave when idle, and that make room for others."""
+"""Lazy models start at the first request, unload when idle, and make room for other models."""
 
 import random
 import time
@@ -56,7 +56,7 @@ def test_it_leaves_when_nobody_asks_and_comes_back(serve: Serve) -> None:
 
 
 def test_what_only_a_load_can_tell_is_unknown_before(serve: Serve) -> None:
-    """Whether there is a chat template, and the context."""
+    """Before the load, the chat template and the context are unknown."""
 
     def reported() -> tuple[object, ...]:
         with serving.client() as client:
@@ -108,7 +108,7 @@ def test_a_request_that_comes_while_it_leaves_is_served(serve: Serve) -> None:
                 return status["state"] != "ready" or status["generation"] > generation
 
             wait_until(leaves, 30, "it to leave")
-            time.sleep(chance.uniform(0, 0.05))  # anywhere between the order and the end of the process
+            time.sleep(chance.uniform(0, 0.05))  # a random moment between the order to stop and the end of the process
 
 
 def test_a_load_that_fails_is_not_tried_by_every_request(serve: Serve) -> None:
@@ -160,7 +160,7 @@ def test_reload_makes_models_lazy_and_unlazy(serve: Serve) -> None:
 
 
 def held(serving: Serving, box: Box, model: str, size: int) -> int:
-    """The model is ready, and holds what it said that it would: so NVML must tell before it has loaded."""
+    """Make NVML report the declared memory before the load ends. Wait until the model is ready with that memory."""
     pid: int = wait_until(lambda: serving.status(model)["pid"], 30, "a process")
     box.holds(0, pid, size * GIB)
     serving.wait_state(model, "ready", 30)

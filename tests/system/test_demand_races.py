@@ -1,4 +1,4 @@
-"""Life on demand, where several things happen at once."""
+"""Lazy models behave correctly when several things happen at once."""
 
 from typing import Any
 
@@ -15,20 +15,20 @@ def lazy(kind: str = "DeterministicEngine", **keys: Any) -> dict[str, Any]:
 
 
 def holds(serving: Serving, box: Box, model: str, state: str = "ready") -> int:
-    """The model is in this state, and NVML lists its worker."""
+    """Wait until the model is in this state, and let NVML list its worker. Return the worker's pid."""
     pid: int = serving.wait_state(model, state, 30)["pid"]
     box.holds(0, pid, 50 * GIB)
     return pid
 
 
 def leaves(serving: Serving, box: Box, model: str, pid: int) -> None:
-    """Wait until its worker is evicted and its memory is back."""
+    """Wait until the model's worker is evicted, and give its memory back."""
     wait_until(lambda: serving.status(model)["pid"] != pid, 30, f"{model} to leave")
     box.gives_back(pid)
 
 
 def test_two_models_in_one_place_take_turns(serve: Serve, box: Box) -> None:
-    """The one that left is asked for while the one that it left for is loaded: it waits for that to be idle."""
+    """Model a was evicted for b. A request for a that comes while b loads waits until b is idle."""
     models = {"a": lazy(gpu=0, vram="50GiB"), "b": lazy("SlowLoad", gpu=0, vram="50GiB", load_s=1.0)}
     serving = serve(models, wait=False)
     with serving.client() as client:
@@ -36,7 +36,7 @@ def test_two_models_in_one_place_take_turns(serve: Serve, box: Box) -> None:
         first = holds(serving, box, "a")
         b = client.generate("b", "b", max_tokens=3)
         leaves(serving, box, "a", first)
-        second = holds(serving, box, "b", "loading")  # when it is ready, NVML alone is believed
+        second = holds(serving, box, "b", "loading")  # as soon as it is ready, only NVML counts
         a = client.generate("a", "a", max_tokens=3)
         assert b.complete().text == answer("b", 3)
         leaves(serving, box, "b", second)
@@ -73,7 +73,7 @@ def test_those_that_wait_for_room_are_not_told_of_another_workers_load(serve: Se
 
 
 def test_a_client_that_leaves_while_the_model_loads(serve: Serve) -> None:
-    """The load goes on; nobody is computed for who is gone, cancelled, or out of time."""
+    """The load goes on, and requests that were cancelled, timed out or lost their client are not computed."""
     serving = serve({"a": lazy("SlowLoad", load_s=0.5)}, wait=False)
     with RawClient(serving.runtime_dir) as client:
         client.generate(1, "a", "gone", max_tokens=5)

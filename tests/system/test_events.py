@@ -1,4 +1,4 @@
-"""The verb ``events``: what a running supervisor remembers of its workers."""
+"""The verb ``events`` returns the history of a running supervisor's workers."""
 
 from typing import Any
 

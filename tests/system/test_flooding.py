@@ -1,4 +1,4 @@
-"""A local process that floods a socket: nobody else is harmed, and the supervisor's memory is bounded."""
+"""A local process that floods a socket harms no other client, and the supervisor's memory stays bounded."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from tests.serving import ROOT, WITHIN, Serving, engine, wait_until
 ROUNDS, AT_ONCE = 300, 10
 FLOOD_S = 2.0
 MAX_GROWTH = 1 << 30
-"""Without a bound on what waits, the floods below make the supervisor grow by 1 to 2 GiB each second."""
+"""Bytes by which the supervisor may grow. Without a bound, these floods make it grow by 1 to 2 GiB each second."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def serving() -> Iterator[Serving]:
 
 @pytest.fixture
 def neighbour(serving: Serving) -> Iterator[WellBehaved]:
-    """A client that asks again and again beside a test, and must not notice anything."""
+    """Run a client that asks again and again during a test, and must not be affected."""
     behaved = WellBehaved(serving)
     behaved.start()
     yield behaved
@@ -43,11 +43,11 @@ def neighbour(serving: Serving) -> Iterator[WellBehaved]:
 def test_flooding_and_leaving_does_not_abort_the_supervisor(
     serving: Serving, neighbour: WellBehaved, name: str
 ) -> None:
-    """libzmq 4.3.5 aborted in the first or second round, on all three sockets."""
+    """Without the defence, libzmq 4.3.5 aborted in the first or second round, on all three sockets."""
     before = serving.counters()["connections_denied"]
     heard = sum(hit_and_run(str(serving.runtime_dir / name), AT_ONCE) for _ in range(ROUNDS // AT_ONCE))
     assert serving.process.poll() is None
-    if name == "back":  # which is for workers only
+    if name == "back":  # only workers may use this socket
         assert serving.counters()["connections_denied"] >= before + ROUNDS
     else:
         assert heard == ROUNDS
@@ -79,7 +79,7 @@ def test_a_flood_ends_its_own_connections_only(
 
 
 def test_ten_thousand_requests_at_once_are_no_flood(serving: Serving) -> None:
-    """More than any client of ours sends at once: nothing but a raw socket is as quick."""
+    """That is more than the client library can send at once, so the test uses a raw socket."""
     count = 10_000
     before = serving.counters()["connections_cut_off"]
     with RawClient(serving.runtime_dir) as client:
@@ -93,7 +93,7 @@ def test_ten_thousand_requests_at_once_are_no_flood(serving: Serving) -> None:
 
 
 def test_who_is_cut_off_is_told_why(serving: Serving) -> None:
-    """An honest program with a fault: it never waits for answers, but reads what comes."""
+    """The client here is an honest program with a fault: it reads all messages, but never waits for answers."""
     with RawClient(serving.runtime_dir) as client:
         monitor = client.socket.get_monitor_socket()
         for request in range(1, 400_000):

@@ -1,5 +1,4 @@
-"""A GPU driver that hangs, and the process that asks it: what the supervisor does meanwhile, and what it leaves
-behind."""
+"""While a GPU driver hangs the supervisor goes on, and it leaves no process behind."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Workers that hang, in any way, are found, killed and replaced. Slow workers are left alone."""
+"""Workers that hang in any way are found, killed and replaced. Slow workers are left alone."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def hanging(kind: str, **keys: object) -> dict[str, object]:
 
 
 def started(client: Client, model: str, prompt: str, tokens: int) -> StreamBase:
-    """A stream of which something has arrived."""
+    """Return a stream after its first events have arrived."""
     stream = client.generate(model, prompt, max_tokens=tokens)
     next(stream)
     return stream
@@ -77,7 +77,7 @@ def test_every_hang_is_found_and_its_requests_go_on(serve: Serve) -> None:
     assert all("it is stopped (SIGSTOP)" in report[model] for model in ("stop", "idle", "loading"))
     assert "it is computing" in report["loop"]
 
-    # the stacks, in the log and in short in `status`, of all that can write them
+    # the log has the stacks of all workers that can write them, and `status` has them in short
     for model, where in (("gil", "hang"), ("loop", "hang"), ("sleep", "hang"), ("stuck", "load")):
         assert "most recent call first" in serving.log(model)
         lines = serving.status(model)["last_exit"]["lines"]
@@ -90,7 +90,7 @@ def test_every_hang_is_found_and_its_requests_go_on(serve: Serve) -> None:
     assert (status["last_exit"]["reason"], status["phase"], status["beat_s"]) == ("hung", None, None)
     assert serving.wait_state("idle", "ready")["phase"] == "idle"
 
-    if first_phase == "starting":  # it may have been too fast for us
+    if first_phase == "starting":  # the worker may have been too fast for the test
         status = early.wait_state("early", "ready", 60)
         assert status["last_exit"]["reason"] == "hung"
         assert "before it came up (lease 5 s); it is stopped" in status["last_exit"]["message"]
@@ -98,7 +98,7 @@ def test_every_hang_is_found_and_its_requests_go_on(serve: Serve) -> None:
 
 
 def test_what_is_slow_is_not_hung(serve: Serve) -> None:
-    """Parts of a load, and steps, that take most of their leases; and a supervisor that is stopped for longer."""
+    """Parts of a load and steps may take most of their leases, and the supervisor may pause. No worker is killed."""
     slow_load = {**hanging("LoadsInParts"), "options": {"parts": 3, "part_s": 1.2}}
     serving = serve(
         {"load": slow_load, "steps": engine(step_s=1.0), "idle": engine(), "fast": engine(context=LONG)},
@@ -118,13 +118,13 @@ def test_what_is_slow_is_not_hung(serve: Serve) -> None:
     assert [m["generation"] for m in serving.overview()["models"]] == [1, 1, 1, 1]
     assert "hung" not in serving.log()
 
-    # one that goes on while its stacks are written is spared; to be asked for them does it no harm
+    # a worker that goes on while its stacks are written is spared, and writing them does no harm
     worker = serving.worker("idle")
     worker.send_signal(signal.SIGSTOP)
     wait_until(lambda: "hung" in serving.log(), 30)
     worker.send_signal(signal.SIGCONT)
     wait_until(lambda: "goes on after all" in serving.log() or not is_alive(worker), 30)
-    if is_alive(worker):  # a busy machine may let the supervisor be first
+    if is_alive(worker):  # on a busy machine the supervisor may have been first
         with serving.client() as client:
             assert client.complete("idle", "x", max_tokens=5).text == answer("x", 5)
         assert serving.status("idle")["generation"] == 1
@@ -151,7 +151,7 @@ def test_a_supervisor_with_a_fault_of_its_own_says_so_and_leaves_with_a_code(
     script.write_text(FAULTY)
     serving: Serving = serve({"a": engine(), "b": engine("SlowLoad")}, script=script, wait=False)
     before: list[psutil.Process] = serving.processes()
-    serving._killed = True  # by itself
+    serving._killed = True  # the supervisor ends by itself
     assert serving.process.wait(30) == 70
     wait_until(lambda: not [p for p in (*before, *serving.processes()) if is_alive(p)], 10, "the end of its processes")
     assert "the supervisor stops because of a fault of its own" in serving.log()

@@ -1,4 +1,4 @@
-"""Bytes that are no messages cause an error or a counted disconnect, and everything else goes on."""
+"""Bytes that are no valid message cause an error or a counted disconnect, and everything else goes on."""
 
 import os
 import random
@@ -22,7 +22,7 @@ SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
 MIB = 1 << 20
 TOKENS = 500
 MAX_GROWTH = 48 * MIB
-"""What the supervisor may grow by in a test. One 16 MiB frame may be on its way in, and malloc keeps some."""
+"""Bytes by which the supervisor may grow in a test. One 16 MiB frame may be coming in, and malloc keeps some memory."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def shared() -> Iterator[Serving]:
 
 @pytest.fixture
 def serving(shared: Serving) -> Iterator[Serving]:
-    """A well-behaved stream runs during each test and must not notice; the supervisor may not grow."""
+    """Run a well-behaved stream during each test. It must not be affected, and the supervisor must not grow."""
     print(f"TEST_SEED={SEED}")
     before = psutil.Process(shared.pid).memory_info().rss
     parts: list[str] = []
@@ -71,7 +71,7 @@ def test_two_megabytes_of_garbage(serving: Serving) -> None:
 
 
 def test_many_small_random_frames(serving: Serving) -> None:
-    """Also such that begin like a message of ours: version, a kind, then anything."""
+    """Some frames begin like a valid message: the version, a kind, and then random bytes."""
     chance = random.Random(SEED)
     with RawClient(serving.runtime_dir) as client:
         for _ in range(3_000):
@@ -124,7 +124,7 @@ def test_malformed_frames_are_answered_and_counted(serving: Serving) -> None:
 
 
 def test_a_request_is_answered_however_many_bad_frames_came_before_it(serving: Serving) -> None:
-    """One request has a frame that is refused, the other has a right one."""
+    """One request has a bad frame that is refused, the other a valid frame."""
     too_large = encode(Generate(7, "a", {}, bytes(limits.MAX_FRAME[Kind.GENERATE])))
     with RawClient(serving.runtime_dir) as client:
         for _ in range(100):
@@ -180,7 +180,7 @@ def raw_connections(serving: Serving, payload: Callable[[random.Random], bytes])
                 try:
                     peer.sendall(payload(chance))
                 except OSError:
-                    pass  # cut off while sending, which is fine
+                    pass  # the supervisor may close the connection
 
 
 def test_peers_that_do_not_speak_zeromq(serving: Serving) -> None:

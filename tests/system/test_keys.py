@@ -1,4 +1,4 @@
-"""Keys in a running supervisor: made, limited and revoked without a restart; what they may do from a command line."""
+"""Keys of a running supervisor can be made, limited and revoked without a restart, and work from the command line."""
 
 import asyncio
 import hashlib
@@ -36,7 +36,7 @@ def test_a_key_is_enough_to_be_served(keyed: Keyed) -> None:
 
 
 def test_a_key_that_connects_again_and_again_keeps_no_other_key_out(keyed: Keyed) -> None:
-    """270 handshakes a second of one key used up what there was for all: three of five attempts of another failed."""
+    """Regression: 270 handshakes a second of one key used up a limit for all keys, and other keys often failed."""
     keyed.new("restless")
     command = [sys.executable, "-m", "tests.knocking", keyed.endpoint, str(keyed.file("restless"))]
     knocking = [
@@ -140,10 +140,10 @@ def test_requests_in_flight_are_counted_over_all_connections_of_a_key(keyed: Key
         running[0].cancel()
         for _ in running[0]:
             pass
-        # the place is free when the worker has let go, a moment after the client was told
+        # the place is free when the worker has let go of the request, a moment after the client got its end
         keyed_answer = wait_until(lambda: _unless_limited(other, "a third"))
         assert keyed_answer == answer("a third", 1)
-        with keyed.client("laptop") as third:  # another key's limit is its own
+        with keyed.client("laptop") as third:  # another key has a limit of its own
             assert third.generate("m", "x", max_tokens=1).complete().text == answer("x", 1)
 
 
@@ -165,7 +165,7 @@ def test_tokens_a_minute(keyed: Keyed) -> None:
     assert refused.value.code is ErrorCode.RATE_LIMITED
     assert refused.value.retry_after_ms
     assert 100_000 < refused.value.retry_after_ms < 250_000, "a debt of some 150 tokens, at one a second"
-    with keyed.client(key) as again, pytest.raises(WireError) as refused:  # a new connection has no new minute
+    with keyed.client(key) as again, pytest.raises(WireError) as refused:  # a new connection gets no new allowance
         again.generate("m", "more", max_tokens=1).complete()
     assert refused.value.code is ErrorCode.RATE_LIMITED
     report = next(report for report in keyed.tcp()["keys"] if report["name"] == "slow")
@@ -292,7 +292,7 @@ def test_listen_is_not_changed_by_a_reload(keyed: Keyed) -> None:
 
 
 def test_secrets_are_nowhere_to_be_seen(keyed: Keyed) -> None:
-    """Not in logs, status, command lines or environments; nor in what an unhandled error would show."""
+    """No secret is in logs, status, command lines, environments or the text of an unhandled error."""
     secrets = [key.secret_key for key in keyed.keys.values()]
     secrets.append(json.loads((keyed.store.directory / "server.json").read_text())["secret_key"])
     seen = [json.dumps(keyed.serving.overview()), keyed.serving.stderr(), repr(list(keyed.keys.values()))]
@@ -343,7 +343,7 @@ def test_a_port_that_is_taken_is_said(keyed: Keyed) -> None:
 
 
 def test_a_flood_of_connections_leaves_descriptors_for_those_who_are_there(tmp_path: Path) -> None:
-    """libzmq aborts a process that has none left. What is not taken now is tried again by the clients' kernels."""
+    """libzmq aborts a process without descriptors. The clients' kernels retry connections that are not accepted now."""
     wrapper = tmp_path / "limited.py"
     wrapper.write_text(
         "import resource, runpy, sys\n"
@@ -364,7 +364,7 @@ def test_a_flood_of_connections_leaves_descriptors_for_those_who_are_there(tmp_p
                 connection.setblocking(False)
                 connection.connect_ex(("127.0.0.1", keyed.port))
                 if number % 16 == 0:
-                    time.sleep(0.002)  # 8,000 a second: faster than any leak, slower than a loop that is kept waiting
+                    time.sleep(0.002)  # 8,000 a second: a fast flood, but slower than the supervisor's loop
             wait_until(lambda: "no new connections" in keyed.serving.log())
             assert stream.complete().text == answer("steady", 300)
             assert psutil.Process(keyed.serving.pid).num_fds() < 500

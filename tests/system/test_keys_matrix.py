@@ -1,4 +1,4 @@
-"""Admission over TCP: every message with every right, and everybody without a right."""
+"""Over TCP each message needs the right for it, and clients without a valid key reach nothing."""
 
 import os
 import random
@@ -51,7 +51,7 @@ VERBS = {
     "keys": ADMIN,
     "STATUS": ADMIN,
 }
-"""Written down again, not taken from the supervisor: the right of which one is enough."""
+"""The sufficient rights of each verb. They are not imported from the supervisor, so that the test checks them."""
 
 
 def test_every_verb_of_the_supervisor_is_tried() -> None:
@@ -84,9 +84,9 @@ def the_good_client_is_served(keyed: Keyed) -> Iterator[None]:
 def test_every_verb_with_every_role(keyed: Keyed, role: str) -> None:
     rights = set(role.split(","))
     with keyed.raw(role.replace(",", "-")) as raw:
-        raw.barrier()  # HELLO and PING take no right
+        raw.barrier()  # HELLO and PING need no right
         for number, (verb, enough) in enumerate(VERBS.items(), 1):
-            # An order with a parameter that there is not does nothing, but is answered by the verb itself.
+            # An order with an unknown parameter does nothing, but shows that the verb itself answered.
             raw.send(Call(number, verb, pack_body({} if verb in ("models", "status") else {"model": "m", "none": 1})))
             while len(raw.replies) < number:
                 raw.receive()
@@ -106,7 +106,7 @@ def test_every_verb_with_every_role(keyed: Keyed, role: str) -> None:
         else:
             reported = [(request, error["name"], error.get("refused")) for request, error in raw.errors]
             assert reported[0] == (100, "forbidden", None)
-            # a gateway steers the requests that it sent for other keys
+            # a gateway controls the requests that it sent for other keys
             assert reported[1:] == [
                 (0, "forbidden", {"kind": kind, "number": 100})
                 for kind in (Kind.CREDIT, Kind.CANCEL)
@@ -152,7 +152,7 @@ def test_nothing_of_an_outsider_reaches_the_application(keyed: Keyed, who: str) 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with closing(OUTSIDERS[who](keyed, context)) as dealer:
         dealer.linger = 0
-        dealer.reconnect_ivl = 50  # which a library of another language may well do
+        dealer.reconnect_ivl = 50  # a library in another language may do so
         dealer.connect(keyed.endpoint)
         # After some failures of the handshake libzmq gives the connection up, and then takes no message: a send that
         # waited for it would never return.
@@ -231,7 +231,7 @@ def test_a_key_needs_tcp(keyed: Keyed) -> None:
         Client(runtime_dir=keyed.serving.runtime_dir, key=keyed.keys["admin"])
 
 
-# not even ZeroMQ
+# bytes that are not even ZMTP
 
 
 def greeting(mechanism: bytes) -> bytes:
@@ -256,21 +256,21 @@ def test_garbage(keyed: Keyed) -> None:
             greeting(b"CURVE"),
             greeting(b"PLAIN"),
             greeting(b"CURVE") + curve_hello,
-            greeting(b"CURVE") + b"\x06\xff\xff\xff\xff\xff\xff\xff\xff",  # a command of 16 EiB
+            greeting(b"CURVE") + b"\x06\xff\xff\xff\xff\xff\xff\xff\xff",  # announces a command of 16 EiB
             greeting(b"CURVE")[: chance.randrange(64)],
         )[number % 7]
         with peer(keyed) as connection:
             try:
                 connection.sendall(begin + garbage)
             except OSError:
-                pass  # cut off while sending, which is fine
+                pass  # the supervisor may close the connection
     wait_until(lambda: keyed.serving.counters()["connections_accepted"] >= before["connections_accepted"] + 150)
     assert keyed.serving.counters()["bad_frames"] == before["bad_frames"]
 
 
 def test_half_handshakes_leave_nothing(keyed: Keyed) -> None:
     process = psutil.Process(keyed.serving.pid)
-    keyed.connections()  # the query's own connection is there
+    keyed.connections()  # opens the connection of the queries
     before, half = process.num_fds(), 120
     beginnings = (b"", b"\xff", greeting(b"CURVE")[:11], greeting(b"CURVE"))
     with ExitStack() as stack:
@@ -278,9 +278,9 @@ def test_half_handshakes_leave_nothing(keyed: Keyed) -> None:
         for number, connection in enumerate(peers):
             connection.sendall(beginnings[number % len(beginnings)])
         wait_until(lambda: process.num_fds() >= before + half // 2)
-        with keyed.client("infer") as client:  # new ones come in beside them
+        with keyed.client("infer") as client:  # new clients get in beside them
             assert client.generate("m", "beside", max_tokens=10).complete().text == answer("beside", 10)
-        # after HANDSHAKE_IVL they are ended: what is read is our greeting, then the end
+        # after HANDSHAKE_IVL the port ends them: the peers read its greeting, and then the end
         for connection in peers:
             connection.settimeout(30)
             while connection.recv(4096):
@@ -289,7 +289,7 @@ def test_half_handshakes_leave_nothing(keyed: Keyed) -> None:
 
 
 def endless(connection: socket.socket, stop: threading.Event) -> int:
-    """Parts of a message that never ends, as a peer of mechanism NULL sends them. Returns the bytes that went."""
+    """Send parts of a message that never ends, with mechanism NULL. Return the number of bytes that were sent."""
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     sent = 0
     try:
@@ -316,14 +316,14 @@ def test_endless_messages_of_a_peer_without_a_key(keyed: Keyed) -> None:
 
 
 class Stalling:
-    """A relay before the port that passes on so many bytes of a client's, and no more. A context manager."""
+    """A relay in front of the port that passes on at most ``most`` bytes of a client. A context manager."""
 
     def __init__(self, port: int, most: int) -> None:
         self._port, self._most = port, most
         self._server = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
         self.ended = threading.Event()
-        """The supervisor has ended the connection."""
+        """Set when the supervisor has ended the connection."""
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> "Stalling":
@@ -364,12 +364,12 @@ def uptime(keyed: Keyed) -> float:
 
 
 def test_endless_messages_of_a_peer_with_a_key(keyed: Keyed) -> None:
-    """libzmq gathers its parts, and says nothing to us: it is cut off all the same."""
+    """libzmq collects the parts without telling the supervisor, which cuts the client off nevertheless."""
     process = psutil.Process(keyed.serving.pid)
     before, cut = process.memory_info().rss, keyed.tcp()["cut_off"]
     with Stalling(keyed.port, MAX_UNREAD + 8 * MIB) as relay, RawClient(relay.endpoint, key=keyed.keys["infer"]) as raw:
         raw.barrier()
-        for _ in range(3):  # until it has been looked at since: what came before counts for the answered message
+        for _ in range(3):  # until a check has run: earlier bytes count for the answered message
             now = uptime(keyed)
             wait_until(lambda now=now: uptime(keyed) > now + 1.5 * CHECK_S)  # type: ignore[misc]
         raw.socket.send_multipart([bytes(MIB)] * (MAX_UNREAD // MIB + 16))

@@ -108,7 +108,7 @@ def test_cancelling_a_running_request(serving: Serving) -> None:
 
 
 def test_cancelling_requests_that_wait(serving: Serving) -> None:
-    """Two are computed, two wait in the worker, the rest in the supervisor: all of them can be cancelled."""
+    """Two requests are computed, two wait in the worker, the rest in the supervisor. All of them can be cancelled."""
     with serving.client() as client:
         streams = [client.generate("a", f"wait {i}", max_tokens=ENDLESS) for i in range(7)]
         next(streams[0])

@@ -1,4 +1,4 @@
-"""The verb ``logs``: operators read logs from afar."""
+"""The verb ``logs`` lets operators read logs from another machine."""
 
 from collections.abc import Iterator
 from pathlib import Path

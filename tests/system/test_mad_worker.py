@@ -1,4 +1,4 @@
-"""A worker that sends nonsense: dropped and counted, or the end of that worker; never of anything else."""
+"""Nonsense from a worker is dropped and counted, or ends that worker, and harms nothing else."""
 
 from collections.abc import Iterator
 
@@ -37,11 +37,11 @@ def test_events_for_nobody_are_dropped_and_counted(serving: Serving) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("greeting", "its story:"),  # READY again
-        ("garbage", "sent what cannot be"),  # a frame that cannot be read may have held somebody's last event
+        ("greeting", "its story:"),  # a second READY
+        ("garbage", "sent what cannot be"),  # an unreadable frame may have held a terminal event
         ("leap", "where 5 was due"),  # an event out of turn
         ("leap to the end of numbers", "where 5 was due"),
-        ("nested report", "plain values"),  # could be kept, but not be packed again for `status`
+        ("nested report", "plain values"),  # could be decoded, but not be packed again for `status`
     ],
 )
 def test_a_worker_that_sends_what_cannot_be_is_ended(serving: Serving, what: str, message: str) -> None:
@@ -60,7 +60,7 @@ def test_a_worker_that_sends_what_cannot_be_is_ended(serving: Serving, what: str
 
 
 def test_a_worker_whose_connection_was_cut_ends_itself(serving: Serving) -> None:
-    """libzmq closes the connection of a peer whose frame is beyond 16 MiB, and tells neither side's program."""
+    """libzmq closes the connection of a peer that sends a frame over 16 MiB, and tells neither program."""
     with RawClient(serving.runtime_dir) as client:
         client.generate(2, "a", "bad giant", max_tokens=50_000, route={"resume": False})
         client.read_until_ended(2)

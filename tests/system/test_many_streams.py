@@ -1,4 +1,4 @@
-"""Many clients at once: each gets its own answer, whole, and one end."""
+"""With many clients at once, each gets its own complete answer and one end."""
 
 import asyncio
 import json

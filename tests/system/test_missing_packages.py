@@ -1,4 +1,4 @@
-"""A supervisor without the engines' packages: it says what is missing, spawns nothing for it, and serves the others."""
+"""Without the engines' packages, a supervisor names the missing ones, spawns no such worker, and serves the rest."""
 
 import sys
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_model_whose_packages_are_missing_fails_alone_and_starts_when_they_are
         assert INSTALL in started.stderr
         hidden.install()
         serving.order("start", model="letters")
-        serving.wait_state("letters", "ready", within=120)  # it imports torch
+        serving.wait_state("letters", "ready", within=120)  # the worker imports torch
 
 
 def test_a_lazy_model_whose_packages_are_missing_refuses_its_request(hidden: Hidden) -> None:

@@ -1,4 +1,4 @@
-"""A model's log tells the model's life, and never what was asked."""
+"""A model's log tells the events of its life, and never the content of requests."""
 
 import re
 import signal
@@ -11,7 +11,7 @@ STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} modelctl "
 
 
 def wait_for_life(serving: Serving, name: str, *steps: str) -> None:
-    """Until these patterns match lines of a model's log, in this order. Each line has to be the supervisor's."""
+    """Wait until these patterns match lines of a model's log, in this order. Each line must be the supervisor's."""
     in_order = re.compile(".*\n(?:.*\n)*?".join(f"{STAMP}[A-Z]+ +{name}: {step}" for step in steps))
     wait_until(lambda: in_order.search(serving.log(name)), what=f"{steps} in the log of {name}")
     for line in serving.log(name).splitlines():

@@ -1,5 +1,5 @@
-"""A supervisor that has served holds no more than one that has served little: of every kind of request and connection,
-well and badly behaved, nothing stays, in whichever dictionary."""
+"""A supervisor that has served many requests holds no more entries than one that has served few. Requests and
+connections of every kind, well and badly behaved, leave nothing in any container."""
 
 import asyncio
 import json
@@ -18,9 +18,9 @@ from tests.raw_client import RawClient
 from tests.serving import ROOT, WITHIN, Serving, engine, wait_until
 
 FIRST, THEN, AT_ONCE = 8, 32, 4
-"""Of each kind, before the first count, and between the two; and how many go on at a time."""
+"""Requests of each kind before the first count, and between the two counts; how many are under way at a time."""
 NOISE = THEN // 2
-"""Entries that may come and go by themselves, as those of timers do."""
+"""Number of entries that may come and go by themselves, such as timers."""
 
 
 async def some_of_every_kind(keyed: Keyed, times: int) -> None:
@@ -78,10 +78,10 @@ def keyed_client(keyed: Keyed) -> AsyncClient:
 
 
 def held(serving: Serving, reported: Path) -> dict[str, int]:
-    """Return what the supervisor holds when nothing is left to do."""
+    """Return the supervisor's counts of entries when it is idle."""
     for worker in "one", "pair:1", "pair:2":
         serving.wait_idle(worker)
-    with serving.client() as client:  # when there is another, what was due of those that have ended is thrown out
+    with serving.client() as client:  # another request makes the supervisor drop the timers of ended ones
         client.complete("one", "the last", max_tokens=1)
     wait_until(lambda: serving.overview()["supervisor"]["connections"] == 1, what="the others' connections to end")
     reported.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Gateways that ask for HTTP keys: who may do so, and that the key's own rights, limits, models and end apply."""
+"""Only permitted connections may ask on behalf of HTTP keys, and the key's own rights, limits, models and end apply."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def keyed() -> Iterator[Keyed]:
 
 
 def http_key(keyed: Keyed, name: str, rights: str = "infer", **limits: Any) -> str:
-    """Put an HTTP key on the list. Return its id."""
+    """Add an HTTP key. Return its id."""
     return token_id(keyed.new_http(name, rights, **limits))
 
 
@@ -75,7 +75,7 @@ def test_a_gateway_over_ipc_or_over_tcp_asks_for_a_key(keyed: Keyed) -> None:
 
 @pytest.mark.parametrize("name", ["laptop", "boss"])
 def test_a_connection_without_the_right_cannot_act_for_others(keyed: Keyed, name: str) -> None:
-    """Whatever it writes, it is refused, and the key that it names is neither charged nor asked."""
+    """Every such message is refused, and the named key is not charged."""
     http, chance = http_key(keyed, f"victim-of-{name}", "infer,status,admin", max_in_flight=1), random.Random(SEED)
     others = [http, keyed.keys["boss"].public_key, "", "0" * 64, None, 1, b"x", [http], {"id": http}]
     with keyed.raw(name) as raw:
@@ -117,7 +117,7 @@ def test_an_id_that_is_on_no_list_costs_nobody_anything(keyed: Keyed) -> None:
 
 
 def test_a_null_does_not_make_a_gateway_act_for_itself(keyed: Keyed) -> None:
-    """A gateway that lost the id on the way must not get the rights of the supervisor's own user."""
+    """A gateway that loses the id by a fault must not get the rights of the supervisor's own user."""
     with Client(runtime_dir=keyed.serving.runtime_dir) as local:
         assert refused_call(local, "models", on_behalf_of=None).code is ErrorCode.INVALID_REQUEST
     with RawClient(keyed.serving.runtime_dir) as raw:

@@ -1,4 +1,4 @@
-"""The places of workers, and refusals: with real supervisors and workers, and GPUs described by a file."""
+"""Real supervisors place workers correctly, or refuse them, on GPUs that a file describes."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ LATER = {"autostart": False}
 
 
 def on(gpu: int | str | list[int], size: str | None = "30GiB", kind: str = "DeterministicEngine", **keys: Any) -> Any:
-    """A model on a GPU that says itself what it takes."""
+    """Return an entry of models.yaml for a model on a GPU with declared memory."""
     return engine(kind, gpu=gpu, **({"vram": size} if size else {}), **keys)
 
 
@@ -36,7 +36,7 @@ def exl2(directory: Path | str, gpu: int | str, **keys: Any) -> dict[str, Any]:
 
 
 def refused(serving: Serving, model: str) -> str:
-    """The one line that says why a model is not started."""
+    """Wait until a model is refused, and return the line that says why."""
     status = serving.wait_state(model, "failed", 40)
     assert status["pid"] is None
     message: str = status["last_exit"]["message"]
@@ -74,14 +74,14 @@ def test_two_that_load_at_once_do_not_share_what_one_takes(serve: Serve, box: Bo
     serving = serve(models, wait=False)
     for name in ("pinned", "a", "b"):
         serving.wait_state(name, "loading")
-    # the pinned one first although it stands last, then the others in the order of the file
+    # the pinned model is first although it is last in the file, then the others in the order of the file
     assert [placed(serving, name) for name in ("pinned", "a", "b")] == [[1], [0], [1]]
     reported = refused(serving, "c")
     assert reported == (
         "needs 30.0 GiB (vram in models.yaml), no GPU has that much: GPU 0 has 10.0 of 40.0 free: "
         "a about to load 30.0, 20.0 missing"
     )
-    # what one holds already is not counted again
+    # memory that a loading worker already holds is not counted twice
     box.holds(0, serving.status("a")["pid"], 12 * GIB)
     serving.order("start", model="d")
     assert "GPU 0 has 10.0 of 40.0 free: a 12.0, a about to load 18.0" in refused(serving, "d")
@@ -105,7 +105,7 @@ def test_a_refusal_says_who_holds_the_rest_and_ends_when_they_go(serve: Serve, b
     )  # fmt: skip
     assert line in serving.log("big")
     assert "spawned" not in serving.log("big")
-    plan = serving.modelctl("plan", str(serving.config))  # of this box, less what the running models hold
+    plan = serving.modelctl("plan", str(serving.config))  # for this box, without the memory of running models
     assert plan.returncode == 0, plan.stderr
     assert "GPU 0: 24.0 GiB, 3.0 in use by others; 9.0 left" in plan.stdout
     assert f"would not start: {line}" in plan.stdout
@@ -134,7 +134,7 @@ def test_several_share_a_gpu_within_the_limits(serve: Serve, box: Box, monkeypat
     models = {"a": on(0, "20GiB"), "b": on(0, "20GiB"), "c": on(0, "20GiB", **LATER), "d": on("auto", "41GiB")}
     models["e"] = on(2, "1GiB", **LATER)
     serving = serve(models, vram_limit={0: "50%", "GPU-1a2b3c4d": "41GiB"})
-    assert placed(serving, "d") == [1]  # not 2, which CUDA_VISIBLE_DEVICES does not leave
+    assert placed(serving, "d") == [1]  # GPU 2 is not in CUDA_VISIBLE_DEVICES
     for name, reported in (
         ("c", "GPU 0 has 0.00 left of its vram_limit, 40.0: a 20.0, b 20.0"),
         ("e", "CUDA_VISIBLE_DEVICES=1,0 of the supervisor does not leave GPU 2: it leaves 1, 0"),
@@ -176,7 +176,7 @@ def test_directories_are_read_by_others_before_anything_is_spawned(
     assert refused(serving, "declared") == serving.status("cut")["last_exit"]["message"]
     assert serving.status("full")["vram_estimate"]["context"] == 612 << 20
     assert "spawned" not in serving.log("full") + serving.log("cut") + serving.log("declared")
-    # one directory that hangs: nobody else does
+    # a hanging directory delays no other model
     serving.wait_state("other", "ready")
     assert serving.status("hanging")["state"] == "starting"
     (reader,) = wait_until(lambda: readers(serving), 10)
@@ -186,7 +186,7 @@ def test_directories_are_read_by_others_before_anything_is_spawned(
     wait_until(lambda: not is_alive(reader), 10)
     serving.order("start", model="hanging")
     (reader,) = wait_until(lambda: readers(serving), 10)
-    serving.kill()  # it ends with the supervisor, although it reads on
+    serving.kill()  # the reader ends with the supervisor, although its read hangs
     wait_until(lambda: not is_alive(reader), 10)
 
 
@@ -208,7 +208,7 @@ def test_a_reload_is_beside_where_there_is_room(serve: Serve, box: Box, size: in
     pid = serving.status("a")["pid"]
     box.holds(0, pid, 30 * GIB)
     number = serving.order("reload", model="a")["turnover"]
-    if how == "exchange":  # else nobody waits for the old one's memory
+    if how == "exchange":  # with --beside, nothing waits for the old worker's memory
         wait_until(lambda: f"a: waits for the VRAM of pid {pid}" in serving.log(), 30)
         box.gives_back(pid)
     (report,) = wait_until(lambda: [t for t in serving.overview()["supervisor"]["turnovers"] if not t["running"]], 30)

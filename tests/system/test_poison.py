@@ -1,4 +1,4 @@
-"""After the death of a worker: no stream waits for the answers of others, and a request that kills workers is found."""
+"""After the death of a worker no stream waits for other answers, and a request that kills workers is found."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def test_after_a_sigkill_all_streams_go_on_beside_each_other(serve: Serve) -> No
 def test_a_request_that_kills_among_many_is_found_by_three_deaths_and_nobody_else_fails(
     serve: Serve, place: int
 ) -> None:
-    """The settings are the defaults: neither may the model be given up."""
+    """With the default settings, the model must not be given up either."""
     serving = serve({"a": engine("KillsAtToken", step_s=0.005, max_batch_size=STREAMS)})
     innocent = range(1, STREAMS)
     with RawClient(serving.runtime_dir) as client:

@@ -1,4 +1,4 @@
-"""The modules, memory, devices and sockets of the processes."""
+"""The processes of a supervisor have only the modules, memory, devices and sockets that they need."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 def test_the_supervisor_has_imported_nothing_heavy(serving: Serving) -> None:
     file = Path(os.environ["MODULES_TO"])
     serving.process.send_signal(signal.SIGUSR2)
-    serving.overview()  # the handler runs when the loop wakes
+    serving.overview()  # wakes the loop, so that the handler runs
     names = set(wait_until(lambda: file.read_text().splitlines() if file.exists() else []))
     assert "supervisor.loop" in names
     assert not HEAVY & {name.split(".")[0] for name in names}
@@ -99,7 +99,7 @@ def test_each_worker_has_a_session_and_a_death_signal_of_its_own(serving: Servin
 
 
 def test_no_core_dump_can_hold_a_prompt(serving: Serving) -> None:
-    """Neither a file nor what a program like systemd-coredump is given: its filter leaves out all memory."""
+    """Neither core files nor dumps for programs like systemd-coredump contain memory: the filter leaves it out."""
     processes = [process for process in serving.processes() if "resource_tracker" not in " ".join(process.cmdline())]
     assert len(processes) >= 4  # the supervisor, its guard and two workers
     for process in processes:
@@ -120,7 +120,7 @@ def test_no_core_dump_of_a_command_can_hold_a_prompt_or_a_key() -> None:
 
 
 def test_a_worker_inherits_no_descriptor_of_the_supervisor(serving: Serving) -> None:
-    """The guard's pipe above all: a worker that held its other end would keep the guard from ever acting."""
+    """The guard's pipe matters most: a worker that held its other end would keep the guard from acting."""
     guard = wait_until(serving.guard)
     pipe = os.readlink(f"/proc/{guard.pid}/fd/0")
     lock = str(serving.runtime_dir / "lock")
@@ -133,7 +133,7 @@ def test_a_worker_inherits_no_descriptor_of_the_supervisor(serving: Serving) -> 
 
 
 def test_nothing_leaks_over_restarts(serving: Serving) -> None:
-    """Descriptors, children, sockets and shared memory are back where they were after a dozen generations."""
+    """After a dozen generations there are no more descriptors, children, sockets and shared memory than before."""
 
     def count() -> tuple[int, int, int]:
         process = psutil.Process(serving.pid)
@@ -152,6 +152,6 @@ def test_nothing_leaks_over_restarts(serving: Serving) -> None:
     before = count()
     for _ in range(4):
         next_generation(kill)
-        next_generation(lambda: serving.order("restart", model="b"))  # forgives the deaths before
-    # not "the same as before": a neighbour on this machine may have given shared memory back meanwhile
+        next_generation(lambda: serving.order("restart", model="b"))  # the order clears the earlier deaths
+    # not "equal to before": another program may have released shared memory meanwhile
     wait_until(lambda: all(now <= then for now, then in zip(count(), before, strict=True)), what=f"{before}")

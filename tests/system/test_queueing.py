@@ -1,4 +1,4 @@
-"""Requests that wait: for a model that loads, for room, and for nothing."""
+"""Requests wait for a model that loads and for room, and are refused if they would wait in vain."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ LONG = 100_000
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Serving]:
-    """One request computed, two more with the worker, three waiting; a fourth is refused."""
+    """Serve a model that computes one request, with room for two more in the worker and three in the queue."""
     with Serving({"a": engine(context=2 * LONG, max_batch_size=1, max_queue=3)}) as serving:
         yield serving
 
@@ -68,7 +68,7 @@ def test_the_order_is_kept(small: Serving) -> None:
 
 
 def test_a_second_request_of_a_running_ones_number_ends_nothing(small: Serving) -> None:
-    """Whatever is wrong with it besides: a client ends the stream that an ERROR names, and this one goes on."""
+    """A client ends the stream that an ERROR names, so the ERROR for a duplicate must not name the running request."""
     with RawClient(small.runtime_dir) as client:
         client.generate(7, "a", "the first", max_tokens=50)
         while not isinstance(client.receive(), Accepted):

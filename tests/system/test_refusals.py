@@ -1,4 +1,4 @@
-"""Cases in which the supervisor does not start, and peers that it does not admit."""
+"""The supervisor does not start with a bad environment, and does not admit wrong peers."""
 
 import os
 import subprocess
@@ -106,7 +106,7 @@ for name in ("front", "admin", "back"):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_connect(serving: Serving) -> None:
-    """First kept out by the modes; then, as if an operator had opened them, by the check of the peer's uid."""
+    """The file modes keep another user out. If an operator opens them, the check of the peer's uid does."""
     command = [sys.executable, "-c", INTRUDER, str(serving.runtime_dir)]
     closed = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert closed.stdout.split() == ["front", "silent", "admin", "silent", "back", "silent"], closed.stderr

@@ -1,4 +1,4 @@
-"""Workers are exchanged and models.yaml is applied while requests go on: none is lost."""
+"""Workers are exchanged and models.yaml is applied while requests go on, and no request is lost."""
 
 import signal
 from pathlib import Path
@@ -20,7 +20,7 @@ def turnover(serving: Serving, number: int) -> dict[str, Any]:
 
 
 def turned_over(serving: Serving, number: int, within: float = 30.0) -> dict[str, dict[str, Any]]:
-    """Return the outcome for each model once the order is carried out."""
+    """Wait until the rollout is over, and return its outcome for each model."""
 
     def done() -> dict[str, dict[str, Any]] | None:
         report = turnover(serving, number)
@@ -34,7 +34,7 @@ def reload(serving: Serving, **params: Any) -> dict[str, dict[str, Any]]:
 
 
 class Load:
-    """Requests that are begun one after the other while something else goes on."""
+    """Requests that begin one after the other while a rollout goes on."""
 
     def __init__(self, client: RawClient, model: str, tokens: int) -> None:
         self._client, self._model, self._tokens = client, model, tokens
@@ -54,7 +54,7 @@ class Load:
         wait_until(over, 30, "the reload to be over")
 
     def check(self) -> set[int]:
-        """Every one has ended well, each in one generation. Returns the generations."""
+        """Check that every request has ended well, each in one generation. Return the generations."""
         self._client.read_until_ended(*range(1, self.asked + 1), within=30)
         generations: set[int] = set()
         for request in range(1, self.asked + 1):
@@ -251,7 +251,7 @@ def test_a_stop_while_workers_are_exchanged_stops_both(serve: Serve) -> None:
 
 
 def test_the_end_of_its_terminal_is_no_order_to_reload(serve: Serve) -> None:
-    """Both come as SIGHUP."""
+    """Both the end of a terminal and an order to reload come as SIGHUP."""
     serving = serve({"a": engine()}, script=Path(__file__).with_name("supervisor_in_terminal.py"))
     (supervisor,) = (process for process in serving.processes() if process.ppid() == serving.pid)
     supervisor.send_signal(signal.SIGHUP)
@@ -263,7 +263,7 @@ def test_the_end_of_its_terminal_is_no_order_to_reload(serve: Serve) -> None:
 
 
 def test_a_request_for_a_model_that_a_reload_has_yet_to_come_to_is_refused(serve: Serve) -> None:
-    """Its workers were none, which no refusal was ready for: it ended the supervisor."""
+    """Regression: the model had no workers yet, and refusing the request ended the supervisor."""
     serving = serve({"a": engine("SlowLoad", load_s=0.2)})
     serving.write_models({"a": engine("SlowLoad", load_s=0.3), "new": engine()})
     number = serving.order("reload", how="exchange")["turnover"]
@@ -290,7 +290,7 @@ def test_a_model_that_is_being_stopped_or_removed_does_not_come_back(serve: Serv
         serving.write_models({"a": engine(step_s=0.01, context=32), "c": engine()})
         number = serving.order("reload")["turnover"]
         serving.wait_state("b", "draining")
-        serving.order("start", model="b")  # which models.yaml has no more
+        serving.order("start", model="b")  # models.yaml no longer has b
         serving.order("reload", model="b")
         client.read_until_ended(1, 2)
         assert [client.heard[request].ends for request in (1, 2)] == [["length"]] * 2

@@ -1,4 +1,4 @@
-"""A supervisor whose runtime directory, or a socket in it, is removed becomes reachable again by itself."""
+"""A supervisor becomes reachable again by itself after its runtime directory or a socket in it was removed."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def is_logged(serving: Serving, text: str) -> bool:
 
 
 def kill_worker(serving: Serving, model: str) -> None:
-    """Kill a worker and wait for the next one, which has to find the socket for workers."""
+    """Kill a worker and wait for its successor, which has to find the socket for workers."""
     former = serving.status(model)
     os.kill(former["pid"], signal.SIGKILL)
     wait_until(lambda: serving.status(model)["generation"] > former["generation"], what="another worker")
@@ -50,7 +50,7 @@ def test_a_removed_directory_is_made_again(serve: Serve) -> None:
     with serving.client() as client:
         stream = client.generate("a", "steady", max_tokens=2000)
         parts = [next(stream).text]
-        # Removed at once: the supervisor could make a socket again while its directory is being emptied.
+        # The directory is moved away first, since the supervisor could make a socket in it while it is being emptied.
         shutil.rmtree(serving.runtime_dir.rename(serving.runtime_dir.with_name("removed")))
         wait_until(lambda: reachable(serving), what="front")
         wait_until(lambda: reachable(serving, admin=True), what="admin")
@@ -87,7 +87,7 @@ def test_a_removed_socket_is_made_again(serve: Serve) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
 def test_another_users_directory_in_its_place_is_not_used(serve: Serve) -> None:
-    """The supervisor writes nothing into it: a link in it could lead to any file of the supervisor's user."""
+    """The supervisor writes nothing into that directory, since a link in it could lead to any file of the user."""
     serving = serve({"a": engine(**SHORT)}, restart=OFTEN)
     precious = serving.directory / "precious"
     precious.write_text("precious")
@@ -123,13 +123,13 @@ def test_another_users_directory_in_its_place_is_not_used(serve: Serve) -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-tmpfiles") is None, reason="systemd-tmpfiles is not installed")
 def test_the_cleaner_of_tmp_leaves_it_alone(serve: Serve, tmp_path: Path) -> None:
-    """It spares a directory that somebody has locked, with all that is in it, however old that is."""
+    """The cleaner spares a locked directory and all files in it, however old they are."""
     serving = serve({"a": engine()}, runtime_name="tmp/run")
     tidied = serving.runtime_dir.parent
     (tidied / "other").mkdir()
     before = {path.name for path in serving.runtime_dir.iterdir()}
     rules = tmp_path / "tidy.conf"
-    rules.write_text(f"e {tidied} - - - 0\n")  # everything in it is too old
+    rules.write_text(f"e {tidied} - - - 0\n")  # every file in it counts as too old
     subprocess.run(["systemd-tmpfiles", "--clean", str(rules)], check=True, timeout=WITHIN)
     assert not (tidied / "other").exists()
     assert {path.name for path in serving.runtime_dir.iterdir()} == before

@@ -1,4 +1,4 @@
-"""The verbs ``requests`` and ``cancel_request``: what people see of unfinished requests, and how they end them."""
+"""The verbs ``requests`` and ``cancel_request`` show and end unfinished requests, within the rights of a key."""
 
 import os
 import random
@@ -18,13 +18,13 @@ from tests.serving import engine, wait_until
 
 LONG = 100_000
 WITH_WORKER = 3
-"""Requests that a worker of ``SLOW`` has at once: one that it computes, and two more."""
+"""Number of requests that a worker of ``SLOW`` has at once: one that it computes, and two more."""
 SLOW = engine(step_s=0.005, context=2 * LONG, max_batch_size=1)
 
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[Keyed]:
-    """Two users, somebody who may see everything, and somebody who may end everything."""
+    """Serve with two users, a viewer who may see all requests, and an operator who may end all requests."""
     keys = {"one": "infer", "two": "infer", "viewer": "status", "boss": "admin"}
     with Keyed({"m": SLOW}, keys) as keyed:
         yield keyed
@@ -45,7 +45,7 @@ def listed(client: Client) -> list[dict[str, Any]]:
 
 
 def wait_listed(client: Client, count: int) -> list[dict[str, Any]]:
-    """Return the requests that a client sees, as soon as there are ``count`` of them."""
+    """Wait until a client sees ``count`` requests, and return them."""
     return wait_until(lambda: found if len(found := listed(client)) == count else None, what=f"{count} requests")
 
 
@@ -113,7 +113,7 @@ def test_a_request_that_waits_is_cancelled_and_the_others_go_on(keyed: Keyed) ->
 
 
 def test_a_client_that_does_not_read_keeps_no_request(keyed: Keyed) -> None:
-    """Its stream has used up its credit. The end comes all the same, behind what was computed."""
+    """The client's stream has used up its credit. After a cancel, its end still comes after the computed events."""
     with keyed.client("two") as two, keyed.client("boss") as boss:
         stream = two.generate("m", "slow", max_tokens=LONG)
         next(stream)
@@ -151,7 +151,7 @@ def test_a_key_sees_and_cancels_its_own_requests_only(keyed: Keyed) -> None:
         assert [request["id"] for request in listed(one)] == [ids["one"]]
         assert [request["id"] for request in listed(again)] == [ids["one"]], "another connection of the same key"
         assert again.call("requests")["total"] == 1
-        with pytest.raises(WireError, match="never was") as caught:  # it is not told that there is such a request
+        with pytest.raises(WireError, match="never was") as caught:  # the error does not reveal that the request exists
             cancel(one, ids["two"])
         assert caught.value.code is ErrorCode.INVALID_REQUEST
         with pytest.raises(WireError, match="takes the right infer or admin") as caught:

@@ -1,4 +1,4 @@
-"""Streams that survive the death of their worker, and requests that are to blame for it."""
+"""Streams survive the death of their worker, and the request that is to blame is found."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def kill(serving: Serving, worker: str) -> None:
 
 
 def test_a_stream_goes_on_in_another_worker_at_once(serve: Serve) -> None:
-    """The replica need not be waited for: it is there."""
+    """The other replica is ready, so the stream need not wait."""
     serving = serve({"a": engine(step_s=0.005, replicas=2)})
     with RawClient(serving.runtime_dir) as client:
         for request in range(1, 9):
@@ -87,7 +87,7 @@ def test_what_cannot_go_on_says_so(serve: Serve) -> None:
 
 
 def test_a_request_that_kills_is_found_and_then_refused(serve: Serve) -> None:
-    """The innocent beside it finish, and the same payload again costs nobody a worker."""
+    """Innocent requests finish, and the same payload sent again is refused before it reaches a worker."""
     serving = serve({"a": engine("RaisesAtToken", step_s=0.01)})
     with RawClient(serving.runtime_dir) as client:
         for request in range(1, 4):
@@ -124,7 +124,7 @@ def test_the_limit_of_deaths_is_a_setting(serve: Serve) -> None:
 
 
 def test_a_cancel_wins_over_going_on(serve: Serve) -> None:
-    """Cancelled while it waits for the worker's successor, which must not hear of it."""
+    """A request that is cancelled while it waits for the worker's successor never reaches the successor."""
     serving = serve({"a": engine("SlowLoad", load_s=0.5, step_s=0.005)})
     with RawClient(serving.runtime_dir) as client:
         client.generate(1, "a", "cancelled", max_tokens=4000)
@@ -153,12 +153,12 @@ def test_a_model_that_fails_ends_what_waited_to_go_on(serve: Serve) -> None:
 
 @pytest.mark.parametrize("which", ["queue_ms", "ttft_ms", "deadline_ms"])
 def test_times_are_kept_whatever_the_worker_does(serve: Serve, which: str) -> None:
-    """It hangs: neither its queue, nor its prefill, nor its stream may outlast what the client said."""
+    """Although the worker hangs, neither queueing nor prefill nor the stream may last longer than the client allows."""
     serving = serve({"a": engine("HangsAtToken", max_batch_size=1)}, stop={"drain": "100ms", "sigterm": "100ms"})
     with RawClient(serving.runtime_dir) as client:
         client.generate(1, "a", "bad", max_tokens=100, route={"deadline_ms": 700} if which == "deadline_ms" else {})
         has_tokens(client, 1, 5)
-        for request in range(2, 6):  # those beyond a batch and a little wait in the supervisor
+        for request in range(2, 6):  # requests beyond the worker's share wait in the supervisor
             client.generate(request, "a", "behind", max_tokens=5, route={} if which == "deadline_ms" else {which: 300})
         ended = [1] if which == "deadline_ms" else [4, 5] if which == "queue_ms" else [2, 3, 4, 5]
         client.read_until_ended(*ended)
@@ -174,7 +174,7 @@ def test_positions_are_reported_to_who_asked(serve: Serve) -> None:
     serving = serve({"a": engine(step_s=0.01, max_batch_size=1)})
     with RawClient(serving.runtime_dir) as client:
         for request in range(1, 8):
-            # longer than the half second between two looks at positions: none is passed over
+            # each answer takes longer than the half second between two reports, so no position is skipped
             client.generate(request, "a", f"line {request}", max_tokens=60, route={"progress": request in (5, 7)})
         client.read_until_ended(*range(1, 8))
         assert set(client.reports) == {5, 7}

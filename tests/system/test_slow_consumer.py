@@ -1,4 +1,4 @@
-"""A client that does not read is cut off alone, stream by stream, within bounds."""
+"""Only the streams of a client that does not read are cut off, one by one, and memory stays bounded."""
 
 from collections.abc import Iterator
 
@@ -29,8 +29,8 @@ def test_a_stream_without_credit_is_cut_off_alone(serving: Serving) -> None:
         slow.generate(1, "a", "never reads", max_tokens=ENDLESS)
         slow.generate(2, "a", "reads", max_tokens=ENDLESS)
         bystander = other.generate("a", "bystander", max_tokens=10_000)
-        # twice what the other may hold, and at once: granted as it is read, it could come too late where this test has
-        # to wait for the processor
+        # twice as much credit as a stream may hold, and all at once: on a busy machine, credit that is granted while
+        # reading could come too late
         for _ in range(2 * SendBufferLimits.of_stream // EVENT_COST // STREAM_WINDOW):
             slow.send(Credit(2, STREAM_WINDOW))
         while not slow.heard.get(1) or not slow.heard[1].ends:
@@ -57,7 +57,7 @@ def test_a_short_answer_is_held_and_released_in_order(serving: Serving) -> None:
         client.generate(1, "a", "held", max_tokens=2_000)
         while len(client.heard.get(1).seqs if 1 in client.heard else ()) < STREAM_WINDOW:  # type: ignore[union-attr]
             client.receive()
-        serving.wait_idle("a")  # the worker has long finished; the supervisor keeps what the client has no room for
+        serving.wait_idle("a")  # the worker has finished; the supervisor holds the events without credit
         client.barrier()
         assert len(client.heard[1].seqs) == STREAM_WINDOW
         while not client.heard[1].ends:
@@ -79,15 +79,15 @@ def test_cancelling_releases_what_was_held(serving: Serving) -> None:
 
 
 def test_memory_stays_bounded_whatever_is_not_read(serving: Serving) -> None:
-    """Nor behind a worker that is quicker than the supervisor."""
+    """Memory also stays bounded if the worker is faster than the supervisor."""
     before = psutil.Process(serving.pid).memory_info().rss
     errors = serving.status("a")["totals"]["errors"]
     with RawClient(serving.runtime_dir) as client:
         requests = range(1, 13)
         for request in requests:
             client.generate(request, "a", f"never reads {request}", max_tokens=ENDLESS)
-        # nothing is received: not even what has credit
-        # megabytes of tokens, one by one: some seconds of work, which a machine may have little time for
+        # the client receives nothing, not even events with credit. Megabytes of single tokens take seconds of work, and
+        # longer on a busy machine
         wait_until(lambda: serving.status("a")["totals"]["errors"] >= errors + 12, 200, "12 streams cut off")
         serving.wait_idle("a")
         grown = psutil.Process(serving.pid).memory_info().rss - before
@@ -98,7 +98,7 @@ def test_memory_stays_bounded_whatever_is_not_read(serving: Serving) -> None:
 
 
 def test_credit_in_advance_does_not_fill_memory_behind_a_client_that_does_not_read(serving: Serving) -> None:
-    """libzmq would keep 460,000 events for it: what the streams were granted, and more than they may hold."""
+    """Without a bound, libzmq would keep 460,000 events for the client: all that the streams' credit allows."""
     streams, windows = 30, 60
     before = psutil.Process(serving.pid).memory_info().rss
     with shake_hands(str(serving.runtime_dir / "front")) as deaf:
@@ -112,7 +112,7 @@ def test_credit_in_advance_does_not_fill_memory_behind_a_client_that_does_not_re
         most = 0
 
         def is_over() -> bool:
-            """Enough events have come, or libzmq has ended the connection, since it answers no heartbeat either."""
+            """Return whether enough events were sent, or libzmq ended the connection for its missing heartbeats."""
             nonlocal most
             most = max(most, psutil.Process(serving.pid).memory_info().rss - before)
             over: bool = serving.overview()["supervisor"]["connections"] == 1

@@ -1,4 +1,4 @@
-"""A supervisor that is slow to complete a handshake is not one that is missing, nor one that refuses the key."""
+"""A client does not take a slow handshake for a missing supervisor or a refused key."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tests.keyed import Keyed
 from tests.serving import WITHIN, engine
 
 STALL_S = 3.5
-"""Longer than the 3 s that a supervisor gives a handshake, which the client's libzmq gave it once, too."""
+"""Seconds that the supervisor is stopped: longer than its limit of 3 s for a handshake."""
 
 
 def carry(near: socket.socket, far: socket.socket) -> None:
@@ -66,7 +66,7 @@ def test_whoever_takes_a_connection_and_says_nothing_did_not_answer(keyed: Keyed
 
 
 def test_a_handshake_that_is_ended_late_is_tried_again(keyed: Keyed) -> None:
-    """As by a supervisor whose time for it is over: the first connection here is ended so, the next is passed on."""
+    """The test ends the first connection as a supervisor does after its time limit, and passes the second one on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def stand_between() -> None:

@@ -1,4 +1,4 @@
-"""Stopping: the ladder's rungs, draining, and what the other models notice of it (nothing)."""
+"""A stop drains, climbs the stop ladder, and does not affect other models."""
 
 import signal
 
@@ -17,15 +17,15 @@ QUICK = {"drain": "100ms", "shutdown": "200ms", "sigterm": "200ms"}
 
 
 def hang(serving: Serving, client: object) -> None:
-    """Have the engine of ``a`` hang in its step."""
+    """Make the engine of ``a`` hang in its step."""
     stream = client.generate("a", "bad", max_tokens=50)  # type: ignore[attr-defined]
     for _ in range(5):
         next(stream)
-    serving.kept.append(stream)  # dropped, it would be cancelled, perhaps before the engine gets to where it hangs
+    serving.kept.append(stream)  # a dropped stream would be cancelled, perhaps before the engine hangs
 
 
 def rungs(serving: Serving, model: str) -> list[str]:
-    """The rungs climbed, from the supervisor's log."""
+    """Return the rungs of the stop ladder that the supervisor's log shows."""
     lines = [line.split(f"{model}: ", 1)[1] for line in serving.log().splitlines() if f"{model}: " in line]
     return [line.split()[0] for line in lines if line.startswith(("SHUTDOWN", "SIG"))]
 
@@ -103,8 +103,8 @@ def test_now_cuts_a_drain_short(serve: Serve) -> None:
 
 
 def test_during_shutdown_new_requests_are_told_that_the_supervisor_drains(serve: Serve) -> None:
-    """Whatever the state of their model: here one is stopped before it, one by it, one is up and finishes a request,
-    and one had failed and waited for its next start."""
+    """This holds in every state of a model: stopped before the shutdown, stopped by it, finishing a request, or waiting
+    for its next start after a failure."""
     serving = serve(
         {
             "up": engine(context=2 * LONG),
@@ -140,7 +140,7 @@ def test_during_shutdown_new_requests_are_told_that_the_supervisor_drains(serve:
         reported = [reply["error"]["name"] for reply in client.replies if "error" in reply]  # type: ignore[index]
         assert reported == ["draining"] * 4
         client.send(Cancel(1))
-        while not client.heard[1].ends:  # no PING: the supervisor may leave before it answers, as nothing else runs
+        while not client.heard[1].ends:  # a PING might get no answer: the supervisor leaves when nothing runs
             client.receive()
         assert client.heard[1].ends == ["cancelled"]
     assert serving.process.wait(60) == 0
@@ -206,7 +206,7 @@ def test_shutdown_waits_for_running_requests_and_takes_no_orders(serve: Serve) -
         running = client.generate("a", "running", max_tokens=250)
         next(running)
         admin.call("shutdown", reply_timeout=60)
-        # a model started now would keep the supervisor from ever leaving
+        # a model that started now would keep the supervisor from leaving
         for verb in ("start", "restart"):
             with pytest.raises(WireError) as caught:
                 admin.call(verb, model="b", reply_timeout=60)

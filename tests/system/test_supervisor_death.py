@@ -1,6 +1,6 @@
-"""kill -9 of the supervisor: no process of it is left, and every request has ended once.
+"""After kill -9 of the supervisor none of its processes is left, and every request has ended once.
 
-How long that takes is measured by ``benchmarks.orphans``.
+``benchmarks.orphans`` measures how long that takes.
 """
 
 import json
@@ -77,7 +77,7 @@ def test_while_a_worker_loads(serve: Serve) -> None:
 
 @pytest.mark.parametrize("hangs", ["tests.deterministic_engine:HangsDeaf", "tests.orphan_engines:HangsWithTheLock"])
 def test_while_a_worker_hangs(serve: Serve, hangs: str) -> None:
-    """Deaf to SIGTERM, or with the interpreter's lock held."""
+    """The worker hangs and ignores SIGTERM, or hangs and holds the interpreter's lock."""
     serving = serve({"a": engine() | {"engine": hangs}})
     with serving.client() as client:
         stream = client.generate("a", "bad", max_tokens=50)
@@ -89,7 +89,7 @@ def test_while_a_worker_hangs(serve: Serve, hangs: str) -> None:
 def test_with_children_and_theirs(serve: Serve) -> None:
     serving = serve({"a": engine() | {"engine": "tests.orphan_engines:ForksFamily"}})
     wait_until(lambda: len(serving.processes()) >= 5, what="a child and its child")
-    kill_and_time(serving, least=5)  # supervisor, guard, worker, the two
+    kill_and_time(serving, least=5)  # supervisor, guard, worker, its child and grandchild
 
 
 def test_while_a_worker_is_stopped(serve: Serve) -> None:
@@ -99,12 +99,12 @@ def test_while_a_worker_is_stopped(serve: Serve) -> None:
 
 
 def test_in_the_middle_of_a_spawn(serve: Serve) -> None:
-    """The parent may die before the worker has asked to die with it."""
+    """The supervisor may die before the worker has asked the kernel to die with its parent."""
     for delay in (0.0, 0.02, 0.05):
         serving = serve({"a": engine(autostart=False), "b": engine(autostart=False)})
         serving.order("start", model="a")
         serving.order("start", model="b")
-        time.sleep(delay)  # the moment is what is varied here; nothing is waited for
+        time.sleep(delay)  # the test varies the moment of the kill
         kill_and_time(serving, least=3)
 
 
@@ -179,7 +179,7 @@ first.restart()
 
 
 def test_a_new_guard_knows_the_groups_from_its_first_moment() -> None:
-    """A supervisor that is killed right after it has started another guard could not tell it anything any more."""
+    """A supervisor may be killed right after it started a new guard, before it can tell the guard anything."""
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
     try:
         script = [sys.executable, "-c", KILLED_AT_THE_NEXT_INSTRUCTION, str(left.pid)]
@@ -191,14 +191,14 @@ def test_a_new_guard_knows_the_groups_from_its_first_moment() -> None:
 
 
 def test_together_with_its_guard(serve: Serve) -> None:
-    """Without a guard the kernel still ends the workers: each has asked to die with its parent, whatever it is at."""
+    """Without a guard the kernel still kills the workers, since each has asked to die with its parent."""
     serving = serve({"a": engine(), "b": engine("HangsDeaf")})
     with serving.client() as client:
         stream = client.generate("b", "bad", max_tokens=50)
         for _ in range(5):
             next(stream)
         guard = wait_until(serving.guard)
-        serving.process.send_signal(signal.SIGSTOP)  # it cannot replace the guard meanwhile
+        serving.process.send_signal(signal.SIGSTOP)  # so that it cannot replace the guard
         guard.kill()
         kill_and_time(serving, least=3)
 
@@ -215,7 +215,7 @@ def test_signals_to_the_whole_foreground_group_leave_the_guard(serve: Serve) -> 
 
 
 def test_what_tests_have_started_ends_with_them() -> None:
-    """Also if nobody is left who could clean up."""
+    """This holds even if the process of the tests is killed."""
     program = (
         "import subprocess, sys, time\n"
         "from tests.orphans import end_with_us\n"

@@ -1,6 +1,6 @@
-"""What ps, top and nvidia-smi call our processes.
+"""The processes of modelctl have clear titles in ps, top and nvidia-smi.
 
-Three more are seen where they are started: the model-directory reader (test_placement), the constraint child
+Other tests check three more titles: the model-directory reader (test_placement), the constraint helper
 (test_shapes_served) and the builder (test_exllamav2_load_extension).
 """
 
@@ -15,8 +15,8 @@ from tests.serving import Serving, engine, wait_until
 
 
 def titles(serving: Serving) -> list[str]:
-    """The command lines of its processes but its own and those that Python itself starts. Each process is found by a
-    mark in its environment."""
+    """Return the command lines of the supervisor's processes, without its own and those that Python itself starts.
+    A mark in the environment identifies each process."""
     found = []
     for process in serving.processes():
         try:
@@ -48,7 +48,7 @@ def test_workers_and_helpers_are_named(serve: Serve, box: Box) -> None:
 
 
 def test_a_title_leaves_the_environment_to_be_seen(serve: Serve) -> None:
-    """The mark in it tells the next supervisor whose processes these are."""
+    """A mark in the environment tells the next supervisor that these processes are orphans."""
     serving = serve({"a": engine()})
     guard = serving.guard()
     assert guard is not None

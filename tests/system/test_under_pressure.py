@@ -1,4 +1,4 @@
-"""A machine without resources: no descriptors, a paused supervisor, a full disk, an impatient operator."""
+"""The supervisor survives a lack of descriptors, a pause, a full disk, and an impatient operator."""
 
 import os
 import resource
@@ -32,7 +32,7 @@ if __name__ == '__main__':
 
 
 def limited(directory: Path, limit: int) -> Path:
-    """A program that is ``modelctl`` with so many descriptors."""
+    """Write a program that runs ``modelctl`` with a limit of descriptors, and return its path."""
     wrapper = directory / "limited.py"
     wrapper.write_text(LIMITED.format(limit=limit))
     return wrapper
@@ -47,14 +47,14 @@ def connect_often(path: Path, count: int) -> list[socket.socket]:
             flood.append(connection)
             connection.connect(str(path))
             if len(flood) % 16 == 0:
-                time.sleep(0.002)  # 8,000 a second: faster than any leak, slower than a loop that is kept waiting
+                time.sleep(0.002)  # 8,000 a second: a fast flood, but slower than the supervisor's loop
     except OSError:
-        pass  # refused: that is the point
+        pass  # a connection was refused
     return flood
 
 
 def test_few_descriptors_are_lived_with(serve: Serve, tmp_path: Path) -> None:
-    """libzmq aborts the process if accept() finds no descriptor left: we stop listening in time, and go on later."""
+    """libzmq aborts if accept() finds no descriptor, so the supervisor stops listening before and goes on later."""
     serving = serve({"a": engine(context=100_000, step_s=0.005)}, script=limited(tmp_path, 1024))
     with serving.client() as client:
         stream = client.generate("a", "steady", max_tokens=300)
@@ -73,7 +73,7 @@ def test_few_descriptors_are_lived_with(serve: Serve, tmp_path: Path) -> None:
 
 
 def test_at_the_lowest_limit_clients_come_back_and_operators_look_in(serve: Serve, tmp_path: Path) -> None:
-    """With ``ulimit -n 96``, 40 short connections once closed both sockets for ever, and ps said: nothing runs here."""
+    """Regression: with ``ulimit -n 96``, 40 short connections closed both sockets for ever, so ps found nothing."""
     serving = serve({"a": engine()}, script=limited(tmp_path, needed(workers=1, ports=2)))
     front = serving.runtime_dir / "front"
     for attempt in range(3):
@@ -128,11 +128,11 @@ def test_a_limit_that_cannot_work_is_refused_at_start(tmp_path: Path, detach: tu
 
 
 def test_no_descriptor_at_all_is_lived_with(serve: Serve) -> None:
-    """None left when a worker dies for the first time: what is imported or read only then must not be missed."""
+    """No descriptor is left at the first death of a worker, so the supervisor must not need to open any file then."""
     serving = serve({"a": engine()}, restart={"limit": 1000, "initial": "10ms", "max": "50ms"})
     pid = serving.status("a")["pid"]
     before = resource.prlimit(serving.pid, resource.RLIMIT_NOFILE)
-    few = len(os.listdir(f"/proc/{serving.pid}/fd")) // 2  # what its worker's end gives back is no good, either
+    few = len(os.listdir(f"/proc/{serving.pid}/fd")) // 2  # so few that those freed by the worker's end do not help
     resource.prlimit(serving.pid, resource.RLIMIT_NOFILE, (few, before[1]))
     try:
         os.kill(serving.pid, signal.SIGHUP)
@@ -145,11 +145,11 @@ def test_no_descriptor_at_all_is_lived_with(serve: Serve) -> None:
 
 
 def test_a_paused_supervisor_loses_nothing(serve: Serve) -> None:
-    """Ctrl-Z: the worker goes on, its pipe (11,000 frames) fills up, and all has to come out in order afterwards."""
-    tokens, clients = 10_000, 4  # a frame for each client and step
-    serving = serve({"a": engine(step_s=0.0002, context=2 * tokens)})  # else it may be done before the pause
+    """After Ctrl-Z the worker goes on and fills its pipe (11,000 frames). Later all frames must come out in order."""
+    tokens, clients = 10_000, 4  # one frame for each client and step
+    serving = serve({"a": engine(step_s=0.0002, context=2 * tokens)})  # slow enough not to finish before the pause
     with ExitStack() as stack:
-        # raw ones: their connections stand a pause of any length
+        # raw clients, since their connections survive a pause of any length
         streams = [stack.enter_context(RawClient(serving.runtime_dir)) for _ in range(clients)]
         for i, client in enumerate(streams):
             client.generate(1, "a", f"paused {i}", max_tokens=tokens)
@@ -159,7 +159,7 @@ def test_a_paused_supervisor_loses_nothing(serve: Serve) -> None:
         worker = serving.worker("a")
         os.kill(serving.pid, signal.SIGSTOP)
         try:
-            before = worker.num_ctx_switches().voluntary  # it sleeps in every step
+            before = worker.num_ctx_switches().voluntary  # the worker sleeps in every step
             wait_until(lambda: worker.num_ctx_switches().voluntary > before + 5500, what="the worker to have gone on")
         finally:
             os.kill(serving.pid, signal.SIGCONT)
@@ -186,7 +186,7 @@ def test_impatience_does_not_put_the_kill_off(serve: Serve) -> None:
 
 
 def test_held_answers_end_with_the_supervisor(serve: Serve) -> None:
-    """The worker has finished and the client grants no credit. Invariant 1 in docs/invariants.md holds all the same."""
+    """The worker has finished and the client grants no credit. Invariant 1 of docs/invariants.md still holds."""
     serving = serve({"a": engine(step_s=0.0)})
     with RawClient(serving.runtime_dir) as client:
         client.generate(1, "a", "held", max_tokens=limits.STREAM_WINDOW + 100)

@@ -1,6 +1,6 @@
-"""A worker is spawned when the memory of the last one on its GPU is back: real supervisors, NVML told by a file.
+"""A real supervisor spawns a worker only when the memory of the last worker on its GPU is back.
 
-The stand-in for the package ``pynvml`` reads a description of a box; the test says what the driver would.
+The stand-in for the package ``pynvml`` reads the description of a box from a file, so the tests control the readings.
 """
 
 import os
@@ -22,14 +22,14 @@ def on(gpu: int | str | list[int], kind: str = "DeterministicEngine", **keys: An
 
 
 def load(serving: Serving, box: Box, model: str, gpu: int = 0) -> int:
-    """The pid of a ready model, whose memory the box shows from now on."""
+    """Wait until a model is ready, let the box show its memory, and return its pid."""
     pid: int = serving.wait_state(model, "ready")["pid"]
     box.holds(gpu, pid)
     return pid
 
 
 def wait_awaited(serving: Serving, model: str) -> None:
-    """Wait until a model is to be started, and has no process because the memory of its last one is not back."""
+    """Wait until a model's start waits for the memory of its last worker."""
     awaited = ("starting", None, "awaited")
     wait_until(lambda: tuple(map(serving.status(model).get, ("state", "pid", "vram_return"))) == awaited)
 
@@ -39,8 +39,8 @@ def wait_log(serving: Serving, text: str) -> None:
 
 
 def stays(condition: Callable[[], bool], polls: int = 10) -> bool:
-    """Return whether a condition holds over so many status answers, each one loop turn of the supervisor, 20 ms
-    apart."""
+    """Return whether a condition holds for ``polls`` status answers, 20 ms apart. Each needs a turn of the supervisor's
+    loop."""
     for _ in range(polls):
         if not condition():
             return False
@@ -59,7 +59,7 @@ def test_the_next_worker_waits_for_the_memory_of_the_killed_one(serve: Serve, bo
     wait_awaited(serving, "a")
     assert stays(lambda: serving.status("a")["pid"] is None)
     with serving.client() as client:
-        waiting = client.generate("a", "patience", max_tokens=5)  # accepted meanwhile, served afterwards
+        waiting = client.generate("a", "patience", max_tokens=5)  # accepted now, and served when the memory is back
         box.gives_back(pid)
         assert waiting.complete().text == answer("patience", 5)
     status = serving.wait_state("a", "ready")
@@ -105,7 +105,7 @@ def test_stop_says_that_the_memory_is_not_back(serve: Serve, box: Box) -> None:
     command = stop_command(serving, "a")
     try:
         serving.wait_state("a", "stopped")
-        box.fails("GPU is lost")  # the deadline would be the other reason, after ten seconds
+        box.fails("GPU is lost")  # otherwise the wait would end at its deadline of ten seconds
         _, reported = command.communicate(timeout=60)
     finally:
         command.kill()
@@ -118,7 +118,7 @@ def test_stop_says_that_the_memory_is_not_back(serve: Serve, box: Box) -> None:
 def test_a_model_waits_for_another_ones_memory_only_on_its_own_gpu(serve: Serve, box: Box) -> None:
     models = {
         "a": on(0),
-        "same": on("GPU-0A2B3C4D", autostart=False),  # the same GPU, by the beginning of its UUID
+        "same": on("GPU-0A2B3C4D", autostart=False),  # the same GPU, named by the beginning of its UUID
         "both": on([0, 1], autostart=False),
         "other": on(1, autostart=False),
     }
@@ -164,7 +164,7 @@ def test_stop_during_the_wait(serve: Serve, box: Box) -> None:
     box.gives_back(pid)
     wait_until(lambda: serving.status("a")["vram_return"] == "back")
     assert stays(lambda: (serving.status("a")["state"], serving.status("a")["pid"]) == ("stopped", None))
-    # and once more, now started again while the memory is still out: one worker comes of it
+    # again, with a start while the memory is not back yet: exactly one worker starts
     serving.order("start", model="a")
     pid = load(serving, box, "a")
     os.kill(pid, signal.SIGKILL)
@@ -192,7 +192,7 @@ def test_a_failing_nvml_is_said_once_and_stops_nothing(serve: Serve, box: Box) -
     pid = load(serving, box, "a")
     os.kill(pid, signal.SIGKILL)
     wait_awaited(serving, "a")
-    box.fails("GPU is lost")  # in the middle of the wait: nothing can be waited for any more
+    box.fails("GPU is lost")  # in the middle of the wait, which then cannot go on
     assert serving.wait_state("a", "ready")["vram_return"] == "not back"
     wait_log(serving, "is not back after")
     for _ in range(3):
@@ -205,7 +205,7 @@ def test_a_failing_nvml_is_said_once_and_stops_nothing(serve: Serve, box: Box) -
     assert serving.log().count("VRAM cannot be read: NVML: GPU is lost") == 1
     with serving.client() as client:
         assert client.complete("b", "still here", max_tokens=5).text == answer("still here", 5)
-    # it answers again: memory is waited for again
+    # NVML answers again, so the supervisor waits for memory again
     box.fails(None)
     pid = load(serving, box, "a")
     os.kill(pid, signal.SIGKILL)
@@ -215,7 +215,7 @@ def test_a_failing_nvml_is_said_once_and_stops_nothing(serve: Serve, box: Box) -
 
 
 def test_an_nvml_that_fails_at_first_is_used_when_it_answers(serve: Serve, box: Box) -> None:
-    """Regression: pins that could not be looked up at the start meant no GPU for ever."""
+    """Regression: a model with a pin that could not be looked up at the start never got a GPU."""
     box.fails("Unknown Error")
     serving = serve({"a": on("GPU-0a2b3c4d")})
     assert "VRAM cannot be read: NVML: Unknown Error" in serving.log()
@@ -239,13 +239,13 @@ def test_without_a_driver_it_says_so_and_serves(serve: Serve, box: Box) -> None:
 
 def test_memory_of_others_is_not_waited_for(serve: Serve, box: Box) -> None:
     box.holds(0, STRANGER, 60 * GIB)
-    box.holds(1, os.getpid(), None)  # some drivers do not tell sizes
+    box.holds(1, os.getpid(), None)  # some drivers report no sizes
     serving = serve({"a": on(0, "SlowLoad", load_s=0.5)}, wait=False)
     pid = serving.wait_state("a", "loading")["pid"]
     box.holds(0, pid)
     serving.wait_state("a", "ready")
     assert serving.overview()["gpus"][0]["used_bytes"] == 72 * GIB
-    box.gives_back(pid)  # before the process is gone, so that nothing is left to wait for
+    box.gives_back(pid)  # before the process ends, so that there is nothing to wait for
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: serving.status("a")["generation"] == 2)
     status = serving.wait_state("a", "ready")
@@ -257,7 +257,7 @@ def test_memory_of_others_is_not_waited_for(serve: Serve, box: Box) -> None:
 
 
 def test_a_box_that_knows_other_pids_is_not_waited_for_and_that_is_said_once(serve: Serve, box: Box) -> None:
-    """As in a container: NVML lists the host's numbers."""
+    """In a container, NVML lists the pids of the host."""
     box.holds(0, STRANGER)
     serving = serve({"a": on(0)})
     for generation in (2, 3):

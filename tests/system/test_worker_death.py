@@ -1,4 +1,4 @@
-"""A worker ends unasked: its requests end once, the other model notices nothing, and it comes back or gives up."""
+"""After a worker's death its requests end once, other models are not affected, and it is started again or given up."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def test_kill_in_mid_stream(serve: Serve) -> None:
     serving = serve({"a": engine(context=2 * LONG, step_s=0.001), "b": engine(context=2 * LONG)})
     pid = serving.status("a")["pid"]
     with RawClient(serving.runtime_dir) as victim, serving.client() as other:
-        # two are computed, the rest waits in the worker and in the supervisor
+        # two requests are computed, the others wait in the worker and in the supervisor
         for request in range(1, 15):
             victim.generate(request, "a", f"a {request}", max_tokens=500)
         while len(victim.heard) < 8:
@@ -94,7 +94,7 @@ def test_a_crash_loop_ends_in_failed_until_started(serve: Serve) -> None:
         with pytest.raises(WireError, match="modelctl start a"):
             client.complete("a", "too late", max_tokens=5)
 
-        # an operator's start is a fresh beginning: as many tries again
+        # an operator's start allows the full number of tries again
         serving.order("start", model="a")
         assert serving.status("a")["state"] != "failed"
         assert serving.wait_state("a", "failed")["generation"] == 6
@@ -140,7 +140,7 @@ def test_what_a_dead_worker_started_is_killed(serve: Serve) -> None:
 
 
 def forked_child(serving: Serving, model: str) -> psutil.Process:
-    """The child that ForksChild started last."""
+    """Return the child process that ForksChild started last."""
     child = psutil.Process(int(serving.log(model).rsplit("child pid ", 1)[1].split()[0]))
     assert is_alive(child)
     return child

@@ -1,4 +1,4 @@
-"""Real workers end as torch and CUDA make them end: `status` says which fault it was, and what to do."""
+"""After faults like those of torch and CUDA in real workers, `status` names the fault and the remedy."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ def faulty(kind: str, **keys: Any) -> dict[str, Any]:
 
 
 def exit_after(serving: Serving, restarts: int) -> dict[str, Any]:
-    """The last exit of model ``a`` once it has been restarted more often than that."""
+    """Wait until model ``a`` has more than ``restarts`` restarts. Return its last exit."""
     wait_until(lambda: serving.status("a")["restarts"] > restarts, what="another worker")
     reported: dict[str, Any] = serving.status("a")["last_exit"]
     return reported
 
 
 def test_the_fault_of_a_step_is_told_apart(serve: Serve) -> None:
-    """One after the other in one model, so that the log holds the tracebacks of the workers before."""
+    """The faults occur one after the other in one model, so its log also holds the tracebacks of former workers."""
     serving = serve({"a": faulty("RaisesInStep")}, restart={"limit": 50, "initial": "10ms", "max": "20ms"})
     wanted = {
         "other": ("engine fault", "ValueError: the cache is inconsistent"),

@@ -1,5 +1,5 @@
-"""A worker's garbage collector leaves alone what was imported and loaded: going through it again and again would delay
-the first token, and later stop every stream for a while."""
+"""A worker's garbage collector skips imported and loaded objects. Scanning them again and again would delay the first
+token, and later pause every stream."""
 
 import gc
 import re
@@ -14,7 +14,7 @@ LOADED = 100_000
 
 
 class LoadsMuch(DeterministicEngine):
-    """Holds very many objects once loaded, and garbage. Says in the log what the collector has to go through."""
+    """An engine that holds very many objects and garbage after its load, and logs what the collector scans."""
 
     def load(self, progress: ProgressCallback) -> None:
         super().load(progress)

@@ -1,4 +1,4 @@
-"""The demo models as they are shipped: files that both engines can read, and the right answers by a margin."""
+"""Both engines can read the files of the shipped demo models, and the models give the right answers by a margin."""
 
 import json
 import math
@@ -19,9 +19,9 @@ from tools.demo_models import build, check  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What exllamav2 0.3.2 reads of config.json for LlamaForCausalLM, gone through by hand (config.py, prepare(), and
-# architecture.py), since the package cannot be imported without CUDA. An int is taken for a float there, and a whole
-# float for an int; any other type raises TypeError.
+# The keys of config.json that exllamav2 0.3.2 reads for LlamaForCausalLM, found by reading config.py, prepare() and
+# architecture.py, since the package cannot be imported without CUDA. The package accepts an int for a float, and a
+# whole float for an int. Any other type raises TypeError.
 EXLLAMAV2_NEEDS: dict[str, type] = {
     "architectures": list,  # exactly one, else AssertionError; an unknown one is loaded as Llama with a warning
     "num_hidden_layers": int,  # no default
@@ -43,7 +43,7 @@ EXLLAMAV2_NEEDS: dict[str, type] = {
     "mlp_bias": bool,
 }
 
-# What changes exllamav2's behaviour where it is present, and must not be.
+# Keys that would change exllamav2's behaviour, and must be absent.
 EXLLAMAV2_STUMBLES_OVER = (
     "rope_parameters",  # not read: theta would be lost
     "rope_scaling",  # AssertionError where both `type` and `rope_type` are in it
@@ -182,7 +182,7 @@ def test_any_text_survives_a_round_trip(name: str, tokenizer: Any, text: str) ->
     plain = tokenizers.Tokenizer.from_file(str(directory(name) / "tokenizer.json"))
     ids = plain.encode(text, add_special_tokens=False).ids
     assert plain.decode(ids) == tokenizer.decode(ids) == text
-    # exllamav2 finds out about spaces and newlines this way (tokenizer/hf.py).
+    # exllamav2 detects the handling of spaces and newlines in this way (tokenizer/hf.py).
     assert plain.id_to_token(plain.encode("\n", add_special_tokens=False).ids[-1]) == "Ċ"
     assert plain.id_to_token(plain.encode(" ", add_special_tokens=False).ids[-1]) == "Ġ"
 
@@ -213,7 +213,7 @@ def test_the_chat_template_renders_conversations(tokenizer: Any) -> None:
 
 
 def some_cases(name: str) -> list[tuple[str, str]]:
-    """A few of every kind of test prompt; the training script checks all of them."""
+    """Return a few of every kind of test prompt. The training script checks all of them."""
     if name == "letters":
         longest = corpus.LETTERS_TEST_LONG_ANSWERS[0]
         return [*corpus.LETTERS_TEST_PROMPTS[:48], longest, *corpus.LETTERS_TEST_LONG_PROMPTS[6:10]]
