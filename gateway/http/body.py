@@ -95,10 +95,10 @@ class Pace:
         """Return when the body is too slow unless more of it has come."""
         return min(self._begun + self._whole_s, self._last + self._each_s)
 
-    def error(self, now: float) -> ApiError:
+    def error(self) -> ApiError:
         """Return the error of a body that is too slow."""
         wanted = f"in {self._whole_s:g} s"
-        if now < self._begun + self._whole_s:
+        if self.due < self._begun + self._whole_s:
             wanted = f"with at least {PACE_BYTES} bytes in each {self._each_s:g} s"
         return ApiError(408, f"the body must come {wanted}: send it faster", code="too_slow")
 
@@ -122,7 +122,7 @@ async def read_json(request: Request, limit: int, caller: Caller | None) -> dict
         async with asyncio.timeout_at(pace.due) as deadline:
             return parse(await _read(request, limit, caller, pace, deadline))
     except TimeoutError:
-        raise pace.error(loop.time()) from None
+        raise pace.error() from None
 
 
 async def _read(request: Request, limit: int, caller: Caller | None, pace: Pace, deadline: asyncio.Timeout) -> bytes:

@@ -157,9 +157,10 @@ def test_each_answer_has_its_end_when_it_ends(gateway: Gateway, more: dict[str, 
         last = chunks.pop()
         assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 10)
     (choices,) = zip(*(chunk["choices"] for chunk in chunks), strict=True)
-    one = [None] * 5 + ["length"]
-    assert [choice["finish_reason"] for choice in choices] == one * 2
-    assert [choice["index"] for choice in choices] == [choices[0]["index"]] * 6 + [1 - choices[0]["index"]] * 6
+    ends = [number for number, choice in enumerate(choices) if choice["finish_reason"] == "length"]
+    first = choices[0]["index"]
+    assert [choices[end]["index"] for end in ends] == [first, 1 - first]
+    assert [choice["index"] for choice in choices] == [first] * (ends[0] + 1) + [1 - first] * (ends[1] - ends[0])
 
 
 def test_an_order_to_cancel_ends_a_stream_with_an_error(serving: Serving, gateway: Gateway) -> None:
