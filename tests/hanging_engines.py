@@ -18,7 +18,7 @@ def hang(how: str) -> None:
     """Hang: "gil" deadlocks in C and holds the GIL, "loop" loops in Python, "sleep" sleeps, "stop" sends SIGSTOP."""
     if how == "gil":
         libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
-        libc.pthread_mutex_lock(mutex)  # not sleep(3), which a signal ends
+        libc.pthread_mutex_lock(mutex)  # unlike sleep(3), no signal ends this
         libc.pthread_mutex_lock(mutex)
     elif how == "loop":
         spin = True

@@ -148,7 +148,7 @@ def test_the_focus_stays_while_the_page_changes(page: Page) -> None:
     button = page.get_by_role("button", name="Reload letters")
     button.focus()
     facts = model(page, "endless").locator(".facts")
-    expect(facts).not_to_have_text(facts.inner_text())  # it shows for how long the model has been ready
+    expect(facts).not_to_have_text(facts.inner_text())  # the text shows how long the model has been ready
     expect(button).to_be_focused()
 
 

@@ -39,7 +39,7 @@ def test_it_is_light(plain: Installed) -> None:
 
 def test_it_runs_prompts_on_a_supervisor_elsewhere(plain: Installed) -> None:
     with Keyed({"letters": LETTERS}, {"ann": "infer"}, wait=False) as there:
-        there.serving.wait_state("letters", "ready", within=240)  # it imports torch
+        there.serving.wait_state("letters", "ready", within=240)  # the worker imports torch
         way = ("--connect", there.endpoint, "--key-file", there.file("ann"))
         done = plain.run("modelctl", "run", "letters", "sort: d b a c ->", "--temperature", "0", *way)
         assert (done.stdout.strip(), done.stderr) == ("a b c d", "")

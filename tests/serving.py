@@ -149,7 +149,7 @@ class Serving:
         self._killed = False
         self.kept: list[object] = []
         """Objects that must live as long as this one."""
-        # pytest's own temporary paths can be too long for a socket
+        # the paths of pytest's tmp_path can be too long for a socket
         self.directory = Path(tempfile.mkdtemp(prefix="mctl-", dir="/tmp"))
         self.runtime_dir = self.directory / runtime_name
         self.config = self.directory / "models.yaml"
@@ -201,7 +201,7 @@ class Serving:
         self._gateway = {} if gateway is None else {"gateway": gateway}
         self.write_models(self._models)
 
-    # --- talking to it ------------------------------------------------------------------------------------------
+    # --- messages to it -----------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int:

@@ -103,7 +103,7 @@ def test_the_command_names_what_hides_its_packages(tmp_path: Path, name: str) ->
     (tmp_path / f"{name}.py").write_text("raise SystemExit('it was run')")
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "modelctl-command"
-    script.write_text("import sys\nfrom modelctl import main\nsys.exit(main())")  # as pip writes it
+    script.write_text("import sys\nfrom modelctl import main\nsys.exit(main())")  # like the script that pip writes
     done = run(script, "ps", python_path=f"{tmp_path}:{ROOT}")
     assert (done.returncode, done.stdout) == (78, "")
     foreign = tmp_path / f"{name}.py"

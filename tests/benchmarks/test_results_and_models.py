@@ -67,7 +67,7 @@ def test_gaps_and_bursts_are_of_the_time_when_all_streams_run() -> None:
     assert even.gaps() == pytest.approx([0.1] * len(even.gaps()))
     assert even.last_tenth() == pytest.approx(1.0)
     assert even.rate == pytest.approx(200 / 15)
-    # the last fifth at once
+    # the last fifth of the tokens comes at once
     burst = Run([[*early[:80], *((8.01, 1) for _ in range(20))]])
     assert burst.last_tenth() > 10
     assert Run([[*early[:80], (8.1, 20)]]).last_delta() == 20

@@ -140,7 +140,7 @@ def main() -> int:
     try:
         return _main(arguments)
     except Ended:
-        return 143  # before there was anything to report
+        return 143  # ended before there was a report
     finally:
         clean_up()
 

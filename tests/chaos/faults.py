@@ -52,10 +52,10 @@ class Faults:
     """
 
     closed = False
-    """Whether clients must not connect now."""
+    """True while clients must not connect."""
     may_turn_away = False
-    """Whether the supervisor may turn away a client, because of a flood or a shortage of descriptors. The supervisor
-    counts its descriptors once a second, so it turns clients away for up to a second after the fault is over."""
+    """True while the supervisor may turn away clients, because of a flood or a shortage of descriptors. It counts its
+    descriptors once a second, so this lasts up to a second longer than the fault."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Faults:
         self.gave_up: dict[str, str] = {}
         """The model of each worker that had failed when the test needed a starting worker, by the worker's name."""
         self._started = False
-        """Whether model a was started again because the test needed a starting worker and all were stopped."""
+        """True if model a was started again because the test needed a starting worker and all were stopped."""
         self.paused_s = 0.0
         """Seconds for which the supervisor was paused, in all."""
         self._paused = False
@@ -98,7 +98,7 @@ class Faults:
     def undo(self) -> None:
         """Undo the faults that would keep the supervisor from coming to rest."""
         while self._undo:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # the process has ended meanwhile
                 self._undo.pop()()
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Faults:
             target.close()
 
     def turns_away(self) -> bool:
-        """Return whether nobody can connect yet, after a flood or a shortage of descriptors."""
+        """Return whether the supervisor still turns clients away after a flood or a shortage of descriptors."""
         if self.may_turn_away:
             for port in ("front", "admin"):
                 with socket.socket(socket.AF_UNIX) as connection:
@@ -329,7 +329,7 @@ class Faults:
             wait_until(self._one_comes_up, what="a successor")
         elif "guard" in how:
             guard = serving.guard()
-            os.kill(serving.pid, signal.SIGSTOP)  # it cannot replace the guard meanwhile
+            os.kill(serving.pid, signal.SIGSTOP)  # so that it cannot replace the guard
             if guard is not None:
                 guard.kill()
         serving._killed = True

@@ -31,7 +31,7 @@ class Violation:
 
 @dataclass
 class Wounds:
-    """What an episode may have done to a model.
+    """The damage that an episode may have done to a model.
 
     deaths    deaths of its workers during which they may have been computing an innocent request
     ordered   whether an operator stopped it
@@ -47,12 +47,12 @@ class Wounds:
 
 @dataclass
 class Happened:
-    """What is known about an episode apart from its answers."""
+    """The facts about an episode that its answers do not show."""
 
     wounds: Mapping[str, Wounds]
     paused_s: float = 0.0
     leaving: bool = False
-    """Whether the supervisor was told to leave, or killed."""
+    """True if the supervisor was told to leave, or was killed."""
     killed: bool = False
     stalled_s: float = 0.0
     """Longest time in seconds for which this machine did not let the test itself run."""
@@ -60,9 +60,9 @@ class Happened:
 
 
 def wounds_of(plan: EpisodePlan, block: BlockPlan) -> dict[str, Wounds]:
-    """Return what the plan may do to each model."""
+    """Return the damage that the plan may do to each model."""
     wounds = {model: Wounds() for model in block.models}
-    if plan.final == "sigkill while one comes up":  # a worker is killed so that one does
+    if plan.final == "sigkill while one comes up":  # a worker is killed so that another one starts
         wounds["a"].deaths += 1
     for fault in plan.faults:
         wound = wounds[fault.model]

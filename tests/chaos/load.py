@@ -185,7 +185,7 @@ class Party:
         if self._proxy is not None:
             self._proxy.close()
         self.begin()
-        if self.plan.kind == "slow":  # its times to grant may be over
+        if self.plan.kind == "slow":  # the times at which it gives credit may be over
             for _ in range(GRANTS):
                 self._grant()
         for answer in self.answers.values():
@@ -265,7 +265,7 @@ class LibraryParty(Party):
     def _run(self) -> None:
         try:
             client = Client(endpoint=f"ipc://{self._front}", timeout=LIBRARY_WAIT_S, reconnect=False)
-        except WireError as e:  # the supervisor had gone by then
+        except WireError as e:  # the supervisor had ended by then
             self.is_connecting = False
             for answer in self.answers.values():
                 answer.lost = True

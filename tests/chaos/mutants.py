@@ -207,7 +207,7 @@ CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "tell prompts": ("kill guard", ("no log holds a prompt",)),
     "see no hang": ("stop", ("everything comes to rest",)),
     "leave orphans": ("trouble", ("everything comes to rest",)),
-    # A hang lasts longer than deadlines, and than the second after which a cancel counts as confirmed.
+    # A hang lasts longer than the deadlines and longer than the second after which a cancel counts as confirmed.
     "miss deadlines": ("stop", ("deadlines are kept", "who cancels is told soon")),
     "wound others": ("kill", ("other models are unharmed",)),
     "try for ever": ("descriptors", ("a crash loop is given up",)),

@@ -117,9 +117,9 @@ class BlockPlan:
     poison: dict[str, Any]
     descriptors: int
     stall: str
-    """How long a client may leave its stream unread."""
+    """The time for which a client may leave its stream unread."""
     compiled: bool
-    """Whether to use the compiled fast path, or the Python reference."""
+    """True to use the compiled fast path, False for the Python reference."""
 
     @property
     def poison_limit(self) -> int:

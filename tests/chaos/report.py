@@ -15,7 +15,7 @@ STORY_ENDS = 20
 
 @dataclass
 class Report:
-    """The sum of many episodes."""
+    """The totals of many episodes."""
 
     seed: int
     episodes: int = 0

@@ -55,7 +55,7 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 
 def waited_s(pid: int) -> float:
-    """Return how long a process has been ready to run while others ran, since it began; 0 if that is unknown."""
+    """Return the seconds for which a process was ready to run but had to wait, since its start; 0 if unknown."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""The figures of ``modelctl bench``: rates, quantiles, and counts of failed answers."""
+"""``modelctl bench`` computes its rates, quantiles and counts of failed answers correctly."""
 
 import pytest
 

@@ -10,7 +10,7 @@ from tests.serving import Serving, engine
 
 CONTEXT = 170
 LENGTH = 20
-"""Tokens of each answer."""
+"""Number of tokens of each answer."""
 
 
 @pytest.fixture(scope="module")

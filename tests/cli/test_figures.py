@@ -1,4 +1,4 @@
-"""The figures of `status`: each has its unit and says what it counts."""
+"""Each figure of `status` has its unit and names the thing that it counts."""
 
 import pytest
 

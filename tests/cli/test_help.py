@@ -1,4 +1,4 @@
-"""The help of ``modelctl`` and of each command."""
+"""The help of ``modelctl`` and of each command is complete and fits the terminal."""
 
 from collections.abc import Iterator
 

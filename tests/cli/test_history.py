@@ -1,4 +1,4 @@
-"""The part of a conversation that is sent with the next question."""
+"""A question is sent with as much of the conversation as fits."""
 
 from supervisor.cli.history import History
 

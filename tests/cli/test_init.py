@@ -192,7 +192,7 @@ def test_directories_without_a_model_are_told(tmp_path: Path, place: Path) -> No
 def test_a_file_that_cannot_be_written_is_told_and_leaves_nothing(place: Path, option: tuple[str, ...]) -> None:
     if option:
         (place / "models.yaml").write_text("mine")
-    prelude = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"  # as a disk that is full
+    prelude = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"  # acts like a full disk
     done = modelctl("init", *option, cwd=place, prelude=prelude)
     assert done.returncode == 78
     assert done.stderr == f"modelctl: {place}/models.yaml cannot be written: File too large\n"

@@ -1,4 +1,4 @@
-"""Commands and options that do not exist: the error names the ones that were probably meant, both in the same words."""
+"""The errors for unknown commands and options name those that were probably meant, and have the same wording."""
 
 import json
 

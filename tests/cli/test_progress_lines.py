@@ -1,4 +1,4 @@
-"""What commands and the supervisor's log say of a model that loads for long, where nobody looks at a terminal."""
+"""Without a terminal, commands and the supervisor's log report the phases of a slow load."""
 
 import re
 import signal
@@ -33,6 +33,6 @@ def test_a_slow_load_is_told_every_ten_seconds_without_a_terminal(away: Path) ->
         log = away / "r" / "logs" / "supervisor.log"
         wait_until(lambda: re.search(f" a: {MOVING}\n", log.read_text()), what="a line of the supervisor's log")
         serving.send_signal(signal.SIGINT)
-        serving.communicate()  # it still writes
+        serving.communicate()  # read the rest of its output
     assert serving.returncode == 130
     assert modelctl("shutdown", "--now", "--runtime-dir", away / "r").returncode == 0

@@ -1,4 +1,4 @@
-"""``modelctl run``: one answer, its prompt from a pipe, and Ctrl-C. Conversations: ``test_cli_conversation``."""
+"""``modelctl run`` gives one answer, reads prompts from pipes, and obeys Ctrl-C. test_conversation tests the rest."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ def serving() -> Iterator[Serving]:
 
 
 def chat(*turns: str) -> str:
-    """Return the prompt that the engine gets for a conversation that the user begins."""
+    """Return the prompt that the engine gets for a conversation. The first message is the user's."""
     return "\n".join(f"{('user', 'assistant')[i % 2]}: {text}" for i, text in enumerate(turns))
 
 

@@ -3,12 +3,12 @@
 These are checked, outside blocks of code:
 
     `supervisor/loop.py`, `docs/images/`       a path that begins in the repository
-    `limits.py`                                the name of a source file, in whichever directory it is
+    `limits.py`                                the name of a source file in any directory
     `tests/x/test_y.py::test_z`                a function or class of that file, or `::Class::method`
     `protocol.messages.TERMINAL`               a module, or a name in it. Keys of models.yaml such as
                                                `supervisor.listen` look the same, and must exist
     `Scheduler.submit`, `Scheduler`            a class, and a member of it or of one of its bases
-    | `supervisor/timers.py` | `Timers.at` |   in a table, names behind a cell that holds only files are in these files
+    | `supervisor/timers.py` | `Timers.at` |   in a table, names after a cell with only files must be in these files
 """
 
 import ast
@@ -204,7 +204,7 @@ def defined_in(path: Path) -> Defined:
         if isinstance(node, ast.ClassDef):
             defined.bases[node.name] = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
             members = defined.members[node.name] = {name for inner in node.body for name in _names_of(inner)}
-            for inner in ast.walk(node):  # attributes that a method gives to its instance
+            for inner in ast.walk(node):  # attributes that a method sets on its instance
                 if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
                     members.add(inner.attr)
     return defined

@@ -148,8 +148,8 @@ def chain(length: int) -> dict[str, Any]:
 
 
 HOSTILE: list[tuple[str, Any]] = [
-    ("json_schema", {"type": "integer", "multipleOf": 1_000_003}),  # computes for minutes
-    ("json_schema", chain(4000)),  # overflows the stack
+    ("json_schema", {"type": "integer", "multipleOf": 1_000_003}),  # would take minutes
+    ("json_schema", chain(4000)),  # would overflow the stack
     ("json_schema", {"enum": [{"a": [n] * 20} for n in range(4000)]}),
     ("json_schema", {"type": "object", "properties": {f"k{n}": {"type": "integer"} for n in range(3000)}}),
     ("regex", "(a|b)?" * 1300),

@@ -145,7 +145,7 @@ def foreign_type(model: Path, outside: Path) -> None:
 
 def unix_socket(model: Path, _: Path) -> None:
     here = os.getcwd()
-    os.chdir(model)  # the name of a socket may have 107 bytes
+    os.chdir(model)  # the path of a socket may have at most 107 bytes
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind("x.safetensors")
     os.chdir(here)

@@ -107,12 +107,12 @@ def _oracle_scene(name: str) -> Scene:
 
     _, _, speculate = name.partition("-")
     logits = OracleLogits(448, eos_every=40)
-    draft = OracleLogits(448, eos_every=40, habit=0.8)  # right often, but not always
+    draft = OracleLogits(448, eos_every=40, habit=0.8)  # the draft is often right, but not always
     plain = Harness(logits, pages=24, context=8 * PAGE)
     h = Harness(logits, pages=24, context=8 * PAGE, speculate=speculate, draft=draft) if speculate else plain
     rng = random.Random(5)
     prompts: list[list[int]] = []
-    while len(prompts) < 4:  # one of them crosses from one page to the next
+    while len(prompts) < 4:  # the answer of the last one crosses a page boundary
         ids = h.random_ids(rng, 6 if len(prompts) < 3 else PAGE - 3)
         if 12 <= len(h.logits.expected(ids, 60, ends=h.eos_ids)) <= 50:
             prompts.append(ids)

@@ -292,6 +292,6 @@ def test_no_answer_holds_a_banned_string(
         assert answer.text == whole
         assert not any(stop in looked_at for stop in stops)
         assert answer.reason != "length" or len(answer.ids) == limit
-    if not answer.returns and answer.reason != FinishReason.BANNED:  # as if nothing were banned
+    if not answer.returns and answer.reason != FinishReason.BANNED:  # the answer is as without banned strings
         plain = generate(BannedStrings([], stops, minimum=minimum, limit=limit), draw, limit, PIECES)
         assert (plain.text, plain.ids, plain.reason) == (answer.text, answer.ids, answer.reason)

@@ -23,7 +23,7 @@ COUNT, COUNTED = LETTERS_TEST_LONG_ANSWERS[1]
 PROMPT, ANSWER = "count: 7 8 9 ->", " 10 11 12 13 14 15 16 17"
 
 
-# what it says about itself
+# its capabilities
 
 
 def test_loads_with_progress_and_reports_capabilities(engine_name: str) -> None:
@@ -209,7 +209,7 @@ def test_a_stop_string_that_the_last_token_completes_is_found(letters: Engine) -
     outcome = answer(letters, PROMPT, size, stop=(stop,))
     assert (outcome.text, outcome.reason) == (" 10 ", "stop")
     before = answer(letters, PROMPT, size - 1, stop=(stop,))
-    assert (before.text, before.reason) == (letters.decode(ids[: size - 1]), "length")  # held text is delivered
+    assert (before.text, before.reason) == (letters.decode(ids[: size - 1]), "length")  # the held text is delivered
 
 
 def test_stop_strings_in_chats(stories: Engine) -> None:

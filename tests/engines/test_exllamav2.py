@@ -1,4 +1,4 @@
-"""Features of engine exllamav2 only: cache modes, shared pages, its own admission. Needs a CUDA device."""
+"""Features that only engine exllamav2 has work: cache modes, shared pages, its own admission. Needs a CUDA device."""
 
 from collections.abc import Callable
 from typing import Any

@@ -49,14 +49,14 @@ def letters_of(h: Harness, prompt: list[int], size: int) -> str:
 def test_banned_strings_are_led_away_from(speculate: str | None, seed: int) -> None:
     rng = random.Random(seed)
     h = Harness(OracleLogits(VOCAB, habit=rng.choice([0.0, 0.5])), speculate=speculate)
-    prompt = h.random_ids(rng, rng.choice([3, PAGE - 10, PAGE - 3, 2 * PAGE - 20]))  # pages end in the answer
+    prompt = h.random_ids(rng, rng.choice([3, PAGE - 10, PAGE - 3, 2 * PAGE - 20]))  # a page ends inside the answer
     text = letters_of(h, prompt, 60)
     banned: list[str] = []
     while not banned:
         at = rng.randrange(5, len(text) - 8)
         banned = [text[at : at + rng.randrange(1, 5)].upper(), text[at + 6 : at + 8]]
         banned = [string for string in banned if string.strip() and "\ufffd" not in string]
-    others = [h.submit([*prompt, 50 + n], 40) for n in range(2)]  # on the same pages
+    others = [h.submit([*prompt, 50 + n], 40) for n in range(2)]  # these share its pages
     outcome = h.submit(prompt, 60, banned_strings=tuple(banned), top_logprobs=0)
     h.driver.run()
     assert outcome.ids == greedy_without(h, prompt, 60, banned)

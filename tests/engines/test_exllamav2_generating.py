@@ -37,7 +37,7 @@ def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def test_every_setting_of_the_package_is_given_and_neutral() -> None:
     fields = {field.name for field in dataclasses.fields(import_package().generator.ExLlamaV2Sampler.Settings)}
     state = {"mirostat_mu", "ngram_trie", "ngram_index", "ngram_history", "post_sampling_hooks"}
-    unused = {"xtc_threshold", "xtc_ignore_tokens"}  # with a probability of 0
+    unused = {"xtc_threshold", "xtc_ignore_tokens"}  # unused, since xtc_probability is 0
     unused |= {name for name in fields if name.startswith("dry_")} - {"dry_multiplier"}
     neutral = settings_of(SamplingParams())
     assert set(neutral) == fields - state - unused - {"token_bias"}
@@ -205,7 +205,7 @@ def test_the_maximum_is_exact(speculate: str | None, size: int) -> None:
 @pytest.mark.parametrize("minimum", [1, 6, 23])
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.0001}])
 def test_the_minimum_is_exact(speculate: str | None, minimum: int, options: dict[str, float]) -> None:
-    h = Harness(OracleLogits(VOCAB, eos_id=2, eos_every=1), speculate=speculate)  # always wants to end
+    h = Harness(OracleLogits(VOCAB, eos_id=2, eos_every=1), speculate=speculate)  # the model always wants to end
     outcome = h.answer(PROMPT, 40, sampling(**options), min_new_tokens=minimum)
     assert len(outcome.ids) == minimum + 1
     assert outcome.ids.index(2) == minimum

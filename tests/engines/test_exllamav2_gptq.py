@@ -47,7 +47,7 @@ class Matrix:
         library.prepare(pointer(weight), pointer(self._perm), self.height, self.width)
 
     def weight(self) -> torch.Tensor:
-        """fp16 [in, out]"""
+        """Return the unpacked weight, fp16 [in, out]."""
         out = torch.empty((self.height, self.width), dtype=torch.half)
         self._library.reconstruct(
             pointer(self._weight), pointer(self._perm), pointer(self._zeros), pointer(self._scales), self.height,

@@ -126,7 +126,7 @@ def test_the_stand_in_penalizes_as_the_kernel_does(kernels: Kernels) -> None:
         assert np.allclose(ours[0, 0].numpy(), logits, atol=1e-4)
 
 
-# what replaces them
+# the engine's replacements
 
 
 def by_definition(logits: np.ndarray[Any, Any], s: SamplingParams) -> set[int]:

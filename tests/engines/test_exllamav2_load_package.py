@@ -192,7 +192,7 @@ def test_what_the_package_asserts_is_a_line(model: Path, monkeypatch: pytest.Mon
     refused(lambda: run(spec(model)), "cannot be loaded: ## Could not find ")
 
 
-# what the package makes of positions
+# positions
 
 
 def test_frequencies_follow_the_context_and_not_the_table(model: Path) -> None:

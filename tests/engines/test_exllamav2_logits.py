@@ -73,7 +73,7 @@ def test_a_pair_that_could_never_start_is_refused() -> None:
     prompt, other = [5] * 600, [6] * 400
     with pytest.raises(RequestError, match="needs 5 pages"):
         h.submit(prompt, 50, scaled, negative_ids=tuple(other))
-    same = h.submit(prompt, 50, scaled, negative_ids=tuple(prompt))  # two pages are the same
+    same = h.submit(prompt, 50, scaled, negative_ids=tuple(prompt))  # both prompts share two pages
     h.driver.run()
     assert same.finished is not None
     with pytest.raises(RequestError, match="two sequences"):

@@ -230,7 +230,7 @@ def test_chat_templates_that_cannot_be_read(model: Path) -> None:
     refused(lambda: load(model), "chat template")
 
 
-# what ExLlamaV2 would misread
+# files that ExLlamaV2 would misread
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ class Attacker:
         peer.setsockopt(zmq.LINGER, 200)
         peer.setsockopt(zmq.RECONNECT_IVL, -1)
         peer.setsockopt(zmq.SNDHWM, 0)
-        peer.setsockopt(zmq.SNDTIMEO, 200)  # once the supervisor has ended the connection, nothing can be sent
+        peer.setsockopt(zmq.SNDTIMEO, 200)  # a send to an ended connection must not block
         try:
             peer.connect(f"ipc://{self._directory}/{name}")
             with suppress(zmq.Again):

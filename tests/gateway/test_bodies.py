@@ -1,4 +1,4 @@
-"""The bodies of requests share memory and time: each key has a part of the memory, and a body that stalls is ended."""
+"""Each key may use only a part of the memory for bodies, and a request whose body stalls is ended."""
 
 import json
 import socket
@@ -18,7 +18,7 @@ from tests.serving import WITHIN, Serving, engine, wait_until
 
 MIB = 1 << 20
 MAX_BODY = 80 * MIB
-"""So a share has 80 MiB: one whole body."""
+"""The largest body. A key's share of the memory is as large, so it has room for one whole body."""
 
 
 class Served:
@@ -38,7 +38,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def begin(port: int, token: str | None, length: int) -> socket.socket:
-    """Return a connection that has sent the head of a request with so long a body."""
+    """Return a connection that has sent the head of a request with a body of ``length`` bytes."""
     connection = socket.create_connection(("127.0.0.1", port), WITHIN)
     authorization = "" if token is None else f"Authorization: Bearer {token}\r\n"
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{authorization}Content-Length: {length}\r\n\r\n"
@@ -88,7 +88,7 @@ def test_a_made_up_token_holds_no_memory(served: Served) -> None:
     with Gateway(served.serving, auth="keys") as gateway:
         wait_until(lambda: ask(gateway.port, served.good, 0)[0] == 200, what="the gateway")
         with closing(begin(gateway.port, "mctl_made-up", MIB)) as connection:
-            connection.sendall(bytes(2 * UNCHECKED_BYTES))  # and then it stalls
+            connection.sendall(bytes(2 * UNCHECKED_BYTES))  # the rest of the body never comes
             status, error = answer_on(connection)
             assert (status, error["code"]) == (401, "unauthorized")
 

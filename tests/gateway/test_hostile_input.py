@@ -113,7 +113,7 @@ _TEXTS = st.lists(st.sampled_from(['"', "\\", "u0022", "a", ":", "\n", "é", " "
 
 @st.composite
 def written(draw: st.DrawFn, depth: int = 3) -> str:
-    """A JSON object as a program may write it: with keys twice, with escapes, with spaces."""
+    """Return a JSON object as a program may write it: with repeated keys, escapes and spaces."""
     space = st.sampled_from(["", " "])
 
     def text(value: str) -> str:

@@ -26,7 +26,7 @@ SORT, SORTED = LETTERS_TEST_PROMPTS[0]
 
 
 class Count(BaseModel):
-    """A number, and a word for it."""
+    """A shape of answers: a number, and a word for it."""
 
     number: int = Field(ge=0, le=99)
     word: Literal["few", "many"]

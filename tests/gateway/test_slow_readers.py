@@ -21,7 +21,7 @@ TOKENS = 20_000
 def stalled_reader(port: int, token: str) -> socket.socket:
     """Return a connection that has asked for an endless stream and does not read it."""
     connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so the kernel keeps little of the stream
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that the kernel buffers little of the stream
     connection.connect(("127.0.0.1", port))
     body = json.dumps({"model": "stalled", "prompt": "x", "max_tokens": ENDLESS, "stream": True, "logprobs": 20})
     connection.sendall(

@@ -121,7 +121,7 @@ def test_a_chunk_or_nothing_can_stand_for_a_comment(serving: Serving) -> None:
 
 
 def test_off_sends_nothing_while_a_request_waits(serving: Serving) -> None:
-    """A second gateway sends comments all the time, so the silence of the first one is no accident."""
+    """A second gateway sends comments meanwhile, which shows that the first one could have sent some."""
     short = {"model": "m", "prompt": "x", "max_tokens": 5, "stream": True}
     with (
         Gateway(serving, keepalive="off", keepalive_s=0.05) as off,

@@ -12,7 +12,7 @@ from tests.chat import render
 SAYS = "{{ messages[0].content }}"
 
 
-# what templates are given
+# the variables of templates
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_cannot_be_continued(source: str, message: str) -> None:
         render(ChatTemplate(source), messages, continue_final_message=True)
 
 
-# what goes wrong with them
+# templates that fail
 
 
 SECRET = "the butler, in the pantry, with a 🔪"

@@ -26,7 +26,7 @@ WELCOME = encode(Welcome(pack_body({"server": "a stranger's", "session": "s", "w
 
 
 class Stranger:
-    """A running stranger."""
+    """A running process of the other user."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process

@@ -323,7 +323,7 @@ def test_choices_in_a_loop(runtime_dir: Path) -> None:
                 assert heard == []
         with ScriptedPeer(runtime_dir / "front", HoldingScript()) as peer:
             async with AsyncClient(peer.endpoint) as client:
-                peer.inject(peer.clients[0], Report(2, pack_body(QUEUED)))  # before its request
+                peer.inject(peer.clients[0], Report(2, pack_body(QUEUED)))  # before its request: ignored
                 task = asyncio.create_task(client.choices("letters", "x", n=3).complete())
                 await asyncio.sleep(0)  # let the task begin: a task that never ran leaves nothing when it is cancelled
                 while len(peer.of(Generate)) < 3:

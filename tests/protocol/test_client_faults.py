@@ -1,4 +1,4 @@
-"""Faults of the connection: the client reports each at once, once per request, with a remedy."""
+"""The client reports each fault of the connection at once, once per request, with a remedy."""
 
 import os
 import socket

@@ -32,7 +32,7 @@ def test_the_codec_needs_no_zmq() -> None:
 
 
 def test_importing_the_client_brings_few_modules() -> None:
-    """The number of modules stands for the duration of the import, which depends on the machine. It is 35 today."""
+    """The test counts modules, since the duration of the import depends on the machine. There are 35 today."""
     source = """
 import json, sys, zmq, msgpack
 before = set(sys.modules)

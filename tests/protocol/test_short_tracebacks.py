@@ -1,4 +1,4 @@
-"""A program that cannot connect shows its own line and the reason, with one frame of the client between them."""
+"""The traceback of a program that cannot connect shows its own line, one frame of the client, and the reason."""
 
 import socket
 import subprocess
@@ -27,7 +27,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="mctl-", dir="/tmp") as directory:  # short, as a socket's path must be
+    with tempfile.TemporaryDirectory(prefix="mctl-", dir="/tmp") as directory:  # a socket's path must be short
         yield Path(directory)
 
 
@@ -44,7 +44,7 @@ def place() -> Iterator[Path]:
 )
 def test_who_cannot_connect_sees_the_own_line_and_the_reason(place: Path, script: str, way: str, says: str) -> None:
     with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(place / "left"))  # the socket of a supervisor that was killed: nobody listens
+        left.bind(str(place / "left"))  # like the socket of a killed supervisor: no process listens
     program = place / "program.py"
     program.write_text(script.format(way=way))
     done = subprocess.run(

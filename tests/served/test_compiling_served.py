@@ -57,7 +57,7 @@ def waiting(serving: Serving) -> int:
 
 
 def errors(serving: Serving) -> int:
-    """Return how many requests have ended with an error."""
+    """Return the number of requests that have ended with an error."""
     count: int = serving.status("letters")["totals"]["errors"]
     return count
 

@@ -1,4 +1,4 @@
-"""Effects happen in the order of the decisions, and none is carried out in the middle of another one."""
+"""Effects happen in the order of the decisions, and no effect is carried out in the middle of another one."""
 
 import ast
 from collections.abc import Callable

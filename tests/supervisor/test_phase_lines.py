@@ -1,4 +1,4 @@
-"""Which lines a log gets about phases that last: one at the beginning of each, then one every ten seconds."""
+"""A log gets one line at the beginning of each long phase, and then one every ten seconds."""
 
 import pytest
 

@@ -500,7 +500,7 @@ def test_a_sleeping_model_is_woken_for_what_waits() -> None:
     assert scheduler.rest("m:1", 0.0) == []
     wake = scheduler.submit(1, Generate(1, "m", {}, b""), 0.0)
     assert wake[-1] == Wake("m")
-    scheduler.accept_new("m:1")  # it is being started
+    scheduler.accept_new("m:1")  # the worker is being started
     assert Wake("m") not in scheduler.submit(1, Generate(2, "m", {}, b""), 0.0)
     assert scheduler.report_loading("m", "loading", 1, 2) == [], "nobody has asked for reports"
     scheduler.rest("m:2", 0.0)

@@ -322,7 +322,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.perform(self.scheduler.refuse_new(worker, DOWN, self.now))
         self.perform(self.scheduler.end_waiting(worker, DOWN))
 
-    # --- what holds at all times
+    # --- invariants
 
     @invariant()
     def work_is_where_it_should_be(self) -> None:

@@ -194,7 +194,7 @@ def forger(host: TcpHost, number: int) -> Iterator["zmq.Socket[bytes]"]:
 
 
 def is_free(host: TcpHost, number: int) -> bool:
-    """Return whether libzmq has forgotten this number's connection, a moment after it reported its end."""
+    """Return whether libzmq has freed this number. It does so a moment after it reports the end of the connection."""
     try:
         send_to(host.port.socket, b"\0" + (number % (1 << 32)).to_bytes(4, "big"), b"")
     except zmq.ZMQError as e:

@@ -98,7 +98,7 @@ def test_a_supervisor_that_was_paused_kills_nobody(pause: float) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.data(), st.floats(0.5, 20))
 def test_never_before_the_lease_is_over_and_always_within_two_seconds_of_it(data: st.DataObject, lease: float) -> None:
-    """This holds for checks that come up to twice as late as planned, as on a busy machine."""
+    """This holds if pauses between checks are up to twice as long as planned, as on a busy machine."""
     lease = round(lease, 3)
     gaps = data.draw(st.lists(st.floats(CHECK_S, 2 * CHECK_S), min_size=300, max_size=300))
     detector, clock, now = HangDetector(reading(1, lease)), CheckClock(), 0.0

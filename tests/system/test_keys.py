@@ -51,8 +51,8 @@ def test_a_key_that_connects_again_and_again_keeps_no_other_key_out(keyed: Keyed
             while int(process.stdout.readline()) < 1000:
                 pass
         for attempt in range(10):
-            # The kernel takes a connection without the supervisor. Were newcomers held off, it would drop the first
-            # packet, and this kernel would send another only after a second.
+            # The kernel accepts a connection by itself. If newcomers were held off, the kernel would drop the first
+            # packet and send another only after a second.
             socket.create_connection(("127.0.0.1", keyed.port), timeout=0.9).close()
             with keyed.client("laptop", connect_timeout=10) as client:
                 assert client.complete("m", f"attempt {attempt}", max_tokens=5).text == answer(f"attempt {attempt}", 5)

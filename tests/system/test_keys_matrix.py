@@ -68,7 +68,7 @@ def keyed() -> Iterator[Keyed]:
 
 @pytest.fixture(autouse=True)
 def the_good_client_is_served(keyed: Keyed) -> Iterator[None]:
-    """Keep a stream of a client with a key open beside each test, and check afterwards that everything is as before."""
+    """Keep a stream of a client with a key open during each test. Check afterwards that everything is as before."""
     with keyed.client("infer") as client:
         stream = client.generate("m", "good", max_tokens=100)
         next(stream)
@@ -154,8 +154,8 @@ def test_nothing_of_an_outsider_reaches_the_application(keyed: Keyed, who: str) 
         dealer.linger = 0
         dealer.reconnect_ivl = 50  # a library in another language may do so
         dealer.connect(keyed.endpoint)
-        # After some failures of the handshake libzmq gives the connection up, and then takes no message: a send that
-        # waited for it would never return.
+        # After some failed handshakes libzmq gives the connection up and accepts no more messages, so a blocking send
+        # would never return.
         with suppress(zmq.Again):
             for message in (
                 Hello(pack_body({"library": "outsider"})),

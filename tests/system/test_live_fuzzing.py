@@ -1,5 +1,5 @@
-"""A hostile process at a live supervisor's sockets, for some seconds: it lives, stays small, runs nothing of what it is
-sent, and the client beside it does not notice. MODELCTL_FUZZ_SECONDS makes it longer."""
+"""A live supervisor withstands a hostile process at its sockets: it goes on, stays small, runs no received code, and
+another client is not affected. MODELCTL_FUZZ_SECONDS sets the duration."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from tests.fuzzing.live import attacked
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
 SECONDS = float(os.environ.get("MODELCTL_FUZZ_SECONDS", "6"))
 MAX_GROWTH = 64 << 20
-"""Several of the largest frames that are taken may be on their way in at once, and malloc keeps some."""
+"""Bytes by which the supervisor may grow. Several of the largest frames may be coming in, and malloc keeps some."""
 
 
 def test_hostile_frames_at_a_live_supervisor() -> None:

@@ -65,7 +65,7 @@ def test_a_request_that_kills_among_many_is_found_by_three_deaths_and_nobody_els
 def test_a_death_that_finds_its_request_does_not_count_towards_giving_the_model_up(serve: Serve) -> None:
     serving = serve({"a": engine("KillsAtToken", step_s=0.005)}, restart={"limit": 4, "initial": "10ms"})
     with RawClient(serving.runtime_dir) as client:
-        for request in (1, 2, 3):  # six deaths
+        for request in (1, 2, 3):  # six deaths in all
             client.generate(request, "a", f"kill 0 {request}", max_tokens=SHORT)
             client.read_until_ended(request)
             assert client.heard[request].ends == ["poisoned"]

@@ -24,7 +24,7 @@ STALL_S = 3.5
 
 
 def carry(near: socket.socket, far: socket.socket) -> None:
-    """Pass bytes on in both directions until either side has ended."""
+    """Pass bytes on in both directions until one side has closed its connection."""
     while True:
         for one in select.select([near, far], [], [])[0]:
             if not (chunk := one.recv(65536)):

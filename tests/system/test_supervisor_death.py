@@ -204,7 +204,7 @@ def test_together_with_its_guard(serve: Serve) -> None:
 
 
 def test_signals_to_the_whole_foreground_group_leave_the_guard(serve: Serve) -> None:
-    """Ctrl-C in a terminal reaches every process of the group; the guard must outlive the supervisor."""
+    """Ctrl-C in a terminal reaches every process of the group, and the guard must outlive the supervisor."""
     serving = serve({"a": engine()})
     guard = wait_until(serving.guard)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

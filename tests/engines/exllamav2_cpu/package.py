@@ -52,6 +52,6 @@ def read_tokenizer(config: Any) -> Any:
 
 
 def oracle(model: str, logits: OracleLogits, *, context: int, chunk: int, cache_size: int) -> tuple[Any, Any]:
-    """Return (model, cache)."""
+    """Build an oracle for a demo model. Return (model, cache)."""
     built = OracleModel(read_config(model, context, chunk), logits)
     return built, make_cache(import_package(), built, cache_size)
