@@ -72,11 +72,14 @@ $(VENV)/.run: pyproject.toml setup.py constraints.txt tools/make_venv.py $(COMPI
 	@$(BIN)/modelctl --version # whether the modules were compiled: pip does not show why not
 	touch $@
 
+# The tests do without some needs of exllamav2. They are taken out of its metadata, because pip would report each as an
+# error of its own at later installations.
 $(VENV)/.test: $(VENV)/.run
 	@$(BIN)/python tools/downloads.py test
 	$(BIN)/python tools/extra.py test > $(VENV)/test.txt # without the project: it would be built a second time
 	$(PIP) -r $(VENV)/test.txt
 	$(PIP) --no-deps exllamav2==0.3.2 # its Python runs in the tests, on the CPU; nothing of it is compiled
+	@sed -i -E '/^Requires-Dist: (fastparquet|ninja|pandas)$$/d' $(VENV)/lib/python3*/site-packages/exllamav2-*/METADATA
 	touch $@
 
 # The same environment as for the tests, since the generators of pages import the project. They need no torch.

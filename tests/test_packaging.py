@@ -61,6 +61,19 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin"
 
 
+def test_a_directory_called_modelctl_does_not_hide_an_editable_installation(tmp_path: Path) -> None:
+    """A program may lie beside a clone. A directory without ``__init__.py`` counts only if sys.path has no package."""
+    source, home = tracked_copy(tmp_path / "clone"), tmp_path / "env"
+    venv.create(home, with_pip=False, symlinks=True)
+    command = [sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install", "--no-deps", "-q"]
+    subprocess.run([*command, "--editable", source], check=True)
+    (tmp_path / "modelctl").mkdir()
+    program = tmp_path / "program.py"
+    program.write_text("import importlib.util\nprint(importlib.util.find_spec('modelctl').origin)\n")
+    found = subprocess.run([home / "bin" / "python", program], capture_output=True, text=True, check=True).stdout
+    assert found == f"{source / 'modelctl' / '__init__.py'}\n"
+
+
 def test_the_wheel_holds_the_packages_the_demo_models_the_sample_and_the_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert names >= EXPECTED_DATA
