@@ -153,7 +153,7 @@ def test_speculation_changes_no_greedy_answer(options: dict[str, Any], load: Loa
 
 
 def test_the_package_rewrites_nothing_of_a_shared_page(engine: Engine) -> None:
-    """An answer to a prompt that is wholly cached does not change the shared page for a later prompt."""
+    """After an answer to a wholly cached prompt, a later prompt is answered as with an empty cache."""
     engine.reset()
     long, _ = LETTERS_TEST_LONG_PROMPTS[-1]
     ids = engine.encode(long)

@@ -188,9 +188,9 @@ def test_penalties_of_the_break_are_the_answers_alone(scene: Scene) -> None:
         {"temperature": 1.0},
         {"temperature": 3.0, "top_k": 40},
         {"temperature": 5.0, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "frequency_penalty": 0.3},
-        # With 0.9, one of the drawn tokens lies at the edge of the typical ones. The logits of a token that is computed
-        # in a prompt differ in their last bits from those of a token computed alone on an Intel Xeon (not on an AMD
-        # EPYC), and there the answers differed.
+        # Not 0.9, with which one of the drawn tokens lies at the edge of the typical ones. On an Intel Xeon (not on an
+        # AMD EPYC), logits of a token in a prompt differ in their last bits from those of a token that is computed
+        # alone, and the answers differed.
         {"temperature": 4.0, "typical_p": 0.8},
         {"temperature": 9.0, "top_k": 9, "temperature_last": True},
         {"temperature": 1.5, "xtc_probability": 0.5, "xtc_threshold": 0.02, "skew": 0.3},

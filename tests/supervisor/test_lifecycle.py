@@ -85,7 +85,7 @@ def test_what_leaves_a_process_ends_its_requests() -> None:
 
 
 def test_requests_never_wait_for_a_model_that_will_not_come() -> None:
-    """If a model will not be tried again, waiting requests are ended and new ones are refused before."""
+    """A model that will not come up again refuses new requests first, and then ends the waiting ones."""
     takes_new = {S.STARTING, S.LOADING, S.READY, S.BACKOFF, S.UNLOADED}
     for (before, event), (after, effects) in TRANSITIONS.items():
         if event is E.UNLOAD:

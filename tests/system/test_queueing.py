@@ -1,4 +1,4 @@
-"""Requests wait for a model that loads and for room, and are refused if they would wait in vain."""
+"""Requests wait in order, for a model that loads or for room, and a full queue refuses more."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The supervisor does not start with a bad environment, and does not admit wrong peers."""
+"""The supervisor refuses to start in an unsuitable directory or with an invalid file, and admits no other users."""
 
 import os
 import subprocess

@@ -128,7 +128,7 @@ def test_a_limit_that_cannot_work_is_refused_at_start(tmp_path: Path, detach: tu
 
 
 def test_no_descriptor_at_all_is_lived_with(serve: Serve) -> None:
-    """No descriptor is left at the first death of a worker, so the supervisor must not need to open any file then."""
+    """No descriptor is left at the first death of a worker. Failed opens and imports must not end the supervisor."""
     serving = serve({"a": engine()}, restart={"limit": 1000, "initial": "10ms", "max": "50ms"})
     pid = serving.status("a")["pid"]
     before = resource.prlimit(serving.pid, resource.RLIMIT_NOFILE)

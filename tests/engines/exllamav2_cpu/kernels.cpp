@@ -1,5 +1,5 @@
 // The steps of sample_basic (exllamav2_ext/ext_sampling.cpp) over the package's own cpp/sampling.cpp, without PyTorch.
-// Writes the distribution that is drawn from, by token id, to `out`.
+// Writes the probabilities of the draw, by token id, to `out`.
 #include "cpp/sampling.h"
 #include <cmath>
 #include <vector>

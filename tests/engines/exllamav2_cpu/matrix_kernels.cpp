@@ -1,8 +1,8 @@
 // The package's own CUDA kernels for GPTQ and EXL2 matrices (cuda/q_matrix.cu, cuda/q_gemm_kernel_gptq.cuh,
 // cuda/q_gemm_kernel.cuh), compiled for the CPU.
 //
-// The threads of a block run one after the other. What one leaves in shared memory for others after __syncthreads() is
-// complete when all have run, so every block runs twice, and its first results are thrown away.
+// The threads of a block run one after the other. The values that they leave in shared memory for each other are
+// complete only when all threads have run. So every block runs twice, and its first results are discarded.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -85,7 +85,7 @@ extern "C" void reconstruct(
     const uint32_t* weight, const uint16_t* perm, const uint32_t* zeros, const half* scales, int height, int width,
     int group_size, int groups, half* out)
 {
-    static int tallest = 0; // a first pass goes by the order of rows that an earlier matrix left
+    static int tallest = 0; // the first pass uses the order of rows that an earlier matrix left
     tallest = std::max(tallest, height);
     std::vector<half> thrown_away(tallest * width);
     launch({parts(width, 512), parts(height, 128)}, 128, [&](int pass) {
