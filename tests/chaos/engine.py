@@ -124,7 +124,7 @@ class Troublesome(DeterministicEngine):
             return
         os.kill(os.getpid(), signal.SIGKILL)
 
-    # --- behind an end --------------------------------------------------------------------------------------------
+    # --- after an end ---------------------------------------------------------------------------------------------
 
     def _say_more(self, what: str, job: Job) -> None:
         """Prepare a frame to send after the job has ended: its end again, or another event and another end."""

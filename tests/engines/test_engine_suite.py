@@ -130,7 +130,7 @@ def test_answers_do_not_depend_on_company(letters: Engine, seed: int) -> None:
     driver.assert_idle()
 
 
-# the stream
+# streams
 
 
 def test_deltas_join_to_the_answer_and_ids_decode_to_it(letters: Engine, stories: Engine) -> None:

@@ -1,4 +1,4 @@
-"""A serving gateway copes with reloads, newly installed packages, new certificates, moved logs, and hangs."""
+"""A serving gateway copes with reloads, newly installed packages, certificates, large logs, and hangs."""
 
 import http.client
 import json

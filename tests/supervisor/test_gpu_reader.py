@@ -30,7 +30,7 @@ from supervisor.placement.gpus import (
 from tests.nvml_box import GIB, Box
 from tests.serving import ROOT, is_alive, is_helper, wait_until
 
-# --- when it is asked ------------------------------------------------------------------------------------------------
+# --- times of questions ----------------------------------------------------------------------------------------------
 
 
 def test_nobody_waits_a_second_time_until_the_driver_is_quick_again() -> None:
@@ -75,7 +75,7 @@ def test_a_process_is_started_again_at_once_and_then_not_too_often() -> None:
     assert [at for at in (5000, 5004, 5005) if restarts.next(at)] == [5000, 5005]
 
 
-# --- what is believed ------------------------------------------------------------------------------------------------
+# --- checks of answers -----------------------------------------------------------------------------------------------
 
 FIXED = (FixedFacts("GPU-0", frozenset({0, 64}), frozenset()), FixedFacts("GPU-1", frozenset(), frozenset()))
 
