@@ -19,6 +19,8 @@ from protocol.messages import Call, Cancel, Credit, Generate, Hello, Message, Pi
 
 TOKEN_ID: Final = re.compile(r"[0-9a-f]{64}")
 """The form of the id of an HTTP key: SHA-256 of its token, in hex. A public key in Z85 never has this form."""
+_TOKEN_ID_LENGTH: Final = 64
+"""A public key in Z85 has 40 characters."""
 TOKEN_ID_RULE: Final = "the id of an HTTP key: the SHA-256 of its token, as 64 digits of lower-case hex"
 
 
@@ -97,7 +99,7 @@ class Identity:
     @property
     def is_http(self) -> bool:
         """Whether this is the key of an HTTP client, which cannot connect itself."""
-        return TOKEN_ID.fullmatch(self.key_id) is not None
+        return len(self.key_id) == _TOKEN_ID_LENGTH
 
     def may_use(self, model: str) -> bool:
         """Return whether the key may use a model and may know of it."""

@@ -91,7 +91,7 @@ class KeyRing:
         self._identities = admitted
         self._http = {key_id: key for key_id, key in admitted.items() if key.is_http}
         self.version += 1
-        came = [key.name for key_id, key in admitted.items() if before.get(key_id) != key]
+        came = [key.name for key_id, key in admitted.items() if (old := before.get(key_id)) is not key and old != key]
         left = [key.name for key_id, key in before.items() if key_id not in admitted]
         self._log.info("keys: %d are admitted; new or changed: %s; gone: %s", len(admitted), _few(came), _few(left))
         if self._listed:  # a list that cannot be read, and is repaired, does not give keys their tokens again

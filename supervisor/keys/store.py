@@ -60,6 +60,8 @@ class KeyStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._known: dict[str, Identity] = {}
+        """The entries of the list as it was read last, see ``parse_clients``."""
 
     # --- what the supervisor reads ------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class KeyStore:
         path = self.directory / CLIENTS
         text = _read(path)
         try:
-            return parse_clients(text)
+            return parse_clients(text, self._known)
         except KeysProblem as e:
             raise KeysProblem(f"{path}: {e}") from None
 
