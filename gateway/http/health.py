@@ -9,6 +9,9 @@ from protocol.errors import WireError
 
 AT_REST: Final = frozenset({"ready", "failed", "stopped", "unloaded"})
 """States in which a model is not on its way to another state."""
+ANSWERS: Final = frozenset({"ready", "unloaded"})
+"""States in which a model answers a request. A request loads a model that is unloaded, so a load balancer that waits
+until it is ready would wait for ever."""
 
 
 async def live(request: Request) -> Response:
@@ -17,17 +20,21 @@ async def live(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answer 200 if the model that ``?model=`` names can answer now, else 503. Without it: if any model can."""
+    """Answer 200 if the model that ``?model=`` names answers requests, else 503. Without it: if any model does."""
     models = await _states(request)
     name = request.query_params.get("model")
-    found = any(state == "ready" for model, state in models.items() if name in (None, model))
+    found = any(state in ANSWERS for model, state in models.items() if name in (None, model))
     return _answer(found)
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 once no model is on its way to be ready: each is ready, has failed for good, or is not wanted."""
-    models = await _states(request)
-    return _answer(bool(models) and all(state in AT_REST for state in models.values()))
+    """Answer 200 if a model answers requests, and none is on its way to do so.
+
+    So a script that starts the supervisor can wait for all models. llama-server answers 503 while its model is loading,
+    and vLLM once its engine is dead.
+    """
+    states = (await _states(request)).values()
+    return _answer(any(state in ANSWERS for state in states) and all(state in AT_REST for state in states))
 
 
 def _answer(good: bool) -> Response:

@@ -120,8 +120,8 @@ def document() -> Schema:
                 "Return the text of token ids.", {"model": _MODEL, "tokens": ids}, ["model", "tokens"]
             ),
             "/livez": _get("Answer while the gateway's process lives.", public=True),
-            "/readyz": _get("Answer 200 if a model can answer.", public=True),
-            "/health": _get("Answer 200 once no model is on its way to be ready.", public=True),
+            "/readyz": _get("Answer 200 if a model answers requests.", public=True),
+            "/health": _get("Answer 200 if a model answers requests, and none is being loaded.", public=True),
         },
     }
 

@@ -99,3 +99,21 @@ def test_probes_need_no_key_and_tell_nothing_but_the_state(port: int) -> None:
         serving.order("stop", model="n", now=True)
         wait_until(lambda: serving.status("n")["state"] == "stopped")
         assert ask(port, "/health") == b"ok\n"
+
+
+def test_probes_count_a_model_that_a_request_loads_and_none_that_is_stopped_or_has_failed(port: int) -> None:
+    models = {"lazy": engine(lazy=True), "stopped": engine(autostart=False), "failed": engine("CannotLoad")}
+    gateway = {"listen": port, "auth": "none"}
+    with Serving(models, gateway=gateway, wait=False) as serving:
+        serving.wait_state("failed", "failed")
+        wait_until(lambda: described(serving)["ready"])
+        for path in ("/readyz", "/readyz?model=lazy", "/health"):
+            assert ask(port, path) == b"ok\n"
+        for name in ("stopped", "failed"):
+            with pytest.raises(AssertionError, match="not ready"):
+                ask(port, f"/readyz?model={name}")
+        serving.order("stop", model="lazy")
+        serving.wait_state("lazy", "stopped")
+        for path in ("/readyz", "/health"):
+            with pytest.raises(AssertionError, match="not ready"):
+                ask(port, path)
