@@ -77,7 +77,7 @@ def test_a_directory_called_modelctl_does_not_hide_an_editable_installation(tmp_
 def test_the_wheel_holds_the_packages_the_demo_models_the_sample_and_the_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert names >= EXPECTED_DATA
-    assert "supervisor/cli/models.yaml" in names
+    assert {"supervisor/cli/models.yaml", "supervisor/cli/models.schema.json"} <= names
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
     tops = {name.partition("/")[0] for name in names if ".dist-info" not in name}
     assert tops == set(PARTS)

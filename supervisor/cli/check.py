@@ -11,7 +11,7 @@ import click
 from protocol.process.engine_packages import missing_for_gateway
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
-from supervisor.cli.config_file import find_config
+from supervisor.cli.config_file import SCHEMA, find_config
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, config_file
 from supervisor.compiled_modules import loss
@@ -21,11 +21,18 @@ if TYPE_CHECKING:
     from supervisor.yaml_source import Problem
 
 
+def _show_schema(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(SCHEMA.read_text(encoding="utf-8"), nl=False)
+        context.exit()
+
+
 @click.command(
     cls=Command,
     examples={
         "modelctl check": "Check ./models.yaml and the models that it names",
         "modelctl check --elsewhere models.yaml": "Check a file that is for another machine",
+        "modelctl check --json-schema > models.schema.json": "Write the JSON schema of models.yaml, for an editor",
     },
 )
 @config_file
@@ -33,6 +40,14 @@ if TYPE_CHECKING:
     "--elsewhere",
     is_flag=True,
     help="The file is for another machine: do not check this machine's GPUs and installed packages.",
+)
+@click.option(
+    "--json-schema",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_schema,
+    help="Print the JSON schema of models.yaml, for editors, and check nothing.",
 )
 @as_json
 def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:

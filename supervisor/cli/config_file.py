@@ -6,6 +6,8 @@ from pathlib import Path
 from supervisor.yaml_source import ConfigError, Problem
 
 NAME = "models.yaml"
+SCHEMA = Path(__file__).with_name("models.schema.json")
+"""The JSON schema of such a file, for editors. ``python -m tools.docs`` makes it."""
 
 
 def find_config(given: Path | None) -> Path:

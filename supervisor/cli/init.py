@@ -12,13 +12,15 @@ import click
 from protocol.process.engine_packages import missing_for
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
-from supervisor.cli.config_file import NAME
+from supervisor.cli.config_file import NAME, SCHEMA
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json
 from supervisor.config import DEMO_PREFIX, demo_models
 
 SAMPLE = Path(__file__).with_name("models.yaml")
+_SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA.as_uri()}\n"
+"""The first line of a written file. Editors take the schema from it. The sample's first line names another path."""
 CONTEXT = 16384
 """Tokens of context that an entry gets if the model has more. The cache grows with the context: the 131072 tokens of a
 Llama 3.1 8B take 16 GiB, more than its weights in EXL2."""
@@ -57,7 +59,7 @@ def init(directory: Path | None, force: bool, as_json: bool) -> int:
     left_out: dict[str, str] = {}
     if directory is None:
         entries = [Entry(name, {"model_dir": DEMO_PREFIX + name, "engine": "transformers"}) for name in demo_models()]
-        text = SAMPLE.read_text(encoding="utf-8")
+        text = _SCHEMA_LINE + SAMPLE.read_text(encoding="utf-8").partition("\n")[2]
     else:
         entries, left_out = _entries(directory)
         text = _text(directory, entries, left_out)
@@ -209,7 +211,7 @@ def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str]
             lines.append(f"    {line:<24} # {_COMMENTS[key]}" if key in _COMMENTS else f"    {line}")
         lines.append("")
     lines += [f"# left out: {_printable(path)}: {why}" for path, why in left_out.items()]
-    return "\n".join(lines).rstrip() + "\n"
+    return _SCHEMA_LINE + "\n".join(lines).rstrip() + "\n"
 
 
 def _tell(file: Path, entries: Sequence[Entry], left_out: Mapping[str, str], as_json: bool) -> None:

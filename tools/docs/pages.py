@@ -15,6 +15,7 @@ from tools.docs.configuration import configuration_page
 from tools.docs.errors import error_table
 from tools.docs.headlines import readme
 from tools.docs.http_errors import http_error_table
+from tools.docs.models_schema import models_schema
 from tools.docs.request_options import request_options_page
 from tools.docs.wire import PARTS
 
@@ -28,9 +29,10 @@ PAGES: dict[str, Callable[[], str]] = {
     "_generated/http-errors.md": http_error_table,
     **PARTS,
     "../README.md": readme,
+    "../supervisor/cli/models.schema.json": models_schema,
 }
 """The files below docs/ that are generated and committed. A file below _generated/ is included by a page. Of the README
-only the table of figures is generated."""
+only the table of figures is generated. The JSON schema of models.yaml is shipped with the command line."""
 
 
 def stale() -> list[str]:

@@ -1,0 +1,178 @@
+"""Make the JSON schema of models.yaml, for editors, from the classes that the supervisor reads the file with.
+
+The schema knows the keys, their types and limits, and which keys an engine takes. It does not know which directories
+exist, and few combinations of keys. `modelctl check` knows these, too, and refuses everything that the schema refuses.
+"""
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from protocol.limits import GATEWAY_NAME, MODEL_NAME_PATTERN, SUPERVISOR_NAME
+from protocol.presets import PRESETS
+from protocol.request import GenerateRequest
+from protocol.sampling_defaults import DEFAULTS, LIMITS
+from supervisor.config_gateway import Address
+from supervisor.config_model import ENGINE_KEYS, ModelConfig
+from supervisor.config_schema import FileConfig
+from supervisor.config_values import MAX_DURATION_S, MIN_LEASE_S
+from supervisor.placement.sizes import MAX_BYTES
+from supervisor.schema_validation import Read, Within
+from tools.docs.attribute_docs import attribute_docs
+from tools.docs.configuration import split
+
+Schema = dict[str, Any]
+DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that yaml-language-server knows well
+
+_DURATION: Schema = {"type": "string", "pattern": r"^\d+(\.\d+)?(ms|s|m|h)$"}
+_SIZE: Schema = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1, "maximum": MAX_BYTES},
+        {"type": "string", "pattern": r"^\d+(\.\d+)? ?(B|[KMGT]|[KMGT]iB|[kKMGT]B)$"},
+    ]
+}
+_LIMIT: Schema = {"anyOf": [*_SIZE["anyOf"], {"type": "string", "pattern": r"^\d+(\.\d+)? ?%$"}]}
+_UUID = "GPU-[0-9a-fA-F-]{8,64}"
+_ONE_GPU: list[Schema] = [
+    {"type": "integer", "minimum": 0, "maximum": 1023},
+    {"type": "string", "pattern": f"^{_UUID}$"},
+]
+_READ: Mapping[str, Schema] = {
+    "duration": {"anyOf": [{"type": "number", "minimum": 0, "maximum": MAX_DURATION_S}, _DURATION]},
+    "duration, or never": {
+        "anyOf": [
+            {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DURATION_S},
+            _DURATION,
+            {"enum": ["never", None]},
+        ]
+    },
+    "duration from 1s to 24h": {"anyOf": [{"type": "number", "minimum": MIN_LEASE_S, "maximum": 86400}, _DURATION]},
+    "tcp://ADDRESS:PORT": {"type": ["string", "null"], "pattern": "^tcp://[^/]+:[0-9]{1,5}$"},
+    "cpu, auto, an index, a UUID, or a list of indices and UUIDs": {
+        "anyOf": [
+            {"enum": ["cpu", "auto"]},
+            *_ONE_GPU,
+            {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"anyOf": _ONE_GPU}},
+        ]
+    },
+    "size": _SIZE,
+    "size, or a list of sizes": {"anyOf": [*_SIZE["anyOf"], {"type": "array", "minItems": 1, "items": _SIZE}]},
+    "size or share of a GPU, or a map from GPU to one of them": {
+        "anyOf": [
+            *_LIMIT["anyOf"],
+            {
+                "type": "object",
+                "propertyNames": {"pattern": rf"^([0-9]{{1,3}}|{_UUID})$"},
+                "additionalProperties": _LIMIT,
+            },
+        ]
+    },
+    "ADDRESS:PORT": {"type": ["string", "integer"], "minimum": 1, "maximum": 65535, "minLength": 1},
+    "host name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9.-]*$"},
+    "origin": {"type": "string", "pattern": r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}$"},
+}
+"""The schema of each value with a form of its own, by the name that ``config_values`` gives to the form."""
+
+
+def models_schema() -> str:
+    """Return the text of the schema's file."""
+    made = _mapping(FileConfig)
+    name: Schema = {"pattern": MODEL_NAME_PATTERN, "not": {"enum": [SUPERVISOR_NAME, GATEWAY_NAME]}}
+    made["properties"]["models"] |= {"minProperties": 1, "propertyNames": name}
+    head = {"$schema": DRAFT, "title": "models.yaml of modelctl"}
+    return json.dumps(head | made, indent=1, ensure_ascii=False) + "\n"
+
+
+def _mapping(kind: type) -> Schema:
+    """Return the schema of a mapping with the keys of a dataclass."""
+    hints, docs = get_type_hints(kind, include_extras=True), attribute_docs(kind)
+    made: Schema = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            field.name: _described(field, docs.get(field.name, "")) | _of(hints[field.name]) for field in fields(kind)
+        },
+    }
+    if required := [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]:
+        made["required"] = required
+    if kind is ModelConfig:
+        made["properties"]["sampling"] |= {"additionalProperties": False, "properties": _sampling()}
+        made["properties"]["limits"] |= {"additionalProperties": False, "properties": _limits()}
+        made["properties"]["engine"] |= {"anyOf": [{"enum": [*ENGINE_KEYS]}, {"pattern": ":"}]}
+        made["allOf"] = _engine_rules()
+    return made
+
+
+def _described(field: "Field[Any]", text: str) -> Schema:
+    """Return the text that an editor shows for a key. A section has none."""
+    return {"description": " ".join(split(field.name, text)[0].replace("``", "`").split())} if text else {}
+
+
+def _of(hint: Any) -> Schema:
+    """Return the schema of a type, as ``schema_validation.fit`` reads it."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        inner, rule = parts
+        if isinstance(rule, Read):
+            return dict(_READ[rule.name])
+        assert isinstance(rule, Within)
+        return _of(inner) | {"exclusiveMinimum" if rule.above else "minimum": rule.least, "maximum": rule.most}
+    if origin in (Union, types.UnionType):
+        (other,) = (part for part in parts if part is not types.NoneType)
+        return _or_null(_of(other))
+    if origin is Literal:
+        return {"enum": [*parts]}
+    if origin is list:
+        return {"type": "array", "items": _of(parts[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": True if parts[1] is Any else _of(parts[1])}
+    if is_dataclass(hint) and isinstance(hint, type):
+        assert hint is not Address, "an address is read by a function"
+        return _mapping(hint)
+    return {"type": {str: "string", bool: "boolean", int: "integer", float: "number"}[hint]}
+
+
+def _or_null(schema: Schema) -> Schema:
+    """Return the schema of a value that may be null, which means that the key is not set."""
+    if "anyOf" in schema:
+        return schema | {"anyOf": [*schema["anyOf"], {"type": "null"}]}
+    return schema | ({"enum": [*schema["enum"], None]} if "enum" in schema else {"type": [schema["type"], "null"]})
+
+
+def _sampling() -> Schema:
+    """Return the schemas of the keys of ``sampling``. A request has keys of the same names."""
+    known = GenerateRequest.model_json_schema()["properties"]
+    made: Schema = {}
+    for name in sorted(DEFAULTS):
+        made[name] = {key: value for key, value in known[name].items() if key not in ("title", "default")}
+    return made | {"preset": {"enum": [*PRESETS]}}
+
+
+def _limits() -> Schema:
+    """Return the schemas of the keys of ``limits``."""
+    return {name: {"type": "integer" if kind is int else "number", "minimum": 0} for name, kind in LIMITS.items()}
+
+
+def _engine_rules() -> list[Schema]:
+    """Return, for each engine, which keys it does not take, and which it needs."""
+    every = frozenset[str]().union(*ENGINE_KEYS.values())
+    rules: list[Schema] = [
+        {"if": _engine({"const": name}, name == "exllamav2"), "then": _without(*(every - keys), "options")}
+        for name, keys in ENGINE_KEYS.items()
+    ]
+    rules.append({"if": _engine({"type": "string", "pattern": ":"}, False), "then": _without(*every)})
+    needs_gpu: Schema = {"required": ["gpu"], "properties": {"gpu": {"not": {"const": "cpu"}}}}
+    rules.append({"if": _engine({"const": "exllamav2"}, True), "then": needs_gpu})
+    return rules
+
+
+def _engine(value: Schema, is_default: bool) -> Schema:
+    """Return the condition that the engine is this one."""
+    return {"properties": {"engine": value}} | ({} if is_default else {"required": ["engine"]})
+
+
+def _without(*names: str) -> Schema:
+    """Return the schema of a mapping that has none of these keys, or has them as null."""
+    return {"properties": {name: {"type": "null"} for name in sorted(names)}}
