@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-clients test-browser test-fuzz-http test-install serve lint docs bench clean help
+.PHONY: demo test test-clients test-browser test-nginx test-fuzz-http test-install serve lint docs bench clean help
 
 demo: $(VENV)/.run ## two small models served end to end on the CPU, then stopped again; no GPU needed
 	$(BIN)/python examples/demo.py
