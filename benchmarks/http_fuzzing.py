@@ -23,6 +23,8 @@ def main() -> None:
     print(f"seed {arguments.seed}", flush=True)
     fuzzed = fuzz(arguments.seconds, arguments.seed)
     print(fuzzed.output)
+    if "Traceback" in fuzzed.log:
+        print(fuzzed.log[max(0, fuzzed.log.index("Traceback") - 200) :][:10_000])
     results = [
         Result("seconds", arguments.seconds, "s"),
         Result("requests", fuzzed.requests, "count"),
