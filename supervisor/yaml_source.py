@@ -79,6 +79,9 @@ class YamlSource:
                 raise ConfigError([Problem(self.file, 0, "", "cannot be read: it is no regular file; give one")])
             with open(descriptor, "rb") as f:
                 raw = f.read(MAX_FILE_BYTES + 1)
+        except FileNotFoundError:
+            message = "there is no such file: name a models.yaml, or let `modelctl init` write one"
+            raise ConfigError([Problem(self.file, 0, "", message)]) from None
         except OSError as e:
             raise ConfigError([Problem(self.file, 0, "", f"cannot be read: {e.strerror}")]) from None
         if len(raw) > MAX_FILE_BYTES:

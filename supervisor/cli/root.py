@@ -57,7 +57,13 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
         context.exit()
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+_EXIT_CODES = """\
+Exit codes: 0 done, 1 a model or request failed, 2 wrong usage, 3 no room (plan), 69 no supervisor is running, 70 a
+fault of modelctl, 75 another supervisor is running, 77 the key may not do that, 78 models.yaml or the environment is
+not usable, 130 interrupted."""
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXIT_CODES)
 @click.option(
     "--version",
     is_flag=True,
@@ -69,9 +75,12 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
 def cli() -> None:
     """Serve several ExLlamaV2 models on one box: one process per model, pinned to its GPU.
 
-    Exit codes: 0 done, 1 a model or request failed, 2 wrong usage, 3 no room (plan), 69 no supervisor is running, 70 a
-    fault of modelctl, 75 another supervisor is running, 77 the key may not do that, 78 models.yaml or the environment
-    is not usable, 130 interrupted.
+    \b
+    First steps:
+      modelctl init ~/models     write ./models.yaml, with an entry for each model
+      modelctl serve --detach    serve the models of ./models.yaml
+      modelctl run NAME          ask the model NAME
+      modelctl shutdown          end everything
     """
 
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.cli.programs import MODELCTL, environment, modelctl
+from tests.conftest import Serve
 from tests.serving import Serving, engine
 
 HOMELESS = "import pwd\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown"
@@ -59,6 +60,24 @@ def test_the_users_own_models_yaml_is_found(tmp_path: Path) -> None:
     done = modelctl("check", cwd=tmp_path / "empty", **{**NO_HOME, "HOME": str(tmp_path)})
     assert done.returncode == 0
     assert str(tmp_path / ".config") in done.stdout
+
+
+@pytest.mark.parametrize("command", ["serve", "check", "plan"])
+def test_a_models_yaml_that_is_missing(tmp_path: Path, command: str) -> None:
+    done = modelctl(command, "missing.yaml", cwd=tmp_path)
+    assert done.returncode == 78
+    assert "missing.yaml: there is no such file: name a models.yaml, or let `modelctl init` write one" in only_line(
+        done
+    )
+
+
+def test_a_model_that_waits_for_its_next_start_is_told_with_the_reason(serve: Serve) -> None:
+    serving = serve({"crash": engine("CrashesInLoad")}, wait=False)
+    serving.wait_state("crash", "backoff")
+    done = serving.modelctl("run", "crash", "hi")
+    assert done.returncode == 1
+    assert "crash: backoff: OSError: the disk hiccupped\n" in done.stderr
+    assert "model 'crash' failed: OSError: the disk hiccupped; mend that, then `modelctl start crash`" in done.stderr
 
 
 def test_no_standard_input(serving: Serving) -> None:

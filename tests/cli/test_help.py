@@ -1,5 +1,6 @@
 """The help of ``modelctl`` and of each command is complete and fits the terminal."""
 
+import re
 from collections.abc import Iterator
 
 import click
@@ -7,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from supervisor.cli.root import cli
+from tests.cli.programs import modelctl
 
 
 def commands(command: click.Command = cli, name: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -45,3 +47,11 @@ def test_no_explanation_is_cut_nor_runs_over(name: str, width: int) -> None:
         assert not line.endswith("..."), line
     if width >= 80:  # the names of the longest option are wider than 60 columns
         assert max(map(len, lines)) <= width, max(lines, key=len)
+
+
+def test_without_a_command_the_first_steps_and_the_exit_codes_are_told() -> None:
+    done = modelctl()
+    assert done.returncode == 2
+    steps = re.findall("^    modelctl ([a-z]+) ", done.stderr, re.MULTILINE)
+    assert steps == ["init", "serve", "run", "shutdown"]
+    assert done.stderr.index("First steps") < done.stderr.index("Commands:") < done.stderr.index("Exit codes:")
