@@ -30,7 +30,10 @@ help: ## this list
 
 serve: $(VENV)/.run ## leave a supervisor with the demo models running; `modelctl shutdown` ends it
 	$(BIN)/modelctl serve --detach --config models.yaml
-	@echo "Now: $(BIN)/modelctl ps | status | run letters 'sort: d b a c ->' | stop stories | shutdown"
+	@echo "Try, for example:"
+	@echo "  $(BIN)/modelctl ps"
+	@echo "  $(BIN)/modelctl run letters 'sort: d b a c ->'"
+	@echo "  $(BIN)/modelctl shutdown"
 
 test: $(VENV)/.test ## the whole test suite
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
