@@ -23,6 +23,7 @@ from protocol.client.request_builder import (
     choice_requests,
     collect_options,
     generate_request,
+    given,
     pack_token_ids,
     tokenize_params,
 )
@@ -185,8 +186,46 @@ class AsyncClient:
 
     async def status(self, model: str | None = None) -> dict[str, Any]:
         """Return the supervisor's state and that of one model or of all: the reply to the verb "status"."""
-        params = {} if model is None else {"model": model}
-        return await self.call("status", reply_timeout=self.timeout, **params)
+        return await self.call("status", reply_timeout=self.timeout, **given(model=model))
+
+    async def requests(self, limit: int | None = None) -> dict[str, Any]:
+        """Return the unfinished requests, the oldest first: the reply to the verb "requests".
+
+        limit  the greatest number of requests, from 1 to 500; 100 by default
+
+        A key without the rights status and admin sees its own requests only.
+        """
+        return await self.call("requests", reply_timeout=self.timeout, **given(limit=limit))
+
+    async def cancel_request(self, request: str) -> None:
+        """Cancel a request of any client: the verb "cancel_request". To end an own stream, use its ``cancel()``.
+
+        request  the ``id`` of a request, as ``requests()`` names it
+
+        Locally this takes a client with ``admin=True``. Raises the errors of ``call``.
+        """
+        await self.call("cancel_request", reply_timeout=self.timeout, id=request)
+
+    async def events(self, after: int | None = None, limit: int | None = None) -> dict[str, Any]:
+        """Return events such as changes of state, deaths and reloads: the reply to the verb "events".
+
+        after  the ``last`` of an earlier reply: return the events behind it. Unset: return the newest events
+        limit  the greatest number of events, from 1 to 512; 100 by default
+
+        If ``session`` differs from that of the earlier reply, the supervisor was started again: ask without ``after``.
+        """
+        return await self.call("events", reply_timeout=self.timeout, **given(after=after, limit=limit))
+
+    async def logs(
+        self, model: str | None = None, lines: int | None = None, after: str | None = None
+    ) -> dict[str, Any]:
+        """Return the last lines of a log, or the lines after a position: the reply to the verb "logs".
+
+        model  a model, or one of its workers (``letters:2``), or "gateway". Unset: the supervisor's own log
+        lines  the greatest number of lines, from 1 to 1000; 200 by default
+        after  the ``position`` of an earlier reply: return the lines behind it
+        """
+        return await self.call("logs", reply_timeout=self.timeout, **given(model=model, lines=lines, after=after))
 
     async def close(self) -> None:
         """End the connection, and with it every unfinished request. A second call does nothing."""

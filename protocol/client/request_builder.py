@@ -114,3 +114,8 @@ def _make_lists(fields: dict[str, Any]) -> None:
             except TypeError:
                 kind = type(fields[name]).__name__
                 raise RequestError(f"{name} is of type {kind}: must be a list", field=name) from None
+
+
+def given(**params: Any) -> dict[str, Any]:
+    """Return the parameters that are not None. A parameter of a verb is left out if it has no value."""
+    return {name: value for name, value in params.items() if value is not None}
