@@ -53,6 +53,9 @@ test-browser: $(VENV)/.test ## the gateway's page in a real browser: Debian's ch
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt playwright
 	$(BIN)/python -m pytest tests/page_in_browser.py
 
+test-nginx: $(VENV)/.test ## the gateway behind a real nginx: Debian's nginx-light, no GPU
+	$(BIN)/python -m pytest tests/behind_nginx.py
+
 lint: $(VENV)/.test ## ruff, strict types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -39,9 +39,8 @@ EXPECTED_DATA = {
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     source = tracked_copy(tmp_path_factory.mktemp("source"))
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(out), str(source)], check=True, capture_output=True
-    )
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(out), str(source)]
+    (out / "output").write_bytes(subprocess.run(command, check=True, capture_output=True).stderr)
     (built,) = out.glob("*.whl")
     return built
 
@@ -72,6 +71,11 @@ def test_a_directory_called_modelctl_does_not_hide_an_editable_installation(tmp_
     program.write_text("import importlib.util\nprint(importlib.util.find_spec('modelctl').origin)\n")
     found = subprocess.run([home / "bin" / "python", program], capture_output=True, text=True, check=True).stdout
     assert found == f"{source / 'modelctl' / '__init__.py'}\n"
+
+
+def test_the_build_warns_of_no_package(wheel: Path) -> None:
+    """A new pip shows such warnings at each installation: forty lines for each directory with data."""
+    assert "Warning: Package" not in (wheel.parent / "output").read_text()
 
 
 def test_the_wheel_holds_the_packages_the_demo_models_the_sample_and_the_licence(wheel: Path) -> None:
