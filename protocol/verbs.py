@@ -130,9 +130,9 @@ class SupervisorStatus(TypedDict):
     """True while the supervisor shuts down and takes no new requests."""
     turnovers: list[dict[str, Any]]
     """The last orders to reload models, or to restart workers one after the other: `number`, `cause`, `running`,
-    `settings` (keys of the section `supervisor` that were changed, and those of the section `gateway` as
-    `gateway.KEY`) and `models`, a list of `model`, `change` (`unchanged`, `settings`, `workers`, `added`, `removed`),
-    `state` (`waiting`, `running`, `done`, `failed`) and, where they apply, `how` and `message`."""
+    `settings` (keys of the section `supervisor` that were changed, and those of the section `gateway` with
+    `gateway.` before them) and `models`, a list of `model`, `change` (`unchanged`, `settings`, `workers`, `added`,
+    `removed`), `state` (`waiting`, `running`, `done`, `failed`) and, where they apply, `how` and `message`."""
     held_bytes: Bytes
     """The size of the held events, which wait until clients read."""
     forwarding: str

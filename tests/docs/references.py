@@ -21,8 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PACKAGES = ("modelctl", "protocol", "supervisor", "model_worker", "tests", "benchmarks", "examples", "tools")
-PRODUCT = PACKAGES[:4]
+PACKAGES = ("modelctl", "protocol", "supervisor", "model_worker", "gateway", "tests", "benchmarks", "examples", "tools")
+PRODUCT = PACKAGES[:5]
 SOURCES = (".py", ".pyx", ".pxd", ".pyi")
 FOREIGN = frozenset({"GitHub", "CamelCase", "TypeScript", "GiB", "TimeoutStopSec"})
 """Names that look like classes of this project and are not."""
@@ -150,8 +150,10 @@ def _has(file: Path, rest: list[str]) -> bool:
 
 
 def _is_key(dotted: str) -> bool:
-    """Return whether this is a key of the section ``supervisor`` of models.yaml."""
+    """Return whether this is a key of the sections ``supervisor`` and ``gateway`` of models.yaml."""
     section, *keys = dotted.split(".")
+    if section == "gateway" and len(keys) == 1:
+        return keys[0] in defined_in(ROOT / "supervisor/config_gateway.py").members["GatewayConfig"]
     defined = defined_in(ROOT / "supervisor/config_schema.py")
     if section != "supervisor" or keys[0] not in defined.members["SupervisorConfig"]:
         return False
