@@ -23,7 +23,9 @@ class LoopConnection(Connection):
         self._thread = threading.current_thread()
         self._waiters: dict[int, asyncio.Future[None]] = {}
         self._descriptors: tuple[int, ...] = ()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0
+        """When the timer calls, by the loop's clock. uvloop's handle does not know that if the time is now."""
         self._settling = False
 
     def check(self) -> None:
@@ -51,11 +53,11 @@ class LoopConnection(Connection):
         if due is None:
             return
         at = self._loop.time() + due
-        if self._timer is not None and self._timer.when() > at + 0.001:
+        if self._timer is not None and self._timer_at > at + 0.001:
             self._timer.cancel()
             self._timer = None
         if self._timer is None:
-            self._timer = self._loop.call_at(at, self._on_time)
+            self._timer, self._timer_at = self._loop.call_at(at, self._on_time), at
 
     def close(self) -> None:
         if not self.closed:

@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from modelctl import AsyncClient
 from protocol.client.async_client import AsyncStream
@@ -383,3 +384,18 @@ def test_misuse_is_refused_by_name(runtime_dir: Path) -> None:
                 await client.call("unheard", reply_timeout=0.05)
 
     asyncio.run(main())
+
+
+def test_a_timer_that_is_due_at_once_does_no_harm_on_uvloop(runtime_dir: Path) -> None:
+    """uvloop returns a handle without ``when()`` for a call that is due in less than half a millisecond."""
+
+    async def main() -> None:
+        async with connected(runtime_dir, HoldingScript()) as (_, client):
+            stream = client.generate("letters", "x")
+            connection = client._connection
+            connection._liveness.step, connection._check_at = 1e-4, 0.0
+            for _ in range(3):
+                connection.pump()
+            assert (await anext(stream)).text == "0 "
+
+    uvloop.run(main())
