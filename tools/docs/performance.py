@@ -27,7 +27,7 @@ GROUPS = {
         "chaos", "survival", "survival-defaults", "deaths", "recovery", "recovery-exllamav2", "hangs", "orphans",
         "stopping", "cancelling", "abandoned", "cycles", "reloads", "soak", "http-faults",
     ),
-    "Hostile input": ("flooding", "fuzzing", "keys", "slow-consumers"),
+    "Hostile input": ("flooding", "fuzzing", "http-fuzzing", "keys", "slow-consumers"),
     "Every model from load to unload": ("models-run", "models-run-gptq"),
 }  # fmt: skip
 """Result files by topic. Files without a topic come last."""
