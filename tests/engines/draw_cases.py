@@ -13,6 +13,7 @@ import torch
 
 from model_worker.engines.draw_rule import reference
 from model_worker.engines.draw_rule.batched import BatchedDraws
+from model_worker.engines.draw_rule.batched_logprobs import BatchedLogprobs
 from model_worker.engines.draw_rule.rule import Rule
 from model_worker.engines.exllamav2.sampling import TokenBias
 from protocol.request import SamplingParams
@@ -184,12 +185,36 @@ def odd_rows(device: str) -> None:
         assert drawing.states.tolist() == states.tolist() == [1, 2, 0, 0, 0]
 
 
+def log_probabilities(rng: np.random.Generator, rows: int, vocab: int, device: str) -> None:
+    """Compare log-probabilities with PyTorch's, and the likeliest ids with an exact order."""
+    logits = some_logits(rng, rows, vocab, device)
+    computed = BatchedLogprobs(rows, vocab, device)
+    wanted = [int(n) for n in rng.choice([-1, 0, 1, 20], rows)]
+    wanted[0] = 20
+    computed.wanted.copy_(torch.tensor(wanted))
+    drawn = torch.from_numpy(rng.integers(0, vocab, rows)).to(device)
+    computed.launch(logits, rows, drawn)
+    x = logits[:, :vocab].float().cpu()
+    expected = x.log_softmax(-1)
+    for row, n in enumerate(wanted):
+        if n < 0:
+            continue
+        own = expected[row, int(drawn[row])]
+        torch.testing.assert_close(computed.own[row].cpu(), own, atol=1e-4, rtol=1e-5)
+        ids = np.lexsort((np.arange(vocab), -x[row].numpy()))[:n]
+        finite = x[row].numpy()[ids] > -np.inf
+        assert (computed.ids[row, :n].cpu().numpy() == ids)[finite].all()
+        torch.testing.assert_close(computed.values[row, :n].cpu(), expected[row][ids], atol=1e-4, rtol=1e-5)
+
+
 def main() -> None:
     """Compare in this process, in Triton's interpreter if TRITON_INTERPRET is set."""
     begun = seed()
     print(f"TEST_SEED={begun}", flush=True)
     rng = np.random.default_rng(begun)
     odd_rows("cpu")
+    for vocab in (96, 5000):
+        log_probabilities(rng, 4, vocab, "cpu")
     for fields in SETTINGS:
         for vocab in (96, 1000):
             many_draws(rng, 2, vocab, SamplingParams(**fields), 4, "cpu", room=16)

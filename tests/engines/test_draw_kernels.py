@@ -73,3 +73,11 @@ def test_penalties_biases_and_limits_on_the_gpu() -> None:
 @pytest.mark.gpu
 def test_odd_rows_on_the_gpu() -> None:
     on_the_gpu().odd_rows("cuda")
+
+
+@pytest.mark.gpu
+def test_log_probabilities_on_the_gpu() -> None:
+    cases = on_the_gpu()
+    seed = cases.seed()
+    print(f"TEST_SEED={seed}")
+    cases.log_probabilities(np.random.default_rng(seed), 32, 128_256, "cuda")
