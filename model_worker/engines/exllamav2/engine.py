@@ -33,6 +33,7 @@ from model_worker.engines.exllamav2.answer import ExLlamaV2Answer, GuardedAnswer
 from model_worker.engines.exllamav2.answer_jobs import AnswerJobs
 from model_worker.engines.exllamav2.batch import Batch
 from model_worker.engines.exllamav2.check import check
+from model_worker.engines.exllamav2.decode.capture import make_loop
 from model_worker.engines.exllamav2.load import Loaded, load, make_generator
 from model_worker.engines.exllamav2.meter import Meter
 from model_worker.engines.exllamav2.ngram import propose_for_all
@@ -88,6 +89,7 @@ class ExLlamaV2Engine:
             device=", ".join(dict.fromkeys(torch.cuda.get_device_name(index) for index in loaded.devices)),
             attention=loaded.attention,
         )
+        self._loop, self.uncaptured = make_loop(loaded, self._generator, self._drawable, progress)
         self._warm_up(loaded, progress)
 
     def _warm_up(self, loaded: Loaded, progress: ProgressCallback) -> None:
@@ -226,6 +228,8 @@ class ExLlamaV2Engine:
         """Forget all jobs and every cached page."""
         if self._constraints is not None:
             self._constraints.clear()
+        if self._loop is not None:
+            self._loop.forget()
         self._batch.clear()
         self._answers.clear()
 
@@ -246,7 +250,10 @@ class ExLlamaV2Engine:
             self._meter.step(time.monotonic() - before, 0, 0, True)
             return events + [said for result in results if (said := self._progress(result)) is not None]
         self._generator.min_sampling_threads = THREADED if self._is_worth_threads() else 1 << 30
-        results += self._generator.iterate()
+        if self._loop is not None:
+            self._loop.iterate(results)
+        else:
+            results += self._generator.iterate()
         now = time.monotonic()
         jobs = tokens = 0
         read = False

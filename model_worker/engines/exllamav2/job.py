@@ -325,6 +325,29 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         # The last token of the prompt; after the first draw, the token drawn last.
         return [self._drawn_tensor]
 
+    # --- what the decode loop asks
+
+    def last_tokens(self) -> list[int]:
+        """Return the newest token of each sequence: the next step's input."""
+        if len(self.sequences) == 1:
+            return [int(self._drawn[0, 0])]
+        return [int(sequence.sequence_ids.torch_slice(sequence.kv_position, None)[0, 0]) for sequence in self.sequences]
+
+    @property
+    def drawn_tensor(self) -> torch.Tensor:
+        return self._drawn_tensor
+
+    def set_drawn(self, token: int) -> None:
+        """Note the token that was drawn on the GPU, for ``receive_sample``."""
+        self._drawn[0, 0] = token
+
+    def claim_last(self) -> None:
+        """Count the keys of the newest token as computed. Call this once the step that computes them has been read."""
+        for sequence, token in zip(self.sequences, self.last_tokens(), strict=True):
+            page = sequence.allocated_pages[sequence.kv_position // PAGE_TOKENS]
+            page.sequence.numpy()[0, page.kv_position] = token
+            page.kv_position += 1
+
     # --- pages
 
     def prepare_for_queue(self, generator: Any, serial_number: int) -> None:

@@ -19,12 +19,13 @@ from model_worker.engines import one_line
 from model_worker.engines.exllamav2 import vram
 from model_worker.engines.exllamav2.attention_choice import Package, check_attention, import_package
 from model_worker.engines.exllamav2.check import CheckedExLlamaV2Model, check_parallel
+from model_worker.engines.exllamav2.decode.obstacles import obstacle_before_loading
 from model_worker.engines.exllamav2.lora import load_adapters
 from model_worker.engines.exllamav2.mixture import keep_rows_apart
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.vetting import understood
-from protocol.process.worker_spec import DEFAULT_RESERVE_MB
+from protocol.process.worker_spec import DEFAULT_RESERVE_MB, PAGE_TOKENS
 
 MEGABYTE = 1 << 20
 
@@ -57,6 +58,8 @@ class Loaded:
     chunk_size                prompt tokens computed at a time
     cache_size                tokens of all sequences together, a multiple of 256
     devices                   GPUs used, as the process counts them
+    graphs                    whether decode steps are to be captured. The cache then has a spare page behind the others
+    uncaptured                why they are not, for people; "" where ``graphs`` is true or switched off
     """
 
     core: Any
@@ -74,6 +77,8 @@ class Loaded:
     ngram: bool = False
     loras: list[Any] = field(default_factory=list)
     devices: list[int] = field(default_factory=lambda: [0])
+    graphs: bool = False
+    uncaptured: str = ""
 
 
 def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
@@ -95,9 +100,12 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
     if needs.total > free:
         raise refusal
     attention = check_attention(package, directory, gpus, progress)
+    uncaptured = obstacle_before_loading(options, attention) if options.graphs else None
+    graphs = options.graphs and uncaptured is None
+    cache_tokens = sizes.cache_size + (PAGE_TOKENS if graphs else 0)
     _keep_rope_to_context()
     keep_rows_apart()
-    config = _config(package, directory, options.rope_scale, options.rope_alpha, sizes)
+    config = _config(package, directory, options.rope_scale, options.rope_alpha, sizes, graphs)
     core, draft_model, draft_cache = package.core, None, None
     try:
         with _assertions_named(directory):
@@ -105,13 +113,13 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
         if draft is not None:
             with _assertions_named(draft):
                 scales = options.draft_rope_scale, options.draft_rope_alpha
-                draft_model = core.ExLlamaV2(_config(package, draft, *scales, sizes))
+                draft_model = core.ExLlamaV2(_config(package, draft, *scales, sizes, graphs))
                 draft_model.load(callback=_counted(progress, "loading draft"))
                 mode = options.draft_cache_mode or options.cache_mode
-                draft_cache = getattr(core, _CACHES[mode])(draft_model, batch_size=1, max_seq_len=sizes.cache_size)
+                draft_cache = getattr(core, _CACHES[mode])(draft_model, batch_size=1, max_seq_len=cache_tokens)
         with _assertions_named(directory):
             model = core.ExLlamaV2(config)
-            cache = _load_model(core, model, options, sizes, gpus, _counted(progress, "loading"))
+            cache = _load_model(core, model, options, cache_tokens, gpus, _counted(progress, "loading"))
             if options.loras:
                 progress("loading lora", 0, len(options.loras))
             loras = load_adapters(core, model, options.loras, directory)
@@ -141,6 +149,8 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
         ngram=options.ngram_draft,
         loras=loras,
         devices=_devices(model, cache),
+        graphs=graphs,
+        uncaptured=uncaptured or "",
     )
 
 
@@ -159,6 +169,10 @@ def make_generator(loaded: Loaded, max_batch_size: int) -> Any:
         max_q_size=loaded.draft_tokens + 1,  # tokens of a step: the last one, and those speculated behind it
         paged=True,
     )
+    if loaded.graphs:  # the cache's last page is spare
+        generator.max_total_tokens = loaded.cache_size
+        generator.max_pages = loaded.cache_size // PAGE_TOKENS
+        generator.reset_page_table()
     if loaded.loras:
         generator.set_loras(loaded.loras)
         generator.reset_page_table()  # pages that were cached without the adapter must not be used with it
@@ -180,7 +194,12 @@ def expand_segments() -> None:
 
 
 def _config(
-    package: Package, directory: ModelDir, rope_scale: float | None, rope_alpha: float | None, sizes: Sizes
+    package: Package,
+    directory: ModelDir,
+    rope_scale: float | None,
+    rope_alpha: float | None,
+    sizes: Sizes,
+    graphs: bool,
 ) -> Any:
     """Return the package's configuration of a model. Raises LoadError."""
     config = package.core.ExLlamaV2Config()
@@ -202,6 +221,8 @@ def _config(
     config.modelctl_context = sizes.context
     config.max_input_len = sizes.chunk_size
     config.max_attention_size = sizes.chunk_size**2
+    if graphs:
+        config.no_graphs = True  # the package's own captures of single layers would be nested in those of steps
     config.max_output_len = max(sizes.rows, 16)  # tokens whose logits are computed at once
     return config
 
@@ -230,17 +251,17 @@ def _keep_rope_to_context() -> None:
 
 
 def _load_model(
-    core: Any, model: Any, options: ExLlamaV2Options, sizes: Sizes, gpus: int, count: Callable[[int, int], None]
+    core: Any, model: Any, options: ExLlamaV2Options, cache_tokens: int, gpus: int, count: Callable[[int, int], None]
 ) -> Any:
     """Load the weights, and make the cache. Return the cache."""
     kind = getattr(core, _CACHES[options.cache_mode])
     if options.tensor_parallel:
         # Without a split the package reads CUDA_VISIBLE_DEVICES as numbers, but the variable may hold UUIDs.
         split = options.gpu_split or [torch.cuda.mem_get_info(index)[0] / 2**30 for index in range(gpus)]
-        model.load_tp(list(split), callback=count, expect_cache_tokens=sizes.cache_size, expect_cache_base=kind)
-        return core.ExLlamaV2Cache_TP(model, base=kind, batch_size=1, max_seq_len=sizes.cache_size)
+        model.load_tp(list(split), callback=count, expect_cache_tokens=cache_tokens, expect_cache_base=kind)
+        return core.ExLlamaV2Cache_TP(model, base=kind, batch_size=1, max_seq_len=cache_tokens)
     if gpus > 1 and not options.gpu_split:
-        cache = kind(model, batch_size=1, max_seq_len=sizes.cache_size, lazy=True)
+        cache = kind(model, batch_size=1, max_seq_len=cache_tokens, lazy=True)
         reserve = options.autosplit_reserve or (DEFAULT_RESERVE_MB,) * gpus
         # The package tries every layer with attention without pages. Our replacement of flash-attn does not compute
         # that.
@@ -251,7 +272,7 @@ def _load_model(
             model.config.no_flash_attn = False
         return cache
     model.load(list(options.gpu_split) if options.gpu_split else None, callback=count)
-    return kind(model, batch_size=1, max_seq_len=sizes.cache_size)
+    return kind(model, batch_size=1, max_seq_len=cache_tokens)
 
 
 def _devices(model: Any, cache: Any) -> list[int]:

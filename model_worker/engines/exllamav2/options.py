@@ -31,7 +31,7 @@ GUIDANCE = frozenset({"cfg_scale", "negative_prompt"})
 _KEYS = (
     "cache_mode", "cache_size", "chunk_size", "rope_scale", "rope_alpha", "gpu_split", "autosplit_reserve",
     "tensor_parallel", "draft_model", "draft_cache_mode", "draft_rope_scale", "draft_rope_alpha", "draft_tokens",
-    "ngram_draft", "lora",
+    "ngram_draft", "lora", "graphs",
 )  # fmt: skip
 
 
@@ -64,6 +64,7 @@ class ExLlamaV2Options:
     draft_tokens                        tokens speculated per step
     ngram_draft                         speculate from repetitions in the text, without a model
     loras                               adapters that are applied to every request
+    graphs                              capture decode steps as CUDA graphs, where that is possible
     """
 
     cache_size: int | None = None
@@ -81,6 +82,7 @@ class ExLlamaV2Options:
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
     ngram_draft: bool = False
     loras: tuple[Adapter, ...] = ()
+    graphs: bool = False
 
     @property
     def speculates(self) -> bool:
@@ -171,6 +173,7 @@ def read_options(spec: EngineSpec) -> ExLlamaV2Options:
         draft_tokens=options.integer("draft_tokens", DEFAULT_DRAFT_TOKENS),
         ngram_draft=_flag(given, "ngram_draft"),
         loras=_adapters(given),
+        graphs=_flag(given, "graphs"),
     )
     _check_together(read, given)
     return read

@@ -109,6 +109,15 @@ def flash_attn_with_kvcache(
     return attend(q, k_cache, v_cache, k, v)
 
 
+def forget_step(device: int) -> Step | None:
+    """Forget the latest step of a GPU, so that the next call plans anew. Return the step, which owns its tensors.
+
+    A step is recognised by its tensors, not by their contents. A capture has to record the plan's kernel, and its
+    static tensors must not be taken for those of a step before.
+    """
+    return _steps.pop(torch.device("cuda", device), None)
+
+
 def fwd_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -104,10 +104,13 @@ class _Scratch:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.device, str], torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
 
     def get(self, device: torch.device, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
         found = self._kept.get((device, name))
         if found is None or found.numel() < count:
+            if found is not None:
+                self._outgrown.append(found)  # a captured graph may hold its address
             # Only the counters depend on the initial zeros, and every use leaves them at zero.
             found = self._kept[device, name] = torch.zeros(count, dtype=dtype, device=device)
         return found

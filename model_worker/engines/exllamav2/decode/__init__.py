@@ -1,0 +1,1 @@
+"""A decode step as one launch: captured CUDA graphs, and a loop that queues the next step before it reads the last."""

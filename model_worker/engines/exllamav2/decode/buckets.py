@@ -1,0 +1,41 @@
+"""The sizes of step for which graphs are captured. Pure."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+FEWEST_PAGES = 4
+"""Pages of the narrowest block table. Kernels for quantised caches cost little for a kilobyte of tokens."""
+
+
+def row_sizes(most: int) -> list[int]:
+    """Return the numbers of rows to capture, ascending, the last of them ``most``.
+
+    Up to 4 rows EXL2 has one kernel per number of rows, and beyond that it computes tiles of 4 rows. So every number up
+    to 4 is captured, and multiples of 4 beyond: rows that fill up a tile cost nothing. The distance grows with the
+    size, but no size reaches from below 32 rows to above, where the package changes to other arithmetic.
+    """
+    sizes, size = [], 1
+    while size < most:
+        sizes.append(size)
+        size += 1 if size < 4 else 4 if size < 32 else 8 if size < 64 else 16
+    return [*sizes, most]
+
+
+def page_sizes(most: int, depends_on_width: bool) -> list[int]:
+    """Return the widths of block tables to capture, in pages, ascending, the last of them ``most``.
+
+    depends_on_width  whether a step's cost depends on the table's width (quantised caches), and not only on the lengths
+    """
+    if not depends_on_width:
+        return [most]
+    sizes, size = [], FEWEST_PAGES
+    while size < most:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, most]
+
+
+def fitting(sizes: Sequence[int], needed: int) -> int | None:
+    """Return the smallest of ascending ``sizes`` that is at least ``needed``; None if all are smaller."""
+    index = bisect_left(sizes, needed)
+    return sizes[index] if index < len(sizes) else None

@@ -1,0 +1,66 @@
+"""Make the captured decode steps of a loaded model."""
+
+from typing import Any
+
+import torch
+
+from model_worker.engine import ProgressCallback
+from model_worker.engines.exllamav2.decode.buckets import page_sizes, row_sizes
+from model_worker.engines.exllamav2.decode.device_steps import DeviceSteps
+from model_worker.engines.exllamav2.decode.embedding import HostEmbedding, NotReadableError
+from model_worker.engines.exllamav2.decode.forward import use_graphs
+from model_worker.engines.exllamav2.decode.graphs import DecodeGraphs
+from model_worker.engines.exllamav2.decode.loop import DecodeLoop
+from model_worker.engines.exllamav2.decode.obstacles import most_rows, obstacle
+from model_worker.engines.exllamav2.decode.tuning import finish_tuning
+from model_worker.engines.exllamav2.load import Loaded
+from protocol.process.worker_spec import PAGE_TOKENS
+
+
+def make_loop(
+    loaded: Loaded, generator: Any, drawable: int, progress: ProgressCallback
+) -> tuple[DecodeLoop | None, str]:
+    """Capture the decode steps of a loaded model, and have the generator use them.
+
+    Return the loop that takes the place of the generator's (None where tokens are speculated, and where nothing is
+    captured), and why steps are not captured ("" where they are). ``progress`` gets the phases "capturing" and
+    "capturing draft".
+    """
+    if not loaded.graphs:
+        return None, loaded.uncaptured
+    queries = loaded.draft_tokens + 1
+    rows = most_rows(loaded.model, generator.max_batch_size, queries)
+    why = obstacle(loaded.model, loaded.loras)
+    if why is None and not rows:
+        why = "its mixture of experts computes fewer rows at once than a step with speculated tokens has"
+    if why is not None:
+        return None, why
+    try:
+        graphs = _graphs(loaded, loaded.model, loaded.cache, loaded.loras, rows, queries)
+    except NotReadableError as e:
+        return None, str(e)
+    steps = None if loaded.draft_tokens else DeviceSteps(graphs, drawable)
+    graphs.capture(lambda done, total: progress("capturing", done, total))
+    use_graphs(loaded.model, loaded.cache, graphs)
+    if loaded.draft_model is not None and obstacle(loaded.draft_model, None) is None:
+        most = most_rows(loaded.draft_model, generator.max_batch_size, 1)
+        draft = _graphs(loaded, loaded.draft_model, loaded.draft_cache, None, most, 1)
+        draft.capture(lambda done, total: progress("capturing draft", done, total))
+        use_graphs(loaded.draft_model, loaded.draft_cache, draft)
+    return (DecodeLoop(generator, steps, generator.iterate_gen) if steps is not None else None), ""
+
+
+def _graphs(loaded: Loaded, model: Any, cache: Any, loras: Any, rows: int, queries: int) -> DecodeGraphs:
+    finish_tuning(loaded.core, model)
+    quantised = cache.all_tensors()[0].dtype == torch.uint8
+    context = min(loaded.context + loaded.draft_tokens, loaded.cache_size)
+    return DecodeGraphs(
+        model,
+        cache,
+        loras,
+        HostEmbedding(model.modules[0].embedding.weight.data),
+        rows=row_sizes(rows),
+        widths=page_sizes(-(-context // PAGE_TOKENS), quantised),
+        queries=queries,
+        spare=loaded.cache_size // PAGE_TOKENS,
+    )
