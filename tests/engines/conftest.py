@@ -89,3 +89,14 @@ def model(tmp_path: Path) -> Path:
     """Write a model of the Llama architecture with few weights. Return its directory."""
     write_llama(tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.fixture(params=["package's loop", "queued ahead"])
+def decoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have engines of ``exllamav2_cpu.harness`` decode with the package's loop, and with the one that queues steps
+    ahead. Return which."""
+    from tests.engines.exllamav2_cpu.harness import Harness
+
+    way: str = request.param
+    monkeypatch.setattr(Harness, "queues_ahead", way == "queued ahead")
+    return way

@@ -24,7 +24,7 @@ PATIENCE = 200_000
 """Number of steps before a test fails. A step that waits for a constraint takes 5 ms."""
 
 
-@pytest.fixture(scope="module", params=[*ENGINES, "exllamav2 on the CPU", "draft", "ngram"])
+@pytest.fixture(scope="module", params=[*ENGINES, "exllamav2 on the CPU", "queued ahead", "draft", "ngram"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param in ("transformers", "transformers-cuda", "exllamav2"):
         need_gpu(request.param)
@@ -32,7 +32,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         made.load(lambda *_: None)
     else:
         speculate = request.param if request.param in ("draft", "ngram") else None
-        made = Harness(pages=32, context=2048, batch=8, speculate=speculate)
+        ahead = request.param == "queued ahead"
+        made = Harness(pages=32, context=2048, batch=8, speculate=speculate, queues_ahead=ahead)
         made = made.engine
     yield made
     made.close()

@@ -16,6 +16,8 @@ from tests.engines.driver import GREEDY, answer
 from tests.engines.exllamav2_cpu.harness import Harness
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
 
+pytestmark = pytest.mark.usefixtures("decoding")
+
 PROMPT = list(range(40, 60))
 HOT = SamplingParams(temperature=1.5, seed=7)
 

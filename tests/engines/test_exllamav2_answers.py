@@ -13,6 +13,8 @@ from tests.engines.driver import Outcome
 from tests.engines.exllamav2_cpu.harness import PAGE, VOCAB, Harness
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
 
+pytestmark = pytest.mark.usefixtures("decoding")
+
 SPECULATION = [None, "ngram", "draft"]
 
 

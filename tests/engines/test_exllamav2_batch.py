@@ -15,6 +15,8 @@ from protocol.request import SamplingParams
 from tests.engines.driver import Outcome
 from tests.engines.exllamav2_cpu.harness import PAGE, Harness
 
+pytestmark = pytest.mark.usefixtures("decoding")
+
 SHORT = list(range(40, 50))
 
 

@@ -17,6 +17,8 @@ from tests.engines.exllamav2_cpu.harness import VOCAB, Harness
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
 from tests.engines.exllamav2_cpu.package import import_package
 
+pytestmark = pytest.mark.usefixtures("decoding")
+
 PROMPT = list(range(40, 60))
 SPECULATION = [None, "ngram", "draft"]
 

@@ -15,6 +15,8 @@ from tests.engines.exllamav2_cpu.harness import PAGE, VOCAB, Harness
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
 from tests.engines.test_exllamav2_generating import PROMPT, SPECULATION, log_softmax, sampling
 
+pytestmark = pytest.mark.usefixtures("decoding")
+
 
 @pytest.mark.parametrize("speculate", SPECULATION)
 def test_logprobs_are_those_of_the_model_itself(speculate: str | None) -> None:

@@ -14,6 +14,8 @@ from tests.engines.driver import Outcome
 from tests.engines.exllamav2_cpu.harness import PAGE, VOCAB, Harness
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
 
+pytestmark = pytest.mark.usefixtures("decoding")
+
 EPISODES = int(os.environ.get("EXLLAMAV2_EPISODES", "4"))
 """Number of episodes of the fuzz test, for each kind of speculation. Hundreds take minutes."""
 

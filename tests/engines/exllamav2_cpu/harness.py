@@ -8,6 +8,7 @@ from unittest import mock
 
 from model_worker.engine import DrawnToken, EngineEvent, Job
 from model_worker.engines.exllamav2 import engine as exllamav2_engine
+from model_worker.engines.exllamav2.decode.loop import DecodeLoop
 from model_worker.engines.exllamav2.engine import ExLlamaV2Engine
 from model_worker.engines.exllamav2.load import Loaded
 from protocol.process.worker_spec import EngineSpec
@@ -15,6 +16,7 @@ from protocol.request import SamplingParams
 from tests.engines.driver import GREEDY, Driver, Outcome
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
 from tests.engines.exllamav2_cpu.package import import_package, oracle, read_tokenizer
+from tests.engines.exllamav2_cpu.queued_steps import QueuedSteps
 from tools.demo_models import directory
 
 PAGE = 256
@@ -42,10 +44,15 @@ class Recording:
 class Harness:
     """An exllamav2 engine whose answers can be checked.
 
+    queues_ahead  whether engines decode with the loop that queues the next step before it reads the last
+
     pages       number of pages of the cache
     context     in tokens; by default all pages
     speculate   "draft", "ngram" or None
     """
+
+    queues_ahead = False
+    steps: QueuedSteps | None
 
     def __init__(
         self,
@@ -58,7 +65,10 @@ class Harness:
         speculate: str | None = None,
         draft: OracleLogits | None = None,
         draft_tokens: int = 3,
+        queues_ahead: bool | None = None,
     ) -> None:
+        if queues_ahead is not None:
+            self.queues_ahead = queues_ahead
         import_package()
         self.logits = logits or OracleLogits(VOCAB)
         size = pages * PAGE
@@ -85,12 +95,22 @@ class Harness:
         )
         spec = EngineSpec("m", "exllamav2", str(directory("letters")), device="cuda", max_batch_size=batch)
         self.engine = ExLlamaV2Engine(spec)
-        with mock.patch.object(exllamav2_engine, "load", return_value=loaded):
+        with (
+            mock.patch.object(exllamav2_engine, "load", return_value=loaded),
+            mock.patch.object(exllamav2_engine, "make_loop", self._make_loop),
+        ):
             self.engine.load(lambda *_: None)
         self.generator = self.engine._generator
         self.eos_ids = tuple(self.engine._tokenizer.eos_ids)
         self.recording = Recording(self.engine)
         self.driver = Driver(self.recording)
+
+    def _make_loop(self, loaded: Loaded, generator: Any, drawable: int, _: object) -> tuple[DecodeLoop | None, str]:
+        self.steps = None
+        if not self.queues_ahead or loaded.draft_tokens:
+            return None, ""
+        self.steps = QueuedSteps(generator, generator.max_batch_size, drawable)
+        return DecodeLoop(generator, self.steps, generator.iterate_gen), ""
 
     def submit(self, ids: Sequence[int], size: int = 30, sampling: SamplingParams = GREEDY, **fields: Any) -> Outcome:
         """Submit a job. ``fields``: its other fields."""

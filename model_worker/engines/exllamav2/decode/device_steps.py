@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from model_worker.engines.exllamav2.decode.draws import draws_on_gpu
 from model_worker.engines.exllamav2.decode.graphs import DecodeGraphs
 from model_worker.engines.exllamav2.decode.inputs import PINNED_SETS, Row
 
@@ -41,13 +42,7 @@ class DeviceSteps:
         return self._graphs.fits(rows, pages)
 
     def can_draw(self, job: Any) -> bool:
-        return bool(
-            job.shortcut
-            and job.top is None
-            and job.constraint is None
-            and job.gen_settings.token_bias is None
-            and not job.new_tokens + 1 < job.minimum
-        )
+        return draws_on_gpu(job)
 
     @torch.inference_mode()
     def queue(

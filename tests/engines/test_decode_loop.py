@@ -1,0 +1,153 @@
+"""The decode loop that queues a step before it reads the last, around an oracle that computes queued steps late.
+
+The tests of pages, batches and answers run with this loop, too (fixture ``decoding``). Here are the cases that only it
+has: a row whose answer has ended, or was cancelled, while its next step is queued.
+"""
+
+import random
+
+import pytest
+
+from model_worker.engines.exllamav2.decode.buckets import fitting, page_sizes, row_sizes
+from protocol.request import SamplingParams
+from tests.engines.driver import GREEDY
+from tests.engines.exllamav2_cpu.harness import PAGE, Harness
+from tests.engines.exllamav2_cpu.oracle import OracleLogits
+
+
+def harness(**options: object) -> Harness:
+    return Harness(queues_ahead=True, **options)  # type: ignore[arg-type]
+
+
+def check_claims(h: Harness) -> None:
+    """Every token that a page claims to hold has been computed there, and is the one that the oracle wrote."""
+    written = h.cache.key_states[0].view(-1, PAGE)
+    for page in h.generator.all_pages:
+        claimed = page.kv_position
+        assert written[page.page_index, :claimed].tolist() == page.sequence[0, :claimed].tolist(), page.page_index
+
+
+def test_steps_are_queued_before_the_last_one_is_read() -> None:
+    h = harness()
+    h.submit(range(40, 60), 30)
+    h.submit(range(60, 90), 30)
+    h.driver.run()
+    h.check()
+    assert h.steps is not None
+    assert h.steps.queued_ahead > 20
+
+
+@pytest.mark.parametrize("length", range(PAGE - 6, PAGE + 3))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_answers_that_end_around_the_end_of_a_page(length: int, size: int) -> None:
+    h, rng = harness(pages=6), random.Random(length)
+    ended = h.submit(h.random_ids(rng, length), size)
+    other = h.submit(h.random_ids(rng, 20), 30)
+    h.driver.run()
+    h.check()
+    check_claims(h)
+    h.submit([*ended.job.prompt_ids, *ended.ids, *h.random_ids(rng, 3)], 10)  # uses the pages of the answer that ended
+    h.driver.run()
+    h.check()
+    assert len(other.ids) == 30
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_that_end_with_an_end_token_drop_the_row_that_is_queued(seed: int) -> None:
+    h, rng = harness(logits=OracleLogits(448, eos_every=12), pages=8), random.Random(seed)
+    for _ in range(12):
+        h.submit(h.random_ids(rng, rng.randrange(3, 300)), 60)
+    while h.driver.unfinished:
+        h.driver.step()
+        check_claims(h)
+    h.check()
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_cancelled_while_its_next_token_is_computed(step: int) -> None:
+    h, rng = harness(pages=4, context=3 * PAGE), random.Random(step)
+    cancelled = h.submit(h.random_ids(rng, PAGE - 4), 2 * PAGE)  # three pages of four
+    h.submit(h.random_ids(rng, 20), 30)
+    waiting = h.submit(h.random_ids(rng, PAGE + 40), 200)
+    for _ in range(step):
+        h.driver.step()
+    assert not waiting.ids
+    h.driver.cancel(cancelled)
+    h.driver.run()
+    h.check()
+    check_claims(h)
+    assert waiting.finished is not None
+
+
+def test_reset_while_a_step_is_queued() -> None:
+    h, rng = harness(), random.Random(5)
+    h.submit(h.random_ids(rng, 30), 100)
+    for _ in range(4):
+        h.driver.step()
+    h.engine.reset()
+    h.driver.outcomes.clear()
+    h.submit(h.random_ids(rng, 30), 40)
+    h.driver.run()
+    h.check()
+
+
+def test_an_answer_that_the_host_draws_beside_others() -> None:
+    h, rng = harness(), random.Random(6)
+    plain = h.submit(h.random_ids(rng, 30), 60)
+    shown = h.submit(h.random_ids(rng, 30), 10, SamplingParams(temperature=0, mirostat_mode=2))
+    h.driver.run()
+    h.check()
+    assert len(plain.ids) == 60
+    assert len(shown.ids) == 10
+    assert h.steps is not None
+    assert h.steps.queued_ahead > 40, "once the host draws nothing, steps are queued ahead again"
+
+
+def test_a_page_that_a_queued_step_overwrites_does_not_get_its_old_name_back() -> None:
+    h, rng = harness(pages=2), random.Random(7)
+    old = h.submit(h.random_ids(rng, PAGE + 20), 5)
+    h.driver.run()
+    # The first page is found in the cache. The second is taken from ``old``, and nothing of the prompt goes there.
+    takes_its_page = h.submit([*old.job.prompt_ids[:PAGE], 77], 50)
+    h.driver.step()
+    assert not takes_its_page.ids, "its first step is queued"
+    h.driver.cancel(takes_its_page)
+    again = h.submit(old.job.prompt_ids, 5)
+    h.driver.run()
+    assert again.ids == old.ids
+
+
+def test_no_row_is_computed_behind_the_last_token_of_a_limit() -> None:
+    h, rng = harness(), random.Random(9)
+    h.model.forwards.clear()  # those of the warm-up
+    for size in (1, 2, 9, 30):
+        h.submit(h.random_ids(rng, 12), size)
+    h.driver.run()
+    assert sum(rows for rows, _, prompt in h.model.forwards if not prompt) == 1 + 2 + 9 + 30
+
+
+def test_more_rows_than_were_captured_go_the_package_s_way() -> None:
+    h, rng = harness(batch=6), random.Random(8)
+    assert h.steps is not None
+    h.steps.most = 2
+    for size in (10, 20, 30, 40):
+        h.submit(h.random_ids(rng, 12), size, GREEDY)
+    h.driver.run()
+    h.check()
+    assert h.steps.queued_ahead > 5
+
+
+def test_sizes_of_graphs() -> None:
+    assert row_sizes(1) == [1]
+    assert row_sizes(6) == [1, 2, 3, 4, 6]
+    assert row_sizes(32) == [1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32]
+    assert row_sizes(100) == [1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 100]
+    for most in range(1, 200):
+        sizes = row_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert fitting(sizes, most) == most
+        assert all(fitting(sizes, n) <= 32 for n in range(1, min(most, 32) + 1)), "no size reaches across 32 rows"  # type: ignore[operator]
+    assert page_sizes(33, False) == [33]
+    assert page_sizes(33, True) == [4, 8, 16, 32, 33]
+    assert page_sizes(2, True) == [2]
+    assert fitting([4, 8], 9) is None
