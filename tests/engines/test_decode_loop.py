@@ -104,8 +104,8 @@ def test_an_answer_that_the_host_draws_beside_others() -> None:
 
 
 def test_a_page_that_a_queued_step_overwrites_does_not_get_its_old_name_back() -> None:
-    h, rng = harness(pages=2), random.Random(7)
-    old = h.submit(h.random_ids(rng, PAGE + 20), 5)
+    h, rng = harness(pages=3), random.Random(7)
+    old = h.submit(h.random_ids(rng, 2 * PAGE + 20), 5)
     h.driver.run()
     # The first page is found in the cache. The second is taken from ``old``, and nothing of the prompt goes there.
     takes_its_page = h.submit([*old.job.prompt_ids[:PAGE], 77], 50)
