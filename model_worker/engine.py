@@ -60,6 +60,7 @@ class Capabilities:
     chat            whether the model has a chat template
     device          for people: "cpu", "NVIDIA H200", ...
     attention       for people: how the engine computes attention, and the reason if that is not the best way
+    decoding        for people: how the engine launches a step, and the reason if that is not the best way
     """
 
     context: int
@@ -68,6 +69,7 @@ class Capabilities:
     chat: bool
     device: str
     attention: str
+    decoding: str = ""
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ class SupervisorLink:
             "chat": capabilities.chat,
             "device": capabilities.device,
             "attention": capabilities.attention,
+            "decoding": capabilities.decoding,
             "load_seconds": round(load_seconds, 3),
         }
         self._socket.send(encode(Ready(pack_body(body))))

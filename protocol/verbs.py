@@ -200,6 +200,8 @@ class WorkerStatus(TypedDict):
     """The engine's name for the device that it runs on."""
     attention: str | None
     """The engine's way to compute attention."""
+    decoding: str | None
+    """The engine's way to launch a step, and the reason if that is not the fastest. Null if there is only one."""
     context: Tokens | None
     """The longest prompt and answer together."""
     max_batch_size: int | None

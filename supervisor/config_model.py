@@ -30,6 +30,7 @@ ENGINE_KEYS: dict[str, frozenset[str]] = {
             "draft_tokens",
             "ngram_draft",
             "lora",
+            "graphs",
         }
     ),
     "transformers": frozenset({"chunk_size", "threads"}),
@@ -195,6 +196,15 @@ class ModelConfig:
 
     Default: none
     Example: [{dir: ~/loras/pirate, scaling: 1.0}]
+    """
+    graphs: bool | None = None
+    """Capture the steps of decoding as CUDA graphs when the model is loaded. Queue each one before the last is read.
+
+    A step is then one launch instead of hundreds, which makes a model several times faster. It takes some 50 MB of GPU
+    memory and a second of loading. Where a model cannot be captured, `status` says why, and it is served as with false.
+
+    Default: true
+    Example: false
     """
     threads: Annotated[int, Within(1, 1024)] | None = None
     """CPU threads of each worker. One thread keeps several models from competing for the cores.

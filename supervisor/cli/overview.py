@@ -46,6 +46,7 @@ def of_model(m: Values) -> Entries:
             "last exit": _last_exit(m),
             "engine": f"{m['engine']} on {_place(m)}",
             "attention": m.get("attention"),
+            "decoding": m.get("decoding"),
             "context": _context(m),
             "vram": _vram(m),
             "requests": _requests(m),

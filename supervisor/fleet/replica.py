@@ -192,6 +192,7 @@ class Replica:
             "gpu": self.spec.visible_devices or "cpu",
             "device": self.info.get("device"),
             "attention": self.info.get("attention"),
+            "decoding": self.info.get("decoding") or None,
             "context": self.info.get("context") or config.max_seq_len,
             "max_batch_size": config.max_batch_size,
             "chat": self.chat,

@@ -17,6 +17,7 @@ _READY: dict[str, tuple[type, ...]] = {
     "load_seconds": (int, float),
     "device": (str,),
     "attention": (str,),
+    "decoding": (str,),
     "chat": (bool,),
 }
 _PROGRESS: dict[str, tuple[type, ...]] = {"phase": (str,), "done": (int,), "total": (int,)}

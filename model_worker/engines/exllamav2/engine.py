@@ -80,6 +80,7 @@ class ExLlamaV2Engine:
         self._jobs = AnswerJobs(loaded, self._batch, self._generator.padded_vocab_size, self._drawable, eos_ids)
         self._healer = Healer(pieces) if pieces else None
         self._constraints = Constraints(pieces, self._drawable, eos_ids) if pieces else None
+        self._loop, decoding = make_loop(loaded, self._generator, self._drawable, progress)
         self._capabilities = Capabilities(
             context=min(loaded.context, int(config.max_seq_len) - max(loaded.draft_tokens - 1, 0)),
             max_batch_size=self._spec.max_batch_size,
@@ -88,8 +89,8 @@ class ExLlamaV2Engine:
             chat=self._tokenizer.has_chat_template,
             device=", ".join(dict.fromkeys(torch.cuda.get_device_name(index) for index in loaded.devices)),
             attention=loaded.attention,
+            decoding=decoding,
         )
-        self._loop, self.uncaptured = make_loop(loaded, self._generator, self._drawable, progress)
         self._warm_up(loaded, progress)
 
     def _warm_up(self, loaded: Loaded, progress: ProgressCallback) -> None:

@@ -59,7 +59,7 @@ class Loaded:
     cache_size                tokens of all sequences together, a multiple of 256
     devices                   GPUs used, as the process counts them
     graphs                    whether decode steps are to be captured. The cache then has a spare page behind the others
-    uncaptured                why they are not, for people; "" where ``graphs`` is true or switched off
+    uncaptured                why they are not, for people; "" where ``graphs`` is true
     """
 
     core: Any
@@ -100,8 +100,8 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
     if needs.total > free:
         raise refusal
     attention = check_attention(package, directory, gpus, progress)
-    uncaptured = obstacle_before_loading(options, attention) if options.graphs else None
-    graphs = options.graphs and uncaptured is None
+    uncaptured = obstacle_before_loading(options, attention)
+    graphs = uncaptured is None
     cache_tokens = sizes.cache_size + (PAGE_TOKENS if graphs else 0)
     _keep_rope_to_context()
     keep_rows_apart()

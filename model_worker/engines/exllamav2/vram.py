@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.check import check
+from model_worker.engines.exllamav2.decode.buckets import page_sizes, row_sizes
 from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir, Tensor
@@ -36,6 +37,9 @@ SLACK = 32 << 20
 """Bytes that the allocator holds and cannot use, on each GPU. Measured: 30 to 38 MiB."""
 BYTES_PER_ELEMENT = {"FP16": (2.0, 2.0), "Q8": (1.0, 1.0), "Q6": (1.0, 0.5), "Q4": (0.5, 0.5)}
 """Bytes per element of keys and of values, by cache mode, without scales."""
+NODES, NODE_BYTES = 16, 4096
+"""Operations of a layer in a captured step, and bytes of GPU memory for each. Measured on an H200 for 1B and 8B: 3 to
+5 KiB, outside of PyTorch's memory."""
 _SMALL, _LARGE = 1 << 20, 10 << 20
 
 
@@ -67,6 +71,9 @@ def estimate_of(
     shape = read_shape(directory)
     per_gpu = _shared_bytes(directory, shape, sizes)
     workspace = per_gpu * gpus + _logits_bytes(shape, sizes) + _page_buffers(shape, options.cache_mode)
+    captured = is_captured(options)
+    if captured:
+        workspace += graph_bytes(directory, shape, options, sizes)
     for adapter in options.loras:
         tensors = check_adapter(adapter, directory)
         workspace += adapter_bytes(tensors.values())
@@ -76,11 +83,11 @@ def estimate_of(
     if draft is not None:
         small = read_shape(draft)
         mode = options.draft_cache_mode or options.cache_mode
-        draft_bytes = weight_bytes(draft) + cache_bytes(small, mode, sizes.cache_size)
+        draft_bytes = weight_bytes(draft) + _cache_bytes(small, mode, sizes, captured)
         draft_bytes += _scratch_bytes(draft, small, sizes) + _position_bytes(small, sizes)
     return Estimate(
         weights=weight_bytes(directory),
-        cache=cache_bytes(shape, options.cache_mode, sizes.cache_size, gpus),
+        cache=_cache_bytes(shape, options.cache_mode, sizes, captured, gpus),
         draft=draft_bytes,
         workspace=workspace,
         per_gpu=per_gpu,
@@ -127,6 +134,11 @@ def _padded(name: str, tensor: Tensor) -> int:
     if len(tensor.shape) != 2 or not name.endswith(".weight"):
         return tensor.elements
     return -(-tensor.shape[0] // 32) * 32 * tensor.shape[1]
+
+
+def _cache_bytes(shape: ModelShape, mode: str, sizes: Sizes, captured: bool, gpus: int = 1) -> int:
+    """Return the bytes of the whole cache. That of captured steps has one page more, in the same tensors."""
+    return cache_bytes(shape, mode, sizes.cache_size, gpus) + (cache_bytes(shape, mode, PAGE_TOKENS) if captured else 0)
 
 
 def cache_bytes(shape: ModelShape, mode: str, tokens: int, gpus: int = 1) -> int:
@@ -194,6 +206,28 @@ def _activation_bytes(shape: ModelShape, sizes: Sizes, quantized: bool) -> int:
 def _logits_bytes(shape: ModelShape, sizes: Sizes) -> int:
     """Return the bytes of the head's output for a step, in fp16."""
     return _block(2 * sizes.rows * (-(-shape.vocab // 32) * 32))
+
+
+def is_captured(options: ExLlamaV2Options) -> bool:
+    """Return whether steps are captured, as far as the options say. Some models that cannot be captured take less."""
+    return options.graphs and not options.tensor_parallel
+
+
+def graph_bytes(directory: ModelDir, shape: ModelShape, options: ExLlamaV2Options, sizes: Sizes) -> int:
+    """Return the bytes that captured steps take: static logits, memory that all graphs share, and the graphs.
+
+    The graphs share what is alive at once in the largest step. A graph has about NODES operations in each layer.
+    """
+    rows, padded = sizes.rows, -(-shape.vocab // 32) * 32
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if directory.is_quantized:
+        alive = 2 * queries + 2 * keys + shape.hidden + padded
+    else:
+        alive = 4 * shape.hidden + 2 * queries + 2 * keys + 3 * shape.intermediate + padded
+    draft_tokens = options.draft_tokens if options.speculates else 0
+    pages = -(-(sizes.context + draft_tokens) // PAGE_TOKENS)
+    graphs = len(row_sizes(rows // (draft_tokens + 1))) * len(page_sizes(pages, options.cache_mode != "FP16"))
+    return _block(2 * rows * padded) + 2 * rows * alive + graphs * shape.layers * NODES * NODE_BYTES
 
 
 def _page_buffers(shape: ModelShape, mode: str) -> int:

@@ -108,9 +108,9 @@ class Harness:
     def _make_loop(self, loaded: Loaded, generator: Any, drawable: int, _: object) -> tuple[DecodeLoop | None, str]:
         self.steps = None
         if not self.queues_ahead or loaded.draft_tokens:
-            return None, ""
+            return None, "package"
         self.steps = QueuedSteps(generator, generator.max_batch_size, drawable)
-        return DecodeLoop(generator, self.steps, generator.iterate_gen), ""
+        return DecodeLoop(generator, self.steps, generator.iterate_gen), "queued ahead"
 
     def submit(self, ids: Sequence[int], size: int = 30, sampling: SamplingParams = GREEDY, **fields: Any) -> Outcome:
         """Submit a job. ``fields``: its other fields."""

@@ -11,7 +11,7 @@ from model_worker.engines.exllamav2.decode.embedding import HostEmbedding, NotRe
 from model_worker.engines.exllamav2.decode.forward import use_graphs
 from model_worker.engines.exllamav2.decode.graphs import DecodeGraphs
 from model_worker.engines.exllamav2.decode.loop import DecodeLoop
-from model_worker.engines.exllamav2.decode.obstacles import most_rows, obstacle
+from model_worker.engines.exllamav2.decode.obstacles import MIXTURE, most_rows, obstacle
 from model_worker.engines.exllamav2.decode.tuning import finish_tuning
 from model_worker.engines.exllamav2.load import Loaded
 from protocol.process.worker_spec import PAGE_TOKENS
@@ -23,22 +23,22 @@ def make_loop(
     """Capture the decode steps of a loaded model, and have the generator use them.
 
     Return the loop that takes the place of the generator's (None where tokens are speculated, and where nothing is
-    captured), and why steps are not captured ("" where they are). ``progress`` gets the phases "capturing" and
+    captured), and how steps are launched, for people. ``progress`` gets the phases "capturing" and
     "capturing draft".
     """
     if not loaded.graphs:
-        return None, loaded.uncaptured
+        return None, _one_by_one(loaded.uncaptured)
     queries = loaded.draft_tokens + 1
     rows = most_rows(loaded.model, generator.max_batch_size, queries)
     why = obstacle(loaded.model, loaded.loras)
     if why is None and not rows:
         why = "its mixture of experts computes fewer rows at once than a step with speculated tokens has"
     if why is not None:
-        return None, why
+        return None, _one_by_one(why)
     try:
         graphs = _graphs(loaded, loaded.model, loaded.cache, loaded.loras, rows, queries)
     except NotReadableError as e:
-        return None, str(e)
+        return None, _one_by_one(str(e))
     steps = None if loaded.draft_tokens else DeviceSteps(graphs, drawable)
     graphs.capture(lambda done, total: progress("capturing", done, total))
     use_graphs(loaded.model, loaded.cache, graphs)
@@ -47,7 +47,17 @@ def make_loop(
         draft = _graphs(loaded, loaded.draft_model, loaded.draft_cache, None, most, 1)
         draft.capture(lambda done, total: progress("capturing draft", done, total))
         use_graphs(loaded.draft_model, loaded.draft_cache, draft)
-    return (DecodeLoop(generator, steps, generator.iterate_gen) if steps is not None else None), ""
+    loop = DecodeLoop(generator, steps, generator.iterate_gen) if steps is not None else None
+    text = "each step is one captured CUDA graph"
+    if loop is not None:
+        text += ", queued before the last one is read"
+    if rows < generator.max_batch_size:
+        text += f"; steps of more than {rows} rows are launched one kernel at a time: {MIXTURE}"
+    return loop, text
+
+
+def _one_by_one(why: str) -> str:
+    return f"one kernel at a time: {why}" if why else "one kernel at a time"
 
 
 def _graphs(loaded: Loaded, model: Any, cache: Any, loras: Any, rows: int, queries: int) -> DecodeGraphs:

@@ -6,6 +6,7 @@ from model_worker.engines.exllamav2.options import ExLlamaV2Options
 
 MIXTURE_ROWS = 4
 """The most rows for which the package computes a mixture of experts without the host (moe_mlp.py, forward)."""
+MIXTURE = f"a mixture of experts is routed by the host for more than {MIXTURE_ROWS} rows"
 FUSED_MIXTURES = 4, 8, 16
 """Numbers of experts whose routing stays on the GPU."""
 
@@ -15,6 +16,8 @@ def obstacle_before_loading(options: ExLlamaV2Options, attention: str) -> str | 
 
     attention  the way in which decoding computes attention, by name
     """
+    if not options.graphs:
+        return "graphs is false"
     if options.tensor_parallel:
         return "tensor_parallel: the GPUs of a layer wait for each other on the host"
     if "Triton" not in attention:
