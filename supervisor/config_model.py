@@ -31,6 +31,7 @@ ENGINE_KEYS: dict[str, frozenset[str]] = {
             "ngram_draft",
             "lora",
             "graphs",
+            "max_gap_ms",
         }
     ),
     "transformers": frozenset({"chunk_size", "threads"}),
@@ -205,6 +206,15 @@ class ModelConfig:
 
     Default: true
     Example: false
+    """
+    max_gap_ms: Annotated[int, Within(1, 60_000)] | None = None
+    """The longest pause of running answers while other prompts are read, in milliseconds.
+
+    A prompt is read in chunks, and answers wait for each chunk. A chunk is as large as this limit allows, and at least
+    256 tokens. A lower limit gives smoother streams and reads prompts more slowly. It needs ``graphs``.
+
+    Default: 30
+    Example: 60
     """
     threads: Annotated[int, Within(1, 1024)] | None = None
     """CPU threads of each worker. One thread keeps several models from competing for the cores.

@@ -4,11 +4,13 @@ The tests of pages, batches and answers run with this loop, too (fixture ``decod
 has: a row whose answer has ended, or was cancelled, while its next step is queued.
 """
 
+import itertools
 import random
 
 import pytest
 
 from model_worker.engines.exllamav2.decode.buckets import fitting, page_sizes, row_sizes
+from model_worker.engines.exllamav2.decode.pace import Pace
 from protocol.request import SamplingParams
 from tests.engines.driver import GREEDY
 from tests.engines.exllamav2_cpu.harness import PAGE, Harness
@@ -140,6 +142,44 @@ def test_more_rows_than_were_captured_go_the_package_s_way() -> None:
     h.driver.run()
     h.check()
     assert h.steps.queued_ahead > 5
+
+
+def test_a_prompt_is_read_in_pieces_between_the_steps_of_an_answer() -> None:
+    """Without a measurement the pace allows a page, and once pages are too slow, a page again: never nothing."""
+    h, rng = harness(chunk=4 * PAGE, pages=24), random.Random(10)
+    h.pace.tokens = lambda running: PAGE if running else 4 * PAGE  # type: ignore[method-assign]
+    running = h.submit(h.random_ids(rng, 10), 100)
+    for _ in range(3):
+        h.driver.step()
+    h.model.forwards.clear()
+    prompts = [h.submit(h.random_ids(rng, 5 * PAGE + start), 5) for start in (0, 1, 255)]
+    h.driver.run()
+    h.check()
+    read = [tokens for _, tokens, prompt in h.model.forwards if prompt]
+    assert max(read) <= PAGE
+    assert sum(read) >= 3 * 5 * PAGE
+    between = [prompt for _, _, prompt in h.model.forwards]
+    assert not any(a and b for a, b in itertools.pairwise(between[: between.index(False) + 30])), "a step between two"
+    assert len(running.ids) == 100
+    assert all(outcome.finished for outcome in prompts)
+
+
+def test_the_pace_follows_what_was_measured() -> None:
+    pace = Pace(2048, limit_s=0.030)
+    assert pace.tokens(running=False) == 2048
+    assert pace.tokens(running=True) == 256, "nothing is known yet"
+    for _ in range(20):
+        pace.measured(0.006, 0)
+    pace.measured(0.006 + 256 * 20e-6, 256)  # 20 microseconds a token: 1200 of them fit into 24 ms
+    assert pace.tokens(running=True) == 1024
+    pace.measured(0.006 + 1024 * 60e-6, 1024)
+    assert pace.tokens(running=True) < 1024, "a chunk that took longer makes the next one smaller at once"
+    for _ in range(200):
+        pace.measured(0.006 + 256 * 20e-6, 256)
+    assert pace.tokens(running=True) == 1024, "and it grows again"
+    for _ in range(50):
+        pace.measured(0.050, 0)
+    assert pace.tokens(running=True) == 256, "steps alone are beyond the limit: prompts still go on"
 
 
 def test_sizes_of_graphs() -> None:

@@ -22,7 +22,7 @@ from model_worker.engines.exllamav2.check import CheckedExLlamaV2Model, check_pa
 from model_worker.engines.exllamav2.decode.obstacles import obstacle_before_loading
 from model_worker.engines.exllamav2.lora import load_adapters
 from model_worker.engines.exllamav2.mixture import keep_rows_apart
-from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
+from model_worker.engines.exllamav2.options import DEFAULT_MAX_GAP_MS, ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.vetting import understood
 from protocol.process.worker_spec import DEFAULT_RESERVE_MB, PAGE_TOKENS
@@ -60,6 +60,7 @@ class Loaded:
     devices                   GPUs used, as the process counts them
     graphs                    whether decode steps are to be captured. The cache then has a spare page behind the others
     uncaptured                why they are not, for people; "" where ``graphs`` is true
+    max_gap_s                 longest pause of running answers while prompts are read
     """
 
     core: Any
@@ -79,6 +80,7 @@ class Loaded:
     devices: list[int] = field(default_factory=lambda: [0])
     graphs: bool = False
     uncaptured: str = ""
+    max_gap_s: float = DEFAULT_MAX_GAP_MS / 1000
 
 
 def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
@@ -151,6 +153,7 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
         devices=_devices(model, cache),
         graphs=graphs,
         uncaptured=uncaptured or "",
+        max_gap_s=options.max_gap_ms / 1000,
     )
 
 

@@ -15,6 +15,7 @@ CACHE_MODES = ("FP16", "Q8", "Q6", "Q4")
 DEFAULT_DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = 16
 DEFAULT_CHUNK_SIZE = 2048
+DEFAULT_MAX_GAP_MS = 30
 
 OFFERED = frozenset(SamplingParams.model_fields) | {
     "min_tokens",
@@ -31,7 +32,7 @@ GUIDANCE = frozenset({"cfg_scale", "negative_prompt"})
 _KEYS = (
     "cache_mode", "cache_size", "chunk_size", "rope_scale", "rope_alpha", "gpu_split", "autosplit_reserve",
     "tensor_parallel", "draft_model", "draft_cache_mode", "draft_rope_scale", "draft_rope_alpha", "draft_tokens",
-    "ngram_draft", "lora", "graphs",
+    "ngram_draft", "lora", "graphs", "max_gap_ms",
 )  # fmt: skip
 
 
@@ -65,6 +66,7 @@ class ExLlamaV2Options:
     ngram_draft                         speculate from repetitions in the text, without a model
     loras                               adapters that are applied to every request
     graphs                              capture decode steps as CUDA graphs, where that is possible
+    max_gap_ms                          longest pause of running answers while prompts are read, in milliseconds
     """
 
     cache_size: int | None = None
@@ -83,6 +85,7 @@ class ExLlamaV2Options:
     ngram_draft: bool = False
     loras: tuple[Adapter, ...] = ()
     graphs: bool = True
+    max_gap_ms: int = DEFAULT_MAX_GAP_MS
 
     @property
     def speculates(self) -> bool:
@@ -174,6 +177,7 @@ def read_options(spec: EngineSpec) -> ExLlamaV2Options:
         ngram_draft=_flag(given, "ngram_draft"),
         loras=_adapters(given),
         graphs=_flag(given, "graphs", default=True),
+        max_gap_ms=options.integer("max_gap_ms", DEFAULT_MAX_GAP_MS),
     )
     _check_together(read, given)
     return read

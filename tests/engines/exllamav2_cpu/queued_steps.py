@@ -12,7 +12,7 @@ import torch
 
 from model_worker.engines.exllamav2.decode.draws import draws_on_gpu
 from model_worker.engines.exllamav2.decode.inputs import Row
-from model_worker.engines.exllamav2.decode.loop import Array
+from model_worker.engines.exllamav2.decode.loop import NOT_A_TOKEN, Array
 
 PAGE = 256
 
@@ -76,9 +76,10 @@ class QueuedSteps:
             ids = torch.tensor([[int(self._drawn[r.source]) if r.source >= 0 else r.tokens[0]] for r in step])
             params = _Params(step, max(map(len, tables)))
             out = self._forward(ids, cache=self._generator.cache, attn_params=params)["logits"]
-            self._drawn = out[:, 0, : self._drawable].argmax(-1).numpy()
+            values, ids = out[:, 0, : self._drawable].max(-1)
+            self._drawn = torch.where(values.isnan(), NOT_A_TOKEN, ids).numpy()
             # The host must not read a token that it draws itself.
-            queued.drawn = np.where(drawing, self._drawn, -1)
+            queued.drawn = np.where(drawing, self._drawn, -2)
             queued.logits = out[wanted].float() if wanted else None
 
         queued = _Queued(compute)

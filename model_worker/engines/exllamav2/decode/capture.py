@@ -12,6 +12,7 @@ from model_worker.engines.exllamav2.decode.forward import use_graphs
 from model_worker.engines.exllamav2.decode.graphs import DecodeGraphs
 from model_worker.engines.exllamav2.decode.loop import DecodeLoop
 from model_worker.engines.exllamav2.decode.obstacles import MIXTURE, most_rows, obstacle
+from model_worker.engines.exllamav2.decode.pace import Pace
 from model_worker.engines.exllamav2.decode.tuning import finish_tuning
 from model_worker.engines.exllamav2.load import Loaded
 from protocol.process.worker_spec import PAGE_TOKENS
@@ -47,7 +48,9 @@ def make_loop(
         draft = _graphs(loaded, loaded.draft_model, loaded.draft_cache, None, most, 1)
         draft.capture(lambda done, total: progress("capturing draft", done, total))
         use_graphs(loaded.draft_model, loaded.draft_cache, draft)
-    loop = DecodeLoop(generator, steps, generator.iterate_gen) if steps is not None else None
+    loop = None
+    if steps is not None:
+        loop = DecodeLoop(generator, steps, generator.iterate_gen, Pace(loaded.chunk_size, loaded.max_gap_s))
     text = "each step is one captured CUDA graph"
     if loop is not None:
         text += ", queued before the last one is read"

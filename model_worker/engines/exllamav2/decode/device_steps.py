@@ -10,6 +10,7 @@ import torch
 from model_worker.engines.exllamav2.decode.draws import draws_on_gpu
 from model_worker.engines.exllamav2.decode.graphs import DecodeGraphs
 from model_worker.engines.exllamav2.decode.inputs import PINNED_SETS, Row
+from model_worker.engines.exllamav2.decode.loop import NOT_A_TOKEN
 
 Array = np.ndarray[Any, Any]
 
@@ -36,7 +37,8 @@ class DeviceSteps:
         graphs.behind = self._draw
 
     def _draw(self, logits: torch.Tensor, rows: int) -> None:
-        self._graphs.drawn[:rows].copy_(logits[:, 0, : self._drawable].argmax(-1))
+        values, ids = logits[:, 0, : self._drawable].max(-1)  # a NaN is the largest
+        self._graphs.drawn[:rows].copy_(torch.where(values.isnan(), NOT_A_TOKEN, ids))
 
     def fits(self, rows: int, pages: int) -> bool:
         return self._graphs.fits(rows, pages)

@@ -19,7 +19,7 @@ def embed(table, given, sources, drawn, out, QUERIES: tl.constexpr, HIDDEN: tl.c
     source = tl.load(sources + row // QUERIES)
     token = tl.load(given + row).to(tl.int64)
     if source >= 0:
-        token = tl.load(drawn + source)
+        token = tl.maximum(tl.load(drawn + source), 0)  # below 0 where logits were not numbers; the host raises then
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < HIDDEN
     tl.store(out + row * HIDDEN + at, tl.load(table + token * HIDDEN + at, mask=mask), mask=mask)

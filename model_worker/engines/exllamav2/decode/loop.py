@@ -13,6 +13,7 @@ An answer whose next token has to be drawn by the host (a constraint, mirostat, 
 there is one in the batch, each step is read before the next is queued.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,9 +22,12 @@ import numpy as np
 import torch
 
 from model_worker.engines.exllamav2.decode.inputs import Row
+from model_worker.engines.exllamav2.decode.pace import Pace
 from protocol.process.worker_spec import PAGE_TOKENS
 
 Array = np.ndarray[Any, Any]
+
+NOT_A_TOKEN = -1
 
 
 class Steps(Protocol):
@@ -50,35 +54,48 @@ class Steps(Protocol):
 
     def read(self, queued: Any) -> tuple[Array, torch.Tensor | None]:
         """Wait for a step. Return the drawn tokens int64 [rows], and the logits, float32 [rows asked for, 1, padded
-        vocabulary].
-
-        Raises RuntimeError if a row's logits are not numbers.
+        vocabulary]. NOT_A_TOKEN stands for a row whose logits are not numbers.
         """
         ...
+
+
+_Span = tuple[Any, int, int]
+"""(job, its first row in a step, one behind its last row)"""
 
 
 @dataclass
 class _Flight:
     """A step that has been queued and not been read.
 
-    spans     (job, first row, one behind its last row)
+    spans     jobs that get a token
     by_host   the spans whose token the host draws, in the order of the logits that were asked for
     """
 
     queued: Any
-    spans: list[tuple[Any, int, int]]
-    by_host: list[tuple[Any, int, int]]
+    spans: list[_Span]
+    by_host: list[_Span]
 
 
 class DecodeLoop:
-    """Takes the place of the generator's ``iterate_gen``. Jobs are AnswerJob.
+    """Takes the place of the generator's ``iterate``. Jobs are AnswerJob.
 
     package  the generator's own ``iterate_gen``, for steps that ``steps`` cannot compute
+    pace     says how much of the prompts is read between two steps
+    clock    seconds, monotonic
     """
 
-    def __init__(self, generator: Any, steps: Steps, package: Callable[[list[Any]], None]) -> None:
-        self._generator, self._steps, self._package = generator, steps, package
+    def __init__(
+        self,
+        generator: Any,
+        steps: Steps,
+        package: Callable[[list[Any]], None],
+        pace: Pace,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._generator, self._steps, self._package, self._pace, self._clock = generator, steps, package, pace, clock
         self._flight: _Flight | None = None
+        self._accepted_at: float | None = None  # None: no answer has waited since
+        self._read_since = 0  # prompt tokens
 
     @torch.inference_mode()
     def iterate(self, results: list[Any]) -> None:
@@ -89,28 +106,62 @@ class DecodeLoop:
         generator = self._generator
         generator.iterate_start_jobs(results)
         reading = [job for job in generator.active_jobs if not job.is_prefill_done()]
+        alone = False
         if reading:
+            alone = self._flight is not None
             self._accept(results)
-            for job in reading:
-                if job in generator.active_jobs:
-                    job.prefill(results)
+            self._read(reading, results)
+            alone = alone or not all(job.is_prefill_done() for job in reading)
         spans, pages = self._spans()
         if not spans:
             self._accept(results)
+            self._accepted_at = None
             return
-        rows = spans[-1][2]
-        if not self._steps.fits(rows, pages):
+        if not self._steps.fits(spans[-1][2], pages):
             self._accept(results)
             self._package(results)
             return
         if self._flight is not None and any(self._draws_by_host(job) for job, _, _ in spans):
             self._accept(results)
             spans, _ = self._spans()
-        before = self._flight
-        self._flight = self._queue(spans, before) if spans else None
-        self._accept_flight(before, results)
-        if self._flight is not None and self._flight.by_host:
+        if spans:
+            self._queue_and_accept(spans, results, alone)
+
+    def _queue_and_accept(self, spans: list[_Span], results: list[Any], alone: bool) -> None:
+        """Queue a step and accept the one before.
+
+        If there is none before, a second step is queued behind the first, so that this accepts tokens, too. It stays
+        ``alone`` if tokens have been accepted already, or if the next chunk of a prompt goes behind it.
+        """
+        before, self._flight = self._flight, self._queue(spans, self._flight)
+        if self._flight.by_host:
+            self._accept_flight(before, results)
             self._accept(results)
+            return
+        if before is None and not alone:
+            before, self._flight = self._flight, None
+            following, pages = self._spans(before)
+            if following and self._steps.fits(following[-1][2], pages):
+                self._flight = self._queue(following, before)
+        self._accept_flight(before, results)
+
+    def _read(self, reading: list[Any], results: list[Any]) -> None:
+        """Read the next tokens of the prompts, in the order of their jobs, as many as the pace allows."""
+        generator = self._generator
+        chunk = generator.max_chunk_size
+        left = self._pace.tokens(running=any(job.is_prefill_done() for job in generator.active_jobs))
+        try:
+            for job in reading:
+                generator.max_chunk_size = left
+                before = sum(sequence.kv_position for sequence in job.sequences)
+                job.prefill(results)
+                read = sum(sequence.kv_position for sequence in job.sequences) - before
+                self._read_since += read
+                left -= -(-read // PAGE_TOKENS) * PAGE_TOKENS
+                if left <= 0:
+                    break
+        finally:
+            generator.max_chunk_size = chunk
 
     def forget(self) -> None:
         """Wait for the step that has not been read, and forget it. Its jobs have been forgotten, too."""
@@ -121,12 +172,15 @@ class DecodeLoop:
     def _draws_by_host(self, job: Any) -> bool:
         return len(job.sequences) > 1 or not self._steps.can_draw(job)
 
-    def _spans(self) -> tuple[list[tuple[Any, int, int]], int]:
-        """Return (job, first row, one behind its last row) of all jobs that get a token, and the pages of the longest.
+    def _spans(self, before: _Flight | None = None) -> tuple[list[_Span], int]:
+        """Return the spans of all jobs that get a token, and the pages of the longest.
 
         A job that gets its last token in the step that has not been read is left out.
+
+        before  that step; None: the one that has been queued last
         """
-        flying = self._flying_rows()
+        before = before or self._flight
+        flying = {job for job, _, _ in before.spans} if before is not None else set()
         spans, rows, pages = [], 0, 0
         for job in self._generator.active_jobs:
             ahead = job in flying
@@ -139,15 +193,12 @@ class DecodeLoop:
                 pages = max(pages, (sequence.kv_position + ahead) // PAGE_TOKENS + 1)
         return spans, pages
 
-    def _flying_rows(self) -> dict[Any, int]:
-        return {job: first for job, first, _ in self._flight.spans} if self._flight is not None else {}
-
-    def _queue(self, spans: list[tuple[Any, int, int]], before: _Flight | None) -> _Flight:
+    def _queue(self, spans: list[_Span], before: _Flight | None) -> _Flight:
         sources = {job: first for job, first, _ in before.spans} if before is not None else {}
         step: list[Row] = []
         jobs: list[Any | None] = []
         places: list[int] = []
-        by_host: list[tuple[Any, int, int]] = []
+        by_host: list[_Span] = []
         for job, first, last in spans:
             source = sources.get(job, -1)
             ahead = source >= 0
@@ -190,15 +241,24 @@ class DecodeLoop:
                 continue  # cancelled, ended or gone back since the step was queued
             job.claim_last()
             if job not in by_host:
+                if tokens[first] == NOT_A_TOKEN:
+                    raise RuntimeError("the model's logits are not numbers")
                 job.set_drawn(tokens[first])
             if job.receive_sample(None, job.drawn_tensor, None, None, None, None, results)[0]:
                 ended.append(job)
+        self._note_gap()
         waiting = generator.num_remaining_jobs()
         for job in ended:
             job.deallocate_pages()
             generator.active_jobs.remove(job)
         if waiting and not generator.num_remaining_jobs():
             generator.defrag_cache()
+
+    def _note_gap(self) -> None:
+        now = self._clock()
+        if self._accepted_at is not None:
+            self._pace.measured(now - self._accepted_at, self._read_since)
+        self._accepted_at, self._read_since = now, 0
 
     def _draw_by_host(self, flight: _Flight, logits: torch.Tensor, active: set[Any]) -> None:
         generator, at = self._generator, 0

@@ -1,0 +1,48 @@
+"""How much of a prompt is read between two steps of running answers. Pure."""
+
+from protocol.process.worker_spec import PAGE_TOKENS
+
+_SLOWER, _FASTER = 0.5, 0.1
+"""Weight of a new measurement that is slower, or faster, than the estimate. One slow chunk is a gap that users see; the
+next must be smaller."""
+
+
+class Pace:
+    """Chooses the size of a chunk so that the gap between two steps stays below a limit.
+
+    A gap is taken as the duration of a step without prompts, plus a duration for each prompt token. Both are measured
+    while the model serves. The duration of a token grows with the prompt, and so follows the latest chunk.
+
+    most     tokens of a chunk while no answer is running, a multiple of 256
+    limit_s  the longest gap that is wanted, in seconds. The least chunk is a page of 256 tokens, whatever it takes
+    """
+
+    def __init__(self, most: int, limit_s: float) -> None:
+        self._most, self._limit = most, limit_s
+        self._step: float | None = None
+        self._token: float | None = None
+
+    def tokens(self, running: bool) -> int:
+        """Return how many prompt tokens may be read before the next step, a multiple of 256.
+
+        running  whether an answer waits for that step
+        """
+        if not running:
+            return self._most
+        if self._token is None or self._step is None:
+            return PAGE_TOKENS
+        fits = (self._limit - self._step) / max(self._token, 1e-9)
+        return max(PAGE_TOKENS, min(self._most, int(fits) // PAGE_TOKENS * PAGE_TOKENS))
+
+    def measured(self, gap_s: float, tokens: int) -> None:
+        """Note the time between two steps of running answers, and the prompt tokens that were read in it."""
+        if not tokens:
+            self._step = _towards(self._step, gap_s)
+        elif self._step is not None:
+            self._token = _towards(self._token, max(gap_s - self._step, 0.0) / tokens)
+
+
+def _towards(estimate: float | None, value: float) -> float:
+    if estimate is None:
+        return value
+    return estimate + (value - estimate) * (_SLOWER if value > estimate else _FASTER)
