@@ -1,228 +1,136 @@
-"""Draws by the kernels and by the reference. ``python -m tests.engines.draw_cases`` compares them in this process.
+"""Rows of logits and settings to draw from, and the comparison of the kernels with the rule's reference.
 
-It prints the seed. TEST_SEED repeats a run.
+``python -m tests.engines.draw_cases SEED`` runs the kernels on the CPU in Triton's interpreter, which must be switched
+on before they are imported: TRITON_INTERPRET=1.
 """
 
-import os
-import random
-from collections.abc import Sequence
+import sys
 from typing import Any
 
 import numpy as np
 import torch
 
-from model_worker.engines.draw_rule import reference
-from model_worker.engines.draw_rule.batched import BatchedDraws
-from model_worker.engines.draw_rule.batched_logprobs import BatchedLogprobs
-from model_worker.engines.draw_rule.rule import Rule
-from model_worker.engines.exllamav2.sampling import TokenBias
+from model_worker.engines.exllamav2.gpu_draws.batched import BatchedDraws, RowDraw, write_words
+from model_worker.engines.exllamav2.gpu_draws.rule import candidates_of, draw, penalised, pick, rule_of, weights_of
 from protocol.request import SamplingParams
-from tests.engines.test_draw_kernels import SETTINGS
 
-EOS = 2
+Array = np.ndarray[Any, Any]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "plain": {"temperature": 1.0},
+    "cold": {"temperature": 0.2},
+    "hot": {"temperature": 3.0},
+    "smoothed": {"temperature": 0.8, "smoothing_factor": 0.3},
+    "top_k": {"temperature": 1.0, "top_k": 40},
+    "top_k 1 to 3": {"temperature": 1.0, "top_k": 3},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "top_a": {"temperature": 1.0, "top_a": 0.2},
+    "min_p": {"temperature": 1.0, "min_p": 0.05},
+    "min_p of all": {"temperature": 1.0, "min_p": 1.0},
+    "all cuts": {"temperature": 1.3, "top_k": 60, "top_p": 0.95, "top_a": 0.05, "min_p": 0.02},
+    "repetition": {"temperature": 0.9, "repetition_penalty": 1.3, "penalty_range": 20, "repetition_decay": 15},
+    "penalties": {"temperature": 0.7, "top_p": 0.8, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+    "greedy with penalties": {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+}
 
 
-def seed() -> int:
-    return int(os.environ.get("TEST_SEED") or random.randrange(1 << 32))
+def parameters(setting: str) -> SamplingParams:
+    return SamplingParams.model_construct(**SETTINGS[setting])
 
 
-def some_logits(rng: np.random.Generator, rows: int, vocab: int, device: str) -> torch.Tensor:
-    """Return fp16 logits [rows, padded vocabulary]: flat rows, peaked rows, many equal values, all equal."""
+def rows_of(rng: np.random.Generator, count: int, vocab: int) -> Array:
+    """Return fp16 logits [count, vocab]: peaked, flat, with many equal values, with -inf, and all equal."""
+    rows = rng.normal(size=(count, vocab)).astype(np.float32)
+    for number, row in enumerate(rows):
+        kind = number % 8
+        if kind < 3:
+            row *= (1.0, 3.0, 8.0)[kind]
+        elif kind == 3:
+            row[:] = rng.integers(0, 4, vocab)
+        elif kind == 4:
+            row[rng.random(vocab) < 0.9] = -np.inf
+            row[rng.integers(vocab)] = 1.0
+        elif kind == 5:
+            row[:] = 2.5
+        elif kind == 6:
+            row[:] = -np.inf
+            row[rng.integers(vocab)] = -3.0
+        else:
+            row *= 0.01
+            row[rng.integers(vocab, size=3)] += 9.0
+    halves: Array = rows.astype(np.float16)
+    return halves
+
+
+def compare(device: str, setting: str, rows: int, vocab: int, launches: int, seed: int) -> int:
+    """Draw ``launches`` times from ``rows`` rows, on a device and by the reference. Return how many were compared.
+
+    Raises AssertionError for a draw that differs.
+    """
+    rng = np.random.default_rng(seed)
     padded = -(-vocab // 32) * 32
-    x = rng.normal(0, 1, (rows, padded)) * rng.choice([0.01, 0.5, 2.0, 3.0, 8.0], (rows, 1))
-    for row in range(rows):
-        kind = rng.integers(8)
-        if kind == 0:
-            x[row] = np.round(x[row])
-        elif kind == 1 and rows > 1:
-            x[row] = 1.5
-        elif kind == 2 and rows > 1:
-            x[row, rng.integers(vocab) :] = -np.inf
-    x[:, vocab:] = 60000  # never drawn
-    x[:, rng.integers(vocab)] = 1.0
-    return torch.from_numpy(x).to(device, torch.float16)
-
-
-def steps_of(points: np.ndarray[Any, Any], slots: Sequence[int]) -> torch.Tensor:
-    """Return the step tensors [launches, rows, 4] of points [rows, launches]."""
-    step = np.zeros((*points.T.shape, 4), np.int64)
-    step[..., 0] = slots
-    step[..., 1] = (points.T.astype(np.uint64) << np.uint64(11)).view(np.int64)
-    return torch.from_numpy(step)
-
-
-def many_draws(
-    rng: np.random.Generator, rows: int, vocab: int, sampling: SamplingParams, draws: int, device: str, **options: int
-) -> None:
-    """Draw ``draws`` times in all and assert that kernels and reference agree on each token."""
-    logits = some_logits(rng, rows, vocab, device)
-    drawing = BatchedDraws(rows, logits.shape[1], vocab, (EOS,), device, **options)
-    slots = [drawing.assign(sampling) for _ in range(rows)]
-    launches = -(-draws // rows)
-    points = rng.integers(0, 1 << 53, (rows, launches))
-    points[:, 0], points[:, -1] = 0, (1 << 53) - 1
-    at_once = min(launches, 500)
-    steps = steps_of(points, slots)
-    step = steps[:at_once].to(device)
-    ids = torch.zeros(at_once, rows, dtype=torch.int64, device=device)
-    states = torch.zeros(at_once, rows, dtype=torch.int32, device=device)
-
-    def launch_all() -> None:
-        for i in range(at_once):
-            drawing.launch(logits, rows, step[i], ids[i], states[i])
-
-    replay = launch_all
-    if device == "cuda":
-        drawing.launch(logits, rows, step[0], ids[0], states[0])
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            launch_all()
-        replay = graph.replay
-    found = []
-    for start in range(0, launches, at_once):
-        chunk = steps[start : start + at_once]
-        step[: len(chunk)].copy_(chunk)
-        replay()
-        found.append(ids[: len(chunk)].cpu().numpy().copy())
-        assert not states.any()
-    x, rule = logits.float().cpu().numpy()[:, :vocab], Rule.of(sampling, vocab)
-    if rule.greedy:
-        expected = np.broadcast_to(x.argmax(-1)[:, None], points.shape)
-    else:
-        expected = reference.Candidates(x, rule).at(points)
-    different = np.argwhere(expected != np.concatenate(found).T)
-    assert not len(different), f"{len(different)} of {points.size} differ, first row and launch: {different[0]}"
-
-
-def one_request(rng: random.Random, vocab: int) -> SamplingParams:
-    ids = range(vocab)
-    return SamplingParams.model_construct(
-        temperature=rng.choice([0.0, 1.0, 0.5, 3.0]), top_k=rng.choice([0, 0, 3, 20]), top_p=rng.choice([1.0, 0.9]),
-        min_p=rng.choice([0.0, 0.02]), smoothing_factor=rng.choice([0.0, 0.0, 0.4]),
-        repetition_penalty=rng.choice([1.0, 1.3, 0.7]), penalty_range=rng.choice([-1, 0, 5]),
-        repetition_decay=rng.choice([0, 4]), frequency_penalty=rng.choice([0.0, 0.4, -0.3]),
-        presence_penalty=rng.choice([0.0, 0.7]), logit_bias=rng.choice([None, {3: 5.0, 7: -2.5}]),
-        banned_tokens=rng.choice([(), (0, 5)]), allowed_tokens=rng.choice([(), tuple(rng.sample(ids, 20))]),
-        ignore_eos=rng.random() < 0.2,
-    )  # fmt: skip
-
-
-def answers(number: int, vocab: int, rows: int, steps: int, device: str, **options: int) -> None:
-    """Draw short answers with all penalties, biases and limits in one batch. Assert that each token is that of the
-    reference, drawn alone, and that slots which are used again hold nothing of their former requests."""
-    rng, numbers = random.Random(number), np.random.default_rng(number)
-    padded = -(-vocab // 32) * 32
-    drawing = BatchedDraws(rows, padded, vocab, (EOS,), device, **options)
-    for _ in range(2):
-        requests = [one_request(rng, vocab) for _ in range(rows)]
-        prompts = [[rng.randrange(vocab) for _ in range(rng.randrange(12))] for _ in range(rows)]
-        texts: list[list[int]] = [[] for _ in range(rows)]
-        ends = [(EOS, rng.randrange(vocab)) for _ in range(rows)]
-        slots = [
-            drawing.assign(request, prompt=prompt, end_ids=end)
-            for request, prompt, end in zip(requests, prompts, ends, strict=True)
-        ]
-        biases = [TokenBias.of(request.model_copy(update=NO_COUNTS), padded, (EOS,)) for request in requests]
-        for step in range(steps):
-            order = rng.sample(range(rows), rows)
-            x = some_logits(numbers, rows, vocab, device)
-            allowed = numbers.random((rows, vocab)) < 0.7
-            points = [rng.getrandbits(53) for _ in range(rows)]
-            limited = [rng.random() < 0.3 for _ in range(rows)]
-            for row, job in enumerate(order):
-                if limited[row]:
-                    drawing.set_limit(slots[job], np.packbits(allowed[row], bitorder="little"))
-                drawing.set_row(
-                    row, slots[job], points[row], len(prompts[job]) + len(texts[job]), too_short=step < 2,
-                    limited=limited[row],
-                )  # fmt: skip
-            drawing.send()
-            drawing.launch(x, rows)
-            for row, job in enumerate(order):
-                rule = Rule.of(requests[job], vocab)
-                logits = x[row, :vocab].float().cpu().numpy()
-                if rule.repeats:
-                    last = np.zeros(vocab, np.int32)
-                    for place, token in enumerate(prompts[job] + texts[job]):
-                        last[token] = place + 1
-                    logits = reference.penalized(logits, rule, last, len(prompts[job]) + len(texts[job]))
-                bias, count = biases[job], np.bincount(texts[job], minlength=vocab) if rule.counts else None
-                logits = reference.biased(logits, rule, bias.tensor.numpy()[:vocab] if bias else None, count)
-                if step < 2:
-                    logits = reference.limited(logits, np.isin(np.arange(vocab), ends[job]))
-                if limited[row]:
-                    logits = reference.limited(logits, ~allowed[row])
-                expected, state = reference.draw(logits[None], rule, np.array([points[row]]))
-                where = f"seed {number}, step {step}, {requests[job]!r}"
-                assert int(drawing.states[row]) == state[0], where
-                assert int(drawing.ids[row]) == expected[0], where
-                if state[0] == reference.OK:
-                    texts[job].append(int(expected[0]))
-        for slot in slots:
-            drawing.release(slot)
-
-
-NO_COUNTS = {"frequency_penalty": 0.0, "presence_penalty": 0.0}
-
-
-def odd_rows(device: str) -> None:
-    """NaN, infinities and rows with nothing left."""
-    x = torch.full((5, 96), 1.0)
-    x[0, 50] = float("nan")
-    x[1] = float("-inf")
-    x[2, 40] = x[2, 30] = float("inf")
-    x[3], x[3, 95] = float("-inf"), -3.0
-    for fields in ({}, {"temperature": 0.0}, {"top_p": 0.9}):
-        sampling = SamplingParams(**fields)
-        drawing = BatchedDraws(5, 96, 96, (EOS,), device, room=16)
-        for row in range(5):
-            drawing.set_row(row, drawing.assign(sampling), 1 << 52)
-        drawing.send()
-        drawing.launch(x.half().to(device), 5)
-        ids, states = reference.draw(x.numpy(), Rule.of(sampling, 96), np.full(5, 1 << 52))
-        assert drawing.ids.tolist() == ids.tolist(), fields
-        assert drawing.states.tolist() == states.tolist() == [1, 2, 0, 0, 0]
-
-
-def log_probabilities(rng: np.random.Generator, rows: int, vocab: int, device: str) -> None:
-    """Compare log-probabilities with PyTorch's, and the likeliest ids with an exact order."""
-    logits = some_logits(rng, rows, vocab, device)
-    computed = BatchedLogprobs(rows, vocab, device)
-    wanted = [int(n) for n in rng.choice([-1, 0, 1, 20], rows)]
-    wanted[0] = 20
-    computed.wanted.copy_(torch.tensor(wanted))
-    drawn = torch.from_numpy(rng.integers(0, vocab, rows)).to(device)
-    computed.launch(logits, rows, drawn)
-    x = logits[:, :vocab].float().cpu()
-    expected = x.log_softmax(-1)
-    for row, n in enumerate(wanted):
-        if n < 0:
-            continue
-        own = expected[row, int(drawn[row])]
-        torch.testing.assert_close(computed.own[row].cpu(), own, atol=1e-4, rtol=1e-5)
-        ids = np.lexsort((np.arange(vocab), -x[row].numpy()))[:n]
-        finite = x[row].numpy()[ids] > -np.inf
-        assert (computed.ids[row, :n].cpu().numpy() == ids)[finite].all()
-        torch.testing.assert_close(computed.values[row, :n].cpu(), expected[row][ids], atol=1e-4, rtol=1e-5)
+    sampling = parameters(setting)
+    rule = rule_of(sampling, vocab)
+    with_tables = rule.penalty != 1 or rule.frequency != 0 or rule.presence != 0
+    logits = np.full((rows, padded), -65504.0, np.float16)
+    logits[:, :vocab] = rows_of(rng, rows, vocab)
+    batched = BatchedDraws(rows, padded, vocab, device)
+    slots = rng.permutation(rows) if with_tables else np.full(rows, -1)
+    seen, counts = np.zeros((rows, vocab), np.int32), np.zeros((rows, vocab), np.int32)
+    bias = np.zeros((rows, vocab), np.float32)
+    position = int(rng.integers(1, 60))
+    if with_tables:
+        for row in range(rows):
+            for place, token in enumerate(rng.integers(0, vocab, position)):
+                seen[row, token] = place + 1
+                counts[row, token] += place > position // 2
+            bias[row, rng.integers(0, vocab, vocab // 8)] = rng.normal()
+            bias[row, rng.integers(0, vocab, 3)] = -np.inf
+        for name, table in (("last_seen", seen), ("counts", counts), ("bias", bias)):
+            held = np.empty_like(table)
+            held[slots] = table
+            getattr(batched, name).copy_(torch.from_numpy(held))
+    on_device = torch.from_numpy(logits).to(device)
+    words = torch.zeros_like(batched.words, device="cpu")
+    fixed = [
+        None
+        if rule.greedy or with_tables
+        else candidates_of(weights_of(penalised(row[:vocab], rule, 0, None, None, None), rule), rule)
+        for row in logits
+    ]
+    for _ in range(launches):
+        points = [int(point) for point in rng.integers(0, 1 << 53, rows)]
+        points[0] = 0
+        points[-1] = (1 << 53) - 1 if rows > 1 else points[-1]
+        draws = [RowDraw(rule, int(slots[row]), position, points[row]) for row in range(rows)]
+        write_words(words.numpy(), draws)
+        batched.words.copy_(words)
+        batched.launch(on_device, rows)
+        drawn = batched.drawn.cpu().tolist()
+        for row in range(rows):
+            candidates = fixed[row]
+            if candidates is not None:
+                expected = pick(points[row], *candidates)
+            else:
+                tables = (seen[row], counts[row], bias[row]) if with_tables else (None, None, None)
+                expected = draw(penalised(logits[row, :vocab], rule, position, *tables), rule, points[row])
+            assert drawn[row] == expected, (setting, row, points[row], drawn[row], expected)
+            if with_tables:
+                seen[row, expected] = position + 1
+                counts[row, expected] += 1
+        position += 1
+    return rows * launches
 
 
 def main() -> None:
-    """Compare in this process, in Triton's interpreter if TRITON_INTERPRET is set."""
-    begun = seed()
-    print(f"TEST_SEED={begun}", flush=True)
-    rng = np.random.default_rng(begun)
-    odd_rows("cpu")
-    for vocab in (96, 5000):
-        log_probabilities(rng, 4, vocab, "cpu")
-    for fields in SETTINGS:
-        for vocab in (96, 1000):
-            many_draws(rng, 2, vocab, SamplingParams(**fields), 4, "cpu", room=16)
-    many_draws(rng, 2, 512, SamplingParams(top_k=40), 2, "cpu", room=128)
-    many_draws(rng, 2, 5000, SamplingParams(top_p=0.9), 2, "cpu", room=16)
-    for number in range(begun, begun + 3):
-        answers(number, 96, 4, 3, "cpu", room=16)
-    print("all equal")
+    seed = int(sys.argv[1])
+    compared = sum(
+        compare("cpu", setting, 8, vocab, launches, seed)
+        for setting in SETTINGS
+        for vocab, launches in ((96, 2), (5000, 1))
+    )
+    print(f"{compared} draws are equal")
 
 
 if __name__ == "__main__":

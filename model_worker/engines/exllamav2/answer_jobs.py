@@ -31,7 +31,7 @@ class AnswerJobs:
         # Not imported above: this module imports exllamav2, which ``exllamav2.load`` must have done before.
         self._answer_job = importlib.import_module("model_worker.engines.exllamav2.job").AnswerJob
         self._batch, self._padded, self._drawable, self._eos_ids = batch, padded, drawable, eos_ids
-        self._draft_tokens, self._ngram = loaded.draft_tokens, loaded.ngram
+        self._draft_tokens, self._ngram, self._by_rule = loaded.draft_tokens, loaded.ngram, loaded.graphs
         self._pieces = PieceSearch(loaded.tokenizer.get_id_to_piece_list(True))
         sampler = loaded.generator.ExLlamaV2Sampler
         self._protected = sampler.get_default_xtc_mask_tokens(loaded.tokenizer)
@@ -114,6 +114,7 @@ class AnswerJobs:
             top=job.top_logprobs,
             sampling=sampling,
             breakers=self._breakers_of(sampling),
+            by_rule=self._by_rule,
             xtc=xtc if xtc_is_on(sampling) else None,
             identifier=job.id,
             **varying,

@@ -26,6 +26,14 @@ from model_worker.engines.constraint import Constraint
 from model_worker.engines.draws import Draws
 from model_worker.engines.exllamav2.answer import COMPLETE, FAILED
 from model_worker.engines.exllamav2.cut import BeforeDraw, is_cut
+from model_worker.engines.exllamav2.gpu_draws.rule import (
+    POINT_BITS,
+    DrawRule,
+    draw,
+    draws_by_rule,
+    penalised,
+    rule_of,
+)
 from model_worker.engines.exllamav2.ngram import NGrams
 from model_worker.engines.exllamav2.sampling import NEVER, TokenBias
 from model_worker.engines.exllamav2.xtc import draw_excluding_top
@@ -54,6 +62,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     vocab        ids below this can be drawn
     first_bias   added to the logits of the first draw only, float32 [padded vocabulary]
     top          None, or how many of the likeliest tokens are reported with each token
+    by_rule      whether draws follow ``gpu_draws.rule`` where it covers them, also those of the host
     sampling     parameters; DRY, top_k, top_p, top_a and min_p are computed here
     breakers     sequence breakers of DRY (bool [vocab]), None without DRY
     xtc          (probability, threshold, ids that are never left out, skew), or None
@@ -84,6 +93,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         top: int | None = None,
         sampling: SamplingParams,
         breakers: np.ndarray[Any, Any] | None = None,
+        by_rule: bool = False,
         xtc: tuple[float, float, Collection[int], float] | None = None,
         constraint: Constraint | None = None,
     ) -> None:
@@ -118,6 +128,9 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self.fresh_logprobs: list[DrawnToken] = []
         self.begun = returns > 0
         self.ended: str | None = None
+        # The constraint and guidance change what is drawn, too: gpu_draws.tables.
+        self.rule = rule_of(sampling, vocab) if by_rule and xtc is None and draws_by_rule(sampling) else None
+        self._from = drawn
         self.greedy = settings["top_k"] == 1
         self.shortcut = (
             self.greedy
@@ -140,7 +153,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         if self._limits is None:
             self._limits = torch.empty(padded)
         self.constraint.write_bias(self._limits.numpy())
-        for bias in (self.first_bias, self.bias.tensor if self.bias else None):
+        own = None if self.bias is None else self.bias.tensor if self.rule is None else self.bias.base
+        for bias in (self.first_bias, own):
             if bias is not None:
                 self._limits += bias
         self.gen_settings.token_bias = self._limits
@@ -161,7 +175,10 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     def receive_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, None, None, None, bool]:
         """Draw from float32 logits [sequences, 1, padded vocabulary]. May run on a thread of the generator's pool."""
         raw = logits[0, 0, : self.vocab].clone() if self.top is not None else None
-        token = self._likeliest(logits) if self.shortcut else self._sampled(logits)
+        if self.shortcut:
+            token = self._likeliest(logits)
+        else:
+            token = self._sampled(logits) if self.rule is None else self._drawn_by(self.rule, logits)
         self._drawn[0, 0] = token
         if raw is not None:
             self._logprob = _logprob(raw, token, self.top or 0)
@@ -179,6 +196,34 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         if row[token] != row[token]:
             raise RuntimeError(NOT_NUMBERS)
         return token
+
+    def _drawn_by(self, rule: DrawRule, logits: torch.Tensor) -> int:
+        """Return the token that the GPU would draw, too."""
+        seen = counts = bias = None
+        ids = self.sequences[0].sequence_ids.torch()[0].numpy()
+        if rule.penalty != 1:
+            inside = ids < self.vocab
+            seen = np.zeros(self.vocab, np.int32)
+            seen[ids[inside]] = np.flatnonzero(inside) + 1
+        if self.bias is not None and self.bias.counts:
+            counts = np.zeros(self.vocab, np.int32)
+            for token, count in self.bias.counted.items():
+                counts[token] = count
+        if self.constraint is not None and self._limits is not None:
+            bias = self._limits.numpy()[: self.vocab]
+        elif self.bias is not None or self.first_bias is not None:
+            bias = np.zeros(self.vocab, np.float32)
+            for own in (self.bias.base if self.bias else None, self.first_bias):
+                if own is not None:
+                    bias += own.numpy()[: self.vocab]
+        x = penalised(logits[0, 0, : self.vocab].numpy(), rule, len(ids), seen, counts, bias)
+        if 0 <= self.new_tokens < self.minimum:
+            x[self.end_list] = NEVER
+        try:
+            point = 0 if rule.greedy else int(self.draws.at(self.new_tokens, returns=self.returns) * 2.0**POINT_BITS)
+            return draw(x, rule, point)
+        except ValueError:
+            raise RuntimeError(NOT_NUMBERS) from None
 
     def _sampled(self, logits: torch.Tensor) -> int:
         if self.greedy and math.isnan(float(logits[:, :, : self.vocab].max())):
@@ -326,6 +371,14 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         return [self._drawn_tensor]
 
     # --- what the decode loop asks
+
+    def begun_here(self, place: int) -> bool:
+        """Return whether the token of this place follows another one that this job drew."""
+        return place > self._from
+
+    def note_logprob(self, drawn: DrawnToken) -> None:
+        """Note the log-probabilities of the token that is taken next."""
+        self._logprob = drawn
 
     def last_tokens(self) -> list[int]:
         """Return the newest token of each sequence: the next step's input."""

@@ -172,7 +172,7 @@ def make_generator(loaded: Loaded, max_batch_size: int) -> Any:
         max_q_size=loaded.draft_tokens + 1,  # tokens of a step: the last one, and those speculated behind it
         paged=True,
     )
-    if loaded.graphs:  # the cache's last page is spare
+    if loaded.graphs and loaded.cache.max_seq_len > loaded.cache_size:  # its last page is spare
         generator.max_total_tokens = loaded.cache_size
         generator.max_pages = loaded.cache_size // PAGE_TOKENS
         generator.reset_page_table()

@@ -83,13 +83,17 @@ def check_sampling(sampling: SamplingParams) -> None:
 class TokenBias:
     """The value added to a job's logits: biases, exclusions, and the penalties that count only the answer.
 
-    ``tensor`` is float32 [padded vocabulary]. Excluded ids stay -inf in it.
+    Excluded ids are -inf.
+
+    tensor   float32 [padded vocabulary]
+    base     the same without the penalties
+    counted  how often each token stands in the answer, if that counts
     """
 
     def __init__(self, sampling: SamplingParams, padded: int, eos_ids: Iterable[int]) -> None:
         self._frequency, self._presence = sampling.frequency_penalty, sampling.presence_penalty
         self.counts = bool(self._frequency or self._presence)
-        self._count: dict[int, int] = {}
+        self.counted: dict[int, int] = {}
         bias = torch.full((padded,), NEVER if sampling.allowed_tokens else 0.0, dtype=torch.float32)
         bias[list(sampling.allowed_tokens)] = 0.0
         for token, value in (sampling.logit_bias or {}).items():
@@ -98,6 +102,7 @@ class TokenBias:
         if sampling.ignore_eos:
             bias[[token for token in eos_ids if token < padded]] = NEVER
         self.tensor = bias
+        self.base = bias.clone() if self.counts else bias
         self._values = bias.numpy()  # the same memory: an access takes a tenth of the time
 
     @staticmethod
@@ -111,17 +116,17 @@ class TokenBias:
 
     def count(self, token: int) -> None:
         """Count one more token of the answer."""
-        seen = self._count.get(token, 0)
-        self._count[token] = seen + 1
+        seen = self.counted.get(token, 0)
+        self.counted[token] = seen + 1
         self._values[token] -= self._frequency if seen else self._frequency + self._presence
 
     def count_only(self, tokens: Iterable[int]) -> None:
         """Count only ``tokens`` as the answer, after other tokens were taken back."""
         if not self.counts:
             return
-        for token, seen in self._count.items():
+        for token, seen in self.counted.items():
             self._values[token] += self._presence + seen * self._frequency
-        self._count.clear()
+        self.counted.clear()
         for token in tokens:
             self.count(token)
 

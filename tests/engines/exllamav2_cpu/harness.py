@@ -93,6 +93,7 @@ class Harness:
             draft_tokens=draft_tokens if speculate else 0,
             ngram=speculate == "ngram",
             devices=[],
+            graphs=self.queues_ahead,
         )
         spec = EngineSpec("m", "exllamav2", str(directory("letters")), device="cuda", max_batch_size=batch)
         self.engine = ExLlamaV2Engine(spec)

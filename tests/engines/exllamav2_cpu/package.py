@@ -55,3 +55,8 @@ def oracle(model: str, logits: OracleLogits, *, context: int, chunk: int, cache_
     """Build an oracle for a demo model. Return (model, cache)."""
     built = OracleModel(read_config(model, context, chunk), logits)
     return built, make_cache(import_package(), built, cache_size)
+
+
+def logprob_of(raw: torch.Tensor, token: int, top: int) -> Any:
+    """Return the DrawnToken of a token that was drawn from raw logits."""
+    return importlib.import_module("model_worker.engines.exllamav2.job")._logprob(raw, token, top)

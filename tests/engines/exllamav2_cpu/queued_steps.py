@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from model_worker.engines.exllamav2.decode.draws import draws_on_gpu
 from model_worker.engines.exllamav2.decode.inputs import Row
-from model_worker.engines.exllamav2.decode.loop import NOT_A_TOKEN, Array
+from model_worker.engines.exllamav2.decode.loop import NOT_A_TOKEN, Array, Computed
+from model_worker.engines.exllamav2.gpu_draws.batched import RowDraw
+from model_worker.engines.exllamav2.gpu_draws.rule import draw, penalised
+from model_worker.engines.exllamav2.gpu_draws.tables import RowTables
+from tests.engines.exllamav2_cpu.package import logprob_of
 
 PAGE = 256
 
@@ -30,20 +33,27 @@ class _Params:
 class _Queued:
     def __init__(self, compute: Callable[[], None]) -> None:
         self.compute: Callable[[], None] | None = compute
-        self.drawn: Array = np.zeros(0, np.int64)
-        self.logits: torch.Tensor | None = None
+        self.result = Computed(np.zeros(0, np.int64))
 
 
 class QueuedSteps:
-    """``loop.Steps`` over an oracle. ``most`` is the largest step that it takes, in rows."""
+    """``loop.Steps`` over an oracle, which draws by the rule's reference. ``most`` is the largest step in rows."""
 
     def __init__(self, generator: Any, most: int, drawable: int) -> None:
         self._generator, self.most, self._drawable = generator, most, drawable
         self._line: list[_Queued] = []
         self._drawn: Array = np.zeros(0, np.int64)
         self._forward = generator.model.forward_chunk
+        self.rows, self.vocab = generator.max_batch_size, drawable
+        self._filled = {
+            name: np.zeros((self.rows, drawable), np.float32 if name == "bias" else np.int32)
+            for name in ("bias", "last_seen", "counts")
+        }
+        self._tables = RowTables(self)
         self.queued_ahead = 0
         """Number of steps that were queued while another had not been read."""
+        self.drawn_here = 0
+        """Number of tokens that the host did not draw."""
         self._before("iterate_start_jobs", lambda: bool(generator.pending_jobs))
         self._before("defrag_cache", lambda: True)
 
@@ -61,8 +71,11 @@ class QueuedSteps:
     def fits(self, rows: int, pages: int) -> bool:
         return rows <= self.most
 
-    def can_draw(self, job: Any) -> bool:
-        return draws_on_gpu(job)
+    def fill(self, table: str, slot: int, values: Array) -> None:
+        def compute() -> None:
+            self._filled[table][slot] = values
+
+        self._line.append(_Queued(compute))
 
     def queue(
         self, rows: Sequence[Row], jobs: Sequence[Any | None], places: Sequence[int], logits: Sequence[int]
@@ -70,26 +83,47 @@ class QueuedSteps:
         self.queued_ahead += bool(self._line)
         tables = [np.array(row.pages) for row in rows]
         step = [Row(tuple(r.tokens), r.length, table, r.source) for r, table in zip(rows, tables, strict=True)]
-        wanted, drawing = list(logits), [job is not None for job in jobs]
+        draws = self._tables.step(jobs, places, [row.length for row in rows])
+        tops = [job.top if job is not None else None for job in jobs]
+        wanted = list(logits)
+        self.drawn_here += sum(draw is not None for draw in draws)
 
         def compute() -> None:
             ids = torch.tensor([[int(self._drawn[r.source]) if r.source >= 0 else r.tokens[0]] for r in step])
             params = _Params(step, max(map(len, tables)))
             out = self._forward(ids, cache=self._generator.cache, attn_params=params)["logits"]
-            values, ids = out[:, 0, : self._drawable].max(-1)
-            self._drawn = torch.where(values.isnan(), NOT_A_TOKEN, ids).numpy()
             # The host must not read a token that it draws itself.
-            queued.drawn = np.where(drawing, self._drawn, -2)
-            queued.logits = out[wanted].float() if wanted else None
+            self._drawn = np.array(
+                [-2 if draw is None else self._draw(row, draw) for row, draw in zip(out[:, 0], draws, strict=True)]
+            )
+            queued.result = Computed(self._drawn, out[wanted].float() if wanted else None)
+            for number, top in enumerate(tops):
+                if top is not None:
+                    raw = out[number, 0, : self._drawable].float()
+                    queued.result.logprobs[number] = logprob_of(raw, int(self._drawn[number]), top)
 
         queued = _Queued(compute)
         self._line.append(queued)
         return queued
 
-    def read(self, queued: _Queued) -> tuple[Array, torch.Tensor | None]:
+    def _draw(self, logits: torch.Tensor, row: RowDraw) -> int:
+        own = {name: None if row.slot < 0 else table[row.slot] for name, table in self._filled.items()}
+        x = penalised(
+            logits[: self._drawable].numpy(), row.rule, row.position, own["last_seen"], own["counts"], own["bias"]
+        )
+        try:
+            token = draw(x, row.rule, row.point)
+        except ValueError:
+            return NOT_A_TOKEN
+        if row.slot >= 0:
+            self._filled["last_seen"][row.slot, token] = row.position + 1
+            self._filled["counts"][row.slot, token] += 1
+        return token
+
+    def read(self, queued: _Queued) -> Computed:
         while queued.compute is not None:
             self._compute_first()
-        return queued.drawn, queued.logits
+        return queued.result
 
     def _compute(self) -> None:
         while self._line:

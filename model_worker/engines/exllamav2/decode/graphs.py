@@ -22,6 +22,7 @@ from model_worker.engines.exllamav2.decode.buckets import fitting
 from model_worker.engines.exllamav2.decode.embedding import HostEmbedding, scale_of
 from model_worker.engines.exllamav2.decode.inputs import Row, StepInputs
 from model_worker.engines.exllamav2.decode.static_params import static_params
+from model_worker.engines.exllamav2.gpu_draws.batched import RowDraw
 from model_worker.engines.paged import attention
 
 WARM_UPS = 3
@@ -78,6 +79,12 @@ class DecodeGraphs:
         """Return the package's stream on a GPU. All work on the cache is queued there."""
         return self._model.get_device_context(device, scratch=False).stream
 
+    def set_streams(self) -> None:
+        """Make the package's streams the current ones of this thread. The last GPU is the current one afterwards."""
+        for device in self.devices:
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(self.stream(device))
+
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """Return (rows, width) of all graphs, the largest first."""
@@ -91,7 +98,7 @@ class DecodeGraphs:
         """
         for done, (rows, width) in enumerate(self.sizes):
             progress(done, len(self.sizes))
-            self.inputs.write([], rows, width)
+            self.inputs.write([], [], rows, width)
             self._captured[rows, width] = [
                 self._capture_segment(number, rows, width) for number in range(len(self._segments))
             ]
@@ -149,19 +156,17 @@ class DecodeGraphs:
         return fitting(self.rows, rows) is not None and fitting(self.widths, pages) is not None
 
     @torch.inference_mode()
-    def replay(self, step: Sequence[Row]) -> torch.Tensor:
-        """Queue a step that ``fits``. Return its logits fp16 [rows, queries, padded vocabulary], on the last GPU.
+    def replay(self, step: Sequence[Row], draws: Sequence[RowDraw | None] = ()) -> torch.Tensor:
+        """Queue a step that ``fits``, and what its rows draw.
 
-        The logits are overwritten by the next step.
+        Return its logits fp16 [rows, queries, padded vocabulary], on the last GPU. The next step overwrites them.
         """
         rows = fitting(self.rows, len(step))
         width = fitting(self.widths, max(len(row.pages) for row in step))
         assert rows is not None
         assert width is not None
-        for device in self.devices:
-            torch.cuda.set_device(device)
-            torch.cuda.set_stream(self.stream(device))
-        self.inputs.write(step, rows, width)
+        self.set_streams()
+        self.inputs.write(step, draws, rows, width)
         for number, graph in enumerate(self._captured[rows, width]):
             device = self.devices[number]
             torch.cuda.set_device(device)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from model_worker.engines.exllamav2.gpu_draws.batched import WORDS, RowDraw, write_words
+
 Array = np.ndarray[Any, Any]
 
 PINNED_SETS = 3
@@ -39,8 +41,8 @@ def _aligned(count: int) -> int:
 class StepInputs:
     """The inputs of a step with ``queries`` tokens for each of at most ``rows`` rows, on one or more GPUs.
 
-    All of it is one block of int32 for each GPU: given tokens [rows * queries], sources [rows], lengths [rows], and the
-    block table [rows, width] of the step's own width. So a step is one copy to each GPU.
+    All of it is one block of int32 for each GPU: given tokens [rows * queries], sources [rows], lengths [rows], what
+    the rows draw [rows, WORDS], and the block table [rows, width] of the step's own width. So a step is one copy.
 
     width  pages of the widest block table
     spare  a page that no sequence owns. Rows that fill up a step write there, and unused entries of tables hold it
@@ -50,7 +52,8 @@ class StepInputs:
         self.rows, self.queries, self._spare = rows, queries, spare
         self._sources = _aligned(rows * queries)
         self._lengths = self._sources + _aligned(rows)
-        self._table = self._lengths + _aligned(rows)
+        self._words = self._lengths + _aligned(rows)
+        self._table = self._words + rows * WORDS
         size = self._table + rows * width
         self._pinned = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(PINNED_SETS)]
         self._arrays = [tensor.numpy() for tensor in self._pinned]
@@ -66,11 +69,18 @@ class StepInputs:
     def lengths(self, device: int, rows: int) -> torch.Tensor:
         return self.device[device][self._lengths : self._lengths + rows]
 
+    def words(self, device: int) -> torch.Tensor:
+        """Return what the rows draw, int32 [rows, WORDS] (``gpu_draws.kernels``)."""
+        return self.device[device][self._words : self._table].view(self.rows, WORDS)
+
     def table(self, device: int, rows: int, width: int) -> torch.Tensor:
         return self.device[device][self._table : self._table + rows * width].view(rows, width)
 
-    def write(self, step: Sequence[Row], rows: int, width: int) -> None:
-        """Queue the copies of a step's inputs on the current streams. ``rows`` and ``width`` are those of the graph."""
+    def write(self, step: Sequence[Row], draws: Sequence[RowDraw | None], rows: int, width: int) -> None:
+        """Queue the copies of a step's inputs on the current streams. ``rows`` and ``width`` are those of the graph.
+
+        draws  what each row draws; None, and rows without an element: nothing
+        """
         block, pinned = self._arrays[self._next], self._pinned[self._next]
         self._next = (self._next + 1) % PINNED_SETS
         queries, used = self.queries, len(step)
@@ -86,5 +96,6 @@ class StepInputs:
         block[self._lengths : self._lengths + rows] = 0
         block[self._lengths : self._lengths + used] = [row.length for row in step]
         block[used * queries : rows * queries] = 0
+        write_words(block[self._words : self._words + rows * WORDS].reshape(rows, WORDS), draws)
         for tensor in self.device.values():
             tensor[:end].copy_(pinned[:end], non_blocking=True)

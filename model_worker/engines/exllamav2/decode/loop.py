@@ -15,14 +15,16 @@ there is one in the batch, each step is read before the next is queued.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from model_worker.engine import DrawnToken
 from model_worker.engines.exllamav2.decode.inputs import Row
 from model_worker.engines.exllamav2.decode.pace import Pace
+from model_worker.engines.exllamav2.gpu_draws.tables import draws_on_gpu
 from protocol.process.worker_spec import PAGE_TOKENS
 
 Array = np.ndarray[Any, Any]
@@ -37,10 +39,6 @@ class Steps(Protocol):
         """Return whether a step of this size can be queued."""
         ...
 
-    def can_draw(self, job: Any) -> bool:
-        """Return whether the next token of a job can be drawn on the GPU."""
-        ...
-
     def queue(
         self, rows: Sequence[Row], jobs: Sequence[Any | None], places: Sequence[int], logits: Sequence[int]
     ) -> Any:
@@ -52,11 +50,23 @@ class Steps(Protocol):
         """
         ...
 
-    def read(self, queued: Any) -> tuple[Array, torch.Tensor | None]:
-        """Wait for a step. Return the drawn tokens int64 [rows], and the logits, float32 [rows asked for, 1, padded
-        vocabulary]. NOT_A_TOKEN stands for a row whose logits are not numbers.
-        """
+    def read(self, queued: Any) -> "Computed":
+        """Wait for a step and return its result."""
         ...
+
+
+@dataclass
+class Computed:
+    """A step that has been computed.
+
+    drawn     int64 [rows]; NOT_A_TOKEN for a row whose logits are not numbers
+    logits    float32 [rows asked for, 1, padded vocabulary]; None if none were
+    logprobs  by row, for jobs that ask for them and whose token the GPU drew
+    """
+
+    drawn: Array
+    logits: torch.Tensor | None = None
+    logprobs: dict[int, DrawnToken] = field(default_factory=dict)
 
 
 _Span = tuple[Any, int, int]
@@ -170,7 +180,7 @@ class DecodeLoop:
             self._flight = None
 
     def _draws_by_host(self, job: Any) -> bool:
-        return len(job.sequences) > 1 or not self._steps.can_draw(job)
+        return not draws_on_gpu(job)
 
     def _spans(self, before: _Flight | None = None) -> tuple[list[_Span], int]:
         """Return the spans of all jobs that get a token, and the pages of the longest.
@@ -230,10 +240,10 @@ class DecodeLoop:
         generator = self._generator
         active = set(generator.active_jobs)
         # Read it even if nobody wants its tokens: memory that it uses is written again a few steps later.
-        drawn, logits = self._steps.read(flight.queued)
-        tokens = drawn.tolist()
-        if logits is not None:
-            self._draw_by_host(flight, logits, active)
+        computed = self._steps.read(flight.queued)
+        tokens = computed.drawn.tolist()
+        if computed.logits is not None:
+            self._draw_by_host(flight, computed.logits, active)
         by_host = {job for job, _, _ in flight.by_host}
         ended = []
         for job, first, _ in flight.spans:
@@ -244,6 +254,8 @@ class DecodeLoop:
                 if tokens[first] == NOT_A_TOKEN:
                     raise RuntimeError("the model's logits are not numbers")
                 job.set_drawn(tokens[first])
+                if first in computed.logprobs:
+                    job.note_logprob(computed.logprobs[first])
             if job.receive_sample(None, job.drawn_tensor, None, None, None, None, results)[0]:
                 ended.append(job)
         self._note_gap()

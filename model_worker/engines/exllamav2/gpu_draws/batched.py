@@ -1,0 +1,119 @@
+"""Draws of all rows of a step, launched together on one GPU."""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import pack_into
+from typing import Any
+
+import numpy as np
+import torch
+
+from model_worker.engines.exllamav2.gpu_draws.rule import DrawRule
+
+Array = np.ndarray[Any, Any]
+
+WORDS = 24
+"""int32 numbers of a row; ``kernels`` says which."""
+HOST, GREEDY, WEIGHED = 0, 1, 2
+LEVELS = 8
+BLOCK, MOST = 4096, 4096
+"""Ids of one program, and the most candidates that a row may have before the slow way is taken."""
+
+
+@dataclass(frozen=True)
+class RowDraw:
+    """What one row draws: its rule, its tables (-1: none), the tokens of its sequence, and its point of 53 bits."""
+
+    rule: DrawRule
+    slot: int
+    position: int
+    point: int
+
+
+def write_words(words: Array, draws: Sequence[RowDraw | None]) -> None:
+    """Write the rows of a step into int32 [rows, WORDS]. Rows beyond ``draws``, and those of None, draw nothing."""
+    words[:, 0] = HOST
+    for row, draw in zip(words, draws, strict=False):
+        if draw is None:
+            continue
+        rule = draw.rule
+        pack_into(
+            "<8i3Qd5f", row, 0,
+            GREEDY if rule.greedy else WEIGHED, draw.slot, draw.position, rule.penalty_range, rule.penalty_end,
+            rule.top_k, rule.smoothed, rule.cuts,
+            draw.point << 11, rule.top_p, rule.min_p, rule.top_a * 2.0**80,
+            rule.scale, rule.penalty, rule.fade, rule.frequency, rule.presence,
+        )  # fmt: skip
+
+
+class BatchedDraws:
+    """Buffers and tables of the kernels. Nothing is allocated after this.
+
+    rows    most rows of a step, and number of slots with tables
+    padded  elements of a row of logits; ids below ``vocab`` can be drawn
+    words   int32 [rows, WORDS] on the device: what the rows draw; by default zeros
+    drawn   int64 [rows]: where the tokens go; -1 for a row whose logits are not numbers
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        padded: int,
+        vocab: int,
+        device: torch.device | str,
+        words: torch.Tensor | None = None,
+        drawn: torch.Tensor | None = None,
+    ) -> None:
+        self.rows, self.vocab, self._padded = rows, vocab, padded
+        self.blocks = -(-vocab // BLOCK)
+        # Not imported above: it needs Triton.
+        self._kernels: Any = importlib.import_module("model_worker.engines.exllamav2.gpu_draws.kernels")
+
+        def make(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.words = make(rows, WORDS) if words is None else words
+        self.bias = make(rows, vocab, dtype=torch.float32)
+        self.last_seen, self.counts = make(rows, vocab), make(rows, vocab)
+        self.drawn = make(rows, dtype=torch.int64) if drawn is None else drawn
+        self._largest = make(rows, self.blocks, dtype=torch.float32)
+        self._where, self._wrong = make(rows, self.blocks), make(rows, self.blocks)
+        self._powers = make(rows, vocab, dtype=torch.float32)
+        self._sums = make(rows, self.blocks, dtype=torch.int64)
+        self._above = make(rows, LEVELS, self.blocks)
+        self._mass_above = make(rows, LEVELS, self.blocks, dtype=torch.int64)
+        self._likely, self._likely_ids = make(rows, MOST, dtype=torch.int64), make(rows, MOST)
+        self._gathered = make(rows)
+
+    def fill(self, table: str, slot: int, values: Array) -> None:
+        """Queue the filling of one slot of "bias", "last_seen" or "counts" on the current stream."""
+        tables = {"bias": self.bias, "last_seen": self.last_seen, "counts": self.counts}
+        tables[table][slot].copy_(torch.from_numpy(values))
+
+    def launch(self, logits: torch.Tensor, rows: int) -> None:
+        """Queue the draws of fp16 logits [rows, padded] by ``words``; the tokens go to ``drawn``. May be captured."""
+        k, blocks = self._kernels, self.blocks
+        tables = self.bias, self.last_seen, self.counts
+        power = max(1 << (blocks - 1).bit_length(), 2)
+        options = {"num_warps": 8, "enable_fp_fusion": False}
+        sizes = {"VOCAB": self.vocab, "BLOCKS": blocks, "BLOCK": BLOCK}
+        grid = rows, blocks
+        k.adjust[grid](
+            logits, self.words, *tables, self._largest, self._where, self._wrong, ROW=self._padded, **sizes, **options
+        )
+        sizes["BLOCKS_2"] = power
+        k.weigh[grid](
+            logits, self.words, *tables, self._largest, self._powers, self._sums, self._above, self._mass_above,
+            ROW=self._padded, **sizes, **options,
+        )  # fmt: skip
+        chosen = self._likely, self._likely_ids, self._gathered
+        k.gather[grid](
+            self.words, self._powers, self._sums, self._above, self._mass_above, *chosen, MOST=MOST, **sizes, **options
+        )
+        k.choose[(rows,)](
+            self.words, self._largest, self._where, self._wrong, self._powers, self._sums, *chosen, self.drawn,
+            MOST=MOST, **sizes, **options,
+        )  # fmt: skip
+        k.choose_slowly[(rows,)](self.words, self._powers, self._sums, self._gathered, self.drawn, **sizes, **options)
+        k.note[(rows,)](self.words, self.drawn, self.last_seen, self.counts, VOCAB=self.vocab)
