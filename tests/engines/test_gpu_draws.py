@@ -27,6 +27,8 @@ from tests.engines.draw_cases import SETTINGS, compare, parameters, rows_of
 
 VOCAB = 512
 DRAWS = 10_000_000
+LAUNCHES = int(os.environ.get("DRAW_LAUNCHES", "7813"))
+"""Launches of 128 rows for each setting: a million draws."""
 SEED = int(os.environ.get("DRAW_SEED", random.randrange(1 << 32)))
 
 
@@ -169,6 +171,6 @@ def test_the_kernels_draw_what_the_reference_draws(setting: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device is visible")
     slow = setting in ("repetition", "penalties", "greedy with penalties")
-    for rows, small, large in ((1, 1000, 4), (8, 500, 4), (32, 200, 4), (128, 100 if slow else 7500, 8)):
+    for rows, small, large in ((1, 1000, 4), (8, 500, 4), (32, 200, 4), (128, 100 if slow else LAUNCHES, 4)):
         compare("cuda", setting, rows, VOCAB, small, SEED)
         compare("cuda", setting, rows, 128_256, large, SEED)

@@ -1,5 +1,7 @@
 """The embedding in host memory, where the GPU can read it."""
 
+import contextlib
+import weakref
 from typing import Any
 
 import torch
@@ -21,15 +23,19 @@ class HostEmbedding:
         size = table.numel() * table.element_size()
         code = torch.cuda.cudart().cudaHostRegister(table.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
         if not int(code):
+            # Memory that is freed while it is registered breaks later copies from its addresses.
+            weakref.finalize(self, _unregister, table.data_ptr())
             return
-        try:
+        with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")  # the next launch reports the error and clears it
-        except RuntimeError:
-            pass
         raise NotReadableError(
             f"the GPU cannot read the embedding ({size >> 20} MiB) in host memory (CUDA error {int(code)}); the limit "
             "of locked memory may be too low (ulimit -l)"
         )
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def scale_of(model: Any) -> float:
