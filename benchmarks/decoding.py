@@ -17,8 +17,8 @@ from model_worker.engines.exllamav2.vram import weight_bytes
 from model_worker.engines.model_dir import ModelDir
 
 STREAMS = (1, 8, 32, 64, 128)
-TOKENS, PAGES = 192, 256
-ROUNDS = 3
+TOKENS, PAGES = 128, 256
+ROUNDS = 2
 MOST_STEPS = {
     "1b": {1: 2.2, 32: 3.0},
     "8b": {1: 1.5, 32: 1.8},

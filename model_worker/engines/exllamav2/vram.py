@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.check import check
 from model_worker.engines.exllamav2.decode.buckets import page_sizes, row_sizes
+from model_worker.engines.exllamav2.gpu_draws.sizes import MOST
 from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir, Tensor
@@ -227,7 +228,9 @@ def graph_bytes(directory: ModelDir, shape: ModelShape, options: ExLlamaV2Option
     draft_tokens = options.draft_tokens if options.speculates else 0
     pages = -(-(sizes.context + draft_tokens) // PAGE_TOKENS)
     graphs = len(row_sizes(rows // (draft_tokens + 1))) * len(page_sizes(pages, options.cache_mode != "FP16"))
-    return _block(2 * rows * padded) + 2 * rows * alive + graphs * shape.layers * NODES * NODE_BYTES
+    # Draws: for each row bias, two tables and weights of the vocabulary, and the candidates (gpu_draws.batched).
+    draws = 0 if draft_tokens else rows * (16 * shape.vocab + 12 * MOST)
+    return _block(2 * rows * padded) + 2 * rows * alive + draws + graphs * shape.layers * NODES * NODE_BYTES
 
 
 def _page_buffers(shape: ModelShape, mode: str) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from model_worker.engines.exllamav2.gpu_draws.batched import WORDS, RowDraw, write_words
+from model_worker.engines.exllamav2.gpu_draws.batched import RowDraw, write_words
+from model_worker.engines.exllamav2.gpu_draws.sizes import WORDS
 
 Array = np.ndarray[Any, Any]
 

@@ -10,15 +10,11 @@ import numpy as np
 import torch
 
 from model_worker.engines.exllamav2.gpu_draws.rule import DrawRule
+from model_worker.engines.exllamav2.gpu_draws.sizes import BLOCK, LEVELS, MOST, WORDS
 
 Array = np.ndarray[Any, Any]
 
-WORDS = 24
-"""int32 numbers of a row; ``kernels`` says which."""
 HOST, GREEDY, WEIGHED = 0, 1, 2
-LEVELS = 8
-BLOCK, MOST = 4096, 4096
-"""Ids of one program, and the most candidates that a row may have before the slow way is taken."""
 
 
 @dataclass(frozen=True)
