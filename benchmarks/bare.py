@@ -44,7 +44,7 @@ class BareGenerator:
         import torch
 
         package, generator = self._loaded.generator, self.generator
-        greedy = package.ExLlamaV2Sampler.GatewaySettings.greedy
+        greedy = package.ExLlamaV2Sampler.Settings.greedy
         eos = self._loaded.tokenizer.eos_token_id
         streams: list[list[tuple[float, int]]] = [[] for _ in asked]
         steps = []

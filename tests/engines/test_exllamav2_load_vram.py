@@ -86,7 +86,7 @@ def test_a_1b_as_measured(mode: str, measured: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "batch", "context", "measured"),
-    [("FP16", 32, 2048, 3268), ("FP16", 8, 2048, 2860), ("Q4", 32, 2048, 2936), ("Q4", 32, 8192, 2960)],
+    [("FP16", 32, 2048, 3330), ("FP16", 8, 2048, 2882), ("Q4", 32, 8192, 3022)],
 )  # MiB on one H200, torch 2.11, what mem_get_info counts less a context, after a long prompt and a full batch
 def test_a_1b_with_captured_steps_as_measured(
     mode: str, batch: int, context: int, measured: int, tmp_path: Path

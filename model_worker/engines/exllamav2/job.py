@@ -19,22 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 from exllamav2.generator import ExLlamaV2DynamicJob, ExLlamaV2Sampler
-from exllamav2.generator.dynamic import _tensor_hash_checksum
 
 from model_worker.engine import DrawnToken
 from model_worker.engines.constraint import Constraint
 from model_worker.engines.draws import Draws
 from model_worker.engines.exllamav2.answer import COMPLETE, FAILED
 from model_worker.engines.exllamav2.cut import BeforeDraw, is_cut
-from model_worker.engines.exllamav2.gpu_draws.rule import (
-    POINT_BITS,
-    DrawRule,
-    draw,
-    draws_by_rule,
-    penalised,
-    rule_of,
-)
+from model_worker.engines.exllamav2.gpu_draws.host import draw_by_rule
+from model_worker.engines.exllamav2.gpu_draws.rule import draws_by_rule, rule_of
 from model_worker.engines.exllamav2.ngram import NGrams
+from model_worker.engines.exllamav2.pages import complete_page, release
 from model_worker.engines.exllamav2.sampling import NEVER, TokenBias
 from model_worker.engines.exllamav2.xtc import draw_excluding_top
 from protocol.errors import RequestError
@@ -100,7 +94,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self.bias, self.first_bias = bias, first_bias
         self.constraint = constraint
         self.failure: RequestError | None = None
-        self._limits: torch.Tensor | None = None
+        self.limits: torch.Tensor | None = None
         tensor = bias.tensor if bias else None
         if first_bias is not None:
             tensor = first_bias if tensor is None else first_bias + tensor
@@ -150,14 +144,14 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         """
         if self.constraint is None:
             return
-        if self._limits is None:
-            self._limits = torch.empty(padded)
-        self.constraint.write_bias(self._limits.numpy())
+        if self.limits is None:
+            self.limits = torch.empty(padded)
+        self.constraint.write_bias(self.limits.numpy())
         own = None if self.bias is None else self.bias.tensor if self.rule is None else self.bias.base
         for bias in (self.first_bias, own):
             if bias is not None:
-                self._limits += bias
-        self.gen_settings.token_bias = self._limits
+                self.limits += bias
+        self.gen_settings.token_bias = self.limits
 
     def can_draw(self) -> bool:
         """Return whether the next draw has a token left."""
@@ -178,7 +172,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         if self.shortcut:
             token = self._likeliest(logits)
         else:
-            token = self._sampled(logits) if self.rule is None else self._drawn_by(self.rule, logits)
+            token = self._sampled(logits) if self.rule is None else draw_by_rule(self, logits)
         self._drawn[0, 0] = token
         if raw is not None:
             self._logprob = _logprob(raw, token, self.top or 0)
@@ -196,34 +190,6 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         if row[token] != row[token]:
             raise RuntimeError(NOT_NUMBERS)
         return token
-
-    def _drawn_by(self, rule: DrawRule, logits: torch.Tensor) -> int:
-        """Return the token that the GPU would draw, too."""
-        seen = counts = bias = None
-        ids = self.sequences[0].sequence_ids.torch()[0].numpy()
-        if rule.penalty != 1:
-            inside = ids < self.vocab
-            seen = np.zeros(self.vocab, np.int32)
-            seen[ids[inside]] = np.flatnonzero(inside) + 1
-        if self.bias is not None and self.bias.counts:
-            counts = np.zeros(self.vocab, np.int32)
-            for token, count in self.bias.counted.items():
-                counts[token] = count
-        if self.constraint is not None and self._limits is not None:
-            bias = self._limits.numpy()[: self.vocab]
-        elif self.bias is not None or self.first_bias is not None:
-            bias = np.zeros(self.vocab, np.float32)
-            for own in (self.bias.base if self.bias else None, self.first_bias):
-                if own is not None:
-                    bias += own.numpy()[: self.vocab]
-        x = penalised(logits[0, 0, : self.vocab].numpy(), rule, len(ids), seen, counts, bias)
-        if 0 <= self.new_tokens < self.minimum:
-            x[self.end_list] = NEVER
-        try:
-            point = 0 if rule.greedy else int(self.draws.at(self.new_tokens, returns=self.returns) * 2.0**POINT_BITS)
-            return draw(x, rule, point)
-        except ValueError:
-            raise RuntimeError(NOT_NUMBERS) from None
 
     def _sampled(self, logits: torch.Tensor) -> int:
         if self.greedy and math.isnan(float(logits[:, :, : self.vocab].max())):
@@ -280,7 +246,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             sequence.sequence_ids.append(next_token)
             sequence.kv_position += 1
             if not sequence.kv_position % PAGE_TOKENS:
-                self._complete_page(sequence)
+                complete_page(self.generator, sequence)
         if self._logprob is not None:
             self.fresh_logprobs.append(self._logprob)
         if self.bias is not None and self.bias.counts:
@@ -314,35 +280,6 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         except RequestError as e:
             self.failure = e
             return FAILED
-
-    def _complete_page(self, sequence: Any) -> None:
-        """Name a full page by its tokens and all tokens before them, so that other jobs can use it. Begin the next
-        page.
-
-        The package does this, too, but fails an assertion if another job holds a page of that name that is not computed
-        yet. In that case this job keeps its own page.
-        """
-        generator = self.generator
-        index = sequence.kv_position // PAGE_TOKENS - 1
-        page = sequence.allocated_pages[index]
-        before = sequence.allocated_pages[index - 1].phash if index else None
-        name = _tensor_hash_checksum(
-            sequence.sequence_ids.torch_slice(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS), before
-        )
-        same = generator.referenced_pages.get(name)
-        if same is None:
-            if name in generator.unreferenced_pages:
-                generator.unreferenced_pages[name].clear()
-            page.update_hash(name)
-        elif same.kv_position == PAGE_TOKENS:
-            serial = page.access_serial
-            _release(page)
-            sequence.allocated_pages[index] = same
-            sequence.block_index_tensor = None
-            same.add_ref(serial)
-        following = sequence.allocated_pages[index + 1]
-        following.prev_hash = sequence.allocated_pages[index].phash
-        following.can_revert = False
 
     # --- what the generator asks at every step
 
@@ -438,20 +375,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
                 if page.kv_position > known and not page.can_revert:
                     page.kv_position = known
             for page in pages:
-                _release(page)
+                release(page)
             sequence.allocated_pages = []
-
-
-def _release(page: Any) -> None:
-    """Give back one reference to a page.
-
-    If another page has taken this page's name, the package renames this page as if it began a text. Then this page is
-    marked as empty, so that no prompt finds it by its tokens.
-    """
-    name = page.phash_revert if page.can_revert else page.phash
-    page.sub_ref()
-    if not page.ref_count and page.phash != name:
-        page.kv_position = 0
 
 
 def _logprob(raw: torch.Tensor, token: int, top: int) -> DrawnToken:

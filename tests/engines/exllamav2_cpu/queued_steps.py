@@ -54,19 +54,20 @@ class QueuedSteps:
         """Number of steps that were queued while another had not been read."""
         self.drawn_here = 0
         """Number of tokens that the host did not draw."""
-        self._before("iterate_start_jobs", lambda: bool(generator.pending_jobs))
-        self._before("defrag_cache", lambda: True)
+        self._before(generator, "iterate_start_jobs", lambda: bool(generator.pending_jobs))
+        self._before(generator, "defrag_cache", lambda: True)
+        self._before(generator.model, "forward_chunk", lambda: True)
 
-    def _before(self, method: str, needed: Callable[[], bool]) -> None:
-        """Compute what is queued before a method of the generator that changes pages: on a GPU all is in one line."""
-        original = getattr(self._generator, method)
+    def _before(self, owner: Any, method: str, needed: Callable[[], bool]) -> None:
+        """Compute what is queued before a method that reads or changes pages: on a GPU all work is in one line."""
+        original = getattr(owner, method)
 
-        def ordered(*arguments: Any) -> Any:
+        def ordered(*arguments: Any, **named: Any) -> Any:
             if needed():
                 self._compute()
-            return original(*arguments)
+            return original(*arguments, **named)
 
-        setattr(self._generator, method, ordered)
+        setattr(owner, method, ordered)
 
     def fits(self, rows: int, pages: int) -> bool:
         return rows <= self.most

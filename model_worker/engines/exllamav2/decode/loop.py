@@ -109,19 +109,12 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def iterate(self, results: list[Any]) -> None:
-        """Start jobs, read a chunk of each new prompt, queue a step, and accept the step before.
-
-        While prompts are read, the step before is accepted first, as the chunks would delay it.
-        """
+        """Start jobs, queue a chunk of the prompts, queue a step, and accept the step before."""
         generator = self._generator
         generator.iterate_start_jobs(results)
         reading = [job for job in generator.active_jobs if not job.is_prefill_done()]
-        alone = False
-        if reading:
-            alone = self._flight is not None
-            self._accept(results)
-            self._read(reading, results)
-            alone = alone or not all(job.is_prefill_done() for job in reading)
+        self._read(reading, results)
+        alone = not all(job.is_prefill_done() for job in reading)
         spans, pages = self._spans()
         if not spans:
             self._accept(results)
@@ -141,7 +134,7 @@ class DecodeLoop:
         """Queue a step and accept the one before.
 
         If there is none before, a second step is queued behind the first, so that this accepts tokens, too. It stays
-        ``alone`` if tokens have been accepted already, or if the next chunk of a prompt goes behind it.
+        ``alone`` if the next chunk of a prompt goes behind it.
         """
         before, self._flight = self._flight, self._queue(spans, self._flight)
         if self._flight.by_host:
@@ -157,6 +150,8 @@ class DecodeLoop:
 
     def _read(self, reading: list[Any], results: list[Any]) -> None:
         """Read the next tokens of the prompts, in the order of their jobs, as many as the pace allows."""
+        if not reading:
+            return
         generator = self._generator
         chunk = generator.max_chunk_size
         left = self._pace.tokens(running=any(job.is_prefill_done() for job in generator.active_jobs))

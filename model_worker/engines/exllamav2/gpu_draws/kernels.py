@@ -44,8 +44,7 @@ def _float(row_words, at):
 
 @triton.jit
 def _weight(power):
-    """Return int64 weights of float32 powers of 2."""
-    return (power * 1099511627776.0).to(tl.int64)
+    return (power * 1099511627776.0).to(tl.int64)  # 2**40
 
 
 @triton.jit
@@ -57,7 +56,7 @@ def adjust(
 
     logits     fp16 [rows, ROW]
     bias       float32 [slots, VOCAB]; last_seen, counts int32 [slots, VOCAB]
-    largest    float32 [rows, BLOCKS]; where, wrong int32 [rows, BLOCKS]
+    largest    float32 [rows, BLOCKS]; where, wrong int32
     """
     row, block = tl.program_id(0), tl.program_id(1)
     row_words = words + row * WORDS
@@ -140,8 +139,7 @@ def weigh(
 
 
 @triton.jit
-def _threshold(level):
-    """Return the least weight of a level: 2**-4 of the largest weight, 2**-8, ..."""
+def _threshold(level):  # 2**-4 of the largest weight, 2**-8, ...
     return tl.full([], 1, tl.int64) << (36 - 4 * level)
 
 
@@ -337,9 +335,7 @@ def choose_slowly(
 ):  # fmt: skip
     """Draw the token of a row whose candidates were not gathered: the same cuts over the whole vocabulary."""
     row = tl.program_id(0)
-    if tl.load(words + row * WORDS) == 0:
-        return
-    if tl.load(gathered + row) >= 0:
+    if (tl.load(words + row * WORDS) == 0) | (tl.load(gathered + row) >= 0):
         return
     row_words = words + row * WORDS
     blocks = tl.arange(0, BLOCKS_2)
@@ -379,9 +375,7 @@ def choose_slowly(
         if _mass_of_all(powers, row, trial, VOCAB, BLOCK) > aim:
             weight = trial
     nth = (aim - _mass_of_all(powers, row, weight + 1, VOCAB, BLOCK)) // weight
-    # The nth of equal weights by descending id: look from the last block.
-    found = tl.full([], -1, tl.int32)
-    left = nth
+    found, left = tl.full([], -1, tl.int32), nth  # the nth of equal weights by descending id: from the last block
     for back in range(BLOCKS):
         ids = (BLOCKS - 1 - back) * BLOCK + tl.arange(0, BLOCK)
         w = _weight(tl.load(powers + row.to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=-1.0))
