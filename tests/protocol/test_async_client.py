@@ -392,10 +392,9 @@ def test_a_timer_that_is_due_at_once_does_no_harm_on_uvloop(runtime_dir: Path) -
     async def main() -> None:
         async with connected(runtime_dir, HoldingScript()) as (_, client):
             stream = client.generate("letters", "x")
-            connection = client._connection
-            connection._liveness.step, connection._check_at = 1e-4, 0.0
+            client._connection._liveness.step, client._connection._check_at = 1e-4, 0.0
             for _ in range(3):
-                connection.pump()
+                client._connection.pump()
             assert (await anext(stream)).text == "0 "
 
     uvloop.run(main())
