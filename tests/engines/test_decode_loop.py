@@ -170,13 +170,13 @@ def test_the_pace_follows_what_was_measured() -> None:
     assert pace.tokens(running=True) == 256, "nothing is known yet"
     for _ in range(20):
         pace.measured(0.006, 0)
-    pace.measured(0.006 + 256 * 20e-6, 256)  # 20 microseconds a token: 1200 of them fit into 24 ms
-    assert pace.tokens(running=True) == 1024
-    pace.measured(0.006 + 1024 * 60e-6, 1024)
-    assert pace.tokens(running=True) < 1024, "a chunk that took longer makes the next one smaller at once"
+    pace.measured(0.006 + 256 * 20e-6, 256)  # 20 microseconds a token: 975 of them fit into 0.85 * 30 ms
+    assert pace.tokens(running=True) == 768
+    pace.measured(0.006 + 768 * 60e-6, 768)
+    assert pace.tokens(running=True) < 768, "a chunk that took longer makes the next one smaller at once"
     for _ in range(200):
         pace.measured(0.006 + 256 * 20e-6, 256)
-    assert pace.tokens(running=True) == 1024, "and it grows again"
+    assert pace.tokens(running=True) == 768, "and it grows again"
     for _ in range(50):
         pace.measured(0.050, 0)
     assert pace.tokens(running=True) == 256, "steps alone are beyond the limit: prompts still go on"

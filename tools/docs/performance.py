@@ -17,6 +17,7 @@ SHORT = 6
 """Most results of a file that are shown without a selection."""
 GROUPS = {
     "Speed": (
+        "decoding", "prompts-beside", "draws",
         "serving-exllamav2", "serving-transformers", "unpaged", "gpus-2", "gpus-4", "gpus-split",
         "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "start",
         "constraints", "fairness-transformers", "attention", "mixture", "http-exllamav2", "http-path",
@@ -149,6 +150,17 @@ def _pictures(files: dict[str, ResultFile]) -> Iterator[str]:
 
 def charts(files: dict[str, ResultFile]) -> Iterator[tuple[Chart, tuple[str, ...]]]:
     """Yield each chart with the names of its files. Raises KeyError if a file has lost a result that a chart shows."""
+    decoding = files["decoding"].values
+    what = ": tokens/s with graphs"
+    steps = [name.removesuffix(what) for name in decoding if name.endswith(what)]
+    yield Chart(
+        "Tokens per second with a step as one launch (ExLlamaV2, served)", "tok/s", steps,
+        {
+            "graphs": [decoding[f"{step}{what}"] for step in steps],
+            "graphs: false": [decoding[f"{step}: tokens/s with graphs: false"] for step in steps],
+            "the package's generator": [decoding[f"{step}: tokens/s of the package's generator"] for step in steps],
+        },
+    ), ("decoding",)  # fmt: skip
     served = files["serving-exllamav2"].values
     labels = [name.removesuffix(": tokens/s served") for name in served if name.endswith(": tokens/s served")]
     yield Chart(

@@ -2,6 +2,8 @@
 
 from protocol.process.worker_spec import PAGE_TOKENS
 
+_AIM = 0.85
+"""Share of the limit at which a gap is aimed, as chunks of one size differ by some milliseconds."""
 _SLOWER, _FASTER = 0.5, 0.1
 """Weight of a new measurement that is slower, or faster, than the estimate. One slow chunk is a gap that users see; the
 next must be smaller."""
@@ -31,7 +33,7 @@ class Pace:
             return self._most
         if self._token is None or self._step is None:
             return PAGE_TOKENS
-        fits = (self._limit - self._step) / max(self._token, 1e-9)
+        fits = (_AIM * self._limit - self._step) / max(self._token, 1e-9)
         return max(PAGE_TOKENS, min(self._most, int(fits) // PAGE_TOKENS * PAGE_TOKENS))
 
     def measured(self, gap_s: float, tokens: int) -> None:
