@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.http.errors import ApiError
-from gateway.http.json_object import MOST_BRACKETS, MOST_COMMAS, parse
+from gateway.http.json_object import MOST_BRACKETS, MOST_COMMAS, MOST_MARKS, parse
 from tests.gateway.asking import begin
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine
@@ -250,7 +250,9 @@ def _text(event: bytes) -> Any:
 
 def test_values_are_counted_before_anything_is_made_of_them() -> None:
     assert parse(b'{"prompt":[' + b"1," * 1000 + b"1]}")["prompt"][:2] == [1, 1]
-    for body in (b'{"a":[' + b"[]," * (MOST_BRACKETS + 1) + b"1]}", b'{"a":[' + b"1," * (MOST_COMMAS + 1) + b"1]}"):
+    keys = b",".join(b'"%d":1' % number for number in range(MOST_MARKS // 2 + 1))
+    lists, numbers = b"[]," * (MOST_BRACKETS + 1), b"1," * (MOST_COMMAS + 1)
+    for body in (b'{"a":[' + lists + b"1]}", b'{"a":[' + numbers + b"1]}", b"{" + keys + b"}"):
         with pytest.raises(ApiError) as refused:
             parse(body)
         assert (refused.value.status, refused.value.code) == (413, "too_large")

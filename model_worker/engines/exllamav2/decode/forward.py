@@ -20,9 +20,9 @@ def use_graphs(model: Any, cache: Any, graphs: DecodeGraphs) -> None:
         input_ids: torch.Tensor, cache_: Any = None, attn_params: Any = None, preprocess_only: bool = False, **rest: Any
     ) -> dict[str, Any]:
         given = rest.pop("cache", cache_)
-        # A draw behind the step would take the place of tokens that are still to be read.
-        drawless = not preprocess_only or graphs.behind is None
-        if given is cache and input_ids.shape[1] == graphs.queries and drawless and attn_params is not None:
+        # A draft model's last pass of a step draws nothing either, and is as large as the others.
+        captured = not preprocess_only or graphs.behind is None
+        if given is cache and input_ids.shape[1] == graphs.queries and captured and attn_params is not None:
             step = _rows(input_ids, attn_params)
             if graphs.fits(len(step), max(len(row.pages) for row in step)):
                 logits = graphs.replay(step)
