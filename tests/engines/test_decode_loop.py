@@ -6,6 +6,7 @@ has: a row whose answer has ended, or was cancelled, while its next step is queu
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -180,6 +181,63 @@ def test_the_pace_follows_what_was_measured() -> None:
     for _ in range(50):
         pace.measured(0.050, 0)
     assert pace.tokens(running=True) == 256, "steps alone are beyond the limit: prompts still go on"
+
+
+def some_sampling(rng: random.Random) -> SamplingParams:
+    """Return parameters that the rule for draws covers, many of them with tables."""
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.7, 1.5]),
+        seed=rng.randrange(1 << 40),
+        top_k=rng.choice([0, 0, 5, 40]),
+        top_p=rng.choice([1.0, 0.9]),
+        min_p=rng.choice([0.0, 0.05]),
+        repetition_penalty=rng.choice([1.0, 1.3]),
+        penalty_range=rng.choice([-1, 12]),
+        repetition_decay=rng.choice([0, 8]),
+        frequency_penalty=rng.choice([0.0, 0.5]),
+        presence_penalty=rng.choice([0.0, 0.5]),
+        logit_bias=rng.choice([None, {7: 4.0, 9: -3.0}]),
+        banned_tokens=rng.choice([(), (5, 6, 8)]),
+        ignore_eos=rng.random() < 0.2,
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_drawn_ahead_are_those_that_the_host_draws(seed: int) -> None:
+    """Tables of penalties and biases follow the answers through company, cancelled neighbours and slots used again."""
+    ahead, by_host = (harness(logits=OracleLogits(448, eos_every=40), pages=24, batch=4) for _ in range(2))
+    assert by_host.steps is not None
+    by_host.steps.most, warm_up = 0, by_host.steps.drawn_here  # every step goes the package's way
+    rng = random.Random(seed)
+    asked = []
+    for _ in range(14):
+        job = some_job(rng, ahead)
+        asked.append((ahead.submit(*job[0], **job[1]), by_host.submit(*job[0], **job[1])))
+    for step in range(5):
+        ahead.driver.step()
+        if step == 3:
+            ahead.driver.cancel(asked[0][0])
+            by_host.driver.cancel(asked[0][1])
+    ahead.driver.run()
+    by_host.driver.run()
+    for mine, theirs in asked[1:]:
+        assert mine.ids == theirs.ids, mine.job
+        assert [drawn.token_id for drawn in mine.logprobs] == [drawn.token_id for drawn in theirs.logprobs]
+    assert ahead.steps is not None
+    assert ahead.steps.drawn_here > 200
+    assert by_host.steps.drawn_here == warm_up
+
+
+def some_job(rng: random.Random, h: Harness) -> tuple[tuple[list[int], int, SamplingParams], dict[str, Any]]:
+    """Return the arguments of a random job."""
+    fields: dict[str, Any] = {"top_logprobs": rng.choice([None, None, 3])}
+    if rng.random() < 0.3:
+        fields["min_new_tokens"] = 9
+    if rng.random() < 0.3:
+        fields["stop_token_ids"] = (11, 12)
+    if rng.random() < 0.2:
+        fields["banned_strings"] = ("e", "a")
+    return (h.random_ids(rng, rng.randrange(2, 40)), rng.randrange(9, 40), some_sampling(rng)), fields
 
 
 def test_sizes_of_graphs() -> None:
