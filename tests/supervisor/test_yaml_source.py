@@ -87,8 +87,8 @@ def test_a_file_that_is_too_large(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    for path in (tmp_path / "absent.yaml", tmp_path):
-        with pytest.raises(ConfigError, match="cannot be read"):
+    for path, says in ((tmp_path / "absent.yaml", "there is no such file"), (tmp_path, "cannot be read")):
+        with pytest.raises(ConfigError, match=says):
             YamlSource(path)
 
 

@@ -87,7 +87,7 @@ def test_a_missing_file(directory: Path) -> None:
     (directory / "models.yaml").unlink()
     done = try_to_serve(directory, directory / "run")
     assert done.returncode == 78
-    assert "models.yaml: cannot be read: No such file or directory" in done.stderr
+    assert "models.yaml: there is no such file: name a models.yaml, or let `modelctl init` write one" in done.stderr
 
 
 INTRUDER = """
