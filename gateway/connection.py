@@ -78,6 +78,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        self._unset_keepalive_if_required()  # uvicorn leaves it if the connection was reset: it kept 8 KiB for 75 s
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

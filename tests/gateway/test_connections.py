@@ -1,7 +1,9 @@
 """Connections keep within their limits. These tests use real sockets, uvicorn and a small application."""
 
+import gc
 import json
 import socket
+import struct
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ import uvicorn
 
 from gateway import connection
 from gateway.connection import HEAD_BYTES, Connection
+from gateway.server import IDLE_S
 from tests.serving import WITHIN, wait_until
 
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
@@ -46,8 +49,9 @@ class Server:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._address = self._listener.getsockname()
         config = uvicorn.Config(
-            self.application, http=Connection, loop="uvloop", ws="none", log_config=None, lifespan="off"
-        )
+            self.application, http=Connection, loop="uvloop", ws="none", log_config=None, lifespan="off",
+            timeout_keep_alive=IDLE_S,
+        )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
 
@@ -196,3 +200,18 @@ def test_a_process_has_a_most_of_connections(server: Server, monkeypatch: pytest
         with server.connected() as third:
             assert refusal(rest(third)) == (503, "overloaded")
     wait_until(lambda: server.ask(CLOSING).startswith(b"HTTP/1.1 200 "), what="a place for a connection")
+
+
+def test_nothing_is_kept_of_a_connection_that_was_reset(server: Server) -> None:
+    """A client that closes before it has read everything resets the connection. Its idle timer must not keep it."""
+    for _ in range(20):
+        with server.connected() as client:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def kept() -> int:
+        gc.collect()
+        return sum(type(one) is Connection for one in gc.get_objects())
+
+    wait_until(lambda: not kept(), what="the connections to be forgotten")
