@@ -65,7 +65,7 @@ _CONFIG = 78
 def main() -> int:
     """Run the command ``modelctl``. Returns its exit code."""
     try:
-        _check_not_hidden("protocol", "model_worker", "supervisor", "gateway")
+        _check_not_hidden("protocol", "answer_formats", "model_worker", "supervisor", "gateway")
     except ImportError as e:
         import sys
 

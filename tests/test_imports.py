@@ -13,7 +13,7 @@ from protocol.messages import QUESTION_VERBS
 from protocol.questions import QUESTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("modelctl", "protocol", "model_worker", "supervisor", "gateway")
+PACKAGES = ("modelctl", "protocol", "answer_formats", "model_worker", "supervisor", "gateway")
 ROOMS = ("keys", "requests", "ports", "workers", "placement", "fleet")
 """The subpackages of supervisor. Each may import only those before it."""
 LOOP = (
@@ -155,6 +155,11 @@ def test_the_gateway_is_a_client_and_nothing_else() -> None:
         if [*mentions(path, "gateway")] or re.search(r'"-m", "gateway"', path.read_text())
     }
     assert naming == {"supervisor/gateway_modules.py"}
+
+
+def test_answer_formats_is_pure() -> None:
+    for path in modules("answer_formats"):
+        assert {top(name) for name in imports(path)} <= {*sys.stdlib_module_names, "answer_formats"}, path
 
 
 def test_a_process_of_its_own_asks_nvml() -> None:
