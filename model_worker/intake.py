@@ -4,14 +4,17 @@ The engine's ``submit`` decides whether the job fits and whether the engine offe
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from model_worker.engine import Engine, Job, LoadError
 from protocol.chat import ChatFields
+from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.presets import PRESETS
 from protocol.request import GenerateRequest, parse_generate
 
+NO_VARIANT: Final[Mapping[str, Any]] = MappingProxyType({})
 MAX_BYTES_PER_TOKEN = 16
 """The most bytes of a prompt for each token of context. A longer prompt is refused before it is tokenized, because
 tokenizing it would stall the loop. English text has 4 to 5 bytes per token."""
@@ -26,17 +29,17 @@ class Intake:
         self._sampling, self._limits = sampling, limits
         self.longest_text = self._capabilities.context * MAX_BYTES_PER_TOKEN
         """The longest text, in bytes, that is tokenized."""
-        bounds = [bound["max_tokens"] for bound in (sampling, limits) if bound.get("max_tokens") is not None]
-        self._unset_max_tokens: int = min(bounds, default=self._capabilities.context)
 
-    def parse(self, body: bytes, *, resumed: bool) -> GenerateRequest:
+    def parse(self, body: bytes, *, resumed: bool, variant: Mapping[str, Any] = NO_VARIANT) -> GenerateRequest:
         """Return the request in a body.
 
         resumed  whether another worker has begun the answer
+        variant  the settings of the variant that the request names, see ``variant_of``
 
         Raises RequestError, and WireError WORKER_DIED for an answer that was begun and cannot go on in this worker.
         """
-        request = parse_generate(body, self._sampling, self._limits)
+        variables = variant.get("template_kwargs", {})
+        request = parse_generate(body, self._defaults(variant), self._limits, variables)
         if resumed and (why := not_resumable(request)):
             raise WireError(ErrorCode.WORKER_DIED, f"the worker died, and an answer with {why} cannot go on in another")
         return request
@@ -53,12 +56,26 @@ class Intake:
         self._check_size("messages", [message.content or "" for message in request.messages])
         return request.for_template()
 
+    def _defaults(self, variant: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**self._sampling, **variant["sampling"]} if "sampling" in variant else self._sampling
+
+    def _unset_max_tokens(self, variant: Mapping[str, Any]) -> int:
+        """Return the most tokens of an answer if the request does not say it."""
+        bounds = (self._defaults(variant).get("max_tokens"), self._limits.get("max_tokens"))
+        return min((bound for bound in bounds if bound is not None), default=self._capabilities.context)
+
     def job(
-        self, job_id: int, request: GenerateRequest, resumed_ids: tuple[int, ...], rendered: str | None = None
+        self,
+        job_id: int,
+        request: GenerateRequest,
+        resumed_ids: tuple[int, ...],
+        rendered: str | None = None,
+        variant: Mapping[str, Any] = NO_VARIANT,
     ) -> Job:
         """Return the engine's job for a request. Raises RequestError; its field "prompt" means the prompt in any form.
 
         rendered  the text that the chat template made of ``conversation``
+        variant   as in ``parse``
         """
         prompt_ids = self._encode(request, rendered)
         most = self._limits.get("prompt_tokens", len(prompt_ids))
@@ -68,13 +85,14 @@ class Intake:
             )
         max_tokens = request.max_tokens
         if max_tokens is None:
-            if request.min_tokens > self._unset_max_tokens < self._capabilities.context:
+            most_tokens = self._unset_max_tokens(variant)
+            if request.min_tokens > most_tokens < self._capabilities.context:
                 raise RequestError(
-                    f"min_tokens is {request.min_tokens}: more than the {self._unset_max_tokens} of this model's own "
-                    "max_tokens: give max_tokens, too",
+                    f"min_tokens is {request.min_tokens}: more than the {most_tokens} of this model's own max_tokens: "
+                    "give max_tokens, too",
                     field="min_tokens",
                 )
-            max_tokens = max(1, min(self._capabilities.context - len(prompt_ids), self._unset_max_tokens))
+            max_tokens = max(1, min(self._capabilities.context - len(prompt_ids), most_tokens))
         return Job(
             job_id,
             tuple(prompt_ids),
@@ -131,6 +149,12 @@ class Intake:
                 field=field,
                 code=ErrorCode.CONTEXT_OVERFLOW,
             )
+
+
+def variant_of(carry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the variant that a request names, from the ``carry`` of its job. Empty without one."""
+    packed = carry.get("defaults")
+    return NO_VARIANT if packed is None else unpack_body(packed)
 
 
 def prompt_field(request: GenerateRequest) -> str:

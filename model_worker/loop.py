@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from model_worker.engine import DrawnToken, Engine, EngineEvent, Failed, Finished, NewTokens, Prefilling
-from model_worker.intake import Intake, prompt_field
+from model_worker.intake import Intake, prompt_field, variant_of
 from model_worker.link import SupervisorLink
 from model_worker.parking import Parking
 from model_worker.questions import answer, failed
@@ -167,7 +167,7 @@ class WorkerLoop:
         resumed = len(carry.get("token_ids", b"")) // 4
         tracked = _Tracked(channel, request, carry.get("seq", 0), resumed, carry)
         try:
-            asked = self._intake.parse(body, resumed=bool(tracked.seq))
+            asked = self._intake.parse(body, resumed=bool(tracked.seq), variant=variant_of(carry))
             conversation = self._intake.conversation(asked)
         except WireError as e:
             self._parking.forget(job_id)
@@ -202,7 +202,7 @@ class WorkerLoop:
     def _start(self, job_id: int, tracked: _Tracked, asked: GenerateRequest, rendered: str | None = None) -> None:
         resumed_ids = tuple(memoryview(tracked.carry.get("token_ids", b"")).cast("I"))
         try:
-            job = self._intake.job(job_id, asked, resumed_ids, rendered)
+            job = self._intake.job(job_id, asked, resumed_ids, rendered, variant=variant_of(tracked.carry))
             self._engine.submit(job)
         except WireError as e:
             if e.field == "prompt":

@@ -42,6 +42,14 @@ class Model(TypedDict):
     chat: bool | None
     """True if the model has a chat template, so that requests may hold `messages`. Null until a worker has loaded the
     model."""
+    aliases: list[str]
+    """Further names of the model. GENERATE and CALL take them like its name."""
+    variants: list[str]
+    """The variants of the model. GENERATE reaches the variant `precise` as `NAME:precise`, with the name or an alias
+    before the colon."""
+    default: str | None
+    """The name for which a request without a model stands (`default_model` of models.yaml), if it is a name of this
+    model; else null."""
 
 
 class WelcomeBody(TypedDict):
@@ -65,7 +73,7 @@ class AcceptedBody(TypedDict):
     """The place of the request in its queue."""
 
     model: str
-    """The model's name."""
+    """The name of the model itself, also if the request has named an alias, a variant or nothing."""
     queue_position: int
     """The approximate number of requests that will be started before this one. 0 means that this one is next."""
 

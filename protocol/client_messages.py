@@ -32,7 +32,8 @@ class Generate(Message):
     request: int
     """The client's number for the request: 1 to 2^64 - 1. Use each number once per connection."""
     model: str
-    """The model's name, at most 256 characters."""
+    """The name of a model, an alias, or a variant (`qwen:precise`), at most 256 characters. An empty string stands for
+    `default_model` of models.yaml."""
     route: dict[str, Any]
     """Options that the supervisor reads. Every key is optional, so the map may be empty. The map itself is required."""
     body: bytes = field(repr=False)

@@ -187,11 +187,15 @@ class GenerateRequest(SamplingParams, ChatFields):
 
 
 def parse_generate(
-    body: bytes, defaults: Mapping[str, Any] = MappingProxyType({}), limits: Mapping[str, Any] = MappingProxyType({})
+    body: bytes,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    limits: Mapping[str, Any] = MappingProxyType({}),
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> GenerateRequest:
     """Return the validated request in the body of a GENERATE.
 
     defaults, limits  those of the model, which ``protocol.sampling_defaults`` has checked
+    variables         variables of the chat template, for a conversation that does not set them
 
     Raises RequestError, which names the field, its value and its limit.
     """
@@ -203,6 +207,8 @@ def parse_generate(
     if type(top_k := fields.get("top_k")) is int and top_k == -1:
         fields["top_k"] = 0  # other servers write -1 for off
     set_by_model = fill(fields, defaults)
+    if variables and fields.get("messages") is not None and isinstance(fields.get("template_kwargs"), dict | None):
+        fields["template_kwargs"] = {**variables, **(fields.get("template_kwargs") or {})}
     try:
         request = GenerateRequest.model_validate(fields)
     except ValidationError as e:

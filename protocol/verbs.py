@@ -192,6 +192,12 @@ class WorkerStatus(TypedDict):
     """The reason for this state, for people. Null in a state that needs no reason."""
     state_s: Seconds
     """The time since the worker entered this state."""
+    aliases: list[str]
+    """Further names of the model."""
+    variants: list[str]
+    """The variants of the model."""
+    default: str | None
+    """The name for which a request without a model stands, if it is a name of this model."""
     engine: str
     """The engine of models.yaml."""
     gpu: str

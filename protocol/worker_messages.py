@@ -30,6 +30,8 @@ class JobMessage(Message):
     party      a number: the party whose turn a compilation takes, and that is charged for its processor time. It is
                the channel. Over TCP, all connections of one key have the same party
     stay       bool: the worker must not park the job again
+    defaults   a packed map (bin) with the settings of the variant that the request names: ``sampling`` and
+               ``template_kwargs``, for what the request leaves out
     """
     body: bytes = field(repr=False)
 

@@ -20,6 +20,7 @@ from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import How
 from supervisor.keys.rights import Identity, Right
 from supervisor.log_reading import MOST_LINES, read_log
+from supervisor.model_names import ModelNames
 from supervisor.requests import request_list
 from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.scheduler import Scheduler
@@ -71,7 +72,8 @@ def models(context: AdminContext, identity: Identity) -> list[Result]:
     models: dict[str, list[Replica]] = {}
     for replica in context.fleet.registry.replicas.values():
         models.setdefault(replica.model, []).append(replica)
-    return [_as_one(name, replicas) for name, replicas in models.items() if identity.may_use(name)]
+    names = context.fleet.registry.config.names
+    return [_as_one(name, replicas, names) for name, replicas in models.items() if identity.may_use(name)]
 
 
 def _models(context: AdminContext, params: Params, identity: Identity) -> Result:
@@ -79,7 +81,7 @@ def _models(context: AdminContext, params: Params, identity: Identity) -> Result
     return {"models": models(context, identity)}
 
 
-def _as_one(name: str, replicas: list[Replica]) -> Result:
+def _as_one(name: str, replicas: list[Replica], names: ModelNames) -> Result:
     """Return a model as clients see it: as the worker that is ready, or that comes closest to it."""
     order = list(_READINESS)
     best = min(replicas, key=lambda replica: order.index(replica.state))
@@ -88,6 +90,7 @@ def _as_one(name: str, replicas: list[Replica]) -> Result:
         "state": str(best.state),
         "context": best.info.get("context"),
         "chat": best.chat,
+        **names.describe(name),
     }
 
 
@@ -144,7 +147,8 @@ def _status(context: AdminContext, params: Params, identity: Identity) -> Result
 def _described(context: AdminContext, replica: Replica) -> Result:
     pid = replica.process.pid if replica.process else None
     placed = {**replica.memory.describe(), **context.fleet.vram.describe(replica.name, pid)}
-    return {**replica.describe(context.scheduler, time.monotonic()), **placed}
+    names = context.fleet.registry.config.names.describe(replica.model)
+    return {**replica.describe(context.scheduler, time.monotonic()), **names, **placed}
 
 
 def _start(context: AdminContext, params: Params, identity: Identity) -> Result:

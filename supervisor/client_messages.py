@@ -1,10 +1,12 @@
 """Handle the messages of clients: requests, cancels, calls and credit."""
 
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from protocol import __version__, limits
-from protocol.codec import encode, pack_body, unpack_body
+from protocol.codec import check_size, encode, pack_body, unpack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import (
     ON_BEHALF_OF,
@@ -24,6 +26,7 @@ from protocol.messages import (
 from supervisor import calls
 from supervisor.deadline_timer import DeadlineTimer
 from supervisor.keys.rights import OWNER, Identity
+from supervisor.model_names import ModelNames
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.client_ports import ClientPorts
 from supervisor.ports.connections import ClientConnection
@@ -105,6 +108,9 @@ class ClientMessages:
         try:
             if port is self._clients.admin:
                 raise WireError(ErrorCode.UNSUPPORTED, "requests go to the front socket", field="request")
+            named = self._names.find_or_default(message.model)
+            if named.model != message.model:
+                message = replace(message, model=named.model)
             if ON_BEHALF_OF in message.route:
                 caller = self._authorizer.caller(caller, message.route[ON_BEHALF_OF], f"route.{ON_BEHALF_OF}")
             if caller is not OWNER:
@@ -112,7 +118,7 @@ class ClientMessages:
         except WireError as e:
             self._refuse(channel, message, e)
             return
-        self._effects.add(self._scheduler.submit(channel, message, now, party, caller))
+        self._effects.add(self._scheduler.submit(channel, message, now, party, caller, named.defaults))
         if party is not None:
             self._authorizer.note(caller, channel, message, now)
         self._deadlines.set()
@@ -123,10 +129,11 @@ class ClientMessages:
             params, caller = unpack_body(message.body), connection.identity
             if ON_BEHALF_OF in params:
                 caller = self._authorizer.caller(caller, params.pop(ON_BEHALF_OF), ON_BEHALF_OF)
+            variables = self._resolve(message.verb, params)
             if caller is not OWNER:
                 self._authorizer.check_call(caller, message, params)
             if message.verb in QUESTION_VERBS:
-                self._ask(connection.channel, message, params, caller)
+                self._ask(connection.channel, message, params, caller, variables)
                 return
             admin = self._takes_orders(port)
             reply = {"result": calls.answer(self._context, message.verb, params, caller, admin=admin)}
@@ -134,20 +141,52 @@ class ClientMessages:
             reply = {"error": e.to_wire()}
         self._answer(connection.channel, Reply(message.call, pack_body(reply)))
 
+    @property
+    def _names(self) -> ModelNames:
+        return self._context.fleet.registry.config.names
+
+    def _resolve(self, verb: str, params: dict[str, Any]) -> Mapping[str, Any]:
+        """Put the model itself in the place of another name of it in the parameters of a call.
+
+        Return the template's variables of the variant that was named. Only a question to a worker may leave the model
+        to ``default_model``. An order that names no model must not stop one.
+        """
+        name = params.get("model", "")
+        if not isinstance(name, str) or not (name or verb in QUESTION_VERBS):
+            return {}
+        named = self._names.find_or_default(name)
+        params["model"] = named.model
+        return named.template_kwargs
+
     def _takes_orders(self, port: ClientPort) -> bool:
         """Return whether orders may come to this port. Over TCP the rights of the key have been checked."""
         return port is not self._clients.front
 
-    def _ask(self, channel: int, message: Call, params: dict[str, Any], caller: Identity) -> None:
-        """Hand a question to a worker of its model. Raises WireError if there is none."""
+    def _ask(
+        self,
+        channel: int,
+        message: Call,
+        params: dict[str, Any],
+        caller: Identity,
+        variables: Mapping[str, Any],
+    ) -> None:
+        """Hand a question to a worker of its model. Raises WireError if there is none.
+
+        variables  variables of the chat template, for a conversation that does not set them
+        """
         replica = calls.ready_worker(self._context, params.get("model"), caller)
         party = channel if caller is OWNER else self._authorizer.party(caller)
         number = self._queries.begin(replica.name, Asker(channel, message.call, party))
         replica.last_active = time.monotonic()
         # The body is passed on as it came. If it were packed again, its floats could take twice as many bytes, and
-        # exceed the limit.
-        ask = Ask(number, message.verb, message.body)
-        self._effects.add([ToWorker(replica.name, replica.generation, encode(ask))])
+        # exceed the limit. Only the template's variables of a variant have to be added.
+        body = message.body
+        given = params.get("template_kwargs")
+        if variables and params.get("messages") is not None and isinstance(given, dict | None):
+            body = pack_body(params | {"template_kwargs": {**variables, **(given or {})}})
+        ask = encode(Ask(number, message.verb, body))
+        check_size(ask, Ask.kind)
+        self._effects.add([ToWorker(replica.name, replica.generation, ask)])
 
     def _answer(self, channel: int, message: Message) -> None:
         self._effects.add([ToClient(channel, encode(message))])

@@ -17,6 +17,7 @@ from supervisor.config_rules import combination_problems, sampling_problems
 from supervisor.config_schema import FileConfig, SupervisorConfig
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir
+from supervisor.model_names import ModelNames, name_problems
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.schema_validation import Flaw, Unfit, fit
 from supervisor.worker_modules import DEMO_DIR
@@ -105,11 +106,13 @@ class Config:
         models: dict[str, ModelSpec],
         supervisor: SupervisorConfig,
         gateway: GatewayConfig | None = None,
+        default_model: str | None = None,
     ) -> None:
         self.file = file
         self.models = models
         self.supervisor = supervisor
         self.gateway = gateway
+        self.names = ModelNames({name: spec.config for name, spec in models.items()}, default_model)
 
     @property
     def worker_count(self) -> int:
@@ -172,16 +175,19 @@ def examine_config(file: Path) -> Examined:
             wrong = sampling_problems(config)
             problems += [source.problem((*path, *key), message) for key, message in wrong]
             if wrong:
-                config = replace(config, sampling=None, limits=None)
+                config = replace(config, sampling=None, limits=None, variants={})
         spec, missing = _find(name, config, base)
         problems += [source.problem((*path, *key), message) for key, message in missing]
         if spec is not None:
             models[name] = spec
+    default = None if flaws else parsed.default_model  # a model with a wrong key may be missing here
+    problems += [source.problem(path, message) for path, message in name_problems(parsed.models, default)]
     if parsed.gateway is not None:
         wrong_keys = gateway_problems(parsed.gateway)
         problems += [source.problem(("gateway", key), message) for key, message in wrong_keys]
     problems.sort(key=lambda problem: problem.line)
-    return Examined(source, Config(Path(file).resolve(), models, parsed.supervisor, parsed.gateway), problems)
+    whole = Config(Path(file).resolve(), models, parsed.supervisor, parsed.gateway, parsed.default_model)
+    return Examined(source, whole, problems)
 
 
 def _fit(data: Any) -> tuple[FileConfig, list[Flaw]]:
@@ -205,7 +211,8 @@ def _fit(data: Any) -> tuple[FileConfig, list[Flaw]]:
     gateway = None
     if isinstance(data, dict) and data.get("gateway") is not None and not _has_flaw(flaws, "gateway"):
         gateway = fit(GatewayConfig, data["gateway"])
-    return FileConfig(models=sound, supervisor=supervisor, gateway=gateway), flaws
+    default = data.get("default_model") if isinstance(data, dict) and not _has_flaw(flaws, "default_model") else None
+    return FileConfig(models=sound, default_model=default, supervisor=supervisor, gateway=gateway), flaws
 
 
 def _has_flaw(flaws: list[Flaw], section: str) -> bool:

@@ -5,7 +5,7 @@ paragraph of one or two lines. ``Default:`` says in words what an unset key mean
 is a value as it stands in the file.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from supervisor.config_values import CacheMode, Factor, Gpu, Lease, Tokens, Ttl, Vram
@@ -54,6 +54,25 @@ class LoraConfig:
     """Factor on the adapter's effect. The adapter's own scaling applies as well.
 
     Example: 0.8
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantConfig:
+    """One variant of a model, an entry of the map ``variants``. It changes what requests leave out."""
+
+    sampling: dict[str, Any] | None = None
+    """Defaults for options that a request leaves out. They replace the values of the same names in the model's own
+    ``sampling``. The model's ``limits`` apply.
+
+    Default: the model's own
+    Example: {temperature: 0.2, max_tokens: 1024}
+    """
+    template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, for conversations that do not set them.
+
+    Default: none
+    Example: {enable_thinking: false}
     """
 
 
@@ -261,6 +280,18 @@ class ModelConfig:
 
     Default: no limits
     Example: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
+    """
+    aliases: list[str] = field(default_factory=list)
+    """Further names of the model, for clients that ask for a fixed name. Letters, digits, ``.``, ``_``, ``-`` and
+    ``/``. A name belongs to one model only. A reload changes aliases without a restart of workers.
+
+    Example: [gpt-4o-mini, claude-local]
+    """
+    variants: dict[str, VariantConfig] = field(default_factory=dict)
+    """Settings under a name of their own. A request reaches the variant ``precise`` of the model ``qwen`` as
+    ``qwen:precise``. The workers are the model's own. A reload changes variants without a restart of workers.
+
+    Example: {precise: {sampling: {temperature: 0.2}}}
     """
     step_timeout: Lease | None = None
     """Longest time that one step of the engine may take. After that time the supervisor kills the worker as hung.

@@ -1,6 +1,7 @@
 """Find keys of a model in models.yaml that contradict each other, or that every request would violate. Pure."""
 
 import difflib
+from typing import Any
 
 from protocol.process.worker_spec import PAGE_TOKENS
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
@@ -39,20 +40,56 @@ def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
 
 
 def sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
-    """Return (path, message) for sampling defaults and limits with which every request would be refused."""
-    if config.sampling is None and config.limits is None:
+    """Return (path, message) for sampling defaults and limits with which every request would be refused.
+
+    Those of the variants are included.
+    """
+    if config.sampling is None and config.limits is None and not config.variants:
         return []
+    sampling, limits = config.sampling or {}, config.limits or {}
+    problems = _defaults_problems((), sampling, {}, limits)
+    for name, variant in config.variants.items() if not problems else ():
+        path: KeyPath = ("variants", name)
+        problems += _defaults_problems(path, variant.sampling or {}, sampling, limits)
+        if variant.template_kwargs is not None:
+            problems += _template_problems((*path, "template_kwargs"), variant.template_kwargs)
+    return problems
+
+
+def _defaults_problems(
+    path: KeyPath, sampling: dict[str, Any], beneath: dict[str, Any], limits: dict[str, Any]
+) -> list[tuple[KeyPath, str]]:
+    """Return the first problem of a map of sampling defaults, and of the limits.
+
+    path      the place of ``sampling`` in the model's entry
+    beneath   the defaults that ``sampling`` replaces
+    """
     # The import takes 0.1 s, and few models have these keys.
     from protocol.sampling_defaults import DefaultsProblem, check_limits, check_sampling
 
-    sampling, limits = config.sampling or {}, config.limits or {}
-    name = "sampling"
+    place: KeyPath = (*path, "sampling")
     try:
         check_sampling(sampling)
-        name = "limits"  # the limits are compared with the defaults, which are valid now
-        check_limits(limits, sampling)
+        if path:  # of a variant: together with the model's own defaults, which are valid alone
+            check_sampling({**beneath, **sampling})
+        else:
+            place = ("limits",)
+        check_limits(limits, {**beneath, **sampling})  # the limits are compared with the defaults, which are valid now
     except DefaultsProblem as e:
-        return [((name,) if e.key is None else (name, e.key), e.problem)]
+        return [(place if e.key is None else (*place, e.key), e.problem)]
+    return []
+
+
+def _template_problems(path: KeyPath, variables: dict[str, Any]) -> list[tuple[KeyPath, str]]:
+    """Return the problem of variables that no chat template could take."""
+    from pydantic import ValidationError
+
+    from protocol.chat import ChatFields, ChatMessage
+
+    try:
+        ChatFields(messages=(ChatMessage(role="user", content="x"),), template_kwargs=variables)
+    except ValidationError as e:
+        return [(path, e.errors(include_url=False)[0]["msg"].removeprefix("Value error, "))]
     return []
 
 

@@ -184,8 +184,15 @@ class SupervisorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FileConfig:
-    """The whole file."""
+    """Keys of the whole file, beside ``models`` and the sections."""
 
     models: dict[str, ModelConfig]
+    default_model: str | None = None
+    """Name of the model for requests that name none: a model, an alias, or a variant. A request that names an unknown
+    model is refused all the same.
+
+    Default: a request without a model is refused
+    Example: qwen
+    """
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     gateway: GatewayConfig | None = None

@@ -117,6 +117,7 @@ class Serving:
     stop, restart, poison, watch, vram_limit  sections of models.yaml
     listen, keys  the endpoint of a port over TCP, and the directory of its keys
     gateway     the section ``gateway`` of models.yaml
+    default_model  the name of the model for requests without one
     wait        return only when every model that starts by itself is ready
     options     further command line options of ``serve``
     script      run this Python file instead of ``-m supervisor`` (it must call the same main)
@@ -135,6 +136,7 @@ class Serving:
         listen: str | None = None,
         keys: Path | None = None,
         gateway: dict[str, Any] | None = None,
+        default_model: str | None = None,
         wait: bool = True,
         script: Path | None = None,
         options: Sequence[str] = (),
@@ -144,6 +146,7 @@ class Serving:
         self._mark = uuid4().hex
         self._models = models
         self._gateway = {} if gateway is None else {"gateway": gateway}
+        self._default = {} if default_model is None else {"default_model": default_model}
         self._wait = wait
         self._queries: Client | None = None
         self._killed = False
@@ -194,7 +197,9 @@ class Serving:
 
     def write_models(self, models: dict[str, dict[str, Any]]) -> None:
         """Replace models.yaml. The supervisor reads it at the next reload."""
-        self.config.write_text(yaml.safe_dump({"models": models, "supervisor": self._sections, **self._gateway}))
+        self.config.write_text(
+            yaml.safe_dump({"models": models, "supervisor": self._sections, **self._gateway, **self._default})
+        )
 
     def write_gateway(self, gateway: dict[str, Any] | None) -> None:
         """Replace the section ``gateway`` of models.yaml, or remove it (None). The next reload reads it."""

@@ -5,6 +5,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from protocol.client.model_names import means
 from protocol.errors import WireError
 
 AT_REST: Final = frozenset({"ready", "failed", "stopped", "unloaded"})
@@ -21,10 +22,8 @@ async def live(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """Answer 200 if the model that ``?model=`` names answers requests, else 503. Without it: if any model does."""
-    models = await _states(request)
     name = request.query_params.get("model")
-    found = any(state in ANSWERS for model, state in models.items() if name in (None, model))
-    return _answer(found)
+    return _answer(any(state in ANSWERS for state in await _states(request, name)))
 
 
 async def health(request: Request) -> Response:
@@ -33,7 +32,7 @@ async def health(request: Request) -> Response:
     So a script that starts the supervisor can wait for all models. llama-server answers 503 while its model is loading,
     and vLLM once its engine is dead.
     """
-    states = (await _states(request)).values()
+    states = await _states(request)
     return _answer(any(state in ANSWERS for state in states) and all(state in AT_REST for state in states))
 
 
@@ -41,10 +40,13 @@ def _answer(good: bool) -> Response:
     return PlainTextResponse("ok\n" if good else "not ready\n", 200 if good else 503)
 
 
-async def _states(request: Request) -> dict[str, str]:
-    """Return the state of each model by its name; nothing if the supervisor does not answer."""
+async def _states(request: Request, name: str | None = None) -> list[str]:
+    """Return the states of the models that a name means; without a name, those of all models.
+
+    Return no state if the supervisor does not answer.
+    """
     try:
         reply: dict[str, Any] = await request.app.state.link.client.models()
     except (WireError, TimeoutError):
-        return {}
-    return {model["name"]: model["state"] for model in reply["models"]}
+        return []
+    return [model["state"] for model in reply["models"] if name is None or means(model, name)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from gateway.http.callers import Caller, caller_of
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
 from gateway.http.keep_alive import KeepAlive, OpenStream, comment
 from gateway.openai.chunks import DONE, Shape, TextOffset, finish_reason, usage_of
+from gateway.openai.models import default_model
 from gateway.openai.options import Wanted, read_chat, read_completion
 from gateway.supervisor_link import SupervisorLink
 from protocol.client.answers import Progress
@@ -28,7 +30,7 @@ async def chat(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/chat/completions."""
     settings: GatewaySettings = request.app.state.settings
     caller = caller_of(request)
-    wanted = read_chat(await read_json(request, settings.max_body, caller))
+    wanted = await _with_model(request, read_chat(await read_json(request, settings.max_body, caller)))
     return _answer(request, caller, wanted, [{}], is_chat=True)
 
 
@@ -37,8 +39,17 @@ async def completion(request: Request) -> StreamedAnswer | WholeAnswer:
     settings: GatewaySettings = request.app.state.settings
     caller = caller_of(request)
     prompts, wanted = read_completion(await read_json(request, settings.max_body, caller))
+    wanted = await _with_model(request, wanted)
     given = [{"prompt": each} if isinstance(each, str) else {"token_ids": each} for each in prompts]
     return _answer(request, caller, wanted, given, is_chat=False)
+
+
+async def _with_model(request: Request, wanted: Wanted) -> Wanted:
+    """Return the request with the name of the default model, if its sender has named none.
+
+    The answer repeats the name that the sender has written. Without one, it has to name the model that answers.
+    """
+    return wanted if wanted.model else replace(wanted, model=await default_model(request, wanted.model))
 
 
 def _answer(

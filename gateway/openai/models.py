@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from gateway.http.callers import caller_of
 from gateway.http.errors import ApiError
+from protocol.client.model_names import means, names_of
 from protocol.errors import ErrorCode, WireError
 
 STATUS: Final = {"ready": "loaded", "loading": "loading", "starting": "loading", "backoff": "loading"}
@@ -18,8 +19,11 @@ CREATED = int(time.time())
 
 
 async def models(request: Request) -> Response:
-    """GET /v1/models: every configured model. It is answered from memory, and no model is started for it."""
-    listed = [_described(model) for model in await _listed(request)]
+    """GET /v1/models: every configured model. It is answered from memory, and no model is started for it.
+
+    Each alias and each variant is an entry of its own, because clients choose among the ids that they find.
+    """
+    listed = [_described(model, name) for model in await _listed(request) for name in names_of(model)]
     return Response(orjson.dumps({"object": "list", "data": listed}), media_type="application/json")
 
 
@@ -27,8 +31,8 @@ async def model(request: Request) -> Response:
     """GET /v1/models/{id}."""
     name = request.path_params["name"]
     for one in await _listed(request):
-        if one["name"] == name:
-            return Response(orjson.dumps(_described(one)), media_type="application/json")
+        if means(one, name):
+            return Response(orjson.dumps(_described(one, name)), media_type="application/json")
     raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured", field="model")
 
 
@@ -41,18 +45,31 @@ async def _listed(request: Request) -> list[dict[str, Any]]:
     return found
 
 
-def _described(one: dict[str, Any]) -> dict[str, Any]:
+async def default_model(request: Request, name: str) -> str:
+    """Return the name that a request has given. For the empty name, return the name of the default model.
+
+    Only the supervisor decides which model that is. If it lists none, the empty name is returned, and the supervisor
+    refuses the request in its own words.
+    """
+    if name:
+        return name
+    return next((one["default"] for one in await _listed(request) if one.get("default")), "")
+
+
+def _described(one: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a model, also with the keys that clients of llama-swap, llama-server, LM Studio and vLLM look for.
 
     ``state`` is LM Studio's, ``status`` is llama-swap's and llama-server's. Our own state is in ``modelctl``.
+
+    name  the name under which the model is listed: its own, an alias, or that of a variant
     """
     state, context = one["state"], one["context"]
     described: dict[str, Any] = {
-        "id": one["name"],
+        "id": name,
         "object": "model",
         "created": CREATED,
         "owned_by": "modelctl",
-        "name": one["name"],
+        "name": name,
         "type": "llm",
         "state": "loaded" if state == "ready" else "not-loaded",
         "status": {"value": STATUS.get(state, "unloaded")},
@@ -69,7 +86,13 @@ def _described(one: dict[str, Any]) -> dict[str, Any]:
             "image_to_image": False,
         },
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"], "modality": "text->text"},
-        "modelctl": {"state": state},
+        "modelctl": {
+            "state": state,
+            "model": one["name"],
+            "aliases": one.get("aliases", []),
+            "variants": one.get("variants", []),
+            "default": one.get("default"),
+        },
     }
     if context is not None:
         described |= {"max_model_len": context, "context_length": context, "max_context_length": context}

@@ -55,7 +55,7 @@ OWN: Final = frozenset(RequestOptions.__annotations__) - CHAT_ONLY - {"token_ids
 class Wanted:
     """One request of OpenAI's API, in the terms of this project.
 
-    model          name of the model
+    model          name of the model, as the sender has written it; empty for the default model
     options        keywords of ``AsyncClient.generate``
     names          fields of ``options`` that the sender calls otherwise: {our name: the sender's}
     n              number of answers
@@ -140,7 +140,12 @@ def _read_prompts(given: Any, called: str) -> list[str | list[int]]:
 
 
 def read_model(given: Any) -> str:
-    """Return the name of a model. Raises ApiError for something that cannot be one, which no frame could carry."""
+    """Return the name of a model; an empty one for none, which stands for the default model.
+
+    Raises ApiError for something that cannot be a name, which no frame could carry.
+    """
+    if given is None:
+        return ""
     if not isinstance(given, str):
         raise ApiError(400, "model must be the name of a model: GET /v1/models lists them", param="model")
     if len(given) > MAX_STRING:

@@ -102,7 +102,7 @@ class AsyncClient:
 
     def generate(
         self,
-        model: str,
+        model: str | None,
         prompt: str | None = None,
         *,
         on_progress: OnProgress | None = None,
@@ -119,7 +119,7 @@ class AsyncClient:
 
     def choices(
         self,
-        model: str,
+        model: str | None,
         prompt: str | None = None,
         *,
         n: int,
@@ -139,7 +139,7 @@ class AsyncClient:
 
     async def complete(
         self,
-        model: str,
+        model: str | None,
         prompt: str | None = None,
         *,
         on_progress: OnProgress | None = None,
@@ -152,7 +152,7 @@ class AsyncClient:
 
     async def tokenize(
         self,
-        model: str,
+        model: str | None,
         prompt: str | None = None,
         *,
         messages: Sequence[dict[str, Any]] | None = None,
@@ -167,10 +167,10 @@ class AsyncClient:
         return token_ids_in(await self._call("tokenize", params, reply_timeout))
 
     async def detokenize(
-        self, model: str, token_ids: Iterable[int] | bytes, *, reply_timeout: float | None = None
+        self, model: str | None, token_ids: Iterable[int] | bytes, *, reply_timeout: float | None = None
     ) -> str:
         """Return the text of token ids, or of bytes (u32, little endian). Raises the errors of ``call``."""
-        params = {"model": model, "token_ids": pack_token_ids(token_ids)}
+        params = {"model": model or "", "token_ids": pack_token_ids(token_ids)}
         return text_in(await self._call("detokenize", params, reply_timeout))
 
     async def call(self, verb: str, /, *, reply_timeout: float | None = None, **params: Any) -> dict[str, Any]:
@@ -233,8 +233,8 @@ class AsyncClient:
         if self._connected is not None:
             self._connected.close()
 
-    def _begin(self, model: str, wanted: Sequence[dict[str, Any]]) -> tuple[LoopConnection, list[StreamState]]:
-        requests = [(model, *generate_request(each)) for each in wanted]
+    def _begin(self, model: str | None, wanted: Sequence[dict[str, Any]]) -> tuple[LoopConnection, list[StreamState]]:
+        requests = [(model or "", *generate_request(each)) for each in wanted]
         connection = self._usable()
         check_can_generate(connection)
         return connection, connection.begin(requests)

@@ -73,13 +73,13 @@ def pack_token_ids(token_ids: Iterable[int] | bytes) -> bytes:
         ) from None
 
 
-def tokenize_params(model: str, given: dict[str, Any]) -> dict[str, Any]:
+def tokenize_params(model: str | None, given: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of ``tokenize``. Raises RequestError unless exactly one of prompt and messages is given."""
     params = {name: value for name, value in given.items() if value is not None}
     if ("prompt" in params) == ("messages" in params):
         raise RequestError("give exactly one of prompt and messages", field="prompt")
     _make_lists(params)
-    return {"model": model} | params
+    return {"model": model or ""} | params
 
 
 def pack_fields(fields: dict[str, Any]) -> bytes:

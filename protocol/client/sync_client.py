@@ -114,7 +114,7 @@ class Client:
 
     def generate(
         self,
-        model: str,
+        model: str | None,
         prompt: str | None = None,
         *,
         on_progress: OnProgress | None = None,
@@ -123,6 +123,8 @@ class Client:
     ) -> Stream:
         """Send a request, without waiting, and return the stream of its answer.
 
+        model        the name of a model, an alias, or a variant (``qwen:precise``). None: the ``default_model`` of
+                     models.yaml
         on_progress  function that is called with a ``Progress`` until the first token. The thread that reads the stream
                      calls it, and its exceptions are raised there
         timeout      seconds without any event of this request, while the stream is read. Then the request is cancelled
@@ -138,7 +140,7 @@ class Client:
 
     def choices(
         self,
-        model: str,
+        model: str | None,
         prompt: str | None = None,
         *,
         n: int,
@@ -161,7 +163,7 @@ class Client:
 
     def complete(
         self,
-        model: str,
+        model: str | None,
         prompt: str | None = None,
         *,
         on_progress: OnProgress | None = None,
@@ -174,7 +176,7 @@ class Client:
 
     def tokenize(
         self,
-        model: str,
+        model: str | None,
         prompt: str | None = None,
         *,
         messages: Sequence[dict[str, Any]] | None = None,
@@ -191,9 +193,11 @@ class Client:
         params = tokenize_params(model, template | {"prompt": prompt, "messages": messages})
         return token_ids_in(self._call("tokenize", params, reply_timeout))
 
-    def detokenize(self, model: str, token_ids: Iterable[int] | bytes, *, reply_timeout: float | None = None) -> str:
+    def detokenize(
+        self, model: str | None, token_ids: Iterable[int] | bytes, *, reply_timeout: float | None = None
+    ) -> str:
         """Return the text of token ids, or of bytes (u32, little endian). Raises the errors of ``call``."""
-        params = {"model": model, "token_ids": pack_token_ids(token_ids)}
+        params = {"model": model or "", "token_ids": pack_token_ids(token_ids)}
         return text_in(self._call("detokenize", params, reply_timeout))
 
     def call(self, verb: str, /, *, reply_timeout: float | None = None, **params: Any) -> dict[str, Any]:
@@ -258,8 +262,8 @@ class Client:
         self._closed = True
         self._connection.close()
 
-    def _begin(self, model: str, wanted: Sequence[dict[str, Any]]) -> tuple[SharedConnection, list[StreamState]]:
-        requests = [(model, *generate_request(each)) for each in wanted]
+    def _begin(self, model: str | None, wanted: Sequence[dict[str, Any]]) -> tuple[SharedConnection, list[StreamState]]:
+        requests = [(model or "", *generate_request(each)) for each in wanted]
         connection = self._usable()
         check_can_generate(connection)
         return connection, connection.begin(requests)

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from protocol.client.model_names import means, names_of
 from protocol.client.sync_client import Client
 from protocol.errors import ErrorCode, WireError
 from protocol.limits import MODEL_NAME_PATTERN
@@ -19,9 +20,10 @@ def check_name(client: Client, model: str) -> None:
     Call this if the command line has one argument only, which may be a prompt without a model. The error then says how
     to give both. It repeats the argument only if a model could have that name, because an error holds no prompt.
     """
-    names = [each["name"] for each in client.models()["models"]]
-    if model in names:
+    listed = client.models()["models"]
+    if any(means(each, model) for each in listed):
         return
+    names = [name for each in listed for name in names_of(each)]
     from difflib import get_close_matches  # only after a mistake
 
     if near := get_close_matches(model, names, n=1):
@@ -68,6 +70,6 @@ def _seen(client: Client, model: str) -> dict[str, Any]:
         if e.code is not ErrorCode.FORBIDDEN:
             raise
     for listed in client.models()["models"]:  # for a key with only the right infer
-        if listed["name"] == model:
+        if means(listed, model):
             return {**listed, "progress": None}
     raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {model!r} is configured", field="model")

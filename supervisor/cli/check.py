@@ -12,6 +12,7 @@ from protocol.process.engine_packages import missing_for_gateway
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import SCHEMA, find_config
+from supervisor.cli.figures import name_lines
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, config_file
 from supervisor.compiled_modules import loss
@@ -73,6 +74,8 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
         click.echo(json.dumps({"ok": True, "models": names, **unchecked}, indent=2))
         return exit_codes.OK
     click.echo(f"{examined.config.file}: fine; models: {', '.join(names)}")
+    for line in name_lines({name: examined.config.names.describe(name) for name in names}):
+        click.echo(line)
     if models.unknown:
         click.echo(f"not looked into, because only their own engine can: {', '.join(models.unknown)}")
     for what in dict.fromkeys(models.unchecked.values()):

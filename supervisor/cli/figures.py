@@ -50,6 +50,19 @@ def counted(count: float, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
+def other_names(m: Values) -> str | None:
+    """Return the aliases of a model, its variants with a colon, and whether it is the default model; None if it has
+    none of these."""
+    names = [*m.get("aliases", ()), *(f":{variant}" for variant in m.get("variants", ()))]
+    return ", ".join([*names, *([f"(default: {m['default']})"] if m.get("default") else [])]) or None
+
+
+def name_lines(models: Mapping[str, Values]) -> list[str]:
+    """Return a line for each model that has other names. ``models`` has them by the model's name, as in `status`."""
+    named = {name: other_names(values) for name, values in models.items()}
+    return [f"{name} is also called: {others}" for name, others in named.items() if others]
+
+
 def lines(values: Values) -> list[tuple[str, list[str]]]:
     """Return the entries of a part of `status` in order: a label and one or more lines of text; ``-`` for an unknown
     value.
@@ -158,6 +171,8 @@ _MAPS: dict[str, Callable[[Values], list[str]]] = {
     "vram_by_gpu": _by_gpu,
 }
 _NAMED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "aliases": ("aliases", lambda v: ", ".join(v) or "-"),
+    "variants": ("variants", lambda v: ", ".join(v) or "-"),
     "state_s": ("since", lambda v: f"{duration(v)} ago"),
     "beat_s": ("last progress", lambda v: f"{duration(v)} ago"),
     "tokens_per_s": ("speed", lambda v: f"{v} tokens/s"),

@@ -43,6 +43,7 @@ def of_model(m: Values) -> Entries:
         {
             "state": _state(m),
             "reason": m.get("reason"),
+            "also called": figures.other_names(m),
             "last exit": _last_exit(m),
             "engine": f"{m['engine']} on {_place(m)}",
             "attention": m.get("attention"),

@@ -13,6 +13,7 @@ from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config
 from supervisor.cli.errors import CommandFailure
+from supervisor.cli.figures import name_lines
 from supervisor.cli.options import as_json, config_file, connect, runtime_dir_option
 from supervisor.cli.tables import GAP, table, terminal_width
 
@@ -72,10 +73,11 @@ def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: 
     else:
         box, outer = _this_box(candidates, runtime_dir), os.environ.get("CUDA_VISIBLE_DEVICES")
     outcomes = fit(candidates, box, examined.config.supervisor.vram_limit, outer)
+    names = {name: examined.config.names.describe(name) for name in examined.config.models}
     if as_json:
-        click.echo(json.dumps(_as_data(outcomes, box), indent=2))
+        click.echo(json.dumps({**_as_data(outcomes, box), "names": names}, indent=2))
     else:
-        click.echo("\n".join(_lines(outcomes, box)))
+        click.echo("\n".join([*_lines(outcomes, box), *name_lines(names)]))
     failed = [o for o in outcomes if o.candidate.autostart and o.why_not is not None]
     if any(o.no_room or o.candidate.estimated.error is None for o in failed):
         return exit_codes.NO_ROOM

@@ -12,7 +12,20 @@ from supervisor.cli.hints import completed
 from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.tables import GAP, table, terminal_width
 
-PS_HEADER = ("NAME", "STATE", "GPU", "VRAM(EST)", "CTX", "ACTIVE", "QUEUED", "TOK/S", "IDLE", "UNTIL", "PID", "REASON")
+PS_HEADER: tuple[str, ...] = (
+    "NAME",
+    "STATE",
+    "GPU",
+    "VRAM(EST)",
+    "CTX",
+    "ACTIVE",
+    "QUEUED",
+    "TOK/S",
+    "IDLE",
+    "UNTIL",
+    "PID",
+    "REASON",
+)
 SHORTEST_REASON = 30
 """Least columns for a reason, however narrow the terminal is."""
 
@@ -38,7 +51,11 @@ def ps(as_json: bool, runtime_dir: Path) -> None:
     else:
         width = terminal_width()
         longest = None if width is None else width - len(GAP) - max((len(m["name"]) for m in models), default=0)
-        click.echo(table(PS_HEADER, [_ps_row(m, longest) for m in models], width))
+        header, rows = PS_HEADER, [_ps_row(m, longest) for m in models]
+        if any(figures.other_names(m) for m in models):  # few files have any, and the table is wide
+            header = (*header, "ALSO CALLED")
+            rows = [(*row, figures.other_names(m)) for row, m in zip(rows, models, strict=True)]
+        click.echo(table(header, rows, width))
 
 
 @click.command(

@@ -15,6 +15,7 @@ from supervisor.event_history import EventKind, noted
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import Change, How, Plan, Rollouts, RolloutStep, changes
+from supervisor.model_names import name_problems
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.workers.worker_life import Desired
@@ -73,24 +74,28 @@ class Reloads:
         The steps for each worker are decided when the earlier orders are done.
 
         only  the one model; its workers are exchanged even if nothing has changed. None for all models
+
+        Raises WireError, and changes nothing, if the one model has a name that another model still has.
         """
         before = self._registry.config
         if only is not None:
             models = before.models | {name: spec for name, spec in config.models.items() if name == only}
             if only not in config.models:
                 models.pop(only, None)  # an earlier order may be removing it already
-            config = Config(config.file, models, before.supervisor, before.gateway)
+            config = Config(config.file, models, before.supervisor, before.gateway, before.names.default)
+            _check_names(config)
         settings = differing(SupervisorConfig, before.supervisor, config.supervisor)
+        names = ["default_model"] if before.names.default != config.names.default else []
         of_gateway = [f"gateway.{key}" for key in differing(GatewayConfig, before.gateway, config.gateway)]
         if self._adopt_gateway(config) and not of_gateway:
             of_gateway = ["gateway.certificate"]  # the files were renewed under their former names
-        if settings or of_gateway:
-            applied = ", ".join([*(f"supervisor.{key}" for key in settings), *of_gateway])
+        if settings or of_gateway or names:
+            applied = ", ".join([*(f"supervisor.{key}" for key in settings), *of_gateway, *names])
             self._log.info("%s: applied %s", cause, applied, extra=noted(EventKind.RELOAD))
         self._registry.adopt(config)
         self._scheduler.set_policies(config.supervisor.hold_limits, config.supervisor.poison_policy)
         forced = () if only is None else (only,)
-        number = self.rollouts.order(cause, how, partial(self._plan, config, forced), settings + of_gateway)
+        number = self.rollouts.order(cause, how, partial(self._plan, config, forced), settings + of_gateway + names)
         self.advance_soon()
         return number
 
@@ -149,6 +154,15 @@ class Reloads:
         for replica in workers:
             self._fleet.adopt_settings(replica, spec)
         return []
+
+
+def _check_names(config: Config) -> None:
+    """Raise WireError if two models of a configuration have one name. The parts of it come from two files."""
+    models = {name: spec.config for name, spec in config.models.items()}
+    for path, problem in name_problems(models, None):
+        key = ".".join(map(str, path))
+        message = f"nothing is changed: {key} {problem}; reload all models, or remove the name"
+        raise WireError(ErrorCode.INVALID_REQUEST, message)
 
 
 def differing(kind: type[Any], before: object, after: object) -> list[str]:

@@ -69,6 +69,7 @@ class InFlight(RequestProgress):
     compiler           (worker, generation) of the worker that compiles its constraint, or keeps the compiled one
     charged            whether its account has paid for its prompt
     owner              the identity that asked for it
+    defaults           a packed map: the settings of the variant that it asked for. The worker gets it with the job
     prompt_tokens      the length of its prompt; None until a worker has reported it
     paid               tokens of the answer that its account has paid for
     advance            credit beyond the window, see ``advance.py``
@@ -98,6 +99,7 @@ class InFlight(RequestProgress):
     compiler: tuple[str, int] | None = None
     charged: bool = False
     owner: Identity = OWNER
+    defaults: bytes = field(default=b"", repr=False)
     prompt_tokens: int | None = None
     reported: int = -1
     """The queue position last reported."""

@@ -198,4 +198,6 @@ def _carry(request: InFlight) -> dict[str, object]:
         carry["party"] = request.party
     if request.parkings >= MOST_PARKINGS:
         carry["stay"] = True
+    if request.defaults:
+        carry["defaults"] = request.defaults
     return carry

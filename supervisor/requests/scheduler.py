@@ -214,16 +214,24 @@ class Scheduler:
     # --- clients --------------------------------------------------------------------------------------------------
 
     def submit(
-        self, channel: int, message: Generate, now: float, party: int | None = None, owner: Identity = OWNER
+        self,
+        channel: int,
+        message: Generate,
+        now: float,
+        party: int | None = None,
+        owner: Identity = OWNER,
+        defaults: bytes = b"",
     ) -> list[Effect]:
         """Accept a new request: return ACCEPTED, and JOB if a worker has room. Or refuse it: return ERROR.
 
-        party  the number of the key for which the request is; None: the connection. Parties take turns in the queue,
-               and when constraints are compiled
-        owner  the identity that asks
+        party     the number of the key for which the request is; None: the connection. Parties take turns in the queue,
+                  and when constraints are compiled
+        owner     the identity that asks
+        defaults  settings of the variant that the request names, see ``InFlight``
         """
         try:
             queue, request = self._admit(channel, message, now, channel if party is None else party, owner)
+            request.defaults = defaults
         except WireError as e:
             runs = self.holds(channel, message.request)
             return [ToClient(channel, encode(refusal(e, message.kind, message.request, runs=runs)))]

@@ -24,6 +24,8 @@ def file_with(key: Key) -> dict[str, Any]:
         return {"models": {"m": {"model_dir": "."}}, **value}
     if sections == ["lora"]:
         value = {"lora": [{"dir": "."} | value["lora"]]}
+    if key.path == "default_model":
+        return {"models": {"qwen": {"model_dir": "."}}, **value}
     return {"models": {"m": {"model_dir": "."} | value}}
 
 

@@ -47,6 +47,8 @@ def file_with(key: Key) -> dict[str, Any]:
         value = {section: value}
     if sections[:1] in (["supervisor"], ["gateway"]):
         return {"models": {"m": DEMO}, **value}
+    if key.path == "default_model":
+        return {"models": {"qwen": DEMO}, **value}
     if sections == ["lora"]:
         value = {"lora": [{"dir": "."} | value["lora"]]}
     custom = {"model_dir": ".", "engine": "my_engine:Mine"}

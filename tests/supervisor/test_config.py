@@ -81,7 +81,7 @@ def test_defaults(tmp_path: Path) -> None:
         ),
         (
             "models:\n  a: {model_dir: ., zzz: 1}",
-            "models.yaml:2: models.a.zzz: unknown key; known are autosplit_reserve, autostart, ",
+            "models.yaml:2: models.a.zzz: unknown key; known are aliases, autosplit_reserve, ",
         ),
         ("model:\n  a: {}\n", "models.yaml:1: model: unknown key; did you mean 'models'?"),
         (

@@ -11,8 +11,8 @@ import yaml
 from model_worker.engines.embedded.check import EmbeddedOptions
 from model_worker.engines.exllamav2.options import ExLlamaV2Options
 from supervisor.config_gateway import Address, GatewayConfig
-from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig
-from supervisor.config_schema import SupervisorConfig
+from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig, VariantConfig
+from supervisor.config_schema import FileConfig, SupervisorConfig
 from supervisor.config_values import parse_duration, parse_lease
 from supervisor.schema_validation import Read, Within
 from tools.docs.attribute_docs import attribute_docs
@@ -61,11 +61,13 @@ class Key:
     @property
     def anchor(self) -> str:
         """Return the id that the heading gets on the site and on GitHub."""
-        return self.path.replace(".", "")
+        return self.path.replace(".", "").lower()
 
 
 SECTIONS = ((SupervisorConfig, "supervisor"), (GatewayConfig, "gateway"))
 """The classes of the sections beside ``models``, and their names."""
+SECTION_KEYS = ("models", "supervisor", "gateway")
+"""Keys of the whole file that have parts of the page of their own."""
 
 
 def configuration_page() -> str:
@@ -87,6 +89,8 @@ def _sections() -> Iterator[tuple[str, type, str]]:
     """Yield (title, class, prefix of its keys) of each part of the page."""
     yield "Keys of a model", ModelConfig, ""
     yield "Keys of a LoRA adapter", LoraConfig, "lora."
+    yield "Keys of a variant", VariantConfig, "variants.NAME."
+    yield "Keys beside the models", FileConfig, ""
     for kind, name in SECTIONS:
         yield from _section(kind, name)
 
@@ -104,7 +108,7 @@ def keys_of(kind: type, prefix: str = "") -> Iterator[Key]:
     hints, docs = get_type_hints(kind, include_extras=True), attribute_docs(kind)
     for field in fields(kind):
         hint = hints[field.name]
-        if is_dataclass(hint):
+        if is_dataclass(hint) or (kind is FileConfig and field.name in SECTION_KEYS):
             continue
         description, notes = split(field.name, docs.get(field.name, ""))
         yield Key(
@@ -149,13 +153,18 @@ def type_name(hint: Any) -> str:
         return " or ".join(type_name(part) for part in parts if part is not types.NoneType)
     if origin is Literal:
         return " or ".join(f"`{part}`" for part in parts)
+    if origin is dict and is_dataclass(parts[1]):
+        return "map from a name to " + _PLURAL[parts[1]]
     if origin is list:
         return f"list of {_PLURAL.get(parts[0]) or type_name(parts[0])}"
     return _NAMES[origin or hint]
 
 
 _NAMES: dict[Any, str] = {str: "text", bool: "true or false", int: "whole number", float: "number", dict: "map"}
-_PLURAL: dict[Any, str] = {LoraConfig: "maps with the [keys of a LoRA adapter](#keys-of-a-lora-adapter)"}
+_PLURAL: dict[Any, str] = {
+    LoraConfig: "maps with the [keys of a LoRA adapter](#keys-of-a-lora-adapter)",
+    VariantConfig: "a map with the [keys of a variant](#keys-of-a-variant)",
+}
 
 
 def _default(field: "Field[Any]", hint: Any, message: str | None) -> str:
@@ -200,6 +209,8 @@ def _engines(kind: type, key: str) -> str:
     """Return which engines know a key."""
     if kind is LoraConfig:
         return _engines(ModelConfig, "lora")
+    if kind is VariantConfig:
+        return "all"
     if kind is not ModelConfig:
         return ""
     if key == "options":

@@ -15,7 +15,7 @@ from protocol.presets import PRESETS
 from protocol.request import GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, LIMITS
 from supervisor.config_gateway import Address
-from supervisor.config_model import ENGINE_KEYS, ModelConfig
+from supervisor.config_model import ENGINE_KEYS, ModelConfig, VariantConfig
 from supervisor.config_schema import FileConfig
 from supervisor.config_values import MAX_DURATION_S, MIN_LEASE_S
 from supervisor.placement.sizes import MAX_BYTES
@@ -97,8 +97,9 @@ def _mapping(kind: type) -> Schema:
     }
     if required := [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]:
         made["required"] = required
-    if kind is ModelConfig:
+    if kind in (ModelConfig, VariantConfig):
         made["properties"]["sampling"] |= {"additionalProperties": False, "properties": _sampling()}
+    if kind is ModelConfig:
         made["properties"]["limits"] |= {"additionalProperties": False, "properties": _limits()}
         made["properties"]["engine"] |= {"anyOf": [{"enum": [*ENGINE_KEYS]}, {"pattern": ":"}]}
         made["allOf"] = _engine_rules()

@@ -1,0 +1,20 @@
+"""The names under which clients reach a model of the reply to the verb "models"."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def names_of(model: Mapping[str, Any]) -> list[str]:
+    """Return the names of a model: its own, its aliases, and its variants as ``NAME:VARIANT``.
+
+    model  an entry of ``models`` in the reply. A supervisor of an older version names no aliases and no variants
+    """
+    name = model["name"]
+    return [name, *model.get("aliases", ()), *(f"{name}:{variant}" for variant in model.get("variants", ()))]
+
+
+def means(model: Mapping[str, Any], name: str) -> bool:
+    """Return whether a name means this model. A variant may stand behind an alias, too."""
+    base, _, variant = name.partition(":")
+    known = base == model["name"] or base in model.get("aliases", ())
+    return known and (not variant or variant in model.get("variants", ()))

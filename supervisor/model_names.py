@@ -1,0 +1,122 @@
+"""Find the model that a name means: a model, one of its aliases, or a variant of it (``name:variant``). Pure.
+
+Every request, question and order passes here before its key is checked. So the command line, the clients and the
+gateway know the same names, and a key's rights are those for the model itself.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from protocol.codec import pack_body
+from protocol.errors import ErrorCode, RequestError
+from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
+from supervisor.config_model import ModelConfig, VariantConfig
+
+_ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_VARIANT: Final = re.compile(r"[a-z][a-z0-9._-]{0,63}")
+"""A variant begins with a letter, because ``letters:2`` is the second worker of ``letters``."""
+MOST_NAMES: Final = 64
+"""Most aliases, and most variants, of one model. Every answer of GET /v1/models lists all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What a name means.
+
+    model            the name of the model. For a name that nothing has, the name itself
+    defaults         a packed map with the settings of the variant, ``sampling`` and ``template_kwargs``, for what a
+                     request leaves out. It goes to the worker with the job. Empty for the model as it is
+    template_kwargs  the variables of the chat template among these settings
+    """
+
+    model: str
+    defaults: bytes = b""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ModelNames:
+    """All names of the models of one models.yaml.
+
+    default  the name that stands for a request without a model; None if such requests are refused
+    """
+
+    def __init__(self, models: Mapping[str, ModelConfig], default: str | None = None) -> None:
+        self.default = default
+        self._models = models
+        self._named: dict[str, Named] = {}
+        for model, config in models.items():
+            for name in (model, *config.aliases):
+                self._named[name] = Named(model)
+                for variant, settings in config.variants.items():
+                    self._named[f"{name}:{variant}"] = _variant(model, settings)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._named
+
+    def describe(self, model: str) -> dict[str, Any]:
+        """Return the other names of a model, as clients see them. A model that is being removed has none any more."""
+        config = self._models.get(model)
+        return {
+            "aliases": [] if config is None else config.aliases,
+            "variants": [] if config is None else list(config.variants),
+            "default": self.default if self.default and self.find(self.default).model == model else None,
+        }
+
+    def find(self, name: str) -> Named:
+        """Return what a name means. A name that nothing has is returned as it is, and the caller refuses it."""
+        return self._named.get(name) or Named(name)
+
+    def find_or_default(self, name: str) -> Named:
+        """Return what the name in a request means. The empty name is the default model.
+
+        Raises RequestError for an empty name if there is no default model.
+        """
+        if name:
+            return self.find(name)
+        if self.default is None:
+            message = "the request names no model, and models.yaml has no default_model: name a model"
+            raise RequestError(message, field="model", code=ErrorCode.MODEL_NOT_FOUND)
+        return self.find(self.default)
+
+
+def _variant(model: str, variant: VariantConfig) -> Named:
+    given = {"sampling": variant.sampling, "template_kwargs": variant.template_kwargs}
+    settings = {key: value for key, value in given.items() if value}
+    return Named(model, pack_body(settings) if settings else b"", variant.template_kwargs or {})
+
+
+def name_problems(
+    models: Mapping[str, ModelConfig], default: str | None
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield (path of the key in models.yaml, message) for each name that cannot be used."""
+    taken = dict.fromkeys(models, "the name of a model")
+    for model, config in models.items():
+        path = ("models", model)
+        for index, alias in enumerate(config.aliases):
+            if problem := _alias_problem(alias, taken):
+                yield (*path, "aliases", index), problem
+            taken.setdefault(alias, f"an alias of {model}")
+        for variant in config.variants:
+            if not _VARIANT.fullmatch(variant):
+                rule = "use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a letter"
+                yield (*path, "variants", variant), f"is no name of a variant: {rule}"
+        for key, names in (("aliases", config.aliases), ("variants", config.variants)):
+            if len(names) > MOST_NAMES:
+                yield (*path, key), f"has {len(names)} names: at most {MOST_NAMES}"
+    if default is not None and default not in ModelNames(models):
+        yield ("default_model",), f"is {default!r}: must be a model, an alias, or a variant of this file"
+
+
+def _alias_problem(alias: str, taken: Mapping[str, str]) -> str | None:
+    if ":" in alias:
+        return f"is {alias!r}: must have no colon, which divides a name from a variant"
+    if not _ALIAS.fullmatch(alias):
+        rule = "use letters, digits, '.', '_', '-' and '/', at most 128, starting with a letter or digit"
+        return f"is {alias!r}: {rule}"
+    if alias in (SUPERVISOR_NAME, GATEWAY_NAME):
+        return f"is taken: the {alias}'s own log is called so"
+    if alias in taken:
+        return f"is {alias!r}, which is {taken[alias]} already: choose another name"
+    return None

@@ -1,0 +1,77 @@
+"""Aliases, variants and the default model in models.yaml: what a name means, and which names are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol.codec import unpack_body
+from protocol.errors import ErrorCode, RequestError
+from supervisor.config import load_config
+from supervisor.model_names import ModelNames
+from supervisor.yaml_source import ConfigError
+
+ENGINE = "model_dir: ., engine: 'tests.deterministic_engine:DeterministicEngine'"
+
+
+def names(directory: Path, text: str) -> ModelNames:
+    file = directory / "models.yaml"
+    file.write_text(text)
+    return load_config(file).names
+
+
+def test_a_name_means_a_model_an_alias_or_a_variant(tmp_path: Path) -> None:
+    keys = "aliases: [gpt-4o-mini, Org/Model-A], variants: {short: {sampling: {max_tokens: 3}}, plain: {}}"
+    found = names(tmp_path, f"models: {{a: {{{ENGINE}, {keys}}}, b: {{{ENGINE}}}}}\ndefault_model: a:short")
+    assert [found.find(name).model for name in ("a", "gpt-4o-mini", "Org/Model-A", "b")] == ["a", "a", "a", "b"]
+    assert found.find("a").defaults == b""
+    assert unpack_body(found.find("gpt-4o-mini:short").defaults) == {"sampling": {"max_tokens": 3}}
+    assert found.find("a:plain").defaults == b""
+    assert found.find_or_default("") == found.find("a:short")
+    for unknown in ("c", "a:2", "a:long", "b:short", "A"):
+        assert found.find(unknown).model == unknown, "whoever asked for it is told that it does not exist"
+    assert found.describe("a") == {
+        "aliases": ["gpt-4o-mini", "Org/Model-A"],
+        "variants": ["short", "plain"],
+        "default": "a:short",
+    }
+    assert found.describe("gone") == {"aliases": [], "variants": [], "default": None}
+
+
+def test_without_a_default_model_a_request_has_to_name_one(tmp_path: Path) -> None:
+    found = names(tmp_path, f"models: {{a: {{{ENGINE}}}}}")
+    with pytest.raises(RequestError, match="the request names no model") as refused:
+        found.find_or_default("")
+    assert (refused.value.code, refused.value.field) == (ErrorCode.MODEL_NOT_FOUND, "model")
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "says"),
+    [
+        ("aliases: [b]", "aliases.0", "is 'b', which is the name of a model already: choose another name"),
+        ("aliases: [a]", "aliases.0", "is 'a', which is the name of a model already"),
+        ("aliases: [x, x]", "aliases.1", "is 'x', which is an alias of a already"),
+        ("aliases: [theirs]", "models.b.aliases.0", "is 'theirs', which is an alias of a already"),
+        ("aliases: ['a:b']", "aliases.0", "must have no colon, which divides a name from a variant"),
+        ("aliases: ['']", "aliases.0", "is '': use letters, digits,"),
+        ("aliases: [gateway]", "aliases.0", "is taken: the gateway's own log is called so"),
+        ("aliases: x", "aliases", "must be a list"),
+        ("variants: {'2': {}}", "variants.2", "is no name of a variant: use a to z"),
+        ("variants: {Big: {}}", "variants.Big", "is no name of a variant"),
+        ("variants: {p: {temperature: 1}}", "variants.p.temperature", "unknown key"),
+        ("variants: {p: {sampling: {temprature: 1}}}", "variants.p.sampling.temprature", "did you mean 'temperature'"),
+        ("limits: {max_tokens: 5}, variants: {p: {sampling: {max_tokens: 6}}}", "p.sampling.max_tokens", "at most 5"),
+        ("variants: {p: {template_kwargs: {messages: 1}}}", "p.template_kwargs", "the template's own"),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, keys: str, key: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        names(tmp_path, f"models:\n  a: {{{ENGINE}, {keys}}}\n  b: {{{ENGINE}, aliases: [theirs]}}\n")
+    (problem,) = map(str, caught.value.problems)
+    assert f"{key}: " in problem
+    assert says in problem
+    assert "models.yaml:2: " in problem or "models.yaml:3: " in problem
+
+
+def test_a_default_model_that_nothing_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="default_model: is 'c': must be a model, an alias, or a variant"):
+        names(tmp_path, f"models: {{a: {{{ENGINE}}}}}\ndefault_model: c")
